@@ -1,0 +1,1 @@
+"""What people touch: the `mesh` command, the cluster, the coordinator, the OpenAI API."""

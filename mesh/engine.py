@@ -1,0 +1,79 @@
+"""What answers requests, as the API sees it: token ids in, committed token ids out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from stages.sampling import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One sequence to continue.
+
+    Attributes:
+        prompt: Token ids, at least one.
+        max_tokens: Stop after this many, with finish reason `length`.
+        end_tokens: Stop after committing one of these, with finish reason `stop`; empty ignores them.
+        sampling: How the tail draws.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    end_tokens: frozenset[int] = frozenset()
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Counts and times of one request so far.
+
+    Attributes:
+        num_windows: Windows judged, prefill chunks left out.
+        num_proposed: Proposed tokens that were verified.
+        num_accepted: Proposed tokens that the target chose too.
+        prefill_ms: From the first window sent to the first token.
+        decode_ms: From the first token to the latest.
+    """
+
+    num_windows: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Tokens that became part of the answer together.
+
+    Attributes:
+        tokens: One or more ids; an end token, if it came, is the last of them.
+        finish: Why the answer is over, or None while it goes on.
+        stats: Counts and times up to here.
+    """
+
+    tokens: tuple[int, ...]
+    finish: Literal["stop", "length"] | None
+    stats: GenerationStats
+
+
+class Engine(Protocol):
+    """The coordinator, or anything that can stand in for it."""
+
+    @property
+    def context_length(self) -> int:
+        """Positions that one session may use, prompt and answer together."""
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
+        """Continue the prompt. Closing the generator frees the session at every stage.
+
+        Raises:
+            ContextLengthExceeded: If prompt + 1 exceeds the context.
+            Overloaded: If the waiting line is full.
+            StageFailed: If a stage failed or went away.
+        """

@@ -1,0 +1,8 @@
+"""The wire contract: protocol version, generated messages, errors."""
+
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+SOFTWARE_VERSION: Final = "0.1.0"
+
+__all__ = ["PROTOCOL_VERSION", "SOFTWARE_VERSION"]

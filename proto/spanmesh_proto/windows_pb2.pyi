@@ -1,0 +1,201 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HiddenType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HIDDEN_TYPE_F32: _ClassVar[HiddenType]
+HIDDEN_TYPE_F32: HiddenType
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "software_version", "mesh_id", "sender")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MESH_ID_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    software_version: str
+    mesh_id: str
+    sender: str
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., mesh_id: _Optional[str] = ..., sender: _Optional[str] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("protocol_version", "software_version", "stage_index", "layer_start", "layer_stop")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_STOP_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    software_version: str
+    stage_index: int
+    layer_start: int
+    layer_stop: int
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., stage_index: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_stop: _Optional[int] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("hello", "open", "window")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    open: Open
+    window: Window
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., window: _Optional[_Union[Window, _Mapping]] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("session", "slot", "sampling")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    slot: int
+    sampling: Sampling
+    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class Window(_message.Message):
+    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "hidden", "hidden_type", "times")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_ROWS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_TYPE_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    id: int
+    start: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    verify_rows: int
+    hidden: bytes
+    hidden_type: HiddenType
+    times: _containers.RepeatedCompositeFieldContainer[StageTime]
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ...) -> None: ...
+
+class StageTime(_message.Message):
+    __slots__ = ("queue_us", "compute_us")
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
+    queue_us: int
+    compute_us: int
+    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("session", "epoch", "window_id", "start", "tokens", "times")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    window_id: int
+    start: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    times: _containers.RepeatedCompositeFieldContainer[StageTime]
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ...) -> None: ...
+
+class ControlRequest(_message.Message):
+    __slots__ = ("hello", "cancel", "close", "ping")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    cancel: Cancel
+    close: Close
+    ping: Ping
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("session", "epoch")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Close(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    def __init__(self, session: _Optional[int] = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ("sent_us",)
+    SENT_US_FIELD_NUMBER: _ClassVar[int]
+    sent_us: int
+    def __init__(self, sent_us: _Optional[int] = ...) -> None: ...
+
+class ControlReply(_message.Message):
+    __slots__ = ("welcome", "failure", "pong")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    failure: Failure
+    pong: Pong
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ("sent_us", "stats")
+    SENT_US_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    sent_us: int
+    stats: StageStats
+    def __init__(self, sent_us: _Optional[int] = ..., stats: _Optional[_Union[StageStats, _Mapping]] = ...) -> None: ...
+
+class StageStats(_message.Message):
+    __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions")
+    NUM_WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODES_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OPEN_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    num_windows: int
+    num_rows: int
+    num_dropped_windows: int
+    num_decodes: int
+    compute_us: int
+    num_queued_windows: int
+    num_open_sessions: int
+    def __init__(self, num_windows: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_dropped_windows: _Optional[int] = ..., num_decodes: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_queued_windows: _Optional[int] = ..., num_open_sessions: _Optional[int] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("session", "epoch", "window_id", "code", "message")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_ID_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    window_id: int
+    code: str
+    message: str
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., window_id: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""Pure policy of speculation: proposers, acceptance, span classes. No I/O, no clock, no randomness of its own."""

@@ -1,0 +1,33 @@
+"""Layer ranges, half-open, as everywhere in this project."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class LayerRange:
+    """Layers `[start, stop)` of a model.
+
+    Raises:
+        ValueError: If the range is empty or negative.
+    """
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"[{self.start}, {self.stop}) is not a layer range: need 0 <= start < stop")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
+
+
+def ranges_from_cuts(cuts: tuple[int, ...], n_layers: int) -> tuple[LayerRange, ...]:
+    """Cut points to ranges: `(10, 20)` of 30 layers gives `[0, 10)`, `[10, 20)`, `[20, 30)`."""
+    edges = (0, *cuts, n_layers)
+    return tuple(LayerRange(start, stop) for start, stop in zip(edges, edges[1:], strict=False))
