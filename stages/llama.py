@@ -1,0 +1,59 @@
+"""The few parts of llama.cpp's C API that llama-cpp-python does not wrap, and where its log goes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import structlog
+from llama_cpp import _ctypes_extensions
+
+log = structlog.get_logger()
+
+_LEVELS = {2: "warning", 3: "error"}
+_recent_complaints: deque[str] = deque(maxlen=20)
+_partial_line: dict[int, str] = {}
+
+
+@functools.cache
+def ggml_base() -> ctypes.CDLL:
+    """libggml-base, with the prototypes used here."""
+    lib: ctypes.CDLL = _ctypes_extensions.load_shared_library("ggml-base", Path(llama_cpp.__file__).parent / "lib")
+    lib.ggml_get_name.argtypes = [ctypes.c_void_p]
+    lib.ggml_get_name.restype = ctypes.c_char_p
+    lib.ggml_nbytes.argtypes = [ctypes.c_void_p]
+    lib.ggml_nbytes.restype = ctypes.c_size_t
+    lib.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    lib.ggml_backend_tensor_get.restype = None
+    return lib
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _on_log(level: int, text: bytes, _user_data: Any) -> None:
+    thread = threading.get_ident()
+    line = _partial_line.pop(thread, "") + text.decode(errors="replace")
+    if not line.endswith("\n"):
+        _partial_line[thread] = line[-4096:]
+        return
+    line = line.strip()
+    if not line or level not in _LEVELS:
+        return
+    _recent_complaints.append(line)
+    log.debug("llama_cpp", level=_LEVELS[level], text=line)
+
+
+@functools.cache
+def init_backend() -> None:
+    """Start llama.cpp once for this process and route its log to ours."""
+    llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+
+
+def last_complaint() -> str:
+    """llama.cpp's latest warning or error, for an error text of ours."""
+    return _recent_complaints[-1] if _recent_complaints else "no reason given"

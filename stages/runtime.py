@@ -1,0 +1,393 @@
+"""llama.cpp holding one stage: token ids or hidden states in, hidden states or logits out."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import numpy as np
+
+from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
+from stages.layers import LayerRange
+from stages.llama import init_backend, last_complaint
+from stages.numerics import Numerics, numerics_for, prepare_process
+from stages.tap import LayerTap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """How a stage computes.
+
+    Attributes:
+        num_slots: Sequences that it holds at once.
+        ctx_size: Positions of each.
+        num_threads: Threads of llama.cpp; they spin, so no more than free cores.
+        exact: Numeric mode, see `stages.numerics`.
+        observe_layers: Layers whose outputs `observed` gives after a decode; for certifying.
+    """
+
+    num_slots: int = 1
+    ctx_size: int = 2048
+    num_threads: int = 1
+    exact: bool = False
+    observe_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """What the loaded file is.
+
+    Attributes:
+        layers: Which layers of the whole model it holds.
+        n_layers: Layers of the whole model.
+        n_embd: Width of the hidden state.
+        n_vocab: Rows of the head; meaningful at the tail.
+        n_ctx_train: Positions that the model was trained for.
+        num_bytes: Size of the weights.
+    """
+
+    layers: LayerRange
+    n_layers: int
+    n_embd: int
+    n_vocab: int
+    n_ctx_train: int
+    num_bytes: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes token ids."""
+        return self.layers.start == 0
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether it gives logits."""
+        return self.layers.stop == self.n_layers
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows of one slot, to be computed in one batch with others.
+
+    Attributes:
+        slot: Sequence slot.
+        start: Absolute position of the first row. What the slot held from there on is forgotten.
+        tokens: Token ids, one a row.
+        hidden: float32 (rows, n_embd); needed unless the stage is the first.
+        num_outputs: At the tail, how many of the last rows give logits.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    hidden: NDArray[np.float32] | None = None
+    num_outputs: int = 0
+
+
+class StageRuntime:
+    """One loaded stage and its KV cache. Not thread-safe: one thread owns it.
+
+    A GGUF that was never cut loads as the one stage of a whole model.
+
+    Args:
+        path: The stage file.
+        options: How it computes.
+        progress: Called with the loaded share, 0 to 1.
+
+    Raises:
+        InvalidModel: If llama.cpp does not load the file.
+        ModelDoesNotFit: If there is no memory for its KV cache and buffers.
+        ClusterError: If the numeric mode is out of reach in this process.
+    """
+
+    def __init__(
+        self, path: Path, options: RuntimeOptions, *, progress: Callable[[float], None] | None = None
+    ) -> None:
+        self._numerics: Numerics = numerics_for(exact=options.exact, num_threads=options.num_threads)
+        self._options = options
+        self._context: Any = None
+        self._model: Any = None
+        prepare_process(self._numerics)
+        init_backend()
+        self._model = self._load_model(path, progress)
+        self.info = self._read_info()
+        self._tap = self._make_tap()
+        self._spare_slot = options.num_slots
+        self._lengths = [0] * (options.num_slots + 1)
+        try:
+            self._context = self._make_context()
+        except BaseException:
+            self.close()
+            raise
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = _Batch(self._numerics.max_rows, None if self.info.is_first else self.info.n_embd)
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of one batch."""
+        return self._numerics.max_rows
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that it holds at once."""
+        return self._options.num_slots
+
+    @property
+    def ctx_size(self) -> int:
+        """Positions of each sequence."""
+        return self._options.ctx_size
+
+    def check(self, span: Span) -> None:
+        """Whether `decode` would take the span.
+
+        Raises:
+            InvalidWindow: Naming what is wrong with its slot, position, sizes or token ids.
+        """
+        rows = len(span.tokens)
+        if not 0 <= span.slot < self._options.num_slots:
+            raise InvalidWindow(f"slot {span.slot} of {self._options.num_slots} does not exist")
+        if not 1 <= rows <= self.max_rows:
+            raise InvalidWindow(f"a window has {rows} rows; this stage takes 1 to {self.max_rows}")
+        if span.start > self._lengths[span.slot]:
+            raise InvalidWindow(
+                f"a window starts at position {span.start}, but slot {span.slot} ends at {self._lengths[span.slot]}"
+            )
+        if span.start + rows > self._options.ctx_size:
+            raise InvalidWindow(
+                f"a window ends at position {span.start + rows}, past the context of {self._options.ctx_size}"
+            )
+        if not 0 <= span.num_outputs <= rows:
+            raise InvalidWindow(f"{span.num_outputs} rows to verify in a window of {rows}")
+        if self.info.is_first:
+            if max(span.tokens) >= self.info.n_vocab or min(span.tokens) < 0:
+                raise InvalidWindow(f"token {max(span.tokens)} is outside the vocabulary of {self.info.n_vocab}")
+        elif span.hidden is None or span.hidden.shape != (rows, self.info.n_embd):
+            shape = None if span.hidden is None else span.hidden.shape
+            raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self.info.n_embd)}")
+
+    def decode(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+        """Compute spans of different slots in one batch.
+
+        Args:
+            spans: At most one for each slot, `max_rows` rows in all.
+
+        Returns:
+            For each span, float32: at the tail logits (num_outputs, n_vocab), else hidden states (rows, n_embd).
+
+        Raises:
+            InvalidWindow: If a span does not fit; nothing is computed.
+            StageFailed: If llama.cpp fails.
+        """
+        for span in spans:
+            self.check(span)
+        num_rows = sum(len(span.tokens) for span in spans)
+        if num_rows > self.max_rows or len({span.slot for span in spans}) != len(spans):
+            raise InvalidWindow(f"{num_rows} rows of {len(spans)} windows do not make one batch")
+        for span in spans:
+            self._trim(span.slot, span.start)
+        self._fill(spans, num_rows)
+        if self._tap is not None:
+            self._tap.begin()
+        self._run()
+        if not self.info.is_tail and self._tap is not None and self._hidden() is None:
+            # The graph has another shape than the one that the tap learned from: once more, with open eyes.
+            for span in spans:
+                self._trim(span.slot, span.start)
+            self._tap.begin(look_everywhere=True)
+            self._run()
+        for span in spans:
+            self._lengths[span.slot] = span.start + len(span.tokens)
+        return self._logits(spans) if self.info.is_tail else self._hidden_by_span(spans, num_rows)
+
+    def observed(self, layer: int) -> NDArray[np.float32]:
+        """Output of one of `options.observe_layers` in the last decode, float32 (rows, n_embd)."""
+        taken = None if self._tap is None else self._tap.take(layer)
+        if taken is None:
+            raise UncuttableModel(f"layer {layer} has no l_out tensor in llama.cpp's graph of this architecture")
+        return taken
+
+    def free(self, slot: int) -> None:
+        """Forget all that a slot holds."""
+        self._trim(slot, 0)
+
+    def close(self) -> None:
+        """Give all memory back. The runtime is unusable afterwards."""
+        if self._context is not None:
+            llama_cpp.llama_free(self._context)
+            self._context = None
+        if self._model is not None:
+            llama_cpp.llama_model_free(self._model)
+            self._model = None
+
+    def _load_model(self, path: Path, progress: Callable[[float], None] | None) -> Any:
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = self._numerics.use_repacked_weights
+        # ctypes keeps no reference: the callback must outlive the call.
+        on_progress = llama_cpp.llama_progress_callback(
+            lambda share, _data: progress(share) is None if progress else True
+        )
+        params.progress_callback = on_progress
+        model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        if model is None:
+            raise InvalidModel(f"llama.cpp does not load {path.name}: {last_complaint()}")
+        return model
+
+    def _read_info(self) -> StageInfo:
+        n_layers_here = llama_cpp.llama_model_n_layer(self._model)
+        start = self._metadata("spanmesh.layer_start")
+        stop = self._metadata("spanmesh.layer_stop")
+        count = self._metadata("spanmesh.layer_count")
+        return StageInfo(
+            layers=LayerRange(int(start or 0), int(stop or n_layers_here)),
+            n_layers=int(count or n_layers_here),
+            n_embd=llama_cpp.llama_model_n_embd(self._model),
+            n_vocab=llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model)),
+            n_ctx_train=llama_cpp.llama_model_n_ctx_train(self._model),
+            num_bytes=llama_cpp.llama_model_size(self._model),
+        )
+
+    def _metadata(self, key: str) -> str | None:
+        buffer = ctypes.create_string_buffer(128)
+        length = llama_cpp.llama_model_meta_val_str(self._model, key.encode(), buffer, len(buffer))
+        return buffer.value.decode() if length >= 0 else None
+
+    def _make_tap(self) -> LayerTap | None:
+        if not self.info.is_tail:
+            return LayerTap([len(self.info.layers) - 1], self.info.n_embd, stop=True)
+        if self._options.observe_layers:
+            return LayerTap(self._options.observe_layers, self.info.n_embd, stop=False)
+        return None
+
+    def _make_context(self) -> Any:
+        options = self._options
+        params = llama_cpp.llama_context_default_params()
+        # One unified cache, so that rows leave llama.cpp in the order in which they entered.
+        params.n_ctx = options.ctx_size * options.num_slots + self._numerics.min_rows
+        params.n_batch = params.n_ubatch = self._numerics.max_rows
+        params.n_seq_max = options.num_slots + 1
+        params.kv_unified = True
+        # A pruned sliding-window cache may already lack what a trim goes back to.
+        params.swa_full = True
+        params.n_threads = params.n_threads_batch = options.num_threads
+        params.flash_attn_type = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if options.exact else llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO
+        )
+        params.no_perf = True
+        if self._tap is not None:
+            params.cb_eval = self._tap.callback
+        context = llama_cpp.llama_init_from_model(self._model, params)
+        if context is None:
+            raise ModelDoesNotFit(
+                f"llama.cpp cannot make a context of {options.num_slots} × {options.ctx_size} positions for "
+                f"layers {self.info.layers}: {last_complaint()}; try a smaller --ctx-size or --parallel"
+            )
+        return context
+
+    def _trim(self, slot: int, start: int) -> None:
+        if self._lengths[slot] > start:
+            if not llama_cpp.llama_memory_seq_rm(self._memory, slot, start, -1):
+                raise UncuttableModel(
+                    f"this model's memory cannot be trimmed to position {start}: recurrent state has no positions"
+                )
+            self._lengths[slot] = start
+
+    def _fill(self, spans: Sequence[Span], num_rows: int) -> None:
+        self._batch.clear()
+        for span in spans:
+            first_output = len(span.tokens) - span.num_outputs if self.info.is_tail else 0
+            self._batch.add(span.slot, span.start, span.tokens, span.hidden, first_output)
+        if num_rows < self._numerics.min_rows:
+            padding = self._numerics.min_rows - num_rows
+            self._trim(self._spare_slot, 0)
+            zeros = None if self.info.is_first else np.zeros((padding, self.info.n_embd), np.float32)
+            self._batch.add(self._spare_slot, 0, [0] * padding, zeros, padding if self.info.is_tail else 0)
+            self._lengths[self._spare_slot] = padding
+
+    def _run(self) -> None:
+        status = llama_cpp.llama_decode(self._context, self._batch.struct)
+        if status != 0:
+            # What llama.cpp kept of the batch is unknown: trust nothing of these slots.
+            raise StageFailed(f"llama_decode failed with status {status}: {last_complaint()}")
+
+    def _hidden(self) -> NDArray[np.float32] | None:
+        return None if self._tap is None else self._tap.take(len(self.info.layers) - 1)
+
+    def _hidden_by_span(self, spans: Sequence[Span], num_rows: int) -> list[NDArray[np.float32]]:
+        hidden = self._hidden()
+        if hidden is None or len(hidden) < num_rows:
+            raise UncuttableModel(
+                f"llama.cpp's graph gives no l_out tensor of {num_rows} rows at layer {self.info.layers.stop - 1}"
+            )
+        edges = np.cumsum([len(span.tokens) for span in spans])
+        return np.split(hidden[:num_rows], edges[:-1])
+
+    def _logits(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+        num_outputs = sum(span.num_outputs for span in spans)
+        if num_outputs == 0:
+            return [np.empty((0, self.info.n_vocab), np.float32) for _ in spans]
+        pointer = llama_cpp.llama_get_logits(self._context)
+        logits = np.ctypeslib.as_array(pointer, shape=(num_outputs, self.info.n_vocab))
+        edges = np.cumsum([span.num_outputs for span in spans])
+        # A copy: llama.cpp writes the next decode's logits to the same place.
+        return np.split(logits.copy(), edges[:-1])
+
+
+class _Batch:
+    """A reusable `llama_batch` over numpy memory.
+
+    Args:
+        max_rows: Capacity.
+        n_embd: Width of hidden states in, or None if token ids go in.
+    """
+
+    def __init__(self, max_rows: int, n_embd: int | None) -> None:
+        self._tokens = np.zeros(max_rows, np.int32)
+        self._hidden = None if n_embd is None else np.zeros((max_rows, n_embd), np.float32)
+        self._positions = np.zeros(max_rows, np.int32)
+        self._num_slots_of_row = np.ones(max_rows, np.int32)
+        self._slots = np.zeros(max_rows, np.int32)
+        self._outputs = np.zeros(max_rows, np.int8)
+        slot_pointer = ctypes.POINTER(ctypes.c_int32)
+        self._slot_pointers = (slot_pointer * max_rows)(
+            *(ctypes.cast(self._slots.ctypes.data + 4 * row, slot_pointer) for row in range(max_rows))
+        )
+        self.struct = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=None if n_embd is not None else _pointer(self._tokens, ctypes.c_int32),
+            embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
+            pos=_pointer(self._positions, ctypes.c_int32),
+            n_seq_id=_pointer(self._num_slots_of_row, ctypes.c_int32),
+            seq_id=ctypes.cast(self._slot_pointers, ctypes.POINTER(slot_pointer)),
+            logits=_pointer(self._outputs, ctypes.c_int8),
+        )
+
+    def clear(self) -> None:
+        """Start over."""
+        self.struct.n_tokens = 0
+
+    def add(
+        self, slot: int, start: int, tokens: Sequence[int], hidden: NDArray[np.float32] | None, first_output: int
+    ) -> None:
+        """Append rows of one slot; those from `first_output` on give an output."""
+        first = self.struct.n_tokens
+        stop = first + len(tokens)
+        if self._hidden is None:
+            self._tokens[first:stop] = tokens
+        else:
+            self._hidden[first:stop] = hidden
+        self._positions[first:stop] = np.arange(start, start + len(tokens))
+        self._slots[first:stop] = slot
+        self._outputs[first : first + first_output] = 0
+        self._outputs[first + first_output : stop] = 1
+        self.struct.n_tokens = stop
+
+
+def _pointer(array: NDArray[Any], kind: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(kind))
