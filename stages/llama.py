@@ -15,7 +15,7 @@ from llama_cpp import _ctypes_extensions
 
 log = structlog.get_logger()
 
-_LEVELS = {2: "warning", 3: "error"}
+_LEVELS = {3: "warning", 4: "error"}
 _recent_complaints: deque[str] = deque(maxlen=20)
 _partial_line: dict[int, str] = {}
 

@@ -1,0 +1,167 @@
+"""The Ray actor that holds one stage on one host: brings its file, loads it, serves it.
+
+Ray places it, starts it and watches it; tokens never pass through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+
+from spanmesh_proto import windows_pb2_grpc as rpc
+from spanmesh_proto.errors import ClusterError
+from stages.channels import SERVER_OPTIONS, KeyCheck
+from stages.cutting import StageCache
+from stages.fetch import FetchSource, fetch_stage
+from stages.layers import LayerRange
+from stages.runtime import RuntimeOptions, StageRuntime
+from stages.server import StageService
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """All that a stage needs to know.
+
+    Attributes:
+        stage_index: Its place in the pipeline, from 0.
+        layers: Which layers it holds; for messages.
+        sha256: Hash of the stage file.
+        size_bytes: Size of the stage file.
+        source: Where the file comes from if this host's cache lacks it.
+        cache_dir: The host's cache, or None for the default place.
+        options: How it computes.
+        mesh_id: Which mesh it belongs to.
+        mesh_key: Shared by all stages and the coordinator.
+    """
+
+    stage_index: int
+    layers: LayerRange
+    sha256: str
+    size_bytes: int
+    source: FetchSource
+    options: RuntimeOptions
+    mesh_id: str
+    mesh_key: str
+    cache_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class StageProgress:
+    """How far a stage has come.
+
+    Attributes:
+        phase: What it is doing.
+        share: How much of that is done, 0 to 1.
+    """
+
+    phase: Literal["waiting", "fetching", "loading", "ready"]
+    share: float
+
+
+class StageActor:
+    """One stage on this host. Every method is safe to call at any time; `stop` undoes all.
+
+    Args:
+        config: All that it needs to know.
+    """
+
+    def __init__(self, config: StageConfig) -> None:
+        self._config = config
+        self._progress = StageProgress("waiting", 0.0)
+        self._runtime: StageRuntime | None = None
+        self._service: StageService | None = None
+        self._server: grpc.aio.Server | None = None
+
+    async def load(self) -> None:
+        """Bring the stage file to this host if it is not here, and load it.
+
+        Raises:
+            InvalidModel: If llama.cpp does not load it.
+            ModelDoesNotFit: If there is no memory for its KV cache.
+            HostUnreachable: If the head does not answer.
+        """
+        config = self._config
+        cache = StageCache(Path(config.cache_dir) if config.cache_dir else None)
+        path = cache.find(config.sha256)
+        if path is None:
+            path = await fetch_stage(
+                cache, config.sha256, config.size_bytes, config.source, progress=self._on("fetching")
+            )
+        on_loading = self._on("loading")
+        self._runtime = await asyncio.to_thread(
+            StageRuntime, path, config.options, progress=lambda share: on_loading(share, 1.0)
+        )
+        self._progress = StageProgress("ready", 1.0)
+
+    async def progress(self) -> StageProgress:
+        """How far `load` has come."""
+        return self._progress
+
+    async def start(self, bind_address: str) -> int:
+        """Serve on a free port of `bind_address`; returns the port.
+
+        Raises:
+            ClusterError: If nothing can be bound there.
+        """
+        config = self._config
+        if self._runtime is None:
+            raise ClusterError(f"stage {config.stage_index} was started before it was loaded")
+        self._service = StageService(
+            self._runtime, stage_index=config.stage_index, mesh_id=config.mesh_id, mesh_key=config.mesh_key
+        )
+        self._runtime = None  # the service's worker owns and frees it now
+        self._server = grpc.aio.server(interceptors=[KeyCheck(config.mesh_key)], options=SERVER_OPTIONS)
+        rpc.add_StageServicer_to_server(self._service, self._server)
+        try:
+            port = self._server.add_insecure_port(f"{bind_address}:0")
+        except RuntimeError as error:
+            raise ClusterError(
+                f"stage {config.stage_index} cannot listen on {bind_address}: {error}; is --advertise an address "
+                "of that host?"
+            ) from None
+        await self._server.start()
+        return port
+
+    async def connect(self, next_address: str) -> None:
+        """Link this stage to the next one.
+
+        Raises:
+            HostUnreachable: Naming the address that does not answer.
+        """
+        if self._service is None:
+            raise ClusterError(f"stage {self._config.stage_index} was connected before it was started")
+        await self._service.connect(next_address)
+
+    async def describe(self) -> dict[str, Any]:
+        """For `mesh status`: process, host name and counts."""
+        stats = self._service.stats() if self._service is not None else None
+        return {
+            "pid": os.getpid(),
+            "hostname": socket.gethostname(),
+            "num_windows": stats.num_windows if stats else 0,
+            "num_open_sessions": stats.num_open_sessions if stats else 0,
+        }
+
+    async def stop(self) -> None:
+        """Stop serving and free all memory."""
+        if self._server is not None:
+            await self._server.stop(grace=0)
+            self._server = None
+        if self._service is not None:
+            await self._service.close()
+            self._service = None
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None
+
+    def _on(self, phase: Literal["fetching", "loading"]) -> Any:
+        def update(done: float, total: float) -> None:
+            self._progress = StageProgress(phase, done / total if total else 1.0)
+
+        return update

@@ -1,0 +1,90 @@
+"""How gRPC is set up between hosts: message sizes, keepalive, and the mesh key that every call carries."""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+
+from spanmesh_proto.errors import MeshError, wire_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+_KEY_HEADER: Final = "x-mesh-key"
+_CLIENT_PING_MS: Final = 8_000
+
+_SIZES: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+CLIENT_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    *_SIZES,
+    ("grpc.keepalive_time_ms", _CLIENT_PING_MS),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A proxy has no business between the hosts of a mesh.
+    ("grpc.enable_http_proxy", 0),
+)
+
+# The server must allow pings twice as often as clients send them, or a long prefill ends in GOAWAY.
+SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    *_SIZES,
+    ("grpc.http2.min_ping_interval_without_data_ms", _CLIENT_PING_MS // 2),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", _CLIENT_PING_MS // 2),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),
+)
+
+
+def key_metadata(mesh_key: str) -> tuple[tuple[str, str], ...]:
+    """What a caller adds to each call."""
+    return ((_KEY_HEADER, mesh_key),)
+
+
+def status_of(error: BaseException) -> grpc.StatusCode:
+    """The gRPC status of an exception, by the one table in `spanmesh_proto.errors`."""
+    return grpc.StatusCode[wire_of(error).grpc]
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: MeshError) -> None:
+    """End a call with the status and the code of `error`."""
+    await context.abort(status_of(error), error.message, (("x-mesh-code", wire_of(error).code),))
+
+
+class KeyCheck(grpc.aio.ServerInterceptor):
+    """Turns away every call that does not carry the mesh key."""
+
+    def __init__(self, mesh_key: str) -> None:
+        self._key = mesh_key.encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Compare in constant time."""
+        metadata: Sequence[tuple[str, str | bytes]] = handler_call_details.invocation_metadata or ()
+        given = dict(metadata).get(_KEY_HEADER, "")
+        given_bytes = given if isinstance(given, bytes) else given.encode()
+        if hmac.compare_digest(given_bytes, self._key):
+            return await continuation(handler_call_details)
+        return _refusal(await continuation(handler_call_details))
+
+
+def _refusal(handler: Any) -> Any:
+    """A handler of the same kind (streaming or not) that refuses."""
+
+    async def refuse_stream(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the mesh key is missing or wrong")
+        yield  # the type of a streaming handler
+
+    if handler is None:
+        return None
+    if handler.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(refuse_stream)
+    return grpc.unary_stream_rpc_method_handler(refuse_stream)

@@ -1,0 +1,122 @@
+"""The held-open stream to the next stage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import grpc
+import structlog
+
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto import windows_pb2_grpc as rpc
+from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed, from_code
+from stages.channels import CLIENT_OPTIONS, key_metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = structlog.get_logger()
+
+
+def explain(error: grpc.aio.AioRpcError, peer: str) -> MeshError:
+    """The exception that a failed call to `peer` stands for."""
+    code = dict(error.trailing_metadata() or ()).get("x-mesh-code")
+    text = error.details() or error.code().name
+    if isinstance(code, str):
+        return from_code(code, text)
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return HostUnreachable(f"{peer} does not answer: {text}")
+    return StageFailed(f"{peer}: {text}")
+
+
+class StageLink:
+    """Sends frames to one stage, in order.
+
+    Args:
+        address: `host:port` of the stage.
+        hello: First frame; carries the protocol version.
+        mesh_key: Shared by all stages and the coordinator.
+        on_lost: Called once with the reason when the stream ends without `close`.
+    """
+
+    def __init__(
+        self, address: str, hello: wire.Hello, mesh_key: str, on_lost: Callable[[MeshError], None]
+    ) -> None:
+        self._address = address
+        self._on_lost = on_lost
+        self._hello = hello
+        self._channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._call: grpc.aio.StreamStreamCall[wire.Frame, wire.Welcome] = rpc.StageStub(self._channel).Link(
+            metadata=key_metadata(mesh_key)
+        )
+        self._frames: asyncio.Queue[wire.Frame] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_closing = False
+
+    async def open(self, timeout_s: float = 10) -> wire.Welcome:
+        """Shake hands.
+
+        Raises:
+            ProtocolVersionMismatch: If the stage speaks another version.
+            HostUnreachable: If the stage does not answer in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call.write(wire.Frame(hello=self._hello))
+                welcome = await self._call.read()
+                if not isinstance(welcome, wire.Welcome):
+                    # The stream ended at once: its status has the reason.
+                    raise await self._reason()
+        except TimeoutError:
+            await self.close()
+            raise HostUnreachable(f"{self._address} does not answer within {timeout_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            await self.close()
+            raise explain(error, self._address) from None
+        except MeshError:
+            await self.close()
+            raise
+        self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._watch())]
+        return welcome
+
+    def send(self, frame: wire.Frame) -> None:
+        """Queue a frame. Call in the event loop."""
+        self._frames.put_nowait(frame)
+
+    async def close(self) -> None:
+        """End the stream."""
+        self._is_closing = True
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _write(self) -> None:
+        while True:
+            frame = await self._frames.get()
+            try:
+                await self._call.write(frame)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # `_watch` tells why
+
+    async def _watch(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while isinstance(await self._call.read(), wire.Welcome):
+                pass
+        if not self._is_closing:
+            self._on_lost(await self._reason())
+
+    async def _reason(self) -> MeshError:
+        code = await self._call.code()
+        details = await self._call.details()
+        metadata = dict(await self._call.trailing_metadata() or ())
+        mesh_code = metadata.get("x-mesh-code")
+        text = details or code.name
+        if isinstance(mesh_code, str):
+            return from_code(mesh_code, text)
+        return StageFailed(f"the link to {self._address} ended: {text}")

@@ -1,0 +1,309 @@
+"""The gRPC face of one stage."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import structlog
+
+from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto import windows_pb2_grpc as rpc
+from spanmesh_proto.errors import (
+    InvalidWindow,
+    MeshError,
+    ProtocolError,
+    ProtocolVersionMismatch,
+    StageFailed,
+    wire_of,
+)
+from stages.channels import abort
+from stages.link import StageLink
+from stages.runtime import Span, StageRuntime
+from stages.sampling import Sampling
+from stages.sessions import SessionTable
+from stages.window_queue import QueuedWindow, WindowQueue
+from stages.worker import StageWorker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from numpy.typing import NDArray
+
+log = structlog.get_logger()
+
+
+def monotonic_us() -> int:
+    """Microseconds of this host's monotonic clock."""
+    return time.monotonic_ns() // 1000
+
+
+class StageService(rpc.StageServicer):
+    """One stage: takes windows from upstream, computes them, sends them on or judges them.
+
+    Lives in the event loop that made it; llama.cpp runs in the worker's thread.
+
+    Args:
+        runtime: The loaded stage.
+        stage_index: Its place in the pipeline.
+        mesh_id: Which mesh it belongs to; peers of another one are refused.
+        mesh_key: Shared by all stages and the coordinator.
+    """
+
+    def __init__(self, runtime: StageRuntime, *, stage_index: int, mesh_id: str, mesh_key: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._info = runtime.info
+        self._stage_index = stage_index
+        self._mesh_id = mesh_id
+        self._mesh_key = mesh_key
+        self._sessions = SessionTable(runtime.num_slots)
+        self._queue = WindowQueue(runtime.max_rows, self._sessions.is_live)
+        self._worker = StageWorker(
+            runtime,
+            self._queue,
+            clock_us=monotonic_us,
+            on_frames=self._from_worker(self._send_on),
+            on_verdicts=self._from_worker(self._answer),
+            on_failures=self._from_worker(self._report),
+        )
+        self._next: StageLink | None = None
+        self._verdicts: set[asyncio.Queue[wire.Verdict]] = set()
+        self._controls: set[asyncio.Queue[wire.ControlReply]] = set()
+        self._worker.start()
+
+    async def connect(self, next_address: str) -> None:
+        """Open the link to the next stage.
+
+        Raises:
+            HostUnreachable: Naming the address that does not answer.
+        """
+        hello = wire.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            software_version=SOFTWARE_VERSION,
+            mesh_id=self._mesh_id,
+            sender=f"stage {self._stage_index}",
+        )
+        link = StageLink(next_address, hello, self._mesh_key, self._on_next_lost)
+        await link.open()
+        self._next = link
+
+    async def close(self) -> None:
+        """Stop computing and free the memory."""
+        if self._next is not None:
+            await self._next.close()
+        self._queue.close()
+        await asyncio.to_thread(self._worker.join)
+
+    def stats(self) -> wire.StageStats:
+        """Counts since the start."""
+        counts = self._worker.counts
+        return wire.StageStats(
+            num_windows=counts.num_windows,
+            num_rows=counts.num_rows,
+            num_decodes=counts.num_decodes,
+            compute_us=counts.compute_us,
+            num_dropped_windows=self._queue.num_dropped,
+            num_queued_windows=len(self._queue),
+            num_open_sessions=len(self._sessions),
+        )
+
+    async def Link(
+        self,
+        request_iterator: AsyncIterator[wire.Frame],
+        context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome],
+    ) -> AsyncIterator[wire.Welcome]:
+        """Frames from upstream."""
+        greeted = False
+        async for frame in request_iterator:
+            kind = frame.WhichOneof("kind")
+            if not greeted:
+                yield await self._greet(frame.hello if kind == "hello" else None, context)
+                greeted = True
+            elif kind == "window":
+                self._on_window(frame.window)
+            elif kind == "open":
+                self._on_open(frame.open)
+
+    async def Control(
+        self,
+        request_iterator: AsyncIterator[wire.ControlRequest],
+        context: grpc.aio.ServicerContext[wire.ControlRequest, wire.ControlReply],
+    ) -> AsyncIterator[wire.ControlReply]:
+        """Out-of-band requests from the coordinator; failures and pongs back."""
+        replies: asyncio.Queue[wire.ControlReply] = asyncio.Queue()
+        first = await anext(aiter(request_iterator), None)
+        hello = first.hello if first is not None and first.WhichOneof("kind") == "hello" else None
+        yield wire.ControlReply(welcome=await self._greet(hello, context))
+        reader = asyncio.create_task(self._read_control(request_iterator, replies))
+        self._controls.add(replies)
+        try:
+            while True:
+                reply = asyncio.ensure_future(replies.get())
+                await asyncio.wait({reply, reader}, return_when=asyncio.FIRST_COMPLETED)
+                if not reply.done():
+                    reply.cancel()
+                    break
+                yield reply.result()
+        finally:
+            reader.cancel()
+            self._controls.discard(replies)
+            if not self._controls:
+                # No coordinator, nobody to answer: its sessions are over.
+                self._queue.free(self._sessions.close_all())
+
+    async def Verdicts(
+        self, request: wire.Hello, context: grpc.aio.ServicerContext[wire.Hello, wire.Verdict]
+    ) -> AsyncIterator[wire.Verdict]:
+        """The tail's answers, straight to the coordinator."""
+        await self._greet(request, context)
+        if not self._info.is_tail:
+            await abort(context, ProtocolError(f"stage {self._stage_index} is not the tail: it has no verdicts"))
+        await context.send_initial_metadata(())
+        verdicts: asyncio.Queue[wire.Verdict] = asyncio.Queue()
+        self._verdicts.add(verdicts)
+        try:
+            while True:
+                yield await verdicts.get()
+        finally:
+            self._verdicts.discard(verdicts)
+
+    async def _greet(
+        self, hello: wire.Hello | None, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> wire.Welcome:
+        if hello is None:
+            await abort(context, ProtocolError("the first message of a stream must be a Hello"))
+        elif hello.protocol_version != PROTOCOL_VERSION:
+            await abort(
+                context,
+                ProtocolVersionMismatch(
+                    f"{hello.sender or 'the peer'} speaks protocol version {hello.protocol_version} (spanmesh "
+                    f"{hello.software_version or 'unknown'}), stage {self._stage_index} speaks {PROTOCOL_VERSION} "
+                    f"(spanmesh {SOFTWARE_VERSION}): install the same spanmesh on every host"
+                ),
+            )
+        elif hello.mesh_id != self._mesh_id:
+            await abort(
+                context,
+                ProtocolError(f"this stage belongs to mesh {self._mesh_id!r}, not to {hello.mesh_id!r}"),
+            )
+        return wire.Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            software_version=SOFTWARE_VERSION,
+            stage_index=self._stage_index,
+            layer_start=self._info.layers.start,
+            layer_stop=self._info.layers.stop,
+        )
+
+    async def _read_control(
+        self, requests: AsyncIterator[wire.ControlRequest], replies: asyncio.Queue[wire.ControlReply]
+    ) -> None:
+        async for request in requests:
+            match request.WhichOneof("kind"):
+                case "cancel":
+                    self._sessions.cancel(request.cancel.session, request.cancel.epoch)
+                case "close":
+                    slot = self._sessions.close(request.close.session)
+                    if slot is not None:
+                        self._queue.free([slot])
+                case "ping":
+                    pong = wire.Pong(sent_us=request.ping.sent_us, stats=self.stats())
+                    replies.put_nowait(wire.ControlReply(pong=pong))
+
+    def _on_open(self, message: wire.Open) -> None:
+        sampling = message.sampling
+        try:
+            self._sessions.open(
+                message.session,
+                message.slot,
+                Sampling(
+                    temperature=sampling.temperature,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
+                    min_p=sampling.min_p,
+                    seed=sampling.seed,
+                ),
+            )
+        except MeshError as error:
+            self._report([_failure(message.session, 0, 0, error)])
+        if self._next is not None:
+            self._next.send(wire.Frame(open=message))
+
+    def _on_window(self, window: wire.Window) -> None:
+        try:
+            session = self._sessions.admit(window.session, window.epoch)
+            if session is None:
+                self._queue.num_dropped += 1
+                return
+            span = Span(
+                session.slot, window.start, list(window.tokens), self._hidden_of(window), window.verify_rows
+            )
+        except MeshError as error:
+            self._report([_failure(window.session, window.epoch, window.id, error)])
+            return
+        self._queue.put(
+            QueuedWindow(
+                session=window.session,
+                epoch=window.epoch,
+                id=window.id,
+                span=span,
+                sampling=session.sampling,
+                times_us=tuple((time.queue_us, time.compute_us) for time in window.times),
+                arrived_us=monotonic_us(),
+            )
+        )
+
+    def _hidden_of(self, window: wire.Window) -> NDArray[np.float32] | None:
+        if self._info.is_first:
+            return None
+        if window.hidden_type != wire.HIDDEN_TYPE_F32:
+            raise InvalidWindow(f"hidden states of type {window.hidden_type} are not known here; send float32")
+        expected_bytes = len(window.tokens) * self._info.n_embd * 4
+        if len(window.hidden) != expected_bytes:
+            raise InvalidWindow(
+                f"{len(window.tokens)} rows need {expected_bytes} bytes of hidden states, {len(window.hidden)} came"
+            )
+        return np.frombuffer(window.hidden, dtype="<f4").reshape(len(window.tokens), self._info.n_embd)
+
+    def _from_worker(self, handler: Any) -> Any:
+        """A function for the worker's thread that runs `handler` in the event loop."""
+        return lambda messages: self._loop.call_soon_threadsafe(handler, messages)
+
+    def _send_on(self, frames: list[wire.Frame]) -> None:
+        for frame in frames:
+            window = frame.window
+            if not self._sessions.is_live(window.session, window.epoch):
+                self._queue.num_dropped += 1
+            elif self._next is None:
+                error = StageFailed(f"stage {self._stage_index} has no link to the next stage")
+                self._report([_failure(window.session, window.epoch, window.id, error)])
+            else:
+                self._next.send(frame)
+
+    def _answer(self, verdicts: list[wire.Verdict]) -> None:
+        for verdict in verdicts:
+            if self._sessions.is_live(verdict.session, verdict.epoch):
+                for queue in self._verdicts:
+                    queue.put_nowait(verdict)
+
+    def _report(self, failures: list[wire.Failure]) -> None:
+        for failure in failures:
+            log.warning(
+                "window_failed", stage=self._stage_index, session=failure.session, reason=failure.message
+            )
+            for queue in self._controls:
+                queue.put_nowait(wire.ControlReply(failure=failure))
+
+    def _on_next_lost(self, error: MeshError) -> None:
+        log.error("link_lost", stage=self._stage_index, reason=error.message)
+        self._next = None
+        self._report([_failure(0, 0, 0, error)])
+
+
+def _failure(session: int, epoch: int, window_id: int, error: MeshError) -> wire.Failure:
+    return wire.Failure(
+        session=session, epoch=epoch, window_id=window_id, code=wire_of(error).code, message=error.message
+    )

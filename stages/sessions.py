@@ -1,0 +1,105 @@
+"""Which sessions are open at a stage, in which slots, and which of their windows are void. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from spanmesh_proto.errors import InvalidWindow, UnknownSession
+
+if TYPE_CHECKING:
+    from stages.sampling import Sampling
+
+_NUM_CLOSED_REMEMBERED: Final = 4096
+
+
+@dataclass
+class StageSession:
+    """One open session.
+
+    Attributes:
+        id: Given by the coordinator; never used twice.
+        slot: Its sequence slot in llama.cpp.
+        sampling: How the tail draws for it.
+        epoch: Windows of a lower epoch are void.
+    """
+
+    id: int
+    slot: int
+    sampling: Sampling
+    epoch: int = 0
+
+
+@dataclass
+class SessionTable:
+    """The open sessions of one stage.
+
+    Attributes:
+        num_slots: Slots that exist.
+    """
+
+    num_slots: int
+    _open: dict[int, StageSession] = field(default_factory=dict)
+    _owner: dict[int, int] = field(default_factory=dict)
+    _closed: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, session: int, slot: int, sampling: Sampling) -> int | None:
+        """Give the slot to the session; returns the session that had to leave it, if any.
+
+        Raises:
+            InvalidWindow: If there is no such slot.
+        """
+        if not 0 <= slot < self.num_slots:
+            raise InvalidWindow(f"slot {slot} of {self.num_slots} does not exist")
+        evicted = self._owner.get(slot)
+        if evicted is not None:
+            self.close(evicted)
+        self._open[session] = StageSession(session, slot, sampling)
+        self._owner[slot] = session
+        return evicted
+
+    def close(self, session: int) -> int | None:
+        """End the session; returns the slot that is free now, or None if the session is not open here."""
+        self._closed[session] = None
+        while len(self._closed) > _NUM_CLOSED_REMEMBERED:
+            self._closed.popitem(last=False)
+        entry = self._open.pop(session, None)
+        if entry is None:
+            return None
+        del self._owner[entry.slot]
+        return entry.slot
+
+    def close_all(self) -> list[int]:
+        """End every session, as when their coordinator is gone; returns the slots that are free now."""
+        return [slot for session in list(self._open) if (slot := self.close(session)) is not None]
+
+    def cancel(self, session: int, epoch: int) -> None:
+        """Void the session's windows below `epoch`."""
+        entry = self._open.get(session)
+        if entry is not None:
+            entry.epoch = max(entry.epoch, epoch)
+
+    def is_live(self, session: int, epoch: int) -> bool:
+        """Whether a window of this session and epoch is still worth computing."""
+        entry = self._open.get(session)
+        return entry is not None and epoch >= entry.epoch
+
+    def admit(self, session: int, epoch: int) -> StageSession | None:
+        """The session of an arriving window, or None if the window is void and to be dropped.
+
+        Raises:
+            UnknownSession: If the session was never open here.
+        """
+        entry = self._open.get(session)
+        if entry is None:
+            if session in self._closed:
+                return None
+            raise UnknownSession(f"session {session} is not open at this stage")
+        if epoch < entry.epoch:
+            return None
+        entry.epoch = epoch
+        return entry

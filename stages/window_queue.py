@@ -1,0 +1,120 @@
+"""Windows that wait for a stage, and which of them share the next batch.
+
+Filled by the event loop, emptied by the thread that owns llama.cpp.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stages.runtime import Span
+    from stages.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class QueuedWindow:
+    """One window as it waits.
+
+    Attributes:
+        session: The session's id.
+        epoch: Its epoch when the window was sent.
+        id: The window's id within the session.
+        span: What llama.cpp gets.
+        sampling: How the tail draws.
+        times_us: (queue, compute) of the stages before.
+        arrived_us: When it arrived, on this host's monotonic clock.
+    """
+
+    session: int
+    epoch: int
+    id: int
+    span: Span
+    sampling: Sampling
+    times_us: tuple[tuple[int, int], ...]
+    arrived_us: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the thread does next: first forget `freed_slots`, then compute `windows` as one batch."""
+
+    freed_slots: tuple[int, ...]
+    windows: tuple[QueuedWindow, ...]
+
+
+class WindowQueue:
+    """First come, first served; windows of different sessions share a batch while their rows fit.
+
+    Two windows of one session never share a batch: the second may trim what the first computes.
+
+    Args:
+        max_rows: Rows of one batch.
+        is_live: Whether a window of (session, epoch) is still wanted; asked when it is taken.
+    """
+
+    def __init__(self, max_rows: int, is_live: Callable[[int, int], bool]) -> None:
+        self._max_rows = max_rows
+        self._is_live = is_live
+        self._windows: deque[QueuedWindow] = deque()
+        self._freed_slots: list[int] = []
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self.num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def put(self, window: QueuedWindow) -> None:
+        """Append a window."""
+        with self._changed:
+            self._windows.append(window)
+            self._changed.notify()
+
+    def free(self, slots: list[int]) -> None:
+        """Have slots forgotten before the next batch."""
+        with self._changed:
+            self._freed_slots.extend(slots)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Wake the taker for the last time."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def take(self) -> Work | None:
+        """Wait for work; None once the queue is closed."""
+        with self._changed:
+            while True:
+                if self._is_closed:
+                    return None
+                windows = self._take_batch()
+                if windows or self._freed_slots:
+                    freed, self._freed_slots = tuple(self._freed_slots), []
+                    return Work(freed, windows)
+                self._changed.wait()
+
+    def _take_batch(self) -> tuple[QueuedWindow, ...]:
+        taken: list[QueuedWindow] = []
+        waiting: deque[QueuedWindow] = deque()
+        sessions: set[int] = set()
+        rows_left = self._max_rows
+        for window in self._windows:
+            if not self._is_live(window.session, window.epoch):
+                self.num_dropped += 1
+            elif window.session not in sessions and len(window.span.tokens) <= rows_left:
+                rows_left -= len(window.span.tokens)
+                taken.append(window)
+                sessions.add(window.session)
+            else:
+                waiting.append(window)
+                # Whatever this session sent later has to wait as well.
+                sessions.add(window.session)
+        self._windows = waiting
+        return tuple(taken)

@@ -1,0 +1,173 @@
+"""The thread that owns llama.cpp: takes windows from the queue, computes them, hands results on."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.errors import MeshError, StageFailed, wire_of
+from stages.sampling import Sampler
+from stages.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from stages.runtime import StageRuntime
+    from stages.window_queue import QueuedWindow, WindowQueue
+
+log = structlog.get_logger()
+
+
+@dataclass
+class WorkerCounts:
+    """What the thread has done since it started; written by it alone.
+
+    Attributes:
+        num_windows: Windows computed.
+        num_rows: Rows computed.
+        num_decodes: Batches computed.
+        compute_us: Time spent computing them.
+    """
+
+    num_windows: int = 0
+    num_rows: int = 0
+    num_decodes: int = 0
+    compute_us: int = 0
+
+
+class StageWorker(threading.Thread):
+    """Runs until its queue is closed, then frees the runtime.
+
+    Args:
+        runtime: Owned by this thread from `start` on.
+        queue: Where windows come from.
+        clock_us: Monotonic, microseconds.
+        on_frames: Gets windows for the next stage; called in this thread.
+        on_verdicts: Gets the tail's answers; called in this thread.
+        on_failures: Gets windows that could not be computed; called in this thread.
+    """
+
+    def __init__(
+        self,
+        runtime: StageRuntime,
+        queue: WindowQueue,
+        *,
+        clock_us: Callable[[], int],
+        on_frames: Callable[[list[wire.Frame]], None],
+        on_verdicts: Callable[[list[wire.Verdict]], None],
+        on_failures: Callable[[list[wire.Failure]], None],
+    ) -> None:
+        super().__init__(name="stage-worker", daemon=True)
+        self._runtime = runtime
+        self._queue = queue
+        self._clock_us = clock_us
+        self._on_frames = on_frames
+        self._on_verdicts = on_verdicts
+        self._on_failures = on_failures
+        self.counts = WorkerCounts()
+
+    def run(self) -> None:
+        """Work until the queue is closed."""
+        while (work := self._queue.take()) is not None:
+            for slot in work.freed_slots:
+                self._runtime.free(slot)
+            windows = self._without_invalid(work.windows)
+            if windows:
+                self._compute(windows)
+        self._runtime.close()
+
+    def _without_invalid(self, windows: tuple[QueuedWindow, ...]) -> list[QueuedWindow]:
+        """One bad window must not take the batch with it."""
+        valid = []
+        for window in windows:
+            try:
+                self._runtime.check(window.span)
+            except MeshError as error:
+                self._on_failures([failure_of(window, error)])
+            else:
+                valid.append(window)
+        return valid
+
+    def _compute(self, windows: list[QueuedWindow]) -> None:
+        started_us = self._clock_us()
+        try:
+            outputs = self._runtime.decode([window.span for window in windows])
+            self._hand_on(windows, outputs, started_us)
+        except Exception as error:  # noqa: BLE001 - whatever it is, these sessions fail and the stage lives
+            known = error if isinstance(error, MeshError) else StageFailed(f"stage failed: {error!r}")
+            log.error("windows_failed", num_windows=len(windows), reason=str(known), exc_info=known is not error)
+            for window in windows:
+                self._runtime.free(window.span.slot)
+            self._on_failures([failure_of(window, known) for window in windows])
+
+    def _hand_on(
+        self, windows: list[QueuedWindow], outputs: list[NDArray[np.float32]], started_us: int
+    ) -> None:
+        verdicts: list[wire.Verdict] = []
+        frames: list[wire.Frame] = []
+        for window, output in zip(windows, outputs, strict=True):
+            if self._runtime.info.is_tail:
+                verdicts.append(self._judge(window, output))
+            else:
+                frames.append(wire.Frame(window=self._onward(window, output)))
+        compute_us = self._clock_us() - started_us
+        for window, message in zip(windows, verdicts or [frame.window for frame in frames], strict=True):
+            _append_times(message, window, started_us, compute_us)
+        counts = self.counts
+        counts.num_windows += len(windows)
+        counts.num_rows += sum(len(window.span.tokens) for window in windows)
+        counts.num_decodes += 1
+        counts.compute_us += compute_us
+        if verdicts:
+            self._on_verdicts(verdicts)
+        else:
+            self._on_frames(frames)
+
+    @staticmethod
+    def _judge(window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict:
+        span = window.span
+        first_row = len(span.tokens) - span.num_outputs
+        tokens = verify(logits, span.tokens[first_row:], span.start + first_row, Sampler(window.sampling))
+        return wire.Verdict(
+            session=window.session, epoch=window.epoch, window_id=window.id, start=span.start, tokens=tokens
+        )
+
+    @staticmethod
+    def _onward(window: QueuedWindow, hidden: NDArray[np.float32]) -> wire.Window:
+        span = window.span
+        return wire.Window(
+            session=window.session,
+            epoch=window.epoch,
+            id=window.id,
+            start=span.start,
+            tokens=span.tokens,
+            verify_rows=span.num_outputs,
+            hidden=np.ascontiguousarray(hidden, dtype="<f4").tobytes(),
+            hidden_type=wire.HIDDEN_TYPE_F32,
+        )
+
+
+def failure_of(window: QueuedWindow, error: MeshError) -> wire.Failure:
+    """What the coordinator hears about a window that could not be computed."""
+    return wire.Failure(
+        session=window.session,
+        epoch=window.epoch,
+        window_id=window.id,
+        code=wire_of(error).code,
+        message=error.message,
+    )
+
+
+def _append_times(
+    message: wire.Window | wire.Verdict, window: QueuedWindow, started_us: int, compute_us: int
+) -> None:
+    for queue_us, earlier_us in window.times_us:
+        message.times.add(queue_us=queue_us, compute_us=earlier_us)
+    message.times.add(queue_us=max(0, started_us - window.arrived_us), compute_us=compute_us)
