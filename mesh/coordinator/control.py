@@ -1,0 +1,188 @@
+"""The coordinator's held-open streams beside the windows: control to every stage, verdicts from the tail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import grpc
+
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto import windows_pb2_grpc as rpc
+from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed
+from stages.channels import CLIENT_OPTIONS, key_metadata
+from stages.link import explain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class ControlStream:
+    """Out-of-band requests to one stage; its failures come back.
+
+    Args:
+        address: `host:port` of the stage.
+        hello: First message; carries the protocol version.
+        mesh_key: Shared by all stages and the coordinator.
+        on_failure: Called with each failure that the stage reports.
+        on_lost: Called once with the reason when the stream ends without `close`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: wire.Hello,
+        mesh_key: str,
+        *,
+        on_failure: Callable[[wire.Failure], None],
+        on_lost: Callable[[MeshError], None],
+    ) -> None:
+        self._address = address
+        self._hello = hello
+        self._on_failure = on_failure
+        self._on_lost = on_lost
+        self._channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._call: grpc.aio.StreamStreamCall[wire.ControlRequest, wire.ControlReply] = rpc.StageStub(
+            self._channel
+        ).Control(metadata=key_metadata(mesh_key))
+        self._requests: asyncio.Queue[wire.ControlRequest] = asyncio.Queue()
+        self._pongs: asyncio.Queue[wire.Pong] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self, timeout_s: float = 10) -> wire.Welcome:
+        """Shake hands.
+
+        Raises:
+            ProtocolVersionMismatch: If the stage speaks another version.
+            HostUnreachable: If the stage does not answer in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call.write(wire.ControlRequest(hello=self._hello))
+                reply = await self._call.read()
+        except TimeoutError:
+            raise HostUnreachable(f"{self._address} does not answer within {timeout_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise explain(error, self._address) from None
+        if not isinstance(reply, wire.ControlReply):
+            raise StageFailed(f"{self._address} closed the control stream: {await self._call.details()}")
+        self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
+        return reply.welcome
+
+    def cancel(self, session: int, epoch: int) -> None:
+        """Void the session's windows below `epoch`."""
+        self._requests.put_nowait(wire.ControlRequest(cancel=wire.Cancel(session=session, epoch=epoch)))
+
+    def close_session(self, session: int) -> None:
+        """End the session and free its slot."""
+        self._requests.put_nowait(wire.ControlRequest(close=wire.Close(session=session)))
+
+    async def ping(self, timeout_s: float = 2) -> wire.Pong:
+        """The stage's counts.
+
+        Raises:
+            TimeoutError: If the stage does not answer in time.
+        """
+        self._requests.put_nowait(wire.ControlRequest(ping=wire.Ping()))
+        async with asyncio.timeout(timeout_s):
+            return await self._pongs.get()
+
+    async def close(self) -> None:
+        """End the stream, after what was asked of the stage has left."""
+        await _finish(self._tasks, self._requests)
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _write(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._call.write(await self._requests.get())
+                self._requests.task_done()
+
+    async def _read(self) -> None:
+        reason: MeshError = StageFailed(f"the control stream to {self._address} ended")
+        try:
+            while isinstance(reply := await self._call.read(), wire.ControlReply):
+                if reply.WhichOneof("kind") == "failure":
+                    self._on_failure(reply.failure)
+                elif reply.WhichOneof("kind") == "pong":
+                    self._pongs.put_nowait(reply.pong)
+        except grpc.aio.AioRpcError as error:
+            reason = explain(error, self._address)
+        self._on_lost(reason)
+
+
+class VerdictStream:
+    """The tail's answers.
+
+    Args:
+        address: `host:port` of the tail.
+        hello: Carries the protocol version.
+        mesh_key: Shared by all stages and the coordinator.
+        on_verdict: Called with each verdict.
+        on_lost: Called once with the reason when the stream ends without `close`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: wire.Hello,
+        mesh_key: str,
+        *,
+        on_verdict: Callable[[wire.Verdict], None],
+        on_lost: Callable[[MeshError], None],
+    ) -> None:
+        self._address = address
+        self._on_verdict = on_verdict
+        self._on_lost = on_lost
+        self._channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._call: grpc.aio.UnaryStreamCall[wire.Hello, wire.Verdict] = rpc.StageStub(self._channel).Verdicts(
+            hello, metadata=key_metadata(mesh_key)
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self, timeout_s: float = 10) -> None:
+        """Wait until the tail has accepted the stream.
+
+        Raises:
+            HostUnreachable: If the tail does not answer in time.
+            ProtocolError: If it refuses.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call.initial_metadata()
+        except TimeoutError:
+            raise HostUnreachable(f"{self._address} does not answer within {timeout_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise explain(error, self._address) from None
+        self._tasks = [asyncio.create_task(self._read())]
+
+    async def close(self) -> None:
+        """End the stream."""
+        await _finish(self._tasks)
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _read(self) -> None:
+        reason: MeshError = StageFailed(f"the verdict stream from {self._address} ended")
+        try:
+            while isinstance(verdict := await self._call.read(), wire.Verdict):
+                self._on_verdict(verdict)
+        except grpc.aio.AioRpcError as error:
+            reason = explain(error, self._address)
+        self._on_lost(reason)
+
+
+async def _finish(
+    tasks: list[asyncio.Task[None]], outgoing: asyncio.Queue[wire.ControlRequest] | None = None
+) -> None:
+    if outgoing is not None and tasks and not tasks[0].done():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await outgoing.join()
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
