@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspanmesh_proto/membership.proto\x12\x13spanmesh.membership\"\xb1\x02\n\nHostReport\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x0e\n\x06secret\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x12\n\ncheck_port\x18\x06 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07threads\x18\x08 \x01(\r\x12\x16\n\x0espeed_gb_per_s\x18\t \x01(\x01\x12\x10\n\x08platform\x18\n \x01(\t\x12\x19\n\x11llama_cpp_version\x18\x0b \x01(\t\x12\x13\n\x0bray_version\x18\x0c \x01(\t\x12\x16\n\x0epython_version\x18\r \x01(\t\x12\x13\n\x0bray_node_id\x18\x0e \x01(\t\"w\n\nHeadReport\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x13\n\x0bray_address\x18\x03 \x01(\t\x12\x11\n\tray_token\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\">\n\x0c\x46\x65tchRequest\x12\x0e\n\x06secret\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"/\n\nFetchChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x32\xae\x01\n\nMembership\x12L\n\x04Join\x12\x1f.spanmesh.membership.HostReport\x1a\x1f.spanmesh.membership.HeadReport(\x01\x30\x01\x12R\n\nFetchStage\x12!.spanmesh.membership.FetchRequest\x1a\x1f.spanmesh.membership.FetchChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspanmesh_proto/membership.proto\x12\x13spanmesh.membership\"\xe0\x02\n\nHostReport\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x0e\n\x06secret\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x12\n\ncheck_port\x18\x06 \x01(\r\x12\x13\n\x0b\x63heck_nonce\x18\x07 \x01(\x0c\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07threads\x18\t \x01(\r\x12\x16\n\x0espeed_gb_per_s\x18\n \x01(\x01\x12\x10\n\x08platform\x18\x0b \x01(\t\x12\x19\n\x11llama_cpp_version\x18\x0c \x01(\t\x12\x13\n\x0bray_version\x18\r \x01(\t\x12\x16\n\x0epython_version\x18\x0e \x01(\t\x12\x15\n\rray_node_name\x18\x0f \x01(\t\x12\x16\n\x0eray_is_running\x18\x10 \x01(\x08\"\x8b\x01\n\nHeadReport\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x13\n\x0bray_address\x18\x03 \x01(\t\x12\x11\n\tray_token\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x12\n\nis_closing\x18\x06 \x01(\x08\">\n\x0c\x46\x65tchRequest\x12\x0e\n\x06secret\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"/\n\nFetchChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x32\xae\x01\n\nMembership\x12L\n\x04Join\x12\x1f.spanmesh.membership.HostReport\x1a\x1f.spanmesh.membership.HeadReport(\x01\x30\x01\x12R\n\nFetchStage\x12!.spanmesh.membership.FetchRequest\x1a\x1f.spanmesh.membership.FetchChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'spanmesh_proto.membership_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HOSTREPORT']._serialized_start=57
-  _globals['_HOSTREPORT']._serialized_end=362
-  _globals['_HEADREPORT']._serialized_start=364
-  _globals['_HEADREPORT']._serialized_end=483
-  _globals['_FETCHREQUEST']._serialized_start=485
-  _globals['_FETCHREQUEST']._serialized_end=547
-  _globals['_FETCHCHUNK']._serialized_start=549
-  _globals['_FETCHCHUNK']._serialized_end=596
-  _globals['_MEMBERSHIP']._serialized_start=599
-  _globals['_MEMBERSHIP']._serialized_end=773
+  _globals['_HOSTREPORT']._serialized_end=409
+  _globals['_HEADREPORT']._serialized_start=412
+  _globals['_HEADREPORT']._serialized_end=551
+  _globals['_FETCHREQUEST']._serialized_start=553
+  _globals['_FETCHREQUEST']._serialized_end=615
+  _globals['_FETCHCHUNK']._serialized_start=617
+  _globals['_FETCHCHUNK']._serialized_end=664
+  _globals['_MEMBERSHIP']._serialized_start=667
+  _globals['_MEMBERSHIP']._serialized_end=841
 # @@protoc_insertion_point(module_scope)

@@ -5,13 +5,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HostReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_id")
+    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CHECK_PORT_FIELD_NUMBER: _ClassVar[int]
+    CHECK_NONCE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
     SPEED_GB_PER_S_FIELD_NUMBER: _ClassVar[int]
@@ -19,13 +20,15 @@ class HostReport(_message.Message):
     LLAMA_CPP_VERSION_FIELD_NUMBER: _ClassVar[int]
     RAY_VERSION_FIELD_NUMBER: _ClassVar[int]
     PYTHON_VERSION_FIELD_NUMBER: _ClassVar[int]
-    RAY_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    RAY_NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    RAY_IS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     secret: str
     name: str
     address: str
     check_port: int
+    check_nonce: bytes
     memory_bytes: int
     threads: int
     speed_gb_per_s: float
@@ -33,22 +36,25 @@ class HostReport(_message.Message):
     llama_cpp_version: str
     ray_version: str
     python_version: str
-    ray_node_id: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_id: _Optional[str] = ...) -> None: ...
+    ray_node_name: str
+    ray_is_running: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ...) -> None: ...
 
 class HeadReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state")
+    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state", "is_closing")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RAY_TOKEN_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    IS_CLOSING_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     ray_address: str
     ray_token: str
     state: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
+    is_closing: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ..., is_closing: _Optional[bool] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("secret", "sha256", "offset")
