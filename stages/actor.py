@@ -10,7 +10,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 
@@ -19,9 +19,11 @@ from spanmesh_proto.errors import ClusterError
 from stages.channels import SERVER_OPTIONS, KeyCheck
 from stages.cutting import StageCache
 from stages.fetch import FetchSource, fetch_stage
-from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
+
+if TYPE_CHECKING:
+    from stages.layers import LayerRange
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,8 @@ class StageActor:
             port = self._server.add_insecure_port(f"{bind_address}:0")
         except RuntimeError as error:
             raise ClusterError(
-                f"stage {config.stage_index} cannot listen on {bind_address}: {error}; is --advertise an address "
-                "of that host?"
+                f"stage {config.stage_index} cannot listen on {bind_address}: {error}; is --advertise an "
+                "address of that host?"
             ) from None
         await self._server.start()
         return port

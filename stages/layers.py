@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 
@@ -30,4 +31,4 @@ class LayerRange:
 def ranges_from_cuts(cuts: tuple[int, ...], n_layers: int) -> tuple[LayerRange, ...]:
     """Cut points to ranges: `(10, 20)` of 30 layers gives `[0, 10)`, `[10, 20)`, `[20, 30)`."""
     edges = (0, *cuts, n_layers)
-    return tuple(LayerRange(start, stop) for start, stop in zip(edges, edges[1:], strict=False))
+    return tuple(LayerRange(start, stop) for start, stop in itertools.pairwise(edges))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -22,13 +22,18 @@ log = structlog.get_logger()
 
 def explain(error: grpc.aio.AioRpcError, peer: str) -> MeshError:
     """The exception that a failed call to `peer` stands for."""
-    code = dict(error.trailing_metadata() or ()).get("x-mesh-code")
+    code = _mesh_code(error.trailing_metadata())
     text = error.details() or error.code().name
-    if isinstance(code, str):
+    if code is not None:
         return from_code(code, text)
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return HostUnreachable(f"{peer} does not answer: {text}")
     return StageFailed(f"{peer}: {text}")
+
+
+def _mesh_code(metadata: Any) -> str | None:
+    """The code of `spanmesh_proto.errors.WIRE` that a stage attached to its status."""
+    return next((str(value) for key, value in metadata or () if key == "x-mesh-code"), None)
 
 
 class StageLink:
@@ -94,7 +99,7 @@ class StageLink:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._call.cancel()
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def _write(self) -> None:
         while True:
@@ -114,9 +119,8 @@ class StageLink:
     async def _reason(self) -> MeshError:
         code = await self._call.code()
         details = await self._call.details()
-        metadata = dict(await self._call.trailing_metadata() or ())
-        mesh_code = metadata.get("x-mesh-code")
+        mesh_code = _mesh_code(await self._call.trailing_metadata())
         text = details or code.name
-        if isinstance(mesh_code, str):
+        if mesh_code is not None:
             return from_code(mesh_code, text)
         return StageFailed(f"the link to {self._address} ended: {text}")

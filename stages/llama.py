@@ -23,12 +23,19 @@ _partial_line: dict[int, str] = {}
 @functools.cache
 def ggml_base() -> ctypes.CDLL:
     """libggml-base, with the prototypes used here."""
-    lib: ctypes.CDLL = _ctypes_extensions.load_shared_library("ggml-base", Path(llama_cpp.__file__).parent / "lib")
+    lib: ctypes.CDLL = _ctypes_extensions.load_shared_library(
+        "ggml-base", Path(llama_cpp.__file__).parent / "lib"
+    )
     lib.ggml_get_name.argtypes = [ctypes.c_void_p]
     lib.ggml_get_name.restype = ctypes.c_char_p
     lib.ggml_nbytes.argtypes = [ctypes.c_void_p]
     lib.ggml_nbytes.restype = ctypes.c_size_t
-    lib.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    lib.ggml_backend_tensor_get.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+    ]
     lib.ggml_backend_tensor_get.restype = None
     return lib
 

@@ -157,7 +157,8 @@ class StageRuntime:
             raise InvalidWindow(f"a window has {rows} rows; this stage takes 1 to {self.max_rows}")
         if span.start > self._lengths[span.slot]:
             raise InvalidWindow(
-                f"a window starts at position {span.start}, but slot {span.slot} ends at {self._lengths[span.slot]}"
+                f"a window starts at position {span.start}, but slot {span.slot} ends at "
+                f"{self._lengths[span.slot]}"
             )
         if span.start + rows > self._options.ctx_size:
             raise InvalidWindow(
@@ -167,7 +168,9 @@ class StageRuntime:
             raise InvalidWindow(f"{span.num_outputs} rows to verify in a window of {rows}")
         if self.info.is_first:
             if max(span.tokens) >= self.info.n_vocab or min(span.tokens) < 0:
-                raise InvalidWindow(f"token {max(span.tokens)} is outside the vocabulary of {self.info.n_vocab}")
+                raise InvalidWindow(
+                    f"token {max(span.tokens)} is outside the vocabulary of {self.info.n_vocab}"
+                )
         elif span.hidden is None or span.hidden.shape != (rows, self.info.n_embd):
             shape = None if span.hidden is None else span.hidden.shape
             raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self.info.n_embd)}")
@@ -179,7 +182,8 @@ class StageRuntime:
             spans: At most one for each slot, `max_rows` rows in all.
 
         Returns:
-            For each span, float32: at the tail logits (num_outputs, n_vocab), else hidden states (rows, n_embd).
+            For each span, float32: at the tail logits of shape (num_outputs, n_vocab), elsewhere hidden states
+            of shape (rows, n_embd).
 
         Raises:
             InvalidWindow: If a span does not fit; nothing is computed.
@@ -210,7 +214,9 @@ class StageRuntime:
         """Output of one of `options.observe_layers` in the last decode, float32 (rows, n_embd)."""
         taken = None if self._tap is None else self._tap.take(layer)
         if taken is None:
-            raise UncuttableModel(f"layer {layer} has no l_out tensor in llama.cpp's graph of this architecture")
+            raise UncuttableModel(
+                f"layer {layer} has no l_out tensor in llama.cpp's graph of this architecture"
+            )
         return taken
 
     def free(self, slot: int) -> None:
@@ -294,7 +300,8 @@ class StageRuntime:
         if self._lengths[slot] > start:
             if not llama_cpp.llama_memory_seq_rm(self._memory, slot, start, -1):
                 raise UncuttableModel(
-                    f"this model's memory cannot be trimmed to position {start}: recurrent state has no positions"
+                    f"this model's memory cannot be trimmed to position {start}: recurrent state has no "
+                    "positions"
                 )
             self._lengths[slot] = start
 
@@ -323,7 +330,8 @@ class StageRuntime:
         hidden = self._hidden()
         if hidden is None or len(hidden) < num_rows:
             raise UncuttableModel(
-                f"llama.cpp's graph gives no l_out tensor of {num_rows} rows at layer {self.info.layers.stop - 1}"
+                f"llama.cpp's graph gives no l_out tensor of {num_rows} rows at layer "
+                f"{self.info.layers.stop - 1}"
             )
         edges = np.cumsum([len(span.tokens) for span in spans])
         return np.split(hidden[:num_rows], edges[:-1])
@@ -373,7 +381,12 @@ class _Batch:
         self.struct.n_tokens = 0
 
     def add(
-        self, slot: int, start: int, tokens: Sequence[int], hidden: NDArray[np.float32] | None, first_output: int
+        self,
+        slot: int,
+        start: int,
+        tokens: Sequence[int],
+        hidden: NDArray[np.float32] | None,
+        first_output: int,
     ) -> None:
         """Append rows of one slot; those from `first_output` on give an output."""
         first = self.struct.n_tokens

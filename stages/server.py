@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import numpy as np
 import structlog
 
@@ -32,6 +31,7 @@ from stages.worker import StageWorker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    import grpc
     from numpy.typing import NDArray
 
 log = structlog.get_logger()
@@ -66,7 +66,7 @@ class StageService(rpc.StageServicer):
             runtime,
             self._queue,
             clock_us=monotonic_us,
-            on_frames=self._from_worker(self._send_on),
+            on_windows=self._from_worker(self._send_on),
             on_verdicts=self._from_worker(self._answer),
             on_failures=self._from_worker(self._report),
         )
@@ -111,7 +111,7 @@ class StageService(rpc.StageServicer):
             num_open_sessions=len(self._sessions),
         )
 
-    async def Link(
+    async def Link(  # noqa: N802 - the name in the .proto
         self,
         request_iterator: AsyncIterator[wire.Frame],
         context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome],
@@ -128,7 +128,7 @@ class StageService(rpc.StageServicer):
             elif kind == "open":
                 self._on_open(frame.open)
 
-    async def Control(
+    async def Control(  # noqa: N802
         self,
         request_iterator: AsyncIterator[wire.ControlRequest],
         context: grpc.aio.ServicerContext[wire.ControlRequest, wire.ControlReply],
@@ -155,13 +155,15 @@ class StageService(rpc.StageServicer):
                 # No coordinator, nobody to answer: its sessions are over.
                 self._queue.free(self._sessions.close_all())
 
-    async def Verdicts(
+    async def Verdicts(  # noqa: N802
         self, request: wire.Hello, context: grpc.aio.ServicerContext[wire.Hello, wire.Verdict]
     ) -> AsyncIterator[wire.Verdict]:
         """The tail's answers, straight to the coordinator."""
         await self._greet(request, context)
         if not self._info.is_tail:
-            await abort(context, ProtocolError(f"stage {self._stage_index} is not the tail: it has no verdicts"))
+            await abort(
+                context, ProtocolError(f"stage {self._stage_index} is not the tail: it has no verdicts")
+            )
         await context.send_initial_metadata(())
         verdicts: asyncio.Queue[wire.Verdict] = asyncio.Queue()
         self._verdicts.add(verdicts)
@@ -180,9 +182,9 @@ class StageService(rpc.StageServicer):
             await abort(
                 context,
                 ProtocolVersionMismatch(
-                    f"{hello.sender or 'the peer'} speaks protocol version {hello.protocol_version} (spanmesh "
-                    f"{hello.software_version or 'unknown'}), stage {self._stage_index} speaks {PROTOCOL_VERSION} "
-                    f"(spanmesh {SOFTWARE_VERSION}): install the same spanmesh on every host"
+                    f"{hello.sender or 'the peer'} speaks protocol version {hello.protocol_version} "
+                    f"(spanmesh {hello.software_version or 'unknown'}), stage {self._stage_index} speaks "
+                    f"{PROTOCOL_VERSION} (spanmesh {SOFTWARE_VERSION}): install the same spanmesh on every host"
                 ),
             )
         elif hello.mesh_id != self._mesh_id:
@@ -260,11 +262,14 @@ class StageService(rpc.StageServicer):
         if self._info.is_first:
             return None
         if window.hidden_type != wire.HIDDEN_TYPE_F32:
-            raise InvalidWindow(f"hidden states of type {window.hidden_type} are not known here; send float32")
+            raise InvalidWindow(
+                f"hidden states of type {window.hidden_type} are not known here; send float32"
+            )
         expected_bytes = len(window.tokens) * self._info.n_embd * 4
         if len(window.hidden) != expected_bytes:
             raise InvalidWindow(
-                f"{len(window.tokens)} rows need {expected_bytes} bytes of hidden states, {len(window.hidden)} came"
+                f"{len(window.tokens)} rows need {expected_bytes} bytes of hidden states, "
+                f"{len(window.hidden)} came"
             )
         return np.frombuffer(window.hidden, dtype="<f4").reshape(len(window.tokens), self._info.n_embd)
 
@@ -272,16 +277,15 @@ class StageService(rpc.StageServicer):
         """A function for the worker's thread that runs `handler` in the event loop."""
         return lambda messages: self._loop.call_soon_threadsafe(handler, messages)
 
-    def _send_on(self, frames: list[wire.Frame]) -> None:
-        for frame in frames:
-            window = frame.window
+    def _send_on(self, windows: list[wire.Window]) -> None:
+        for window in windows:
             if not self._sessions.is_live(window.session, window.epoch):
                 self._queue.num_dropped += 1
             elif self._next is None:
                 error = StageFailed(f"stage {self._stage_index} has no link to the next stage")
                 self._report([_failure(window.session, window.epoch, window.id, error)])
             else:
-                self._next.send(frame)
+                self._next.send(wire.Frame(window=window))
 
     def _answer(self, verdicts: list[wire.Verdict]) -> None:
         for verdict in verdicts:

@@ -15,7 +15,7 @@ from stages.sampling import Sampler
 from stages.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -49,7 +49,7 @@ class StageWorker(threading.Thread):
         runtime: Owned by this thread from `start` on.
         queue: Where windows come from.
         clock_us: Monotonic, microseconds.
-        on_frames: Gets windows for the next stage; called in this thread.
+        on_windows: Gets windows for the next stage; called in this thread.
         on_verdicts: Gets the tail's answers; called in this thread.
         on_failures: Gets windows that could not be computed; called in this thread.
     """
@@ -60,7 +60,7 @@ class StageWorker(threading.Thread):
         queue: WindowQueue,
         *,
         clock_us: Callable[[], int],
-        on_frames: Callable[[list[wire.Frame]], None],
+        on_windows: Callable[[list[wire.Window]], None],
         on_verdicts: Callable[[list[wire.Verdict]], None],
         on_failures: Callable[[list[wire.Failure]], None],
     ) -> None:
@@ -68,7 +68,7 @@ class StageWorker(threading.Thread):
         self._runtime = runtime
         self._queue = queue
         self._clock_us = clock_us
-        self._on_frames = on_frames
+        self._on_windows = on_windows
         self._on_verdicts = on_verdicts
         self._on_failures = on_failures
         self.counts = WorkerCounts()
@@ -100,9 +100,11 @@ class StageWorker(threading.Thread):
         try:
             outputs = self._runtime.decode([window.span for window in windows])
             self._hand_on(windows, outputs, started_us)
-        except Exception as error:  # noqa: BLE001 - whatever it is, these sessions fail and the stage lives
+        except Exception as error:
             known = error if isinstance(error, MeshError) else StageFailed(f"stage failed: {error!r}")
-            log.error("windows_failed", num_windows=len(windows), reason=str(known), exc_info=known is not error)
+            log.error(
+                "windows_failed", num_windows=len(windows), reason=str(known), exc_info=known is not error
+            )
             for window in windows:
                 self._runtime.free(window.span.slot)
             self._on_failures([failure_of(window, known) for window in windows])
@@ -110,25 +112,30 @@ class StageWorker(threading.Thread):
     def _hand_on(
         self, windows: list[QueuedWindow], outputs: list[NDArray[np.float32]], started_us: int
     ) -> None:
-        verdicts: list[wire.Verdict] = []
-        frames: list[wire.Frame] = []
-        for window, output in zip(windows, outputs, strict=True):
-            if self._runtime.info.is_tail:
-                verdicts.append(self._judge(window, output))
-            else:
-                frames.append(wire.Frame(window=self._onward(window, output)))
-        compute_us = self._clock_us() - started_us
-        for window, message in zip(windows, verdicts or [frame.window for frame in frames], strict=True):
-            _append_times(message, window, started_us, compute_us)
+        pairs = list(zip(windows, outputs, strict=True))
         counts = self.counts
         counts.num_windows += len(windows)
         counts.num_rows += sum(len(window.span.tokens) for window in windows)
         counts.num_decodes += 1
-        counts.compute_us += compute_us
-        if verdicts:
+        if self._runtime.info.is_tail:
+            verdicts = [self._judge(window, logits) for window, logits in pairs]
+            counts.compute_us += self._stamp(windows, verdicts, started_us)
             self._on_verdicts(verdicts)
         else:
-            self._on_frames(frames)
+            onward = [self._onward(window, hidden) for window, hidden in pairs]
+            counts.compute_us += self._stamp(windows, onward, started_us)
+            self._on_windows(onward)
+
+    def _stamp(
+        self, windows: list[QueuedWindow], messages: Sequence[wire.Window | wire.Verdict], started_us: int
+    ) -> int:
+        """Write into each message how long this stage and those before it took; returns its own time."""
+        compute_us = self._clock_us() - started_us
+        for window, message in zip(windows, messages, strict=True):
+            for earlier_queue_us, earlier_compute_us in window.times_us:
+                message.times.add(queue_us=earlier_queue_us, compute_us=earlier_compute_us)
+            message.times.add(queue_us=max(0, started_us - window.arrived_us), compute_us=compute_us)
+        return compute_us
 
     @staticmethod
     def _judge(window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict:
@@ -163,11 +170,3 @@ def failure_of(window: QueuedWindow, error: MeshError) -> wire.Failure:
         code=wire_of(error).code,
         message=error.message,
     )
-
-
-def _append_times(
-    message: wire.Window | wire.Verdict, window: QueuedWindow, started_us: int, compute_us: int
-) -> None:
-    for queue_us, earlier_us in window.times_us:
-        message.times.add(queue_us=queue_us, compute_us=earlier_us)
-    message.times.add(queue_us=max(0, started_us - window.arrived_us), compute_us=compute_us)

@@ -92,7 +92,7 @@ class ControlStream:
         """End the stream, after what was asked of the stage has left."""
         await _finish(self._tasks, self._requests)
         self._call.cancel()
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def _write(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -137,9 +137,9 @@ class VerdictStream:
         self._on_verdict = on_verdict
         self._on_lost = on_lost
         self._channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-        self._call: grpc.aio.UnaryStreamCall[wire.Hello, wire.Verdict] = rpc.StageStub(self._channel).Verdicts(
-            hello, metadata=key_metadata(mesh_key)
-        )
+        self._call: grpc.aio.UnaryStreamCall[wire.Hello, wire.Verdict] = rpc.StageStub(
+            self._channel
+        ).Verdicts(hello, metadata=key_metadata(mesh_key))
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self, timeout_s: float = 10) -> None:
@@ -162,7 +162,7 @@ class VerdictStream:
         """End the stream."""
         await _finish(self._tasks)
         self._call.cancel()
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def _read(self) -> None:
         reason: MeshError = StageFailed(f"the verdict stream from {self._address} ended")

@@ -253,12 +253,14 @@ class Coordinator:
         if not request.prompt:
             raise InvalidRequest("the prompt is empty: send at least one token", param="prompt")
         if request.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {request.max_tokens}; ask for at least 1", param="max_tokens")
+            raise InvalidRequest(
+                f"max_tokens is {request.max_tokens}; ask for at least 1", param="max_tokens"
+            )
         if len(request.prompt) + 1 > self._options.context_length:
             raise ContextLengthExceeded(
                 f"the prompt has {len(request.prompt)} tokens; this model is served with a context of "
-                f"{self._options.context_length}, and the answer needs at least 1: shorten the prompt or serve with "
-                "a larger --ctx-size"
+                f"{self._options.context_length}, and the answer needs at least 1: shorten the prompt or serve "
+                "with a larger --ctx-size"
             )
         self._raise_if_lost()
 

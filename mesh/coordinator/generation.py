@@ -14,8 +14,9 @@ from spanmesh_proto.errors import ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mesh.engine import GenerationRequest
     from speculative.proposer import Proposer
+
+    from mesh.engine import GenerationRequest
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ class Generation:
         num_accepted = len(sampled) - 1
         if not 0 <= num_accepted <= len(proposed) or sampled[:-1] != proposed[:num_accepted]:
             raise ProtocolError(
-                f"the tail answered {len(sampled)} ids that do not continue a window of {window.num_verified} rows"
+                f"the tail answered {len(sampled)} ids that do not continue a window of "
+                f"{window.num_verified} rows"
             )
         committed = sampled[: self._max_tokens - self._num_committed]
         finish: Literal["stop", "length"] | None = None

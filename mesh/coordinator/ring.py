@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -99,8 +98,8 @@ class Ring:
                 held = (welcome.stage_index, welcome.layer_start, welcome.layer_stop)
                 if held != (index, stage.layers.start, stage.layers.stop):
                     raise ProtocolError(
-                        f"stage {index} at {stage.address} holds layers [{held[1]}, {held[2]}) as stage {held[0]}, "
-                        f"not {stage.layers}"
+                        f"stage {index} at {stage.address} holds layers [{held[1]}, {held[2]}) as stage "
+                        f"{held[0]}, not {stage.layers}"
                     )
         except BaseException:
             await self.close()
@@ -136,8 +135,9 @@ class Ring:
     async def close(self) -> None:
         """End all streams."""
         self._is_closing = True
-        for stream in itertools.chain([self._link, self._verdicts], self._controls):
-            await stream.close()
+        await self._link.close()
+        await self._verdicts.close()
+        await asyncio.gather(*(control.close() for control in self._controls))
 
     def _lost(self, reason: MeshError) -> None:
         if not self._is_closing:

@@ -1,0 +1,117 @@
+"""The stage's session table and window queue: pure rules, checked as rules."""
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spanmesh_proto.errors import InvalidWindow, UnknownSession
+from stages.runtime import Span
+from stages.sampling import Sampling
+from stages.sessions import SessionTable
+from stages.window_queue import QueuedWindow, WindowQueue
+
+
+def window(session: int, rows: int, *, epoch: int = 0, id: int = 0) -> QueuedWindow:
+    span = Span(slot=session, start=0, tokens=[1] * rows)
+    return QueuedWindow(session, epoch, id, span, Sampling(), (), arrived_us=0)
+
+
+def test_a_slot_given_to_a_new_session_ends_the_old_one() -> None:
+    table = SessionTable(num_slots=2)
+    assert table.open(1, 0, Sampling()) is None
+    assert table.open(2, 0, Sampling()) == 1
+    assert table.admit(1, 0) is None
+    late_close = table.close(1)
+    assert late_close is None, "closing the evicted session must not free its successor's slot"
+    assert table.close(2) == 0
+
+
+def test_windows_of_an_older_epoch_are_void() -> None:
+    table = SessionTable(num_slots=1)
+    table.open(1, 0, Sampling())
+    assert table.admit(1, 3) is not None
+    assert table.admit(1, 2) is None
+    table.cancel(1, 5)
+    assert not table.is_live(1, 4)
+    assert table.is_live(1, 5)
+    table.cancel(1, 4)
+    assert not table.is_live(1, 4), "an old cancel must not lower the epoch"
+
+
+def test_unknown_sessions_and_slots_are_named() -> None:
+    table = SessionTable(num_slots=1)
+    with pytest.raises(UnknownSession, match="session 7"):
+        table.admit(7, 0)
+    with pytest.raises(InvalidWindow, match="slot 1 of 1"):
+        table.open(1, 1, Sampling())
+    table.cancel(7, 3)
+    assert len(table) == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["open", "close"]), st.integers(1, 6), st.integers(0, 2))))
+def test_a_slot_never_has_two_owners(steps: list[tuple[str, int, int]]) -> None:
+    table = SessionTable(num_slots=3)
+    owner: dict[int, int] = {}
+    fresh = 0
+    alive: dict[int, int] = {}
+    for kind, pick, slot in steps:
+        if kind == "open":
+            fresh += 1
+            evicted = table.open(fresh, slot, Sampling())
+            assert evicted == owner.get(slot)
+            if evicted is not None:
+                del alive[evicted]
+            owner[slot] = fresh
+            alive[fresh] = slot
+        elif alive:
+            session = sorted(alive)[pick % len(alive)]
+            assert table.close(session) == alive.pop(session)
+            owner = {s: o for s, o in owner.items() if o != session}
+        assert len(table) == len(alive)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 8)), max_size=30),
+    st.integers(8, 20),
+)
+def test_batches_keep_order_and_fit(arrivals: list[tuple[int, int]], max_rows: int) -> None:
+    queue = WindowQueue(max_rows, lambda _session, _epoch: True)
+    for index, (session, rows) in enumerate(arrivals):
+        queue.put(window(session, rows, id=index))
+    seen: dict[int, list[int]] = {}
+    while len(queue):
+        work = queue.take()
+        assert work is not None
+        assert work.windows
+        assert sum(len(w.span.tokens) for w in work.windows) <= max_rows
+        assert len({w.session for w in work.windows}) == len(work.windows)
+        for taken in work.windows:
+            seen.setdefault(taken.session, []).append(taken.id)
+    for session in {session for session, _ in arrivals}:
+        assert seen[session] == [index for index, (s, _) in enumerate(arrivals) if s == session]
+
+
+def test_void_windows_are_dropped_before_computing() -> None:
+    table = SessionTable(num_slots=2)
+    table.open(0, 0, Sampling())
+    table.open(1, 1, Sampling())
+    queue = WindowQueue(8, table.is_live)
+    queue.put(window(0, 2, epoch=0))
+    queue.put(window(1, 2, epoch=0))
+    table.cancel(0, 1)
+    work = queue.take()
+    assert work is not None
+    assert [w.session for w in work.windows] == [1]
+    assert queue.num_dropped == 1
+
+
+def test_close_wakes_a_waiting_taker() -> None:
+    queue = WindowQueue(8, lambda _session, _epoch: True)
+    results: list[object] = []
+    taker = threading.Thread(target=lambda: results.append(queue.take()))
+    taker.start()
+    queue.close()
+    taker.join(timeout=5)
+    assert results == [None]
