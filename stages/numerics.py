@@ -43,9 +43,12 @@ def numerics_for(*, exact: bool, num_threads: int) -> Numerics:
     """The settings of a mode for a context that computes with `num_threads` threads."""
     if exact:
         return Numerics(
-            True, EXACT_MAX_ROWS, use_repacked_weights=False, min_rows=2 if num_threads > 1 else 1
+            exact=True,
+            max_rows=EXACT_MAX_ROWS,
+            use_repacked_weights=False,
+            min_rows=2 if num_threads > 1 else 1,
         )
-    return Numerics(False, FAST_MAX_ROWS, use_repacked_weights=True, min_rows=1)
+    return Numerics(exact=False, max_rows=FAST_MAX_ROWS, use_repacked_weights=True, min_rows=1)
 
 
 class _Process:

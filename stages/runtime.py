@@ -182,8 +182,8 @@ class StageRuntime:
             spans: At most one for each slot, `max_rows` rows in all.
 
         Returns:
-            For each span, float32: at the tail logits of shape (num_outputs, n_vocab), elsewhere hidden states
-            of shape (rows, n_embd).
+            For each span, float32: at the tail logits of shape (num_outputs, n_vocab), elsewhere hidden
+            states of shape (rows, n_embd).
 
         Raises:
             InvalidWindow: If a span does not fit; nothing is computed.

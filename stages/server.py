@@ -184,7 +184,8 @@ class StageService(rpc.StageServicer):
                 ProtocolVersionMismatch(
                     f"{hello.sender or 'the peer'} speaks protocol version {hello.protocol_version} "
                     f"(spanmesh {hello.software_version or 'unknown'}), stage {self._stage_index} speaks "
-                    f"{PROTOCOL_VERSION} (spanmesh {SOFTWARE_VERSION}): install the same spanmesh on every host"
+                    f"{PROTOCOL_VERSION} (spanmesh {SOFTWARE_VERSION}): install the same spanmesh on "
+                    "every host"
                 ),
             )
         elif hello.mesh_id != self._mesh_id:

@@ -102,9 +102,7 @@ class StageWorker(threading.Thread):
             self._hand_on(windows, outputs, started_us)
         except Exception as error:
             known = error if isinstance(error, MeshError) else StageFailed(f"stage failed: {error!r}")
-            log.error(
-                "windows_failed", num_windows=len(windows), reason=str(known), exc_info=known is not error
-            )
+            log.exception("windows_failed", num_windows=len(windows), reason=str(known))
             for window in windows:
                 self._runtime.free(window.span.slot)
             self._on_failures([failure_of(window, known) for window in windows])
@@ -140,8 +138,7 @@ class StageWorker(threading.Thread):
     @staticmethod
     def _judge(window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict:
         span = window.span
-        first_row = len(span.tokens) - span.num_outputs
-        tokens = verify(logits, span.tokens[first_row:], span.start + first_row, Sampler(window.sampling))
+        tokens = verify(logits, span.tokens, span.start, Sampler(window.sampling))
         return wire.Verdict(
             session=window.session, epoch=window.epoch, window_id=window.id, start=span.start, tokens=tokens
         )

@@ -1,4 +1,4 @@
-"""From prompt to last token, with the model replaced by a rule: whatever is proposed, the same text comes out."""
+"""From prompt to last token, the model a plain rule: whatever is proposed, the same text comes out."""
 
 from collections.abc import Sequence
 

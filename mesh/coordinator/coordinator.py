@@ -258,9 +258,9 @@ class Coordinator:
             )
         if len(request.prompt) + 1 > self._options.context_length:
             raise ContextLengthExceeded(
-                f"the prompt has {len(request.prompt)} tokens; this model is served with a context of "
-                f"{self._options.context_length}, and the answer needs at least 1: shorten the prompt or serve "
-                "with a larger --ctx-size"
+                f"the prompt has {len(request.prompt)} tokens; the context served is "
+                f"{self._options.context_length}, and the answer needs at least 1: shorten the prompt or "
+                "serve with a larger --ctx-size"
             )
         self._raise_if_lost()
 

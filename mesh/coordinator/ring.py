@@ -95,12 +95,7 @@ class Ring:
             await self._verdicts.open()
             await self._link.open()
             for index, (stage, welcome) in enumerate(zip(self._stages, welcomes, strict=True)):
-                held = (welcome.stage_index, welcome.layer_start, welcome.layer_stop)
-                if held != (index, stage.layers.start, stage.layers.stop):
-                    raise ProtocolError(
-                        f"stage {index} at {stage.address} holds layers [{held[1]}, {held[2]}) as stage "
-                        f"{held[0]}, not {stage.layers}"
-                    )
+                _check(index, stage, welcome)
         except BaseException:
             await self.close()
             raise
@@ -143,3 +138,12 @@ class Ring:
         if not self._is_closing:
             log.error("stage_lost", reason=reason.message)
             self._on_lost(reason)
+
+
+def _check(index: int, stage: StageAddress, welcome: wire.Welcome) -> None:
+    held = (welcome.stage_index, welcome.layer_start, welcome.layer_stop)
+    if held != (index, stage.layers.start, stage.layers.stop):
+        raise ProtocolError(
+            f"stage {index} at {stage.address} holds layers [{held[1]}, {held[2]}) as stage {held[0]}, "
+            f"not {stage.layers}"
+        )

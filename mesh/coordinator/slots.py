@@ -55,8 +55,8 @@ class SlotPool:
             return self._free.popleft()
         if len(self._waiting) >= self._max_waiting:
             raise Overloaded(
-                f"all {self._num_slots} slots are busy and {len(self._waiting)} requests wait: try again later, "
-                "or serve with a larger --parallel",
+                f"all {self._num_slots} slots are busy and {len(self._waiting)} requests wait: try again "
+                "later, or serve with a larger --parallel",
                 retry_after_s=5,
             )
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
