@@ -1,0 +1,151 @@
+"""One host of a lab: its namespaces and the processes in them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+from spanmesh_proto.errors import MeshError
+
+from mesh.lab import keeper
+from mesh.lab.companion import Companion
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Iterator, Mapping, Sequence
+
+_UNSHARE: Final = ("unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
+_CLONE_NEWPID: Final = 0x20000000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Host:
+    """A network, process table, host name, /dev/shm, home and temporary directory of its own.
+
+    The rest of the file system is the machine's. A process started here ends at the latest with `close`,
+    or with this process, in whatever way that ends.
+
+    Args:
+        name: Host name that processes here see.
+
+    Raises:
+        MeshError: If the system refuses the namespaces.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._processes: list[subprocess.Popen[bytes]] = []
+        program = [sys.executable, "-I", "-S", str(Path(keeper.__file__))]
+        self._keeper = Companion([*_UNSHARE, *program], f"keeper of the lab's {name}")
+        try:
+            self.keeper_pid = int(self._keeper.answer())
+            self.configure(["hostname", name])
+        except BaseException:
+            self.close()
+            raise
+
+    def configure(self, argv: Sequence[str], stdin: str = "") -> None:
+        """Run a system tool in this host's network and host-name namespaces.
+
+        Raises:
+            MeshError: If the tool fails; the message carries its complaint.
+        """
+        done = subprocess.run(
+            ["nsenter", "--target", str(self.keeper_pid), "--net", "--uts", *argv],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise MeshError(f"the lab's {self.name}: {' '.join(argv)}: {done.stderr.strip()}")
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: int | IO[bytes] | None = subprocess.DEVNULL,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a process here, in a session of its own: `os.killpg(process.pid, …)` reaches it like Ctrl-C.
+
+        Args:
+            argv: Program and arguments.
+            env: Variables besides the inherited ones; HOME and TMPDIR are the host's own, XDG paths unset.
+            cwd: Working directory, by default this process's.
+            stdin: As for `subprocess.Popen`, and so are the next two.
+            stdout: See above.
+            stderr: See above.
+        """
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("XDG_")}
+        enter = ["nsenter", "--target", str(self.keeper_pid), "--net", "--mount", "--uts", "--ipc"]
+        with _children_in_process_namespace_of(self.keeper_pid):
+            process = subprocess.Popen(
+                [*enter, "env", f"--chdir={cwd or Path.cwd()}", *argv],
+                env={**inherited, "HOME": str(keeper.HOME), "TMPDIR": str(keeper.TMPDIR), **(env or {})},
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+    def pids(self) -> list[int]:
+        """Ids, out here, of every live process of this host but its keeper."""
+        here = _process_namespace(self.keeper_pid)
+        everybody = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+        return [pid for pid in everybody if pid != self.keeper_pid and _process_namespace(pid) == here]
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to every process of this host at one instant: none can fork out of it."""
+        # The shell is spared by its own kill; it is born here, so that -1 means this host and no other.
+        self.run(["sh", "-c", f"kill -{int(number)} -1"], stderr=subprocess.DEVNULL).wait()
+
+    def close(self) -> None:
+        """End every process here and give up the namespaces."""
+        self._keeper.let_go()
+        # The kernel keeps a process namespace, and its first process, until all others in it were waited
+        # for: those that were started from out here are ours to wait for.
+        for process in self._processes:
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        self._processes.clear()
+        self._keeper.wait()
+
+
+def _process_namespace(pid: int) -> Path | None:
+    """Its name; None once the process is gone or only waits to be waited for."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/ns/pid").readlink()
+    return None
+
+
+@contextmanager
+def _children_in_process_namespace_of(pid: int) -> Iterator[None]:
+    """Have the processes that this thread starts meanwhile be born in that process's process namespace.
+
+    `nsenter --pid` would do it with one more process in between, which passes no signals on.
+    """
+    with Path("/proc/self/ns/pid").open("rb") as ours, Path(f"/proc/{pid}/ns/pid").open("rb") as theirs:
+        _set_process_namespace(theirs)
+        try:
+            yield
+        finally:
+            _set_process_namespace(ours)
+
+
+def _set_process_namespace(namespace: IO[bytes]) -> None:
+    if _libc.setns(namespace.fileno(), _CLONE_NEWPID) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,156 @@
+"""The lab: hosts, the router between them, and what an experimenter does with both."""
+
+from __future__ import annotations
+
+import json
+import signal
+import statistics
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from spanmesh_proto.errors import MeshError
+
+from mesh.lab.companion import Companion
+from mesh.lab.host import Host
+from mesh.lab.traffic import Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+# Every packet costs the router about the same, whatever its size, so jumbo frames: a hidden state of most
+# models, or a slice of a bulk transfer, then costs one packet instead of several.
+MTU_BYTES: Final = 9000
+
+_TIMEOUT_S: Final = 60.0
+
+
+class Lab:
+    """Some hosts, each pair joined by a wire with the same one-way delay. Use as a context manager.
+
+    Everything ends with the context, also when this process is killed: see `mesh.lab.keeper`.
+
+    Args:
+        num_hosts: How many; they are called `host0`, `host1`…, their addresses 10.77.0.1, 10.77.0.2…
+        delay_ms: One-way delay between any two.
+    """
+
+    def __init__(self, num_hosts: int, delay_ms: float = 0.0) -> None:
+        self.num_hosts = num_hosts
+        self._delay_ms = delay_ms
+        self._stack = ExitStack()
+        self._hosts: list[Host] = []
+        self._router: Companion
+
+    def __enter__(self) -> Self:
+        """Bring up the hosts and the wires; raises MeshError if the system refuses."""
+        with self._stack:
+            for index in range(self.num_hosts):
+                host = Host(f"host{index}")
+                self._stack.callback(host.close)
+                self._hosts.append(host)
+            self._start_router()
+            for index, host in enumerate(self._hosts):
+                host.configure(["ip", "-batch", "-"], stdin=_ip_script(self.address(index)))
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End every process of every host, and the router."""
+        self._stack.close()
+        self._hosts.clear()
+
+    def address(self, host: int) -> str:
+        """IPv4 address of a host, counted from 0."""
+        return f"10.77.0.{host + 1}"
+
+    def run(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start a process on a host; options as for `Host.run`."""
+        return self._hosts[host].run(argv, **options)
+
+    def exec(
+        self,
+        host: int,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a process on a host to its end, with its output captured.
+
+        Raises:
+            subprocess.TimeoutExpired: If it takes longer; it is killed then.
+        """
+        process = self.run(host, argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(list(argv), process.returncode, output.decode(), errors.decode())
+
+    def set_delay_ms(self, delay_ms: float) -> None:
+        """Change the one-way delay, for packets sent from now on."""
+        self._command({"delay_ms": delay_ms})
+
+    def traffic(self) -> Traffic:
+        """What the router did so far."""
+        return self._command({})
+
+    def pids(self, host: int) -> list[int]:
+        """Ids, out here, of the live processes of a host."""
+        return self._hosts[host].pids()
+
+    def kill(self, host: int) -> None:
+        """End every process of a host at once, as when its power fails; others can be started after it."""
+        self._hosts[host].signal_all(signal.SIGKILL)
+
+    def freeze(self, host: int) -> None:
+        """Stop every process of a host, as when it hangs; its kernel goes on answering."""
+        self._hosts[host].signal_all(signal.SIGSTOP)
+
+    def thaw(self, host: int) -> None:
+        """Let a frozen host go on."""
+        self._hosts[host].signal_all(signal.SIGCONT)
+
+    def cut_off(self, host: int) -> None:
+        """Pull a host's wire out."""
+        self._hosts[host].configure(["ip", "link", "set", "mesh", "down"])
+
+    def reconnect(self, host: int) -> None:
+        """Put the wire of a host that was cut off back in."""
+        self._hosts[host].configure(["ip", "-batch", "-"], stdin=_LINK_UP)
+
+    def round_trip_ms(self, source: int, destination: int, *, num_samples: int = 30) -> float:
+        """Median round trip between two hosts, answered by the destination's kernel."""
+        done = self.exec(
+            source, [sys.executable, "-m", "mesh.lab.round_trip", self.address(destination), str(num_samples)]
+        )
+        if done.returncode != 0:
+            raise MeshError(f"no round trip from host{source} to host{destination}: {done.stderr.strip()}")
+        samples: list[float] = json.loads(done.stdout)
+        return statistics.median(samples)
+
+    def _start_router(self) -> None:
+        places = [f"{self.address(index)}={host.keeper_pid}" for index, host in enumerate(self._hosts)]
+        program = [sys.executable, "-m", "mesh.lab.router", str(self._delay_ms), *places]
+        # In a network of its own, so that its devices, while new, are never seen by anything else.
+        self._router = Companion(["unshare", "--net", *program], "the lab's router")
+        self._stack.callback(self._router.wait)
+        self._stack.callback(self._router.let_go)
+        self._router.answer()
+
+    def _command(self, command: dict[str, float]) -> Traffic:
+        return Traffic(**json.loads(self._router.ask(json.dumps(command))))
+
+
+_LINK_UP: Final = f"link set mesh up mtu {MTU_BYTES} txqueuelen 1000\nroute replace 10.77.0.0/24 dev mesh\n"
+
+
+def _ip_script(address: str) -> str:
+    return f"link set lo up\nlink set mesh addrgenmode none\naddress add {address}/24 dev mesh\n{_LINK_UP}"

@@ -1,0 +1,140 @@
+"""The process between the hosts: reads packets from one TUN device each, writes them to another, later.
+
+Started by `Lab` in a network namespace of its own. Standard input carries one JSON object a line, each
+answered by one line on standard output; end of file ends the process, and with it every device, so that
+a lab that was killed leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from mesh.lab.delay_queue import DelayQueue
+from mesh.lab.traffic import Traffic
+from mesh.lab.tun import open_tun
+
+# One router process serves every wire of the lab; 64 MiB is 20 ms at 25 Gbit/s, more than it can forward.
+CAPACITY_BYTES: Final = 64 << 20
+_BATCH_PACKETS: Final = 64
+_READ_BYTES: Final = 65536
+_DESTINATION: Final = slice(16, 20)
+
+
+class Router:
+    """Forwards IPv4 packets between TUN devices by destination address, each after the queue's delay.
+
+    Args:
+        devices: Descriptor of the device of the host with that address.
+        queue: Where packets wait.
+    """
+
+    def __init__(self, devices: dict[ipaddress.IPv4Address, int], queue: DelayQueue) -> None:
+        self._device_of = {address.packed: descriptor for address, descriptor in devices.items()}
+        self._queue = queue
+        self._num_packets = self._num_bytes = self._num_unroutable = self._late_ns = self._max_late_ns = 0
+
+    def run(self, control: int, answers: int) -> None:
+        """Forward until `control` is at its end."""
+        sources = [*self._device_of.values(), control]
+        commands = b""
+        while True:
+            # select, unlike epoll, takes a time-out in microseconds.
+            readable, _, _ = select.select(sources, [], [], self._patience_s())
+            for source in readable:
+                if source != control:
+                    self._receive(source)
+                    continue
+                chunk = os.read(control, _READ_BYTES)
+                if not chunk:
+                    return
+                *lines, commands = (commands + chunk).split(b"\n")
+                for line in lines:
+                    os.write(answers, self._obey(json.loads(line)))
+            self._deliver()
+
+    def traffic(self) -> Traffic:
+        """Counts so far."""
+        return Traffic(
+            num_packets=self._num_packets,
+            num_bytes=self._num_bytes,
+            num_dropped=self._num_unroutable + self._queue.num_dropped,
+            mean_late_us=self._late_ns / max(1, self._num_packets) / 1e3,
+            max_late_us=self._max_late_ns / 1e3,
+            cpu_s=time.process_time(),
+        )
+
+    def _patience_s(self) -> float | None:
+        due_ns = self._queue.next_due_ns
+        return None if due_ns is None else max(0, due_ns - time.monotonic_ns()) / 1e9
+
+    def _obey(self, command: dict[str, float]) -> bytes:
+        if "delay_ms" in command:
+            self._queue.delay_ns = round(command["delay_ms"] * 1e6)
+        return json.dumps(asdict(self.traffic())).encode() + b"\n"
+
+    def _receive(self, device: int) -> None:
+        now_ns = time.monotonic_ns()
+        for _ in range(_BATCH_PACKETS):
+            try:
+                packet = os.read(device, _READ_BYTES)
+            except BlockingIOError:
+                return
+            self._queue.push(packet, now_ns)
+
+    def _deliver(self) -> None:
+        now_ns = time.monotonic_ns()
+        for due_ns, packet in self._queue.pop_due(now_ns):
+            device = self._device_of.get(packet[_DESTINATION])
+            if device is None:
+                self._num_unroutable += 1
+                continue
+            try:
+                os.write(device, packet)
+            except OSError:  # the host is shutting down, or its kernel has no room
+                self._num_unroutable += 1
+                continue
+            late_ns = now_ns - due_ns
+            self._num_packets += 1
+            self._num_bytes += len(packet)
+            self._late_ns += late_ns
+            self._max_late_ns = max(self._max_late_ns, late_ns)
+
+
+def _be_punctual() -> None:
+    """Wake up in time even when the hosts keep every core busy: a real wire takes no host's processor."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/timerslack_ns").write_text("1", encoding="ascii")
+
+
+def main(arguments: list[str]) -> None:
+    """Run as a process: `DELAY_MS ADDRESS=PID...`, one process id in the namespaces of each host.
+
+    The device that appears there is called `mesh` and is left down and without an address.
+    """
+    delay_ms, *hosts = arguments
+    devices: dict[ipaddress.IPv4Address, int] = {}
+    for host in hosts:
+        address, pid = host.split("=")
+        descriptor = open_tun("mesh")
+        subprocess.run(["ip", "link", "set", "mesh", "netns", pid], check=True)
+        devices[ipaddress.IPv4Address(address)] = descriptor
+    _be_punctual()
+    router = Router(devices, DelayQueue(round(float(delay_ms) * 1e6), CAPACITY_BYTES))
+    os.write(sys.stdout.fileno(), json.dumps(asdict(router.traffic())).encode() + b"\n")
+    router.run(sys.stdin.fileno(), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

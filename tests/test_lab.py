@@ -1,0 +1,224 @@
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from lab_fixtures import require_lab
+
+from mesh.lab import Lab
+from spanmesh_proto.errors import MeshError
+
+pytestmark = pytest.mark.lab
+
+BULK_BYTES = 90_000_000
+
+# Every line but the last two is a host's process; a daemon leaves its parent's session, as Ray's do.
+OWNER = """
+import json, sys, time
+from mesh.lab import Lab
+lab = Lab(2, 1.0)
+lab.__enter__()
+lab.run(0, ["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])
+lab.run(1, ["sleep", "1000"])
+while len(lab.pids(0)) < 2 or len(lab.pids(1)) < 1:
+    time.sleep(0.01)
+print(json.dumps(lab.pids(0) + lab.pids(1)), flush=True)
+if sys.argv[1] == "exception":
+    raise SystemExit("enough")
+time.sleep(1000)
+"""
+
+SENDER = """
+import hashlib, os, socket, sys
+digest = hashlib.sha256()
+with socket.create_connection((sys.argv[1], 5000)) as link:
+    for _ in range(int(sys.argv[2]) // 1_000_000):
+        block = os.urandom(1_000_000)
+        digest.update(block)
+        link.sendall(block)
+print(digest.hexdigest())
+"""
+
+RECEIVER = """
+import hashlib, socket
+digest = hashlib.sha256()
+with socket.create_server(("", 5000)) as server:
+    print("listening", flush=True)
+    link, _ = server.accept()
+    with link:
+        while block := link.recv(1 << 20):
+            digest.update(block)
+print(digest.hexdigest())
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _lab_is_possible():
+    require_lab()
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with Lab(3, 5.0) as running:
+        yield running
+
+
+@pytest.mark.parametrize("delay_ms", [0.0, 5.0, 20.0])
+def test_round_trip_is_twice_the_delay(lab, delay_ms):
+    lab.set_delay_ms(delay_ms)
+    for source, destination in ((0, 1), (2, 0)):
+        # The best of two: another test's processes may hold both cores for a while.
+        measured_ms = min(lab.round_trip_ms(source, destination) for _ in range(2))
+        assert 2 * delay_ms <= measured_ms <= 2 * delay_ms + 1.5
+
+
+def test_a_host_reaches_itself_without_the_wire(lab):
+    lab.set_delay_ms(20.0)
+    assert lab.round_trip_ms(1, 1) < 5.0
+
+
+def test_bulk_transfer_arrives_intact_and_costs_the_router_little(lab):
+    lab.set_delay_ms(5.0)
+    before = lab.traffic()
+    receiver = lab.run(0, [sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE)
+    assert receiver.stdout.readline() == b"listening\n"
+    sender = lab.exec(1, [sys.executable, "-c", SENDER, lab.address(0), str(BULK_BYTES)])
+    received = receiver.communicate(timeout=60)[0].decode()
+    assert sender.returncode == 0, sender.stderr
+    assert received == sender.stdout
+    after = lab.traffic()
+    assert after.num_bytes - before.num_bytes >= BULK_BYTES
+    assert after.cpu_s - before.cpu_s < 10.0
+
+
+def test_hosts_have_their_own_names_homes_and_shared_memory(lab):
+    for host in (0, 1):
+        lab.exec(host, ["sh", "-c", "hostname > $HOME/name; hostname > $TMPDIR/name"])
+    seen = [lab.exec(host, ["sh", "-c", "cat $HOME/name $TMPDIR/name"]).stdout.split() for host in (0, 1)]
+    assert seen == [["host0", "host0"], ["host1", "host1"]]
+    assert not Path("/dev/shm/home").exists()
+
+
+def test_a_process_gets_its_arguments_environment_directory_and_exit_code(lab, tmp_path):
+    done = lab.exec(
+        1, ["sh", "-c", 'echo "$1|$COLOUR|$PWD" >&2; exit 7', "sh", "two words"], env={"COLOUR": "red"}
+    )
+    assert (done.returncode, done.stdout) == (7, "")
+    assert done.stderr == f"two words|red|{Path.cwd()}\n"
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        assert lab.run(1, ["pwd"], cwd=tmp_path, stdout=out).wait(10) == 0
+    assert log.read_text() == f"{tmp_path}\n"
+
+
+def test_ctrl_c_reaches_a_process_and_its_children(lab):
+    process = lab.run(2, ["sh", "-c", "sleep 1000; true"])
+    _wait_until(lambda: len(lab.pids(2)) == 2)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(10) == -signal.SIGINT
+    assert lab.pids(2) == []
+
+
+def test_a_killed_host_loses_its_processes_and_can_start_others(lab):
+    victim = lab.run(2, ["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])
+    bystander = lab.run(1, ["sleep", "1000"])
+    _wait_until(lambda: len(lab.pids(2)) == 2)
+    lab.kill(2)
+    assert victim.wait(10) == -signal.SIGKILL
+    _wait_until(lambda: lab.pids(2) == [])
+    assert bystander.poll() is None
+    assert lab.exec(2, ["echo", "back"]).stdout == "back\n"
+    lab.kill(1)
+
+
+def test_a_frozen_host_stands_still_until_it_thaws(lab):
+    ticking = lab.run(2, ["sh", "-c", "while :; do echo; sleep 0.02; done"], stdout=subprocess.PIPE)
+    ticking.stdout.readline()
+    lab.freeze(2)
+    os.set_blocking(ticking.stdout.fileno(), False)
+    with contextlib.suppress(BlockingIOError):
+        while os.read(ticking.stdout.fileno(), 1000):
+            pass
+    time.sleep(0.2)
+    with pytest.raises(BlockingIOError):
+        os.read(ticking.stdout.fileno(), 1000)
+    lab.thaw(2)
+    _wait_until(lambda: ticking.stdout.read(1))
+    lab.kill(2)
+
+
+def test_a_host_that_is_cut_off_is_out_of_reach_until_reconnected(lab):
+    lab.set_delay_ms(1.0)
+    lab.cut_off(2)
+    with pytest.raises(MeshError, match="host1 to host2"):
+        lab.round_trip_ms(1, 2, num_samples=1)
+    lab.reconnect(2)
+    assert lab.round_trip_ms(1, 2) < 4.0
+
+
+def test_an_exception_inside_the_context_leaves_nothing_behind():
+    others = set(_descendants(os.getpid()))
+    pids: set[int] = set()
+
+    def fail_inside() -> None:
+        with Lab(2, 1.0) as lab:
+            lab.run(0, ["sleep", "1000"])
+            pids.update({*lab.pids(0), *_descendants(os.getpid())} - others)
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail_inside()
+    assert len(pids) >= 6  # the process, two keepers with their guards, the router
+    assert [pid for pid in pids if _alive(pid)] == []
+
+
+@pytest.mark.parametrize("end", ["exception", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_whatever_ends_the_owner_ends_the_lab(end):
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, end], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as owner:
+        inside = json.loads(owner.stdout.readline())
+        everybody = {*inside, *_descendants(owner.pid)} if end != "exception" else set(inside)
+        namespaces = {Path(f"/proc/{pid}/ns/net").readlink() for pid in inside if _alive(pid)}
+        if end != "exception":
+            assert len(namespaces) == 2
+            owner.send_signal(signal.Signals[end])
+        owner.wait(20)
+    _wait_until(lambda: not any(map(_alive, everybody)))
+    _wait_until(lambda: not namespaces & _all_networks())
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return [*children, *(pid for child in children for pid in _descendants(child))]
+
+
+def _all_networks() -> set[Path]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            found.add((entry / "ns/net").readlink())
+    return found
+
+
+def _wait_until(condition, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
