@@ -1,0 +1,194 @@
+"""Reading the header of a GGUF file.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. gguf-py's reader turns every token of the
+vocabulary into numpy views, which takes seconds for a large vocabulary; here values stay encoded until asked
+for, so a header takes tens of milliseconds and its values go into a stage file bit for bit.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from typing import TYPE_CHECKING, Final
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from spanmesh_proto.errors import InvalidModel
+from stages.cutting.gguf_header import GgufHeader, TensorInfo
+from stages.cutting.gguf_value import FORMATS, Value, ValueType
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+MAGIC: Final = b"GGUF"
+_VERSIONS: Final = (2, 3)
+_DEFAULT_ALIGNMENT: Final = 32
+_MAX_DIMS: Final = 4
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read and check the header of a GGUF file.
+
+    Args:
+        path: A single-part GGUF file, version 2 or 3, little-endian.
+
+    Returns:
+        The header; every tensor in it lies inside the file.
+
+    Raises:
+        InvalidModel: If the file cannot be read, is not such a GGUF, or is truncated.
+    """
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != MAGIC:
+                raise InvalidModel(f"{path} is not a GGUF file: it does not start with the bytes 'GGUF'")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                header = _Reader(path, data).header()
+    except OSError as error:
+        raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from error
+    _refuse_parts(header)
+    _refuse_truncated(header)
+    return header
+
+
+def _refuse_parts(header: GgufHeader) -> None:
+    parts = header.integer("split.count", 0)
+    if parts > 1:
+        part = header.integer("split.no", 0) + 1
+        raise InvalidModel(
+            f"{header.path} is part {part} of {parts}: models in several files are not supported yet; "
+            "merge them first with llama-gguf-split --merge"
+        )
+
+
+def _refuse_truncated(header: GgufHeader) -> None:
+    for tensor in header.tensors.values():
+        end = tensor.offset_bytes + tensor.n_bytes
+        if end > header.file_bytes:
+            raise InvalidModel(
+                f"{header.path} is truncated: tensor {tensor.name!r} ends at byte {end}, "
+                f"the file has {header.file_bytes}; fetch it again"
+            )
+
+
+class _Reader:
+    """Walks the header once. A short read anywhere means a truncated file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._position = len(MAGIC)
+
+    def header(self) -> GgufHeader:
+        try:
+            return self._header()
+        except struct.error as error:
+            raise InvalidModel(
+                f"{self._path} is truncated: its {len(self._data)} bytes end inside the header; fetch it again"
+            ) from error
+
+    def _header(self) -> GgufHeader:
+        version = self._number("I")
+        if version not in _VERSIONS:
+            kind = "big-endian" if version > 0xFFFF else f"version {version}"
+            raise InvalidModel(
+                f"{self._path} is a {kind} GGUF, need little-endian version 2 or 3; convert it again"
+            )
+        n_tensors = self._number("Q")
+        n_keys = self._number("Q")
+        metadata: dict[str, Value] = {}
+        for _ in range(n_keys):
+            key = self._text()
+            metadata[key] = self._value(key)
+        infos = [self._tensor() for _ in range(n_tensors)]
+        alignment = self._alignment(metadata)
+        data_start = -(-self._position // alignment) * alignment
+        tensors: dict[str, TensorInfo] = {}
+        for name, shape, kind, offset in infos:
+            if name in tensors:
+                raise InvalidModel(f"{self._path}: tensor {name!r} is in the file twice")
+            n_bytes = self._tensor_bytes(name, shape, kind)
+            tensors[name] = TensorInfo(name, shape, kind, data_start + offset, n_bytes)
+        return GgufHeader(self._path, len(self._data), alignment, metadata, tensors)
+
+    def _number(self, code: str) -> int:
+        value: int
+        (value,) = struct.unpack_from("<" + code, self._data, self._position)
+        self._position += struct.calcsize("<" + code)
+        return value
+
+    def _take(self, n_bytes: int) -> bytes:
+        end = self._position + n_bytes
+        if end > len(self._data):
+            raise struct.error
+        taken = self._data[self._position : end]
+        self._position = end
+        return taken
+
+    def _text(self) -> str:
+        return self._take(self._number("Q")).decode(errors="replace")
+
+    def _kind(self, key: str) -> ValueType:
+        number = self._number("I")
+        try:
+            return ValueType(number)
+        except ValueError as error:
+            raise InvalidModel(f"{self._path}: metadata key {key!r} has unknown type {number}") from error
+
+    def _value(self, key: str) -> Value:
+        kind = self._kind(key)
+        count: int | None = None
+        if kind is ValueType.ARRAY:
+            kind = self._kind(key)
+            if kind is ValueType.ARRAY:
+                raise InvalidModel(f"{self._path}: metadata key {key!r} is an array of arrays")
+            count = self._number("Q")
+        n_elements = 1 if count is None else count
+        if kind is ValueType.STRING:
+            return Value(kind, count, self._strings(n_elements))
+        return Value(kind, count, self._take(n_elements * struct.calcsize("<" + FORMATS[kind])))
+
+    def _strings(self, count: int) -> bytes:
+        # The hot loop of the whole reader: a vocabulary has hundreds of thousands of strings.
+        unpack, data, position = struct.Struct("<Q").unpack_from, self._data, self._position
+        for _ in range(count):
+            position += 8 + unpack(data, position)[0]
+        return self._take(position - self._position)
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+        name = self._text()
+        n_dims = self._number("I")
+        if n_dims > _MAX_DIMS:
+            raise InvalidModel(
+                f"{self._path}: tensor {name!r} has {n_dims} dimensions, at most {_MAX_DIMS} exist"
+            )
+        shape = tuple(self._number("Q") for _ in range(n_dims))
+        number = self._number("I")
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError as error:
+            raise InvalidModel(
+                f"{self._path}: tensor {name!r} has type {number}, unknown to the installed gguf package"
+            ) from error
+        return name, shape, kind, self._number("Q")
+
+    def _alignment(self, metadata: Mapping[str, Value]) -> int:
+        value = metadata.get("general.alignment")
+        alignment = _DEFAULT_ALIGNMENT if value is None else value.decode()
+        if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
+            raise InvalidModel(f"{self._path}: general.alignment is {alignment!r}, need a multiple of 8")
+        return alignment
+
+    def _tensor_bytes(self, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+        block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+        n_elements = 1
+        for extent in shape:
+            n_elements *= extent
+        if not shape or shape[0] % block_elements:
+            raise InvalidModel(
+                f"{self._path}: tensor {name!r} of shape {shape} cannot have type {kind.name}, "
+                f"whose rows are multiples of {block_elements}"
+            )
+        n_bytes: int = n_elements // block_elements * block_bytes
+        return n_bytes
