@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stages.cutting.source_model import read_source
-from stages.cutting.tensors import OUTPUT, OUTPUT_BIAS, OUTPUT_NORM, EMBEDDING
+from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, OUTPUT_NORM
 
 if TYPE_CHECKING:
     from pathlib import Path

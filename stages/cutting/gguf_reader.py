@@ -85,7 +85,7 @@ class _Reader:
             return self._header()
         except struct.error as error:
             raise InvalidModel(
-                f"{self._path} is truncated: its {len(self._data)} bytes end inside the header; fetch it again"
+                f"{self._path} is truncated: {len(self._data)} bytes end inside the header; fetch it again"
             ) from error
 
     def _header(self) -> GgufHeader:

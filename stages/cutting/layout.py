@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from stages.cutting.gguf_value import Value, ValueType
-from stages.cutting.tensors import OUTPUT, OUTPUT_BIAS, EMBEDDING, layer_of, renumbered
+from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of, renumbered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

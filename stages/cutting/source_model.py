@@ -9,8 +9,8 @@ from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.cutting.families import FAMILIES, Family, family_of
 from stages.cutting.gguf_reader import read_header
 from stages.cutting.tensors import (
-    OUTPUT_NORM,
     EMBEDDING,
+    OUTPUT_NORM,
     count_layers,
     require_tensors,
     require_uniform_layers,

@@ -66,7 +66,7 @@ def tensors_by_layer(header: GgufHeader, n_layers: int) -> tuple[tuple[TensorInf
             continue
         if layer >= n_layers:
             raise InvalidModel(
-                f"{header.path}: tensor {tensor.name!r} is of layer {layer}, the metadata count {n_layers} layers"
+                f"{header.path}: tensor {tensor.name!r} is of layer {layer}, the metadata count {n_layers}"
             )
         layers[layer].append(tensor)
     for number, tensors in enumerate(layers):

@@ -1,0 +1,135 @@
+"""What comparing a model whole and cut gives: numbers, and whether they are the same to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two runs of the same rows differ, at the cut and at the end.
+
+    Attributes:
+        n_rows: Rows of hidden states compared at the cut.
+        n_tokens: Rows of logits compared.
+        n_equal_tokens: Of these, rows whose largest logit is of the same token.
+        max_logit_diff: Largest absolute difference of two logits; infinite where one is no number.
+        max_hidden_diff: The same at the cut, between two values of the hidden state.
+        is_bit_equal: Whether all bits of both are equal.
+    """
+
+    n_rows: int = 0
+    n_tokens: int = 0
+    n_equal_tokens: int = 0
+    max_logit_diff: float = 0.0
+    max_hidden_diff: float = 0.0
+    is_bit_equal: bool = True
+
+    def __add__(self, other: Difference) -> Difference:
+        return Difference(
+            self.n_rows + other.n_rows,
+            self.n_tokens + other.n_tokens,
+            self.n_equal_tokens + other.n_equal_tokens,
+            max(self.max_logit_diff, other.max_logit_diff),
+            max(self.max_hidden_diff, other.max_hidden_diff),
+            self.is_bit_equal and other.is_bit_equal,
+        )
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """One way of running the model: `prefill`, `decode` or `chunks`."""
+
+    phase: str
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class CutResult:
+    """The model cut in two at one layer, against the whole.
+
+    Attributes:
+        cut: First layer of the second stage.
+        phases: The difference in each phase.
+    """
+
+    cut: int
+    phases: tuple[PhaseResult, ...]
+
+    @property
+    def difference(self) -> Difference:
+        """Over all phases."""
+        return sum((result.difference for result in self.phases), Difference())
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The model cut at each of some layers alone, against the whole, in exact numeric mode.
+
+    Attributes:
+        model: The file's name.
+        architecture: `general.architecture`.
+        n_layers: Layers of the model.
+        cuts: One result for each cut.
+    """
+
+    model: str
+    architecture: str
+    n_layers: int
+    cuts: tuple[CutResult, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every cut is bit-equal."""
+        return all(result.difference.is_bit_equal for result in self.cuts)
+
+
+def compare(
+    hidden: tuple[NDArray[np.float32], NDArray[np.float32]],
+    logits: tuple[NDArray[np.float32], NDArray[np.float32]],
+) -> Difference:
+    """Compare one decode of the whole model with the same decode of the cut one.
+
+    Args:
+        hidden: Whole, cut: float32 (rows, n_embd) each, at the cut.
+        logits: Whole, cut: float32 (tokens, n_vocab) each.
+    """
+    whole, cut = logits
+    return Difference(
+        n_rows=len(hidden[0]),
+        n_tokens=len(whole),
+        n_equal_tokens=int(np.sum(whole.argmax(axis=-1) == cut.argmax(axis=-1))) if len(whole) else 0,
+        max_logit_diff=_max_abs_diff(whole, cut),
+        max_hidden_diff=_max_abs_diff(*hidden),
+        is_bit_equal=_same_bits(whole, cut) and _same_bits(*hidden),
+    )
+
+
+def phases_of(results: Iterable[tuple[str, Difference]], order: Sequence[str]) -> tuple[PhaseResult, ...]:
+    """Add up the differences of each phase."""
+    totals = {phase: Difference() for phase in order}
+    for phase, difference in results:
+        totals[phase] += difference
+    return tuple(PhaseResult(phase, total) for phase, total in totals.items())
+
+
+def _same_bits(left: NDArray[np.float32], right: NDArray[np.float32]) -> bool:
+    return left.shape == right.shape and np.array_equal(left.view(np.uint32), right.view(np.uint32))
+
+
+def _max_abs_diff(left: NDArray[np.float32], right: NDArray[np.float32]) -> float:
+    if left.shape != right.shape:
+        return float("inf")
+    if not left.size or _same_bits(left, right):
+        return 0.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        worst = float(np.max(np.abs(left - right)))
+    return float("inf") if np.isnan(worst) else worst
