@@ -56,7 +56,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: MeshError) -
     await context.abort(status_of(error), error.message, (("x-mesh-code", wire_of(error).code),))
 
 
-class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] - generic in its stubs only
+class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
     """Turns away every call that does not carry the mesh key."""
 
     def __init__(self, mesh_key: str) -> None:

@@ -57,6 +57,7 @@ class StageService(rpc.StageServicer):
     def __init__(self, runtime: StageRuntime, *, stage_index: int, mesh_id: str, mesh_key: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._info = runtime.info
+        self._max_rows = runtime.max_rows
         self._stage_index = stage_index
         self._mesh_id = mesh_id
         self._mesh_key = mesh_key
@@ -241,6 +242,11 @@ class StageService(rpc.StageServicer):
             if session is None:
                 self._queue.num_dropped += 1
                 return
+            if len(window.tokens) > self._max_rows:
+                # It would wait for ever: no batch has room for it.
+                raise InvalidWindow(
+                    f"a window has {len(window.tokens)} rows; this stage takes {self._max_rows}"
+                )
             span = Span(
                 session.slot, window.start, list(window.tokens), self._hidden_of(window), window.verify_rows
             )

