@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lab_fixtures import require_lab
 
 from mesh.lab import Lab
 from spanmesh_proto.errors import MeshError
+from tests.lab_fixtures import require_lab
 
 pytestmark = pytest.mark.lab
 
@@ -58,18 +59,18 @@ print(digest.hexdigest())
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _lab_is_possible():
+def _lab_is_possible() -> None:
     require_lab()
 
 
 @pytest.fixture(scope="module")
-def lab():
-    with Lab(3, 5.0) as running:
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with Lab(3, 5.0, shared=[tmp_path_factory.getbasetemp()]) as running:
         yield running
 
 
 @pytest.mark.parametrize("delay_ms", [0.0, 5.0, 20.0])
-def test_round_trip_is_twice_the_delay(lab, delay_ms):
+def test_round_trip_is_twice_the_delay(lab: Lab, delay_ms: float) -> None:
     lab.set_delay_ms(delay_ms)
     for source, destination in ((0, 1), (2, 0)):
         # The best of two: another test's processes may hold both cores for a while.
@@ -77,15 +78,16 @@ def test_round_trip_is_twice_the_delay(lab, delay_ms):
         assert 2 * delay_ms <= measured_ms <= 2 * delay_ms + 1.5
 
 
-def test_a_host_reaches_itself_without_the_wire(lab):
+def test_a_host_reaches_itself_without_the_wire(lab: Lab) -> None:
     lab.set_delay_ms(20.0)
     assert lab.round_trip_ms(1, 1) < 5.0
 
 
-def test_bulk_transfer_arrives_intact_and_costs_the_router_little(lab):
+def test_bulk_transfer_arrives_intact_and_costs_the_router_little(lab: Lab) -> None:
     lab.set_delay_ms(5.0)
     before = lab.traffic()
     receiver = lab.run(0, [sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
     assert receiver.stdout.readline() == b"listening\n"
     sender = lab.exec(1, [sys.executable, "-c", SENDER, lab.address(0), str(BULK_BYTES)])
     received = receiver.communicate(timeout=60)[0].decode()
@@ -96,15 +98,25 @@ def test_bulk_transfer_arrives_intact_and_costs_the_router_little(lab):
     assert after.cpu_s - before.cpu_s < 10.0
 
 
-def test_hosts_have_their_own_names_homes_and_shared_memory(lab):
+def test_hosts_have_their_own_names_homes_and_shared_memory(lab: Lab) -> None:
     for host in (0, 1):
-        lab.exec(host, ["sh", "-c", "hostname > $HOME/name; hostname > $TMPDIR/name"])
-    seen = [lab.exec(host, ["sh", "-c", "cat $HOME/name $TMPDIR/name"]).stdout.split() for host in (0, 1)]
-    assert seen == [["host0", "host0"], ["host1", "host1"]]
-    assert not Path("/dev/shm/home").exists()
+        lab.exec(host, ["sh", "-c", "for place in $HOME /tmp /dev/shm; do hostname > $place/lab-name; done"])
+    for host, name in ((0, "host0"), (1, "host1")):
+        seen = lab.exec(host, ["sh", "-c", "cat $HOME/lab-name /tmp/lab-name /dev/shm/lab-name"])
+        assert seen.stdout.split() == [name] * 3
+    assert not Path("/tmp/lab-name").exists()
+    assert not Path("/dev/shm/lab-name").exists()
 
 
-def test_a_process_gets_its_arguments_environment_directory_and_exit_code(lab, tmp_path):
+def test_a_shared_directory_is_the_machine_s(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    with Lab(1, shared=[tmp_path / "deep", tmp_path]) as lab:
+        lab.exec(0, ["sh", "-c", f"echo hello > {tmp_path}/deep/written"])
+        assert (tmp_path / "deep" / "written").read_text() == "hello\n"
+        assert lab.exec(0, ["ls", "/tmp"]).stdout.split() == sorted({"home", tmp_path.parts[2]})
+
+
+def test_a_process_gets_its_arguments_environment_directory_and_exit_code(lab: Lab, tmp_path: Path) -> None:
     done = lab.exec(
         1, ["sh", "-c", 'echo "$1|$COLOUR|$PWD" >&2; exit 7', "sh", "two words"], env={"COLOUR": "red"}
     )
@@ -116,7 +128,7 @@ def test_a_process_gets_its_arguments_environment_directory_and_exit_code(lab, t
     assert log.read_text() == f"{tmp_path}\n"
 
 
-def test_ctrl_c_reaches_a_process_and_its_children(lab):
+def test_ctrl_c_reaches_a_process_and_its_children(lab: Lab) -> None:
     process = lab.run(2, ["sh", "-c", "sleep 1000; true"])
     _wait_until(lambda: len(lab.pids(2)) == 2)
     os.killpg(process.pid, signal.SIGINT)
@@ -124,7 +136,7 @@ def test_ctrl_c_reaches_a_process_and_its_children(lab):
     assert lab.pids(2) == []
 
 
-def test_a_killed_host_loses_its_processes_and_can_start_others(lab):
+def test_a_killed_host_loses_its_processes_and_can_start_others(lab: Lab) -> None:
     victim = lab.run(2, ["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])
     bystander = lab.run(1, ["sleep", "1000"])
     _wait_until(lambda: len(lab.pids(2)) == 2)
@@ -136,23 +148,25 @@ def test_a_killed_host_loses_its_processes_and_can_start_others(lab):
     lab.kill(1)
 
 
-def test_a_frozen_host_stands_still_until_it_thaws(lab):
+def test_a_frozen_host_stands_still_until_it_thaws(lab: Lab) -> None:
     ticking = lab.run(2, ["sh", "-c", "while :; do echo; sleep 0.02; done"], stdout=subprocess.PIPE)
-    ticking.stdout.readline()
+    assert ticking.stdout is not None
+    output = ticking.stdout
+    output.readline()
     lab.freeze(2)
-    os.set_blocking(ticking.stdout.fileno(), False)
+    os.set_blocking(output.fileno(), False)
     with contextlib.suppress(BlockingIOError):
-        while os.read(ticking.stdout.fileno(), 1000):
+        while os.read(output.fileno(), 1000):
             pass
     time.sleep(0.2)
     with pytest.raises(BlockingIOError):
-        os.read(ticking.stdout.fileno(), 1000)
+        os.read(output.fileno(), 1000)
     lab.thaw(2)
-    _wait_until(lambda: ticking.stdout.read(1))
+    _wait_until(lambda: output.read(1))
     lab.kill(2)
 
 
-def test_a_host_that_is_cut_off_is_out_of_reach_until_reconnected(lab):
+def test_a_host_that_is_cut_off_is_out_of_reach_until_reconnected(lab: Lab) -> None:
     lab.set_delay_ms(1.0)
     lab.cut_off(2)
     with pytest.raises(MeshError, match="host1 to host2"):
@@ -161,7 +175,7 @@ def test_a_host_that_is_cut_off_is_out_of_reach_until_reconnected(lab):
     assert lab.round_trip_ms(1, 2) < 4.0
 
 
-def test_an_exception_inside_the_context_leaves_nothing_behind():
+def test_an_exception_inside_the_context_leaves_nothing_behind() -> None:
     others = set(_descendants(os.getpid()))
     pids: set[int] = set()
 
@@ -178,11 +192,12 @@ def test_an_exception_inside_the_context_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("end", ["exception", "SIGINT", "SIGTERM", "SIGKILL"])
-def test_whatever_ends_the_owner_ends_the_lab(end):
+def test_whatever_ends_the_owner_ends_the_lab(end: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, end], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as owner:
-        inside = json.loads(owner.stdout.readline())
+        assert owner.stdout is not None
+        inside: list[int] = json.loads(owner.stdout.readline())
         everybody = {*inside, *_descendants(owner.pid)} if end != "exception" else set(inside)
         namespaces = {Path(f"/proc/{pid}/ns/net").readlink() for pid in inside if _alive(pid)}
         if end != "exception":
@@ -217,7 +232,7 @@ def _all_networks() -> set[Path]:
     return found
 
 
-def _wait_until(condition, timeout_s: float = 10.0) -> None:
+def _wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

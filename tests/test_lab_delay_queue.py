@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from mesh.lab.delay_queue import DelayQueue
 
 
-def test_a_packet_comes_out_after_the_delay_and_not_before():
+def test_a_packet_comes_out_after_the_delay_and_not_before() -> None:
     queue = DelayQueue(delay_ns=5_000, capacity_bytes=100)
     queue.push(b"first", now_ns=1_000)
     queue.push(b"second", now_ns=1_500)
@@ -15,7 +15,7 @@ def test_a_packet_comes_out_after_the_delay_and_not_before():
     assert queue.next_due_ns is None
 
 
-def test_a_shorter_delay_lets_no_packet_overtake():
+def test_a_shorter_delay_lets_no_packet_overtake() -> None:
     queue = DelayQueue(delay_ns=20_000, capacity_bytes=100)
     queue.push(b"slow", now_ns=0)
     queue.delay_ns = 5_000
@@ -26,7 +26,7 @@ def test_a_shorter_delay_lets_no_packet_overtake():
     assert queue.next_due_ns == 35_000
 
 
-def test_a_longer_delay_spares_packets_under_way():
+def test_a_longer_delay_spares_packets_under_way() -> None:
     queue = DelayQueue(delay_ns=5_000, capacity_bytes=100)
     queue.push(b"early", now_ns=0)
     queue.delay_ns = 20_000
@@ -35,7 +35,7 @@ def test_a_longer_delay_spares_packets_under_way():
     assert queue.next_due_ns == 20_000
 
 
-def test_a_packet_without_room_is_dropped_and_counted():
+def test_a_packet_without_room_is_dropped_and_counted() -> None:
     queue = DelayQueue(delay_ns=5_000, capacity_bytes=10)
     assert queue.push(b"x" * 8, now_ns=0)
     assert not queue.push(b"y" * 3, now_ns=0)
@@ -55,7 +55,9 @@ def test_a_packet_without_room_is_dropped_and_counted():
         max_size=60,
     )
 )
-def test_order_is_kept_memory_is_bounded_and_nothing_is_early(steps):
+def test_order_is_kept_memory_bounded_and_nothing_early(
+    steps: list[tuple[int, int | None, int]],
+) -> None:
     queue = DelayQueue(delay_ns=10, capacity_bytes=64)
     now_ns = 0
     sent: list[tuple[int, bytes]] = []

@@ -27,7 +27,9 @@ class Companion:
         ours, theirs = socket.socketpair()
         with theirs:
             # A session of its own: Ctrl-C on the terminal is for us to handle, in our order.
-            self._process = subprocess.Popen(argv, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True)
+            self._process = subprocess.Popen(
+                argv, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+            )
         self._socket = ours
         self._answers = ours.makefile("r", encoding="utf-8")
 

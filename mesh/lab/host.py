@@ -10,10 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
-from spanmesh_proto.errors import MeshError
-
 from mesh.lab import keeper
 from mesh.lab.companion import Companion
+from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     import signal
@@ -25,23 +24,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Host:
-    """A network, process table, host name, /dev/shm, home and temporary directory of its own.
+    """A network, process table, host name, /dev/shm, /tmp and home of its own.
 
     The rest of the file system is the machine's. A process started here ends at the latest with `close`,
     or with this process, in whatever way that ends.
 
     Args:
         name: Host name that processes here see.
+        shared: Directories that are the machine's here although they lie under /tmp. The working directory
+            and the Python installation always are.
 
     Raises:
         MeshError: If the system refuses the namespaces.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, shared: Sequence[Path] = ()) -> None:
         self.name = name
         self._processes: list[subprocess.Popen[bytes]] = []
         program = [sys.executable, "-I", "-S", str(Path(keeper.__file__))]
-        self._keeper = Companion([*_UNSHARE, *program], f"keeper of the lab's {name}")
+        under_tmp = [str(path) for path in _needed(shared) if path.is_relative_to(keeper.TMP)]
+        self._keeper = Companion([*_UNSHARE, *program, *under_tmp], f"keeper of the lab's {name}")
         try:
             self.keeper_pid = int(self._keeper.answer())
             self.configure(["hostname", name])
@@ -79,18 +81,20 @@ class Host:
 
         Args:
             argv: Program and arguments.
-            env: Variables besides the inherited ones; HOME and TMPDIR are the host's own, XDG paths unset.
+            env: Variables besides the inherited ones; HOME is the host's own; TMPDIR and XDG paths are unset.
             cwd: Working directory, by default this process's.
             stdin: As for `subprocess.Popen`, and so are the next two.
             stdout: See above.
             stderr: See above.
         """
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith("XDG_")}
+        inherited = {
+            key: value for key, value in os.environ.items() if not key.startswith(("XDG_", "TMPDIR"))
+        }
         enter = ["nsenter", "--target", str(self.keeper_pid), "--net", "--mount", "--uts", "--ipc"]
         with _children_in_process_namespace_of(self.keeper_pid):
             process = subprocess.Popen(
                 [*enter, "env", f"--chdir={cwd or Path.cwd()}", *argv],
-                env={**inherited, "HOME": str(keeper.HOME), "TMPDIR": str(keeper.TMPDIR), **(env or {})},
+                env={**inherited, "HOME": str(keeper.HOME), **(env or {})},
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
@@ -122,6 +126,11 @@ class Host:
                     stream.close()
         self._processes.clear()
         self._keeper.wait()
+
+
+def _needed(shared: Sequence[Path]) -> list[Path]:
+    package_root = Path(__file__).parents[2]
+    return [Path.cwd(), package_root, Path(sys.prefix), Path(sys.base_prefix), *shared]
 
 
 def _process_namespace(pid: int) -> Path | None:

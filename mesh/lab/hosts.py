@@ -10,14 +10,14 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from spanmesh_proto.errors import MeshError
-
 from mesh.lab.companion import Companion
 from mesh.lab.host import Host
 from mesh.lab.traffic import Traffic
+from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
     from types import TracebackType
 
 # Every packet costs the router about the same, whatever its size, so jumbo frames: a hidden state of most
@@ -35,10 +35,12 @@ class Lab:
     Args:
         num_hosts: How many; they are called `host0`, `host1`…, their addresses 10.77.0.1, 10.77.0.2…
         delay_ms: One-way delay between any two.
+        shared: Directories under /tmp that all hosts are to see; the rest of /tmp is each host's own.
     """
 
-    def __init__(self, num_hosts: int, delay_ms: float = 0.0) -> None:
+    def __init__(self, num_hosts: int, delay_ms: float = 0.0, *, shared: Sequence[Path] = ()) -> None:
         self.num_hosts = num_hosts
+        self._shared = shared
         self._delay_ms = delay_ms
         self._stack = ExitStack()
         self._hosts: list[Host] = []
@@ -48,7 +50,7 @@ class Lab:
         """Bring up the hosts and the wires; raises MeshError if the system refuses."""
         with self._stack:
             for index in range(self.num_hosts):
-                host = Host(f"host{index}")
+                host = Host(f"host{index}", self._shared)
                 self._stack.callback(host.close)
                 self._hosts.append(host)
             self._start_router()

@@ -1,7 +1,7 @@
 """The first process of a host: holds its namespaces open until the lab lets go of standard input.
 
 It is process 1 of the host's process namespace, so when it ends, whatever way the lab itself ended, the
-kernel ends every process of the host and takes its network, mounts and shared memory with it.
+kernel ends every process of the host and takes its network, mounts and files with it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,39 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Under /dev/shm, which is the host's own anyway: no mount point needs to be made on the real disk.
-HOME = Path("/dev/shm/home")  # noqa: S108 - the private one, mounted below
-TMPDIR = Path("/dev/shm/tmp")  # noqa: S108 - as above
+TMP = Path("/tmp")  # noqa: S108 - the host's own, mounted below
+HOME = TMP / "home"
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - as above
 
 
-def main() -> None:
-    """Give the host its own /proc and /dev/shm, tell the lab this process's id out there, and wait."""
+def main(shared: list[Path]) -> None:
+    """Give the host its own /proc, /dev/shm and /tmp, tell this process's id out there, and wait.
+
+    Args:
+        shared: Directories under /tmp that are to be the machine's own here as well.
+    """
     pid_outside = Path("/proc/self").readlink()  # /proc is still the outer one here
-    subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)  # noqa: S108 - as above
+    _mount("-t", "proc", "proc", "/proc")
+    _mount("-t", "tmpfs", "tmpfs", _SHARED_MEMORY)
+    harbours = [_SHARED_MEMORY / f"harbour{index}" for index in range(len(shared))]
+    for directory, harbour in zip(shared, harbours, strict=True):
+        harbour.mkdir()
+        _mount("--bind", directory, harbour)
+    _mount("-t", "tmpfs", "tmpfs", TMP)
+    for directory, harbour in zip(shared, harbours, strict=True):
+        directory.mkdir(parents=True, exist_ok=True)
+        _mount("--move", harbour, directory)
+        harbour.rmdir()
     HOME.mkdir()
-    TMPDIR.mkdir()
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_IGN
-    )  # orphans come to process 1; ignored, they are reaped at once
+    # Orphans become children of process 1; when it ignores their ends, the kernel forgets them at once.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     os.write(sys.stdout.fileno(), f"{pid_outside}\n".encode())
     sys.stdin.buffer.read()
 
 
+def _mount(*arguments: str | Path) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
 if __name__ == "__main__":
-    main()
+    main([Path(argument) for argument in sys.argv[1:]])

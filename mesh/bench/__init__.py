@@ -1,0 +1,1 @@
+"""Measurements on the lab: ours against others, and against what the hardware allows."""

@@ -1,0 +1,111 @@
+"""llama.cpp's own way over several hosts: its server and its RPC server, built from the source we build on.
+
+The source is the one inside llama-cpp-python's source package, of the installed version, so that both
+sides of a comparison run the same kernels. Run as a program it builds, and prints where the two are.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PACKAGE: Final = "llama-cpp-python"
+_LLAMA_CPP: Final = Path("vendor/llama.cpp")
+_TARGETS: Final = ("llama-server", "ggml-rpc-server")
+
+# The peer at its best: optimised for this processor and with every kernel that is on by default. The
+# rest only keeps the build short and offline.
+_OPTIONS: Final = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DGGML_RPC=ON",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+)
+
+
+@dataclass(frozen=True)
+class LlamaRpc:
+    """The two programs.
+
+    Attributes:
+        server: `llama-server`, which holds the model file and answers requests.
+        rpc_server: `ggml-rpc-server`, which lends it one host's processor.
+        package_version: Version of llama-cpp-python whose source they were built from.
+    """
+
+    server: Path
+    rpc_server: Path
+    package_version: str
+
+
+def build_llama_rpc(cache: Path | None = None) -> LlamaRpc:
+    """Build the two programs, or find them built: about eight minutes on two cores the first time.
+
+    Args:
+        cache: Where source and build are kept, by default the user's cache directory.
+
+    Raises:
+        MeshError: If a tool is missing or fails; the message names the log.
+    """
+    package_version = version(_PACKAGE)
+    home = (cache or _default_cache()) / f"llama-rpc-{package_version}"
+    source, build, log = home / "source", home / "build", home / "build.log"
+    programs = LlamaRpc(build / "bin" / _TARGETS[0], build / "bin" / _TARGETS[1], package_version)
+    if programs.server.exists() and programs.rpc_server.exists():
+        return programs
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        raise MeshError("cmake is missing, and llama.cpp's servers are built with it: pip install cmake")
+    home.mkdir(parents=True, exist_ok=True)
+    if not source.exists():
+        _unpack_source(package_version, source, log)
+    _do([cmake, "-S", str(source / _LLAMA_CPP), "-B", str(build), *_OPTIONS], log)
+    jobs = str(len(os.sched_getaffinity(0)))
+    _do([cmake, "--build", str(build), "--parallel", jobs, "--target", *_TARGETS], log)
+    return programs
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spanmesh"
+
+
+def _unpack_source(package_version: str, source: Path, log: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=source.parent) as scratch:
+        requirement = f"{_PACKAGE}=={package_version}"
+        only_source = ["--no-deps", "--no-binary", _PACKAGE, "--dest", scratch, requirement]
+        _do([sys.executable, "-m", "pip", "download", *only_source], log)
+        (archive,) = Path(scratch).glob("*.tar.gz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(scratch, filter="data")
+        (unpacked,) = (entry for entry in Path(scratch).iterdir() if entry.is_dir())
+        unpacked.rename(source)  # last, so that an interrupted download leaves no half of it
+
+
+def _do(argv: Sequence[str], log: Path) -> None:
+    with log.open("ab") as out:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False)
+    if done.returncode != 0:
+        raise MeshError(f"{Path(argv[0]).name} ended with code {done.returncode}, see the end of {log}")
+
+
+if __name__ == "__main__":
+    found = build_llama_rpc()
+    sys.stdout.write(f"{found.server}\n{found.rpc_server}\n")
