@@ -1,8 +1,8 @@
 """Comparing a model cut in two with the same model whole: does cutting change a single bit?
 
 Three phases, all in exact numeric mode. `prefill`: one batch of prompt rows. `decode`: one row at a time, each
-the whole model's greedy choice, whatever the cut model would have chosen. `chunks`: a longer prompt in several
-batches, past the model's sliding window if it has one, where a layer with its neighbour's window shows.
+the whole model's greedy choice, whatever the cut model would have chosen. `chunks`: a longer prompt in
+several batches, past the model's sliding window if it has one, where a wrong window shows.
 
 The whole model runs once; what it had at each cut is kept and compared with what the first stage hands on.
 """

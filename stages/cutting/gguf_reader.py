@@ -83,7 +83,7 @@ class _Reader:
     def header(self) -> GgufHeader:
         try:
             return self._header()
-        except struct.error as error:
+        except (struct.error, OverflowError, IndexError) as error:
             raise InvalidModel(
                 f"{self._path} is truncated: {len(self._data)} bytes end inside the header; fetch it again"
             ) from error

@@ -41,7 +41,7 @@ def require_exact_cut(model: SourceModel, layers: LayerRange) -> None:
     log.info("self_check_started", model=name, architecture=architecture, cut=cut)
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "stages.certify", str(model.header.path), str(cut)],
+            [sys.executable, "-m", "stages.cutting.certify_child", str(model.header.path), str(cut)],
             capture_output=True,
             text=True,
             errors="replace",

@@ -77,8 +77,16 @@ def read_source(path: Path) -> SourceModel:
     n_layers = count_layers(header)
     family = family_of(header.architecture)
     layers = tensors_by_layer(header, n_layers)
-    require_tensors(header, (EMBEDDING,))
+    _require_embedding(header)
     if family.has_uniform_layers:
         require_tensors(header, (OUTPUT_NORM,))
         require_uniform_layers(header, n_layers)
     return SourceModel(header, family, layers)
+
+
+def _require_embedding(header: GgufHeader) -> None:
+    require_tensors(header, (EMBEDDING,))
+    shape = header.tensors[EMBEDDING].shape
+    n_embd = header.integer(f"{header.architecture}.embedding_length")
+    if len(shape) != 2 or shape[0] != n_embd:
+        raise InvalidModel(f"{header.path}: {EMBEDDING} has shape {shape}, expected ({n_embd}, vocabulary)")

@@ -41,6 +41,10 @@ def count_layers(header: GgufHeader) -> int:
     n_layers = header.integer(f"{architecture}.block_count")
     if n_layers < 1:
         raise InvalidModel(f"{header.path}: {architecture}.block_count is {n_layers}, need at least 1")
+    if n_layers > len(header.tensors):
+        raise InvalidModel(
+            f"{header.path}: {n_layers} layers, but {len(header.tensors)} tensors; fetch it again"
+        )
     if n_extra := header.integer(f"{architecture}.nextn_predict_layers", 0):
         raise UncuttableModel(
             f"{header.path.name} ends in {n_extra} layers for multi-token prediction: not supported yet; "

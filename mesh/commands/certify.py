@@ -1,0 +1,125 @@
+"""`mesh certify`: is the model, cut in stages, still the same model?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from stages.certify import certify as certify_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stages.certificate import Certificate, Difference
+
+
+class _Cuts(click.ParamType[tuple[int, ...] | None]):
+    """`all`, or layers separated by commas."""
+
+    name = "cuts"
+
+    def convert(
+        self, value: str | tuple[int, ...] | None, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...] | None:
+        if value is None or isinstance(value, tuple):
+            return value
+        if value == "all":
+            return None
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is neither 'all' nor layers such as 5,11", param, ctx)
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--cuts", type=_Cuts(), default="all", metavar="all|A,B,…", help="Layers to cut at, each alone."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of llama.cpp."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def certify(model: Path, cuts: tuple[int, ...] | None, threads: int, *, as_json: bool) -> None:
+    """Compare MODEL cut in two with MODEL whole, at each cut alone.
+
+    Prefill and decode, logits and hidden states. Exits with 1 if a cut is not equal to the last bit.
+    """
+    with Progress(
+        TextColumn("certifying"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        task = bar.add_task("certifying", total=None)
+        certificate = certify_model(
+            model,
+            cuts,
+            num_threads=threads,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if as_json:
+        click.echo(json.dumps(_as_dict(certificate)))
+    else:
+        _print_table(certificate)
+    if not certificate.is_exact:
+        sys.exit(1)
+
+
+def _as_dict(certificate: Certificate) -> dict[str, object]:
+    return {
+        "model": certificate.model,
+        "architecture": certificate.architecture,
+        "n_layers": certificate.n_layers,
+        "is_exact": certificate.is_exact,
+        "cuts": [
+            {
+                "cut": result.cut,
+                **asdict(result.difference),
+                "phases": {phase.phase: asdict(phase.difference) for phase in result.phases},
+            }
+            for result in certificate.cuts
+        ],
+    }
+
+
+def _print_table(certificate: Certificate) -> None:
+    table = Table(
+        title=f"{certificate.model}: {certificate.architecture}, {certificate.n_layers} layers, exact mode"
+    )
+    for heading in ("cut", "largest difference of logits", "at the cut", "equal tokens", "bit-equal"):
+        table.add_column(heading, justify="right")
+    for result in certificate.cuts:
+        table.add_row(str(result.cut), *_cells(result.difference))
+    Console().print(table)
+    unequal = [result.cut for result in certificate.cuts if not result.difference.is_bit_equal]
+    num_cuts = len(certificate.cuts)
+    click.echo(
+        f"not bit-equal at {_listed(unequal)} of {num_cuts} cuts"
+        if unequal
+        else f"bit-equal at every cut tried ({num_cuts})"
+    )
+
+
+def _cells(difference: Difference) -> tuple[str, ...]:
+    return (
+        f"{difference.max_logit_diff:.3g}",
+        f"{difference.max_hidden_diff:.3g}",
+        f"{difference.n_equal_tokens}/{difference.n_tokens}",
+        "yes" if difference.is_bit_equal else "NO",
+    )
+
+
+def _listed(cuts: Sequence[int]) -> str:
+    return ", ".join(str(cut) for cut in cuts)

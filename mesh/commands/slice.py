@@ -1,0 +1,59 @@
+"""`mesh slice`: write one stage file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from stages.cutting import cut_stage
+from stages.layers import LayerRange
+
+
+class _Layers(click.ParamType[LayerRange]):
+    """`A:B`, layers from A up to, not including, B."""
+
+    name = "layers"
+
+    def convert(
+        self, value: str | LayerRange, param: click.Parameter | None, ctx: click.Context | None
+    ) -> LayerRange:
+        if isinstance(value, LayerRange):
+            return value
+        try:
+            start, stop = value.split(":")
+            return LayerRange(int(start), int(stop))
+        except ValueError:
+            self.fail(f"{value!r} is no layer range; write A:B with 0 <= A < B, B not included", param, ctx)
+
+
+@click.command(name="slice")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--layers", type=_Layers(), required=True, metavar="A:B", help="Layers from A up to, not including, B."
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="OUT", help="The stage file."
+)
+def slice_(model: Path, layers: LayerRange, output: Path) -> None:
+    """Write layers A to B of MODEL, a GGUF file, as a stage: a smaller GGUF that llama.cpp loads."""
+    with Progress(
+        TextColumn("cutting"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        task = bar.add_task("cutting", total=None)
+        cut_stage(
+            model,
+            layers,
+            output,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    click.echo(f"{output}: layers {layers} of {model.name}, {output.stat().st_size:,} bytes")
