@@ -72,7 +72,6 @@ async def fetch_stage(
         InvalidModel: If the bytes do not have the hash.
     """
     partial = cache.partial(sha256)
-    partial.parent.mkdir(parents=True, exist_ok=True)
     async with _locked(partial) as file:
         # Whoever held the lock before us may have brought it.
         present = cache.find(sha256)
@@ -88,7 +87,8 @@ async def _fill(
 ) -> None:
     num_fruitless = 0
     if file.tell() > size_bytes:
-        file.truncate(0)
+        file.seek(0)
+        file.truncate()
     while (offset := file.tell()) < size_bytes:
         progress(offset, size_bytes)
         try:
@@ -98,7 +98,9 @@ async def _fill(
             num_fruitless = num_fruitless + 1 if file.tell() == offset else 0
             if num_fruitless >= _MAX_FRUITLESS_ATTEMPTS or not isinstance(reason, HostUnreachable):
                 raise reason from None
-            log.warning("fetch_interrupted", sha256=sha256[:12], have_bytes=file.tell(), reason=reason.message)
+            log.warning(
+                "fetch_interrupted", sha256=sha256[:12], have_bytes=file.tell(), reason=reason.message
+            )
             await asyncio.sleep(_PAUSE_S)
     progress(size_bytes, size_bytes)
 
@@ -108,17 +110,22 @@ async def _append(
 ) -> None:
     """One call: from the end of `file` to the end of the stage, or as far as the wire holds."""
     request = wire.FetchRequest(secret=source.secret, sha256=sha256, offset=file.tell())
-    async with pinned_channel(source.address, source.certificate_pem) as channel:
-        async for chunk in rpc.MembershipStub(channel).FetchStage(request):
-            if chunk.total_bytes != size_bytes:
-                raise InvalidModel(
-                    f"the head has {chunk.total_bytes} bytes for stage {sha256[:12]}, the plan says {size_bytes}"
-                )
-            await asyncio.to_thread(file.write, chunk.data)
-            progress(file.tell(), size_bytes)
+    try:
+        async with pinned_channel(source.address, source.certificate_pem) as channel:
+            async for chunk in rpc.MembershipStub(channel).FetchStage(request):
+                if chunk.total_bytes != size_bytes:
+                    raise InvalidModel(
+                        f"the head has {chunk.total_bytes} bytes for stage {sha256[:12]}, the plan says "
+                        f"{size_bytes}"
+                    )
+                await asyncio.to_thread(file.write, chunk.data)
+                progress(file.tell(), size_bytes)
+    finally:
+        file.flush()
     if file.tell() < size_bytes:
-        raise MeshError(f"the head's copy of stage {sha256[:12]} ends after {file.tell()} of {size_bytes} bytes")
-    file.flush()
+        raise MeshError(
+            f"the head's copy of stage {sha256[:12]} ends after {file.tell()} of {size_bytes} bytes"
+        )
 
 
 def pinned_channel(address: str, certificate_pem: bytes) -> grpc.aio.Channel:

@@ -1,0 +1,103 @@
+"""Addresses and ports of this host."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from typing import Final
+
+from spanmesh_proto.errors import ClusterError, PortInUse
+
+LOOPBACK: Final = "127.0.0.1"
+# Documentation address (RFC 5737): it is routed like any other, and nobody lives there.
+_ELSEWHERE: Final = ("192.0.2.1", 9)
+
+
+def primary_address() -> str:
+    """The IPv4 address that packets to other hosts would come from; loopback if there is no route.
+
+    Connecting a datagram socket only asks the routing table: nothing is sent.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)
+        except OSError:
+            return LOOPBACK
+        return str(probe.getsockname()[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port` in its two parts.
+
+    Raises:
+        ClusterError: If it is neither.
+    """
+    host, separator, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ClusterError(f"{address!r} is not an address of the form host:port")
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """The two parts as `host:port`, brackets around IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def free_port(host: str) -> int:
+    """A TCP port that is free at `host` now.
+
+    Raises:
+        ClusterError: If `host` is no address of this machine.
+    """
+    with _bound(host, 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+def check_port_free(host: str, port: int, option: str) -> None:
+    """Find out before any long work whether `host:port` can be listened on.
+
+    Args:
+        host: Address to bind.
+        port: TCP port; 0 is always free.
+        option: What the user would change, for the message.
+
+    Raises:
+        PortInUse: If another process listens there.
+        ClusterError: If `host` is no address of this machine, or the port is forbidden to us.
+    """
+    try:
+        _bound(host, port).close()
+    except PortInUse as error:
+        raise PortInUse(f"{error.message}; choose another with {option}", param=option) from None
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ClusterError(f"{host!r} is not an address: {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # As servers do; without it a port that was left a minute ago would count as taken.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+    except OSError as error:
+        listener.close()
+        place = join_address(host, port)
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(f"another process listens on {place}") from None
+        raise ClusterError(f"cannot listen on {place}: {os.strerror(error.errno or 0)}") from error
+    return listener

@@ -1,0 +1,131 @@
+"""What a host brings to the mesh: free memory, threads, speed and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import psutil
+
+from spanmesh_proto import SOFTWARE_VERSION
+from spanmesh_proto.errors import ClusterError
+
+_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+# Larger than the caches of most processors, small enough for any host.
+_PROBE_BYTES: Final = 64 * 2**20
+_PROBE_ROUNDS: Final = 5
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What must agree, or be known, when hosts work together."""
+
+    software: str
+    llama_cpp: str
+    ray: str
+    python: str
+    platform: str
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """One host, as the planner and the operator see it.
+
+    Attributes:
+        memory_bytes: What the mesh may use of it.
+        num_threads: Threads for computing; they spin, so no more than cores.
+        speed_gb_per_s: How fast its memory is read. Decoding reads every weight for every token, so this is
+            what decides its share of the layers.
+        versions: Of the software on it.
+    """
+
+    memory_bytes: int
+    num_threads: int
+    speed_gb_per_s: float
+    versions: Versions
+
+
+def read_host_facts(*, memory_bytes: int | None = None, num_threads: int | None = None) -> HostFacts:
+    """Facts of this host; takes about a quarter of a second.
+
+    Args:
+        memory_bytes: What the user allows, instead of all that is free now.
+        num_threads: What the user allows, instead of all physical cores that this process may run on.
+    """
+    threads = num_threads or default_num_threads()
+    return HostFacts(
+        memory_bytes=memory_bytes if memory_bytes is not None else psutil.virtual_memory().available,
+        num_threads=threads,
+        speed_gb_per_s=measure_speed_gb_per_s(threads),
+        versions=read_versions(),
+    )
+
+
+def default_num_threads() -> int:
+    """Physical cores, as far as this process may use them: hyper-threads only get in each other's way."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or usable, usable))
+
+
+def read_versions() -> Versions:
+    """Versions of what runs here, read from package metadata: nothing is imported for it."""
+    return Versions(
+        software=SOFTWARE_VERSION,
+        llama_cpp=importlib.metadata.version("llama-cpp-python"),
+        ray=importlib.metadata.version("ray"),
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+    )
+
+
+def parse_size(text: str) -> int:
+    """`8G`, `512 MiB`, `1.5g` or plain bytes, in powers of 1024.
+
+    Raises:
+        ClusterError: If it is not a size above zero.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size_bytes <= 0:
+        raise ClusterError(f"{text!r} is not a memory size; write it like 8G or 512M")
+    return size_bytes
+
+
+def format_size(size_bytes: int) -> str:
+    """`1.5 GiB`; for messages."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def measure_speed_gb_per_s(num_threads: int) -> float:
+    """How fast `num_threads` threads together read memory, the best of several rounds.
+
+    Each thread sums a block of its own (numpy lets go of the interpreter lock meanwhile); other work on the
+    host can only make a round slower, hence the best.
+    """
+    num_words = _PROBE_BYTES // num_threads // 8
+    blocks = [np.ones(num_words, dtype=np.uint64) for _ in range(num_threads)]
+    best_s = min(_time_round(blocks) for _ in range(_PROBE_ROUNDS))
+    return num_words * 8 * num_threads / best_s / 1e9
+
+
+def _time_round(blocks: list[np.ndarray[tuple[int], np.dtype[np.uint64]]]) -> float:
+    threads = [threading.Thread(target=block.sum) for block in blocks]
+    start_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start_s

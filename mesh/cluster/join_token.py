@@ -1,0 +1,104 @@
+"""The one line that a person carries from the head to a host that shall join."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+import msgpack
+
+from spanmesh_proto.errors import InvalidJoinToken
+
+TOKEN_VERSION: Final = 1
+_MAX_TOKEN_CHARS: Final = 4096
+_FINGERPRINT_BYTES: Final = 32
+
+
+@dataclass(frozen=True)
+class JoinToken:
+    """What a host must know to join, and nothing that it can find out itself.
+
+    Attributes:
+        addresses: Where the head's membership service listens, `host:port`, the best first.
+        secret: Proof that whoever joins was given the token.
+        fingerprint: sha256 of the head's certificate in DER form, 32 bytes.
+        expires_at_s: Unix time from which the head turns the token away.
+    """
+
+    addresses: tuple[str, ...]
+    secret: str
+    fingerprint: bytes
+    expires_at_s: int
+
+    def check_expiry(self, now_s: float) -> None:
+        """Raise if the token is no longer good.
+
+        Args:
+            now_s: Unix time.
+
+        Raises:
+            InvalidJoinToken: Saying when it expired.
+        """
+        if now_s >= self.expires_at_s:
+            when = datetime.fromtimestamp(self.expires_at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            raise InvalidJoinToken(
+                f"the join token expired at {when}; start `mesh serve` again for a new one"
+            )
+
+
+def encode(token: JoinToken) -> str:
+    """The token as one word of letters, digits, `-` and `_`."""
+    fields = [TOKEN_VERSION, list(token.addresses), token.secret, token.fingerprint, token.expires_at_s]
+    return base64.urlsafe_b64encode(msgpack.packb(fields)).rstrip(b"=").decode()
+
+
+def decode(text: str) -> JoinToken:
+    """The token that `encode` wrote; surrounding white space does not matter.
+
+    Raises:
+        InvalidJoinToken: If the text is no token, is cut short, or is of another version.
+    """
+    word = text.strip()
+    if not word:
+        raise InvalidJoinToken(
+            "the join token is empty; copy the whole `mesh join` line that the head printed"
+        )
+    fields = _unpack(word)
+    if not isinstance(fields, list) or not fields or not isinstance(fields[0], int):
+        raise _malformed(word)
+    if fields[0] != TOKEN_VERSION:
+        raise InvalidJoinToken(
+            f"the join token has version {fields[0]}, this program reads version {TOKEN_VERSION}: "
+            "install the same spanmesh on both hosts"
+        )
+    match fields[1:]:
+        case [list(addresses), str(secret), bytes(fingerprint), int(expires_at_s)] if (
+            addresses
+            and all(isinstance(address, str) and address for address in addresses)
+            and secret
+            and len(fingerprint) == _FINGERPRINT_BYTES
+            and 0 <= expires_at_s < 2**40
+        ):
+            return JoinToken(tuple(addresses), secret, fingerprint, expires_at_s)
+    raise _malformed(word)
+
+
+def _unpack(word: str) -> object:
+    if len(word) > _MAX_TOKEN_CHARS:
+        raise _malformed(word)
+    try:
+        padded = word.encode("ascii") + b"=" * (-len(word) % 4)
+        fields: object = msgpack.unpackb(base64.b64decode(padded, altchars=b"-_", validate=True))
+    except (UnicodeEncodeError, binascii.Error, ValueError, msgpack.UnpackException) as error:
+        raise _malformed(word) from error
+    return fields
+
+
+def _malformed(word: str) -> InvalidJoinToken:
+    shown = word if len(word) <= 16 else f"{word[:8]}…{word[-4:]} ({len(word)} characters)"
+    return InvalidJoinToken(
+        f"{shown!r} is not a join token; copy the whole `mesh join` line that the head printed"
+    )

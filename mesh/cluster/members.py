@@ -1,0 +1,115 @@
+"""Who belongs to the mesh now."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from spanmesh_proto.errors import JoinError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mesh.cluster.host_facts import HostFacts
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One host of the mesh.
+
+    Attributes:
+        name: Its name; no two members share it.
+        address: IP address or host name where the other members reach it.
+        facts: What it brings.
+        ray_node_name: Name of its Ray node, see `RayNodeConfig`.
+        is_ready: Whether its Ray node runs, so that a stage can be placed there.
+        layers: What it holds, for messages; empty while it holds nothing.
+    """
+
+    name: str
+    address: str
+    facts: HostFacts
+    ray_node_name: str
+    is_ready: bool = False
+    layers: str = ""
+
+
+def check_name(name: str) -> None:
+    """Refuse names that would not survive as a Ray node's name or in a table.
+
+    Raises:
+        JoinError: If it is not 1 to 63 letters, digits, dots, dashes and underscores.
+    """
+    if not _NAME.fullmatch(name):
+        raise JoinError(
+            f"{name!r} cannot be a host's name: 1 to 63 letters, digits, '.', '-' and '_', the first a "
+            "letter or "
+            "digit; choose one with --name"
+        )
+
+
+class Members:
+    """The members, in the order in which they came. Lives in one event loop."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Member] = {}
+        self._changed = asyncio.Event()
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(tuple(self._by_name.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def ready(self) -> tuple[Member, ...]:
+        """Members on which a stage can be placed."""
+        return tuple(member for member in self._by_name.values() if member.is_ready)
+
+    def admit(self, member: Member) -> None:
+        """Add a member.
+
+        Raises:
+            JoinError: If another member has its name, or the name is none.
+        """
+        check_name(member.name)
+        other = self._by_name.get(member.name)
+        if other is not None:
+            raise JoinError(
+                f"a host named {member.name!r} is in the mesh already (at {other.address}); choose another "
+                "name "
+                "with --name"
+            )
+        self._by_name[member.name] = member
+        self._notify()
+
+    def update(self, name: str, *, is_ready: bool | None = None, layers: str | None = None) -> None:
+        """Note what changed about a member; does nothing if it has left."""
+        member = self._by_name.get(name)
+        if member is None:
+            return
+        if is_ready is not None:
+            member = dataclasses.replace(member, is_ready=is_ready)
+        if layers is not None:
+            member = dataclasses.replace(member, layers=layers)
+        self._by_name[name] = member
+        self._notify()
+
+    def remove(self, name: str) -> None:
+        """Drop a member; does nothing if it has left."""
+        if self._by_name.pop(name, None) is not None:
+            self._notify()
+
+    async def changed(self) -> None:
+        """Return at the next change."""
+        await self._changed.wait()
+
+    def _notify(self) -> None:
+        # Wake whoever waits now; the next one waits for the next change.
+        self._changed.set()
+        self._changed = asyncio.Event()

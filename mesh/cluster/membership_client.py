@@ -1,0 +1,169 @@
+"""A host's side of membership: asks to join, then listens for as long as it belongs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+import grpc
+
+from mesh.cluster.certificate import fetch_pinned_certificate
+from mesh.cluster.membership_server import RayAccess
+from mesh.cluster.reachability import CheckListener
+from mesh.cluster.reports import report_of
+from spanmesh_proto import PROTOCOL_VERSION
+from spanmesh_proto import membership_pb2 as wire
+from spanmesh_proto import membership_pb2_grpc as rpc
+from spanmesh_proto.errors import HostUnreachable, MeshError, ProtocolVersionMismatch
+from stages.fetch import pinned_channel
+from stages.link import explain
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from mesh.cluster.join_token import JoinToken
+    from mesh.cluster.members import Member
+
+# Together below the 5 s in which a join that cannot work must say so; the head dials back within 2 s of the
+# second.
+_CONNECT_TIMEOUT_S: Final = 1.8
+_ANSWER_TIMEOUT_S: Final = 2.8
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head as found: the address that answered, and its certificate."""
+
+    address: str
+    certificate_pem: bytes
+
+
+async def find_head(token: JoinToken) -> Head:
+    """Try all addresses of the token at once; the first that proves to be the head wins.
+
+    Raises:
+        InvalidJoinToken: If a server answers that is not the one of the token.
+        HostUnreachable: If none answers in time.
+    """
+    attempts = [asyncio.create_task(_try(address, token.fingerprint)) for address in token.addresses]
+    failures: list[MeshError] = []
+    try:
+        for done in asyncio.as_completed(attempts):
+            try:
+                return await done
+            except MeshError as error:
+                failures.append(error)
+    finally:
+        for attempt in attempts:
+            attempt.cancel()
+        await asyncio.gather(*attempts, return_exceptions=True)
+    # One that answered and was refused says more than those that did not answer.
+    raise next((failure for failure in failures if not isinstance(failure, HostUnreachable)), failures[0])
+
+
+async def _try(address: str, fingerprint: bytes) -> Head:
+    certificate_pem = await fetch_pinned_certificate(address, fingerprint, timeout_s=_CONNECT_TIMEOUT_S)
+    return Head(address, certificate_pem)
+
+
+class Membership:
+    """This host's place in the mesh. Use as an async context manager; leaving it leaves the mesh.
+
+    Args:
+        head: Where to join.
+        secret: From the join token.
+        member: This host.
+    """
+
+    def __init__(self, head: Head, secret: str, member: Member) -> None:
+        self._head = head
+        self._secret = secret
+        self._member = member
+        self._check = CheckListener()
+        self._channel: grpc.aio.Channel | None = None
+        self._call: grpc.aio.StreamStreamCall[wire.HostReport, wire.HeadReport] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._call is not None:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self._call.done_writing()
+            self._call.cancel()
+        if self._channel is not None:
+            await self._channel.close(grace=None)
+        await self._check.close()
+
+    async def join(self) -> RayAccess:
+        """Ask to be admitted.
+
+        Returns:
+            Where to find Ray.
+
+        Raises:
+            InvalidJoinToken: If the head does not accept the secret, or the token expired.
+            ProtocolVersionMismatch: If the two speak different versions.
+            HostUnreachable: If either cannot reach the other.
+            JoinError: For any other reason that the head gives.
+        """
+        check_port = await self._check.open(self._member.address)
+        report = report_of(
+            self._member, secret=self._secret, check_port=check_port, check_nonce=self._check.nonce
+        )
+        self._channel = pinned_channel(self._head.address, self._head.certificate_pem)
+        self._call = rpc.MembershipStub(self._channel).Join()
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                await self._write(report)
+                answer = await self._read()
+        except TimeoutError:
+            raise HostUnreachable(
+                f"the head at {self._head.address} does not answer within {_ANSWER_TIMEOUT_S:g} s"
+            ) from None
+        await self._check.close()
+        if answer.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolVersionMismatch(
+                f"the head speaks protocol version {answer.protocol_version} (spanmesh "
+                f"{answer.software_version}), "
+                f"this host speaks {PROTOCOL_VERSION}: install the same spanmesh on both"
+            )
+        return RayAccess(answer.ray_address, answer.ray_token)
+
+    async def report_ready(self) -> None:
+        """Tell the head that this host's Ray node runs."""
+        await self._write(wire.HostReport(name=self._member.name, ray_is_running=True))
+
+    async def states(self) -> AsyncIterator[str]:
+        """What the head has to say, until it closes the mesh.
+
+        Raises:
+            HostUnreachable: If the head is gone without a goodbye.
+        """
+        while True:
+            report = await self._read()
+            yield report.state
+            if report.is_closing:
+                return
+
+    @property
+    def _joined(self) -> grpc.aio.StreamStreamCall[wire.HostReport, wire.HeadReport]:
+        if self._call is None:
+            raise MeshError("this host has not joined")
+        return self._call
+
+    async def _write(self, report: wire.HostReport) -> None:
+        # A call that is over refuses to be written to; why it is over comes out when it is read.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._joined.write(report)
+
+    async def _read(self) -> wire.HeadReport:
+        try:
+            answer = await self._joined.read()
+        except grpc.aio.AioRpcError as error:
+            raise explain(error, f"the head at {self._head.address}") from None
+        if not isinstance(answer, wire.HeadReport):
+            raise HostUnreachable(f"the head at {self._head.address} ended the connection")
+        return answer

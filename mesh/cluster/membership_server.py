@@ -1,0 +1,251 @@
+"""The head's side of membership: admits hosts, remembers them, sends them stage files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO, Final
+
+import grpc
+import structlog
+
+from mesh.cluster.addresses import join_address
+from mesh.cluster.admission import check_report, check_secret
+from mesh.cluster.certificate import server_credentials
+from mesh.cluster.reachability import check_reachable_back
+from mesh.cluster.reports import member_of
+from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from spanmesh_proto import membership_pb2 as wire
+from spanmesh_proto import membership_pb2_grpc as rpc
+from spanmesh_proto.errors import InvalidModel, JoinError, MeshError, PortInUse
+from stages.channels import SERVER_OPTIONS, abort
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from mesh.cluster.certificate import Certificate
+    from mesh.cluster.host_facts import Versions
+    from mesh.cluster.join_token import JoinToken
+    from mesh.cluster.members import Member, Members
+    from stages.cutting import StageCache
+
+log = structlog.get_logger()
+
+_REPORT_TIMEOUT_S: Final = 2.0
+_DIAL_BACK_TIMEOUT_S: Final = 2.0
+_GOODBYE_TIMEOUT_S: Final = 1.0
+_CHUNK_BYTES: Final = 1024 * 1024
+_OPTIONS: Final = (
+    *SERVER_OPTIONS,
+    # A host that vanishes without a word is noticed within 15 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+
+@dataclass(frozen=True)
+class RayAccess:
+    """What a host needs to add its Ray node to the head's.
+
+    Attributes:
+        address: `host:port`.
+        token: Ray's token.
+    """
+
+    address: str
+    token: str
+
+
+class MembershipService(rpc.MembershipServicer):
+    """Lives in the event loop that uses it.
+
+    Args:
+        token: What the head gave out; its secret admits.
+        ray: Where admitted hosts find Ray.
+        members: Kept up to date.
+        cache: Whose files `FetchStage` sends.
+        versions: Of the head.
+        clock_s: Unix time.
+    """
+
+    def __init__(
+        self,
+        *,
+        token: JoinToken,
+        ray: RayAccess,
+        members: Members,
+        cache: StageCache,
+        versions: Versions,
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._token = token
+        self._ray = ray
+        self._members = members
+        self._cache = cache
+        self._versions = versions
+        self._clock_s = clock_s
+        self._outboxes: dict[str, asyncio.Queue[wire.HeadReport]] = {}
+
+    def announce(self, name: str, state: str) -> None:
+        """Tell one host what is going on, for its log; does nothing if it has left."""
+        outbox = self._outboxes.get(name)
+        if outbox is not None:
+            outbox.put_nowait(wire.HeadReport(state=state))
+
+    def announce_to_all(self, state: str) -> None:
+        """Tell every host what is going on, for its log."""
+        for name in self._outboxes:
+            self.announce(name, state)
+
+    async def say_goodbye(self) -> None:
+        """Send every host home, and wait a moment until they have left."""
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(wire.HeadReport(is_closing=True, state="the head closed the mesh"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
+                while self._outboxes:
+                    await self._members.changed()
+
+    async def Join(  # noqa: N802 - the service's name for it
+        self,
+        request_iterator: AsyncIterator[wire.HostReport],
+        context: grpc.aio.ServicerContext[wire.HostReport, wire.HeadReport],
+    ) -> AsyncIterator[wire.HeadReport]:
+        """One host, for as long as it stays."""
+        reports = aiter(request_iterator)
+        try:
+            member = await self._admit(reports)
+        except MeshError as error:
+            log.warning("host_refused", peer=context.peer(), reason=error.message)
+            await abort(context, error)
+            return
+        outbox: asyncio.Queue[wire.HeadReport] = asyncio.Queue()
+        self._outboxes[member.name] = outbox
+        listener = asyncio.create_task(self._listen(member.name, reports))
+        try:
+            yield wire.HeadReport(
+                protocol_version=PROTOCOL_VERSION,
+                software_version=SOFTWARE_VERSION,
+                ray_address=self._ray.address,
+                ray_token=self._ray.token,
+                state="admitted",
+            )
+            async for report in _until_done(outbox, listener):
+                yield report
+        finally:
+            listener.cancel()
+            del self._outboxes[member.name]
+            self._members.remove(member.name)
+            log.info("host_left", host=member.name, num_hosts=len(self._members))
+
+    async def FetchStage(  # noqa: N802 - the service's name for it
+        self,
+        request: wire.FetchRequest,
+        context: grpc.aio.ServicerContext[wire.FetchRequest, wire.FetchChunk],
+    ) -> AsyncIterator[wire.FetchChunk]:
+        """A stage file from an offset to its end."""
+        try:
+            check_secret(request.secret, self._token)
+            file = self._open(request)
+        except MeshError as error:
+            log.warning("fetch_refused", peer=context.peer(), reason=error.message)
+            await abort(context, error)
+            return
+        with file:
+            total_bytes = file.seek(0, 2)
+            file.seek(request.offset)
+            while data := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+                yield wire.FetchChunk(data=data, total_bytes=total_bytes)
+        log.info("stage_sent", sha256=request.sha256[:12], num_bytes=total_bytes - request.offset)
+
+    async def _admit(self, reports: AsyncIterator[wire.HostReport]) -> Member:
+        try:
+            async with asyncio.timeout(_REPORT_TIMEOUT_S):
+                report = await anext(reports)
+        except (TimeoutError, StopAsyncIteration):
+            raise JoinError("the host said nothing") from None
+        check_report(report, self._token, self._versions, self._clock_s())
+        member = member_of(report)
+        await check_reachable_back(
+            report.address, report.check_port, report.check_nonce, timeout_s=_DIAL_BACK_TIMEOUT_S
+        )
+        self._members.admit(member)
+        facts = member.facts
+        log.info(
+            "host_joined",
+            host=member.name,
+            address=member.address,
+            memory_bytes=facts.memory_bytes,
+            threads=facts.num_threads,
+            speed_gb_per_s=round(facts.speed_gb_per_s, 1),
+            num_hosts=len(self._members),
+        )
+        if facts.versions.llama_cpp != self._versions.llama_cpp:
+            log.warning(
+                "llama_cpp_differs",
+                host=member.name,
+                there=facts.versions.llama_cpp,
+                here=self._versions.llama_cpp,
+            )
+        return member
+
+    async def _listen(self, name: str, reports: AsyncIterator[wire.HostReport]) -> None:
+        async for report in reports:
+            if report.ray_is_running:
+                self._members.update(name, is_ready=True)
+                log.info("host_ready", host=name)
+
+    def _open(self, request: wire.FetchRequest) -> BinaryIO:
+        path = self._cache.find(request.sha256)
+        if path is None:
+            raise InvalidModel(f"the head has no stage file {request.sha256[:12]}")
+        return path.open("rb")
+
+
+class MembershipServer:
+    """The service on a TLS port."""
+
+    def __init__(self, service: MembershipService, certificate: Certificate) -> None:
+        self._service = service
+        self._server = grpc.aio.server(options=_OPTIONS)
+        rpc.add_MembershipServicer_to_server(service, self._server)
+        self._credentials = server_credentials(certificate)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port, chosen freely if `port` is 0.
+
+        Raises:
+            PortInUse: If that cannot be done.
+        """
+        try:
+            bound = self._server.add_secure_port(join_address(host, port), self._credentials)
+        except RuntimeError as error:
+            raise PortInUse(f"cannot listen on {join_address(host, port)}; choose another port") from error
+        await self._server.start()
+        return bound
+
+    async def stop(self) -> None:
+        """Say goodbye to the hosts and stop."""
+        await self._service.say_goodbye()
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Stop without a word."""
+        await self._server.stop(grace=0)
+
+
+async def _until_done(
+    outbox: asyncio.Queue[wire.HeadReport], listener: asyncio.Task[None]
+) -> AsyncIterator[wire.HeadReport]:
+    """What comes out of `outbox`, until the host hangs up or is told goodbye."""
+    while True:
+        report = asyncio.ensure_future(outbox.get())
+        await asyncio.wait({report, listener}, return_when=asyncio.FIRST_COMPLETED)
+        if not report.done():
+            report.cancel()
+            return
+        yield report.result()
+        if report.result().is_closing:
+            return

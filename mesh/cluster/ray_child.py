@@ -1,0 +1,51 @@
+"""`python -m mesh.cluster.ray_child start …`: Ray's command line in a process that dies with its parent.
+
+Setting this up between fork and exec would run Python code in a forked copy of a process with threads, which
+may hang.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Any, Final
+
+from mesh.cluster.ray_environment import PARENT_PID
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel end this process when its parent ends, however it ends. Linux only.
+
+    Args:
+        parent_pid: Who that is; if it is gone already, this process exits.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+def drop_client_server(ray_params: Any, head: bool) -> None:  # noqa: FBT001 - Ray's signature
+    """Ray's start hook: leave out the server for Ray Client, which nobody here uses.
+
+    It costs 90 MB and a fixed port, and Ray's command line has no option against it.
+    """
+    if head:
+        ray_params.ray_client_server_port = None
+
+
+def main() -> None:
+    """Run Ray's own command."""
+    die_with_parent(int(os.environ[PARENT_PID]))
+    from ray.scripts.scripts import main as ray_main  # noqa: PLC0415 - the parent may die while Ray is imported
+
+    ray_main()
+
+
+if __name__ == "__main__":
+    main()

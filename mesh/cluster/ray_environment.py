@@ -1,0 +1,47 @@
+"""How Ray is set up by environment: token required, silent, nothing reported to anybody."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PARENT_PID: Final = "SPANMESH_PARENT_PID"
+
+_SETTINGS: Final = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+    # Weights are mapped files: a full memory is normal, not a reason to kill a stage.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # A stage asks Ray for no GPU, llama.cpp finds it by itself: leave it visible.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Objects that cross Python patch releases do so unharmed.
+    "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
+}
+
+
+def ray_environment(token_path: Path) -> dict[str, str]:
+    """Variables for every process that is to talk to the mesh's Ray.
+
+    Args:
+        token_path: File with Ray's token, readable by this user only.
+    """
+    return {**_SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path)}
+
+
+def child_environment(token_path: Path) -> dict[str, str]:
+    """The whole environment of a Ray node's first process, our child.
+
+    What the user has set up for another Ray does not reach ours.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {
+        **inherited,
+        **ray_environment(token_path),
+        PARENT_PID: str(os.getpid()),
+        "RAY_START_HOOK": "mesh.cluster.ray_child.drop_client_server",
+        "PYTHONUNBUFFERED": "1",
+    }

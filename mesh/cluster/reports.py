@@ -1,0 +1,51 @@
+"""A joining host between its dataclass and its protobuf form."""
+
+from __future__ import annotations
+
+from mesh.cluster.host_facts import HostFacts, Versions
+from mesh.cluster.members import Member
+from spanmesh_proto import PROTOCOL_VERSION
+from spanmesh_proto import membership_pb2 as wire
+
+
+def report_of(member: Member, *, secret: str, check_port: int, check_nonce: bytes) -> wire.HostReport:
+    """What a host sends when it asks to join."""
+    facts = member.facts
+    return wire.HostReport(
+        protocol_version=PROTOCOL_VERSION,
+        software_version=facts.versions.software,
+        secret=secret,
+        name=member.name,
+        address=member.address,
+        check_port=check_port,
+        check_nonce=check_nonce,
+        memory_bytes=facts.memory_bytes,
+        threads=facts.num_threads,
+        speed_gb_per_s=facts.speed_gb_per_s,
+        platform=facts.versions.platform,
+        llama_cpp_version=facts.versions.llama_cpp,
+        ray_version=facts.versions.ray,
+        python_version=facts.versions.python,
+        ray_node_name=member.ray_node_name,
+    )
+
+
+def member_of(report: wire.HostReport) -> Member:
+    """The host that a report describes."""
+    return Member(
+        name=report.name,
+        address=report.address,
+        facts=HostFacts(
+            memory_bytes=report.memory_bytes,
+            num_threads=report.threads,
+            speed_gb_per_s=report.speed_gb_per_s,
+            versions=Versions(
+                software=report.software_version,
+                llama_cpp=report.llama_cpp_version,
+                ray=report.ray_version,
+                python=report.python_version,
+                platform=report.platform,
+            ),
+        ),
+        ray_node_name=report.ray_node_name,
+    )

@@ -1,0 +1,383 @@
+"""Joining over real TLS and gRPC on loopback: who gets in, who does not and why, and how files travel."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime as dt
+import hashlib
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mesh.cluster.addresses import free_port
+from mesh.cluster.certificate import make_certificate
+from mesh.cluster.host_facts import HostFacts, Versions
+from mesh.cluster.join_token import JoinToken
+from mesh.cluster.members import Member, Members
+from mesh.cluster.membership_client import Head, Membership, find_head
+from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
+from mesh.cluster.reachability import CheckListener
+from spanmesh_proto.errors import (
+    HostUnreachable,
+    InvalidJoinToken,
+    InvalidModel,
+    JoinError,
+    MeshError,
+    ProtocolVersionMismatch,
+)
+from stages.cutting import StageCache
+from stages.fetch import FetchSource, fetch_stage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+VERSIONS = Versions("0.1.0", "0.3.36", "2.60.0", "3.11.7", "Linux x86_64")
+HOST = Member("studio", "127.0.0.1", HostFacts(8 * 2**30, 4, 20.0, VERSIONS), "studio.1")
+RAY = RayAccess("127.0.0.1:6379", "ray-token")
+FAR_FUTURE_S = 2**39
+
+
+@dataclasses.dataclass
+class HeadSide:
+    """What a test sees of the head."""
+
+    token: JoinToken
+    members: Members
+    service: MembershipService
+    server: MembershipServer
+    cache: StageCache
+    source: FetchSource
+
+
+@asynccontextmanager
+async def head(tmp_path: Path, expires_at_s: int = FAR_FUTURE_S) -> AsyncIterator[HeadSide]:
+    certificate = make_certificate(dt.datetime.now(dt.UTC))
+    port = free_port("127.0.0.1")
+    address = f"127.0.0.1:{port}"
+    token = JoinToken((address,), "secret", certificate.fingerprint, expires_at_s)
+    members, cache = Members(), StageCache(tmp_path / "head")
+    service = MembershipService(token=token, ray=RAY, members=members, cache=cache, versions=VERSIONS)
+    server = MembershipServer(service, certificate)
+    await server.start("127.0.0.1", port)
+    try:
+        yield HeadSide(
+            token,
+            members,
+            service,
+            server,
+            cache,
+            FetchSource(address, certificate.certificate_pem, "secret"),
+        )
+    finally:
+        await server.stop()
+
+
+async def join(token: JoinToken, member: Member = HOST) -> RayAccess:
+    """Join and leave."""
+    async with Membership(await find_head(token), token.secret, member) as membership:
+        return await membership.join()
+
+
+@asynccontextmanager
+async def stranger(greeting: bytes, *, hangs_up: bool) -> AsyncIterator[int]:
+    """A TCP server that is no head; gives its port."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        writer.write(greeting)
+        if hangs_up:
+            writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    try:
+        yield int(server.sockets[0].getsockname()[1])
+    finally:
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+
+async def until(members: Members, count: int) -> None:
+    async with asyncio.timeout(5):
+        while len(members.ready) != count:
+            await members.changed()
+
+
+async def test_an_admitted_host_learns_where_ray_is_and_is_forgotten_when_it_leaves(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        async with Membership(await find_head(side.token), "secret", HOST) as membership:
+            assert await membership.join() == RAY
+            assert [member.name for member in side.members] == ["studio"]
+            assert not side.members.ready
+            await membership.report_ready()
+            await until(side.members, 1)
+            assert list(side.members) == [dataclasses.replace(HOST, is_ready=True)]
+        await until(side.members, 0)
+        assert len(side.members) == 0
+
+
+async def test_the_head_tells_what_goes_on_and_says_goodbye(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        async with Membership(await find_head(side.token), "secret", HOST) as membership:
+            await membership.join()
+            side.service.announce("studio", "layers [0, 10)")
+            side.service.announce("nobody", "layers [10, 20)")
+            goodbye = asyncio.create_task(side.service.say_goodbye())
+            assert [state async for state in membership.states()] == [
+                "layers [0, 10)",
+                "the head closed the mesh",
+            ]
+        await goodbye
+
+
+async def test_a_host_notices_that_the_head_is_gone(tmp_path: Path) -> None:
+    async with head(tmp_path) as side, Membership(await find_head(side.token), "secret", HOST) as membership:
+        await membership.join()
+        await side.server.kill()
+        with pytest.raises(HostUnreachable, match=f"the head at {side.token.addresses[0]}"):
+            await anext(membership.states())
+
+
+async def test_a_wrong_secret_is_refused(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        wrong = dataclasses.replace(side.token, secret="guess")
+        with pytest.raises(InvalidJoinToken, match="not the one of this mesh"):
+            await join(wrong)
+        assert len(side.members) == 0
+
+
+async def test_an_expired_token_is_refused_by_the_head_whatever_the_host_believes(tmp_path: Path) -> None:
+    async with head(tmp_path, expires_at_s=1_000_000_000) as side:
+        with pytest.raises(InvalidJoinToken, match="expired at 2001-09-09 01:46:40 UTC"):
+            await join(side.token)
+
+
+async def test_another_certificate_is_refused_before_the_secret_is_sent(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        with pytest.raises(InvalidJoinToken, match="certificate differs"):
+            await find_head(dataclasses.replace(side.token, fingerprint=bytes(32)))
+
+
+async def test_a_channel_trusts_the_pinned_certificate_only(tmp_path: Path) -> None:
+    other = make_certificate(dt.datetime.now(dt.UTC))
+    async with (
+        head(tmp_path) as side,
+        Membership(Head(side.token.addresses[0], other.certificate_pem), "secret", HOST) as membership,
+    ):
+        with pytest.raises(HostUnreachable):
+            await membership.join()
+        assert len(side.members) == 0
+
+
+async def test_another_protocol_version_is_refused_with_both_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.cluster.reports.PROTOCOL_VERSION", 99)
+    async with head(tmp_path) as side:
+        with pytest.raises(ProtocolVersionMismatch, match=r"version 99 .* the head speaks 1"):
+            await join(side.token)
+
+
+@pytest.mark.parametrize(("name", "version"), [("ray", "2.59.0"), ("python", "3.12.1")])
+async def test_another_ray_or_python_is_refused_with_both_named(
+    tmp_path: Path, name: str, version: str
+) -> None:
+    versions = dataclasses.replace(VERSIONS, **{name: version})
+    member = dataclasses.replace(HOST, facts=dataclasses.replace(HOST.facts, versions=versions))
+    async with head(tmp_path) as side:
+        with pytest.raises(JoinError, match=f"{version}.*{getattr(VERSIONS, name)}"):
+            await join(side.token, member)
+
+
+async def test_another_patch_release_of_python_is_welcome(tmp_path: Path) -> None:
+    versions = dataclasses.replace(VERSIONS, python="3.11.99")
+    member = dataclasses.replace(HOST, facts=dataclasses.replace(HOST.facts, versions=versions))
+    async with head(tmp_path) as side:
+        assert await join(side.token, member) == RAY
+
+
+async def test_a_second_host_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    async with head(tmp_path) as side, Membership(await find_head(side.token), "secret", HOST) as first:
+        await first.join()
+        with pytest.raises(JoinError, match="named 'studio' is in the mesh already"):
+            await join(side.token)
+        assert await join(side.token, dataclasses.replace(HOST, name="mini")) == RAY
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-x", "x" * 64, "naïve"])
+async def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+    async with head(tmp_path) as side:
+        with pytest.raises(JoinError, match="cannot be a host's name"):
+            await join(side.token, dataclasses.replace(HOST, name=name))
+
+
+async def test_a_host_that_cannot_be_reached_back_hears_which_address_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nobody = free_port("127.0.0.1")
+
+    async def listen_elsewhere(_self: object, _address: str) -> int:
+        return nobody
+
+    monkeypatch.setattr(CheckListener, "open", listen_elsewhere)
+    async with head(tmp_path) as side:
+        with pytest.raises(HostUnreachable, match=rf"back at 127\.0\.0\.1:{nobody}: "):
+            await join(side.token)
+
+
+async def test_another_machine_at_the_advertised_address_does_not_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with head(tmp_path) as side, stranger(b"", hangs_up=True) as port:
+
+        async def listen_elsewhere(_self: object, _address: str) -> int:
+            return port
+
+        monkeypatch.setattr(CheckListener, "open", listen_elsewhere)
+        with pytest.raises(HostUnreachable, match="another machine answers there"):
+            await join(side.token)
+
+
+async def test_an_address_of_no_interface_is_refused_at_once(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        with pytest.raises(JoinError, match=r"cannot listen on 203\.0\.113\.9"):
+            await join(side.token, dataclasses.replace(HOST, address="203.0.113.9"))
+
+
+async def test_an_unreachable_head_is_named_within_5_s() -> None:
+    nobody = free_port("127.0.0.1")
+    start_s = time.monotonic()
+    with pytest.raises(HostUnreachable, match=f"127.0.0.1:{nobody}: "):
+        await find_head(JoinToken((f"127.0.0.1:{nobody}",), "s", bytes(32), FAR_FUTURE_S))
+    async with stranger(b"", hangs_up=False) as port:
+        with pytest.raises(HostUnreachable, match=f"127.0.0.1:{port} within 1.8 s"):
+            await find_head(JoinToken((f"127.0.0.1:{port}",), "s", bytes(32), FAR_FUTURE_S))
+    assert time.monotonic() - start_s < 5
+
+
+async def test_the_address_that_answers_is_used(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        nobody = f"127.0.0.1:{free_port('127.0.0.1')}"
+        found = await find_head(dataclasses.replace(side.token, addresses=(nobody, *side.token.addresses)))
+        assert found.address == side.token.addresses[0]
+
+
+async def test_what_speaks_no_tls_is_no_head() -> None:
+    async with stranger(b"220 mail.example ready\r\n" * 10, hangs_up=False) as port:
+        with pytest.raises(HostUnreachable, match="not a mesh head"):
+            await find_head(JoinToken((f"127.0.0.1:{port}",), "s", bytes(32), FAR_FUTURE_S))
+
+
+async def test_garbage_on_the_port_does_no_harm(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        host, port = side.token.addresses[0].split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        await writer.drain()
+        writer.close()
+        assert await join(side.token) == RAY
+
+
+def content(num_bytes: int) -> bytes:
+    """Bytes that repeat nowhere."""
+    return b"".join(hashlib.sha256(index.to_bytes(8, "big")).digest() for index in range(num_bytes // 32))
+
+
+def put(cache: StageCache, data: bytes) -> str:
+    """Into the head's cache; returns the hash."""
+    sha256 = hashlib.sha256(data).hexdigest()
+    partial = cache.partial(sha256)
+    partial.write_bytes(data)
+    cache.adopt(partial, sha256)
+    return sha256
+
+
+async def test_a_stage_file_travels_whole(tmp_path: Path) -> None:
+    data, seen = content(5 * 2**20), list[tuple[int, int]]()
+    async with head(tmp_path) as side:
+        sha256 = put(side.cache, data)
+        path = await fetch_stage(
+            StageCache(tmp_path / "host"),
+            sha256,
+            len(data),
+            side.source,
+            progress=lambda *at: seen.append(at),
+        )
+        assert path.read_bytes() == data
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert seen[0] == (0, len(data))
+        assert seen[-1] == (len(data), len(data))
+
+
+async def test_a_fetch_goes_on_where_an_earlier_one_stopped(tmp_path: Path) -> None:
+    data, seen = content(3 * 2**20), list[int]()
+    async with head(tmp_path) as side:
+        sha256 = put(side.cache, data)
+        cache = StageCache(tmp_path / "host")
+        partial = cache.partial(sha256)
+        partial.write_bytes(data[: 2**20 + 7])
+        path = await fetch_stage(
+            cache, sha256, len(data), side.source, progress=lambda done, _: seen.append(done)
+        )
+        assert path.read_bytes() == data
+        assert seen[0] == 2**20 + 7
+
+
+async def test_two_fetches_of_one_file_at_once_both_end_well(tmp_path: Path) -> None:
+    data = content(4 * 2**20)
+    async with head(tmp_path) as side:
+        sha256 = put(side.cache, data)
+        cache = StageCache(tmp_path / "host")
+        paths = await asyncio.gather(*(fetch_stage(cache, sha256, len(data), side.source) for _ in range(2)))
+        assert paths[0] == paths[1]
+        assert paths[0].read_bytes() == data
+
+
+async def test_bytes_that_do_not_have_the_hash_are_not_kept(tmp_path: Path) -> None:
+    data = content(2**20)
+    async with head(tmp_path) as side:
+        sha256 = put(side.cache, data)
+        cache = StageCache(tmp_path / "host")
+        partial = cache.partial(sha256)
+        partial.write_bytes(bytes(1000))
+        with pytest.raises(MeshError):
+            await fetch_stage(cache, sha256, len(data), side.source)
+        assert cache.find(sha256) is None
+        # The next try starts anew.
+        assert (await fetch_stage(cache, sha256, len(data), side.source)).read_bytes() == data
+
+
+async def test_stage_files_are_for_members_only(tmp_path: Path) -> None:
+    data = content(2**10)
+    async with head(tmp_path) as side:
+        sha256 = put(side.cache, data)
+        stranger_source = dataclasses.replace(side.source, secret="guess")
+        with pytest.raises(InvalidJoinToken):
+            await fetch_stage(StageCache(tmp_path / "host"), sha256, len(data), stranger_source)
+
+
+async def test_a_file_that_the_head_lacks_is_named(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        with pytest.raises(InvalidModel, match="no stage file abcabcabcabc"):
+            await fetch_stage(StageCache(tmp_path / "host"), "abc" * 21 + "a", 10, side.source)
+
+
+async def test_a_hash_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "private.gguf").write_bytes(b"private")
+    async with head(tmp_path) as side:
+        with pytest.raises(MeshError):
+            await fetch_stage(StageCache(tmp_path / "host"), "../../private", 7, side.source)
+
+
+async def test_a_head_that_is_gone_is_named(tmp_path: Path) -> None:
+    certificate = make_certificate(dt.datetime.now(dt.UTC))
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    source = FetchSource(address, certificate.certificate_pem, "secret")
+    with pytest.raises(HostUnreachable, match=address):
+        await fetch_stage(StageCache(tmp_path / "host"), "ab" * 32, 10, source)
