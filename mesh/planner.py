@@ -1,0 +1,325 @@
+"""Which host holds which layers. Pure: facts in, plan out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from mesh.cluster.host_facts import format_size
+from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
+from stages.layers import LayerRange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from stages.cutting import ModelFacts
+
+# Two measurements of the same host differ by this share, so a smaller difference says nothing.
+SPEED_NOISE: Final = 0.25
+# What a stage takes besides weights and KV cache: its process, and llama.cpp's compute buffers.
+STAGE_OVERHEAD_BYTES: Final = 400 * 2**20
+_MAX_ORDERS: Final = 24
+_MAX_CHOICES: Final = 32
+# A measurement of nothing must not divide by nothing.
+_SLOWEST_GB_PER_S: Final = 0.01
+
+
+@dataclass(frozen=True)
+class HostCapacity:
+    """One host, as far as planning cares.
+
+    Attributes:
+        name: Its name.
+        memory_bytes: What stages may use of it.
+        speed_gb_per_s: How fast it reads weights.
+    """
+
+    name: str
+    memory_bytes: int
+    speed_gb_per_s: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the KV caches must hold.
+
+    Attributes:
+        ctx_size: Positions of one session.
+        num_slots: Sessions at once.
+    """
+
+    ctx_size: int
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class StagePlacement:
+    """One stage of a plan.
+
+    Attributes:
+        host: Name of the host that holds it.
+        layers: Which layers.
+        weight_bytes: Their weights, with embedding and head where it holds them.
+        memory_bytes: All that the stage will take: weights, KV cache, overhead.
+    """
+
+    host: str
+    layers: LayerRange
+    weight_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages in pipeline order, and why they are these.
+
+    Attributes:
+        stages: At least one; together they hold every layer once.
+        reason: One line for a person.
+    """
+
+    stages: tuple[StagePlacement, ...]
+    reason: str
+
+
+def plan(
+    model: ModelFacts,
+    hosts: Sequence[HostCapacity],
+    workload: Workload,
+    *,
+    num_stages: int | None = None,
+    split: Sequence[int] | None = None,
+) -> Plan:
+    """Place a model on hosts.
+
+    One host that can hold everything does: every hop costs time. Otherwise as few hosts as can hold it, the
+    fastest first, with layers such that every stage reads its weights in about the same time, as far as
+    memory and the model's allowed cuts let it.
+
+    Args:
+        model: What is to be placed.
+        hosts: In the order in which they came, which is kept where nothing speaks against it.
+        workload: What the KV caches must hold.
+        num_stages: Exactly this many stages; hosts take several each if there are fewer hosts.
+        split: Exactly these numbers of layers, stage by stage.
+
+    Raises:
+        ModelDoesNotFit: With what is needed and what each host has.
+        UncuttableModel: If the model cannot be cut into so many stages, or not at these places.
+        NotEnoughHosts: If there is no host.
+
+    Example:
+        Three equal hosts, none of which can hold the model alone, get `[0, 10)`, `[10, 20)` and `[20, 30)` of
+        30 equal layers with a small head.
+    """
+    if not hosts:
+        raise NotEnoughHosts("no host can take a stage: join one with `mesh join`, or leave out --head-only")
+    shapes = _Shapes(model, workload)
+    even = even_out_noise(hosts)
+    if split is not None:
+        num_stages = len(split)
+        shapes = replace(shapes, only_cuts=_cuts_of(split, model))
+    if num_stages is not None:
+        _check_num_stages(num_stages, model)
+        stages = _best(shapes, even, num_stages)
+        if stages is None:
+            raise _does_not_fit(shapes, hosts)
+        return Plan(stages, "layers split by hand" if split else f"{_count(num_stages, 'stage')} asked for")
+    for count in range(1, min(len(hosts), len(model.allowed_cuts) + 1) + 1):
+        stages = _best(shapes, even, count)
+        if stages is not None:
+            return Plan(stages, _reason(shapes, stages))
+    raise _does_not_fit(shapes, hosts)
+
+
+def even_out_noise(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
+    """The same hosts in the same order, speeds that differ by no more than noise made equal.
+
+    From the fastest down: whoever is within `SPEED_NOISE` of the fastest of a group belongs to it, and the
+    whole group counts as its slowest member.
+    """
+    fastest = slowest = 0.0
+    even: dict[int, float] = {}
+    group: list[int] = []
+    for index in sorted(range(len(hosts)), key=lambda index: -hosts[index].speed_gb_per_s):
+        speed = hosts[index].speed_gb_per_s
+        if speed < fastest * (1 - SPEED_NOISE):
+            group = []
+        if not group:
+            fastest = speed
+        group.append(index)
+        slowest = speed
+        even.update(dict.fromkeys(group, slowest))
+    return tuple(replace(host, speed_gb_per_s=even[index]) for index, host in enumerate(hosts))
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """Sizes of any stage of one model under one workload."""
+
+    model: ModelFacts
+    workload: Workload
+    only_cuts: tuple[int, ...] | None = None
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where a stage may start or stop."""
+        cuts = self.model.allowed_cuts if self.only_cuts is None else self.only_cuts
+        return (0, *sorted(cuts), self.model.n_layers)
+
+    @property
+    def whole(self) -> LayerRange:
+        """All layers."""
+        return LayerRange(0, self.model.n_layers)
+
+    def weight_bytes(self, layers: LayerRange) -> int:
+        """What is loaded."""
+        return self.read_bytes(layers) + (self.model.embedding_bytes if layers.start == 0 else 0)
+
+    def read_bytes(self, layers: LayerRange) -> int:
+        """What is read for each token: of the embedding only a row, the head whole."""
+        sums = self._layer_sums
+        head = self.model.head_bytes if layers.stop == self.model.n_layers else 0
+        return sums[layers.stop] - sums[layers.start] + head
+
+    def cache_bytes(self, layers: LayerRange) -> int:
+        """What the KV cache takes."""
+        sums = self._cache_sums
+        return (sums[layers.stop] - sums[layers.start]) * self.workload.ctx_size * self.workload.num_slots
+
+    def memory_bytes(self, layers: LayerRange) -> int:
+        """What the stage takes of its host."""
+        return self.weight_bytes(layers) + self.cache_bytes(layers) + STAGE_OVERHEAD_BYTES
+
+    @cached_property
+    def _layer_sums(self) -> list[int]:
+        return list(itertools.accumulate(self.model.layer_bytes, initial=0))
+
+    @cached_property
+    def _cache_sums(self) -> list[int]:
+        return list(itertools.accumulate(self.model.kv_bytes_per_token, initial=0))
+
+
+def _best(
+    shapes: _Shapes, hosts: Sequence[HostCapacity], num_stages: int
+) -> tuple[StagePlacement, ...] | None:
+    """Stages on the best hosts that can hold them, or None if none can."""
+    for seats in _seatings(shapes, hosts, num_stages):
+        layers = _balance(shapes, seats)
+        if layers is not None:
+            return tuple(
+                StagePlacement(host.name, part, shapes.weight_bytes(part), shapes.memory_bytes(part))
+                for host, part in zip(seats, layers, strict=True)
+            )
+    return None
+
+
+def _seatings(
+    shapes: _Shapes, hosts: Sequence[HostCapacity], num_stages: int
+) -> Iterator[tuple[HostCapacity, ...]]:
+    """Hosts stage by stage, the best idea first: fast ones, at last the roomiest, each in several orders."""
+    num_hosts = min(num_stages, len(hosts))
+    by_speed = sorted(range(len(hosts)), key=lambda index: -hosts[index].speed_gb_per_s)
+    by_memory = sorted(range(len(hosts)), key=lambda index: -hosts[index].memory_bytes)
+    fast = itertools.islice(itertools.combinations(by_speed, num_hosts), _MAX_CHOICES)
+    needed_bytes = shapes.memory_bytes(shapes.whole) + (num_stages - 1) * STAGE_OVERHEAD_BYTES
+    for chosen in itertools.chain(fast, [by_memory[:num_hosts]]):
+        if sum(hosts[index].memory_bytes for index in chosen) < needed_bytes:
+            continue
+        for order in itertools.islice(itertools.permutations(sorted(chosen)), _MAX_ORDERS):
+            yield tuple(_seated([hosts[index] for index in order], num_stages))
+
+
+def _seated(hosts: Sequence[HostCapacity], num_stages: int) -> Iterator[HostCapacity]:
+    """Each host once or more in a row, its memory shared out among its stages."""
+    for index, host in enumerate(hosts):
+        times = (num_stages + len(hosts) - 1 - index) // len(hosts)
+        yield from [replace(host, memory_bytes=host.memory_bytes // times)] * times
+
+
+def _balance(shapes: _Shapes, seats: Sequence[HostCapacity]) -> tuple[LayerRange, ...] | None:
+    """Layers for these hosts in this order, so that the slowest stage is as fast as can be.
+
+    Of the ways that are equally good by that measure, the most even one; None if the hosts are too small.
+    """
+    slowest = _shortest(shapes, seats, max)
+    if slowest is None:
+        return None
+    limit = slowest[0] * (1 + 1e-9)
+    evenest = _shortest(shapes, seats, lambda total, time: total + time * time if time <= limit else math.inf)
+    return None if evenest is None else evenest[1]
+
+
+def _shortest(
+    shapes: _Shapes, seats: Sequence[HostCapacity], add: Callable[[float, float], float]
+) -> tuple[float, tuple[LayerRange, ...]] | None:
+    """The cheapest way from layer 0 to the last, one stage a host; stage times are summed up by `add`."""
+    reached: dict[int, tuple[float, tuple[LayerRange, ...]]] = {0: (0.0, ())}
+    for seat in seats:
+        step: dict[int, tuple[float, tuple[LayerRange, ...]]] = {}
+        for start, (cost, way) in reached.items():
+            for stop in shapes.edges:
+                if stop <= start:
+                    continue
+                layers = LayerRange(start, stop)
+                if shapes.memory_bytes(layers) > seat.memory_bytes:
+                    continue
+                longer = add(cost, shapes.read_bytes(layers) / max(seat.speed_gb_per_s, _SLOWEST_GB_PER_S))
+                if longer < step.get(stop, (math.inf,))[0]:
+                    step[stop] = (longer, (*way, layers))
+        reached = step
+    return reached.get(shapes.model.n_layers)
+
+
+def _cuts_of(split: Sequence[int], model: ModelFacts) -> tuple[int, ...]:
+    """Where stages with these numbers of layers start."""
+    shown = ",".join(map(str, split))
+    if any(count < 1 for count in split) or sum(split) != model.n_layers:
+        raise UncuttableModel(
+            f"--split {shown} makes {sum(split)} layers; {model.name} has {model.n_layers}, at least 1 a "
+            "stage",
+            param="--split",
+        )
+    cuts = tuple(itertools.accumulate(split))[:-1]
+    forbidden = [cut for cut in cuts if cut not in model.allowed_cuts]
+    if forbidden:
+        raise UncuttableModel(
+            f"--split {shown}: {model.name} ({model.architecture}) cannot be cut at layer {forbidden[0]}",
+            param="--split",
+        )
+    return cuts
+
+
+def _check_num_stages(num_stages: int, model: ModelFacts) -> None:
+    most = len(model.allowed_cuts) + 1
+    if not 1 <= num_stages <= most:
+        raise UncuttableModel(
+            f"{model.name} ({model.architecture}) can be cut into 1 to {most} stages, not {num_stages}",
+            param="--stages",
+        )
+
+
+def _reason(shapes: _Shapes, stages: tuple[StagePlacement, ...]) -> str:
+    if len(stages) == 1:
+        needed = format_size(stages[0].memory_bytes)
+        return f"host {stages[0].host} can hold all of it ({needed}), and a split would only add hops"
+    return f"no fewer than {len(stages)} hosts can hold its {format_size(shapes.weight_bytes(shapes.whole))}"
+
+
+def _does_not_fit(shapes: _Shapes, hosts: Sequence[HostCapacity]) -> ModelDoesNotFit:
+    whole, workload = shapes.whole, shapes.workload
+    return ModelDoesNotFit(
+        f"{shapes.model.name} does not fit: it needs {format_size(shapes.weight_bytes(whole))} for weights, "
+        f"{format_size(shapes.cache_bytes(whole))} for {workload.num_slots} x {workload.ctx_size} "
+        "positions and "
+        f"{format_size(STAGE_OVERHEAD_BYTES)} per stage; free are "
+        + ", ".join(f"{format_size(host.memory_bytes)} on {host.name}" for host in hosts)
+        + "; join more hosts, or lower --ctx-size or --parallel"
+    )
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -1,0 +1,240 @@
+"""Who gets which layers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh.planner import (
+    STAGE_OVERHEAD_BYTES,
+    HostCapacity,
+    Plan,
+    Workload,
+    even_out_noise,
+    plan,
+)
+from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
+from stages.cutting import ModelFacts
+
+MIB = 2**20
+WORKLOAD = Workload(ctx_size=1000, num_slots=2)
+
+
+def model(
+    n_layers: int = 30,
+    *,
+    layer_mib: int = 100,
+    head_mib: int = 0,
+    embedding_mib: int = 0,
+    kv_bytes_per_token: int = 0,
+    cuts: tuple[int, ...] | None = None,
+) -> ModelFacts:
+    """A model of equal layers."""
+    return ModelFacts(
+        path=Path("model.gguf"),
+        architecture="llama",
+        name="model",
+        n_layers=n_layers,
+        n_embd=64,
+        n_vocab=1000,
+        n_ctx_train=2048,
+        file_bytes=n_layers * layer_mib * MIB,
+        layer_bytes=(layer_mib * MIB,) * n_layers,
+        embedding_bytes=embedding_mib * MIB,
+        head_bytes=head_mib * MIB,
+        kv_bytes_per_token=(kv_bytes_per_token,) * n_layers,
+        allowed_cuts=tuple(range(1, n_layers)) if cuts is None else cuts,
+    )
+
+
+def host(name: str, memory_mib: int, speed_gb_per_s: float = 20.0) -> HostCapacity:
+    """Memory on top of what a stage takes anyway."""
+    return HostCapacity(name, memory_mib * MIB + STAGE_OVERHEAD_BYTES, speed_gb_per_s)
+
+
+def sizes(result: Plan) -> list[tuple[str, int]]:
+    return [(stage.host, len(stage.layers)) for stage in result.stages]
+
+
+def test_one_host_that_suffices_gets_all_and_the_plan_says_so() -> None:
+    result = plan(model(), [host("a", 3000), host("b", 9000)], WORKLOAD)
+    assert sizes(result) == [("a", 30)]
+    assert "host a can hold all of it" in result.reason
+
+
+def test_the_fastest_host_that_suffices_is_chosen() -> None:
+    hosts = [host("small", 100, 90.0), host("slow", 9000, 10.0), host("fast", 9000, 40.0)]
+    assert sizes(plan(model(), hosts, WORKLOAD)) == [("fast", 30)]
+
+
+def test_equal_hosts_get_equal_shares_though_measured_speeds_differ_a_little() -> None:
+    hosts = [host("a", 1500, 20.0), host("b", 1500, 23.0), host("c", 1500, 18.0)]
+    result = plan(model(), hosts, WORKLOAD, num_stages=3)
+    assert sizes(result) == [("a", 10), ("b", 10), ("c", 10)]
+
+
+def test_a_host_twice_as_fast_gets_twice_the_layers() -> None:
+    hosts = [host("a", 9000, 40.0), host("b", 9000, 20.0)]
+    assert sizes(plan(model(), hosts, WORKLOAD, num_stages=2)) == [("a", 20), ("b", 10)]
+
+
+def test_memory_limits_what_speed_would_give() -> None:
+    hosts = [host("a", 800, 90.0), host("b", 9000, 20.0)]
+    assert sizes(plan(model(), hosts, WORKLOAD, num_stages=2)) == [("a", 8), ("b", 22)]
+
+
+def test_the_tail_holds_fewer_layers_because_it_reads_the_head() -> None:
+    hosts = [host("a", 9000), host("b", 9000)]
+    assert sizes(plan(model(head_mib=1000), hosts, WORKLOAD, num_stages=2)) == [("a", 20), ("b", 10)]
+
+
+def test_no_more_hosts_than_needed_are_used() -> None:
+    hosts = [host(name, 1600) for name in "abcd"]
+    result = plan(model(), hosts, WORKLOAD)
+    assert sizes(result) == [("a", 15), ("b", 15)]
+    assert "no fewer than 2 hosts" in result.reason
+
+
+def test_hosts_are_reordered_when_only_so_the_head_finds_room() -> None:
+    hosts = [host("roomy", 3300), host("small", 1100)]
+    assert sizes(plan(model(head_mib=1200), hosts, WORKLOAD, num_stages=2))[-1][0] == "roomy"
+
+
+def test_several_stages_on_one_host_share_its_memory() -> None:
+    assert sizes(plan(model(), [host("a", 9000)], WORKLOAD, num_stages=2)) == [("a", 15), ("a", 15)]
+    with pytest.raises(ModelDoesNotFit):
+        plan(model(), [host("a", 3000)], WORKLOAD, num_stages=2)
+
+
+def test_a_split_by_hand_is_kept() -> None:
+    hosts = [host("a", 9000, 10.0), host("b", 9000, 90.0), host("c", 9000)]
+    result = plan(model(), hosts, WORKLOAD, split=(5, 20, 5))
+    assert [len(stage.layers) for stage in result.stages] == [5, 20, 5]
+
+
+@pytest.mark.parametrize("split", [(10, 10), (30, 0), (-1, 31), (10, 10, 11)])
+def test_a_split_that_does_not_add_up_is_refused(split: tuple[int, ...]) -> None:
+    with pytest.raises(UncuttableModel, match="has 30"):
+        plan(model(), [host("a", 9000)], WORKLOAD, split=split)
+
+
+def test_a_split_at_a_place_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(UncuttableModel, match="cannot be cut at layer 7"):
+        plan(model(cuts=(10, 20)), [host("a", 90000)], WORKLOAD, split=(7, 23))
+
+
+def test_only_allowed_cuts_are_used() -> None:
+    hosts = [host("a", 9000), host("b", 9000)]
+    assert sizes(plan(model(cuts=(4, 28)), hosts, WORKLOAD, num_stages=2)) == [("a", 4), ("b", 26)]
+
+
+@pytest.mark.parametrize(("cuts", "num_stages"), [((), 2), ((5,), 3), (None, 31), (None, 0)])
+def test_more_stages_than_the_model_allows_are_refused(cuts: tuple[int, ...] | None, num_stages: int) -> None:
+    with pytest.raises(UncuttableModel, match=f"not {num_stages}"):
+        plan(model(cuts=cuts), [host("a", 90000)], WORKLOAD, num_stages=num_stages)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ModelDoesNotFit) as caught:
+        plan(model(kv_bytes_per_token=1024), [host("a", 1000), host("b", 600)], WORKLOAD)
+    message = caught.value.message
+    assert "2.9 GiB for weights" in message
+    assert "58.6 MiB for 2 x 1000 positions" in message
+    assert "1.4 GiB on a" in message
+    assert "1000.0 MiB on b" in message
+
+
+def test_no_host_at_all_is_said_plainly() -> None:
+    with pytest.raises(NotEnoughHosts, match="mesh join"):
+        plan(model(), [], WORKLOAD)
+
+
+def test_speeds_within_noise_of_the_fastest_are_one_group() -> None:
+    speeds = [100.0, 76.0, 74.0, 10.0, 9.0]
+    even = even_out_noise([HostCapacity(str(speed), 1, speed) for speed in speeds])
+    assert [host.speed_gb_per_s for host in even] == [76.0, 76.0, 74.0, 9.0, 9.0]
+    assert [host.name for host in even] == [str(speed) for speed in speeds]
+
+
+hosts_strategy = st.lists(
+    st.builds(
+        lambda memory_mib, speed: (memory_mib, speed),
+        st.integers(0, 3000),
+        st.floats(0, 500, allow_nan=False),
+    ),
+    min_size=1,
+    max_size=4,
+).map(lambda pairs: [host(f"h{index}", *pair) for index, pair in enumerate(pairs)])
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelFacts:
+    n_layers = draw(st.integers(1, 16))
+    cuts = draw(st.sets(st.integers(1, n_layers - 1)) if n_layers > 1 else st.just(set[int]()))
+    return model(
+        n_layers,
+        layer_mib=draw(st.integers(1, 300)),
+        head_mib=draw(st.integers(0, 500)),
+        embedding_mib=draw(st.integers(0, 500)),
+        kv_bytes_per_token=draw(st.integers(0, 4096)),
+        cuts=tuple(sorted(cuts)),
+    )
+
+
+@given(models(), hosts_strategy, st.one_of(st.none(), st.integers(1, 6)))
+@settings(deadline=None)
+def test_every_plan_is_sound(facts: ModelFacts, hosts: list[HostCapacity], num_stages: int | None) -> None:
+    try:
+        result = plan(facts, hosts, WORKLOAD, num_stages=num_stages)
+    except (ModelDoesNotFit, UncuttableModel):
+        return
+    stages = result.stages
+    # Every layer once, in order.
+    assert stages[0].layers.start == 0
+    assert stages[-1].layers.stop == facts.n_layers
+    assert all(left.layers.stop == right.layers.start for left, right in itertools.pairwise(stages))
+    assert {stage.layers.start for stage in stages[1:]} <= set(facts.allowed_cuts)
+    assert num_stages is None or len(stages) == num_stages
+    # Never over memory.
+    memory = {host.name: host.memory_bytes for host in hosts}
+    for name, memory_bytes in memory.items():
+        assert sum(stage.memory_bytes for stage in stages if stage.host == name) <= memory_bytes
+    # Weights are counted once, and stages of one host lie side by side.
+    assert sum(stage.weight_bytes for stage in stages) == (
+        sum(facts.layer_bytes) + facts.embedding_bytes + facts.head_bytes
+    )
+    assert len(list(itertools.groupby(stage.host for stage in stages))) == len(
+        {stage.host for stage in stages}
+    )
+
+
+@given(models(), hosts_strategy)
+@settings(deadline=None)
+def test_what_one_host_can_hold_is_never_split(facts: ModelFacts, hosts: list[HostCapacity]) -> None:
+    needed = sum(facts.layer_bytes) + facts.embedding_bytes + facts.head_bytes + STAGE_OVERHEAD_BYTES
+    needed += sum(facts.kv_bytes_per_token) * WORKLOAD.ctx_size * WORKLOAD.num_slots
+    if max(host.memory_bytes for host in hosts) >= needed:
+        assert len(plan(facts, hosts, WORKLOAD).stages) == 1
+
+
+@given(models(), st.integers(1, 4))
+@settings(deadline=None)
+def test_no_other_split_has_a_faster_slowest_stage(facts: ModelFacts, num_stages: int) -> None:
+    if num_stages > len(facts.allowed_cuts) + 1:
+        return
+    hosts = [host(f"h{index}", 10**6, 20.0 * 2**index) for index in range(num_stages)]
+
+    def slowest_s(cuts: tuple[int, ...]) -> float:
+        edges = (0, *cuts, facts.n_layers)
+        reads = [sum(facts.layer_bytes[start:stop]) for start, stop in itertools.pairwise(edges)]
+        reads[-1] += facts.head_bytes
+        return max(read / at.speed_gb_per_s for read, at in zip(reads, hosts, strict=True))
+
+    result = plan(facts, hosts, WORKLOAD, num_stages=num_stages)
+    ours = slowest_s(tuple(stage.layers.start for stage in result.stages[1:]))
+    best = min(map(slowest_s, itertools.combinations(facts.allowed_cuts, num_stages - 1)))
+    assert ours <= best * (1 + 1e-6)
