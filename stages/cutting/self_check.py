@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Final
@@ -44,6 +45,8 @@ def require_exact_cut(model: SourceModel, layers: LayerRange) -> None:
             [sys.executable, "-m", "stages.cutting.certify_child", str(model.header.path), str(cut)],
             capture_output=True,
             text=True,
+            # An abort should not start a debugger.
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
             errors="replace",
             timeout=_TIME_LIMIT_S,
             check=False,
