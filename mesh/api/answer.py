@@ -1,0 +1,92 @@
+"""Committed tokens to the parts of an answer that clients see."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import structlog
+
+from mesh.text import AnswerText
+from spanmesh_proto.errors import StageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from mesh.api.job import Job
+    from mesh.engine import Engine, GenerationStats
+
+log = structlog.get_logger()
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """Text that became final together.
+
+    Attributes:
+        text: May be empty.
+        finish: Why the answer is over, on its last part.
+        num_tokens: Tokens of the answer up to here, an end token and those of a stop string included.
+        stats: The engine's counts and times up to here.
+    """
+
+    text: str
+    finish: FinishReason | None
+    num_tokens: int
+    stats: GenerationStats
+
+
+async def answer_parts(
+    engine: Engine, piece: Callable[[int], bytes], job: Job
+) -> AsyncGenerator[AnswerPart, None]:
+    """Run a job. The engine's session is over before the last part is passed on.
+
+    Args:
+        engine: Makes the tokens.
+        piece: Bytes that a token stands for.
+        job: What to do.
+
+    Raises:
+        MeshError: Whatever the engine raises.
+    """
+    text = AnswerText(piece, job.stops)
+    num_tokens = 0
+    last: AnswerPart | None = None
+    async with aclosing(engine.generate(job.request)) as steps:
+        async for step in steps:
+            settled = ""
+            for token in step.tokens:
+                num_tokens += 1
+                if token in job.request.end_tokens:
+                    break
+                settled += text.push(token)
+                if text.stopped:
+                    break
+            if text.stopped or step.finish is not None:
+                settled += text.flush()
+                finish = "stop" if text.stopped else step.finish
+                last = AnswerPart(settled, finish, num_tokens, step.stats)
+                break
+            if settled:
+                yield AnswerPart(settled, None, num_tokens, step.stats)
+    if last is None:
+        raise StageFailed("the engine ended the answer without a reason: look at the log of the stages")
+    _log(job, last)
+    yield last
+
+
+def _log(job: Job, last: AnswerPart) -> None:
+    stats = last.stats
+    log.info(
+        "answered",
+        finish=last.finish,
+        prompt_tokens=len(job.request.prompt),
+        completion_tokens=last.num_tokens,
+        prefill_ms=round(stats.prefill_ms, 1),
+        decode_ms=round(stats.decode_ms, 1),
+        proposed=stats.num_proposed,
+        accepted=stats.num_accepted,
+    )

@@ -1,0 +1,90 @@
+"""The application: routes, the gate before them, and one shape for every error."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from datetime import datetime
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from mesh.api import chat, completions, health, models
+from mesh.api.auth import ApiKeys, KeyGate
+from mesh.api.backend import Backend
+from mesh.api.body import MAX_BODY_BYTES
+from mesh.api.errors import on_http_exception, on_mesh_error
+from mesh.api.request_log import RequestLog
+from mesh.chat_template import chat_template_of
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from mesh.engine import Engine
+    from mesh.tokenizer import Tokenizer
+
+DEFAULT_PING_INTERVAL_S: Final = 5.0
+
+
+def create_app(
+    *,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    model_id: str,
+    created: int,
+    api_keys: ApiKeys | None,
+    status: Callable[[], Mapping[str, Any]],
+    ready: Callable[[], bool],
+    now_s: Callable[[], float] = time.time,
+    random_bits: Callable[[int], int] = secrets.randbits,
+    ping_interval_s: float = DEFAULT_PING_INTERVAL_S,
+) -> FastAPI:
+    """The API in front of an engine. Run it with `mesh.api.serve_api`.
+
+    There is no CORS header, so pages of other origins cannot read answers, and no documentation page.
+
+    Args:
+        engine: Answers requests; it need not be started before `ready` says so.
+        tokenizer: The served model's.
+        model_id: The id that clients see; they may also say `default`.
+        created: When the model was loaded, Unix seconds.
+        api_keys: Who may use it; None lets everybody in.
+        status: What `/mesh/status` answers; must be fit for JSON.
+        ready: Whether requests can be answered yet; until then they get 503.
+        now_s: Unix seconds.
+        random_bits: Random numbers of so many bits, for ids and for seeds that requests leave out.
+        ping_interval_s: A stream that has been silent this long sends a comment.
+    """
+    app = FastAPI(
+        title="spanmesh",
+        openapi_url=None,
+        redirect_slashes=False,
+        max_body_size=MAX_BODY_BYTES,
+        telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
+        exception_handlers={MeshError: on_mesh_error, HTTPException: on_http_exception},
+        middleware=[
+            Middleware(RequestLog, random_bits=random_bits),
+            Middleware(KeyGate, keys=api_keys),
+        ],
+    )
+    app.state.backend = Backend(
+        engine=engine,
+        tokenizer=tokenizer,
+        chat_template=chat_template_of(tokenizer, now=lambda: datetime.fromtimestamp(now_s()).astimezone()),
+        model_id=model_id,
+        created=created,
+        fingerprint=f"spanmesh-{version('spanmesh')}",
+        status=status,
+        ready=ready,
+        now_s=now_s,
+        random_bits=random_bits,
+        ping_interval_s=ping_interval_s,
+    )
+    app.state.needs_key = api_keys is not None
+    for endpoints in (chat, completions, models, health):
+        app.include_router(endpoints.router)
+    return app

@@ -1,0 +1,83 @@
+"""What the endpoints stand on: everything that is not HTTP, passed in."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.api.unknown_fields import UnknownFields
+from spanmesh_proto.errors import ClusterError, ModelNotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from starlette.requests import Request
+
+    from mesh.chat_template import ChatTemplate
+    from mesh.engine import Engine
+    from mesh.tokenizer import Tokenizer
+
+DEFAULT_MODEL: Final = "default"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One served model.
+
+    Attributes:
+        engine: Answers token ids with token ids.
+        tokenizer: The model's own.
+        chat_template: The model's own, or what stands in for it.
+        model_id: The id that clients see; they may also say `default`.
+        created: When the model was loaded, Unix seconds.
+        fingerprint: What runs here, for clients that compare answers.
+        status: What `/mesh/status` answers.
+        ready: Whether requests can be answered yet.
+        now_s: Unix seconds.
+        random_bits: Random numbers of so many bits: ids and seeds.
+        ping_interval_s: A stream that has been silent this long sends a comment.
+        closing: Set when the server shuts down; open answers end at once.
+        unknown_fields: Which field names were logged.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    model_id: str
+    created: int
+    fingerprint: str
+    status: Callable[[], Mapping[str, Any]]
+    ready: Callable[[], bool]
+    now_s: Callable[[], float]
+    random_bits: Callable[[int], int]
+    ping_interval_s: float
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+
+    def require_ready(self) -> None:
+        """Check that requests can be answered.
+
+        Raises:
+            ClusterError: While the model is loading.
+        """
+        if not self.ready():
+            raise ClusterError("the model is still loading: try again in a moment", retry_after_s=2)
+
+    def require_model(self, name: str | None) -> None:
+        """Check that a request means the model that is served; one that names none does.
+
+        Raises:
+            ModelNotFound: Naming the model that is served instead.
+        """
+        if name not in {None, DEFAULT_MODEL, self.model_id}:
+            raise ModelNotFound(
+                f"the model `{name}` is not served here: use `{self.model_id}` or `{DEFAULT_MODEL}`",
+                param="model",
+            )
+
+
+def backend_of(request: Request) -> Backend:
+    """The backend that `create_app` was given."""
+    backend: Backend = request.app.state.backend
+    return backend

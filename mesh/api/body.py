@@ -1,0 +1,69 @@
+"""From the bytes of a request to a checked body."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from mesh.api import unsupported
+from spanmesh_proto.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from mesh.api.unknown_fields import UnknownFields
+
+MAX_BODY_BYTES: Final = 16 * 1024 * 1024
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_body(request: Request, kind: type[Body], unknown: UnknownFields) -> Body:
+    """Read, parse and check a JSON body.
+
+    The content type must be JSON's: a web page cannot send that to another origin without asking first,
+    so no page can make a visitor's browser use a server on the visitor's own machine.
+
+    Raises:
+        InvalidRequest: Naming the field at fault, if it is one.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise InvalidRequest("send the body as JSON, with the header `Content-Type: application/json`")
+    fields = _parse(await request.body())
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _as_invalid_request(error) from None
+    extra = body.model_extra or {}
+    unsupported.refuse_unsupported(extra)
+    unknown.note(name for name in extra if name not in unsupported.NAMES)
+    return body
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8: byte {error.start} is wrong") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest(
+            "the body is not usable JSON: a number is too long or it nests too deep"
+        ) from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return fields
+
+
+def _as_invalid_request(error: ValidationError) -> InvalidRequest:
+    # The input itself stays out of the message: it may be part of a prompt.
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = ""
+    for step in first["loc"]:
+        param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else str(step)
+    message = first["msg"]
+    return InvalidRequest(f"{param}: {message[:1].lower()}{message[1:]}", param=param or None)

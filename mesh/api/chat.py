@@ -1,0 +1,70 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
+from starlette.responses import Response  # noqa: TC002
+
+from mesh.api.backend import Backend, backend_of
+from mesh.api.body import read_body
+from mesh.api.job import make_job
+from mesh.api.respond import respond
+from mesh.api.schemas import ChatBody
+from mesh.chat_template import encode_prompt
+
+if TYPE_CHECKING:
+    from mesh.api.answer import FinishReason
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(request: Request) -> Response:
+    """Continue a conversation."""
+    backend = backend_of(request)
+    body = await read_body(request, ChatBody, backend.unknown_fields)
+    backend.require_ready()
+    backend.require_model(body.model)
+    # A long conversation takes a while, during which other answers must go on.
+    prompt = await asyncio.to_thread(_encode, backend, body)
+    job = make_job(backend, body, prompt, prompt_param="messages")
+    return await respond(request, backend, body, ChatShape(), [job])
+
+
+def _encode(backend: Backend, body: ChatBody) -> list[int]:
+    messages = [message.for_template() for message in body.messages]
+    rendered = backend.chat_template.render(messages, body.chat_template_kwargs)
+    return encode_prompt(backend.tokenizer, rendered)
+
+
+class ChatShape:
+    """Choices with messages, and deltas of them."""
+
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, index: int, text: str, finish: FinishReason) -> dict[str, Any]:
+        """A whole message."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
+
+    def opening(self, index: int) -> str:
+        """The role goes first."""
+        return self._chunk(index, '{"role":"assistant","content":""}', "null")
+
+    def delta(self, index: int, text_json: str) -> str:
+        """More content."""
+        return self._chunk(index, f'{{"content":{text_json}}}', "null")
+
+    def closing(self, index: int, finish: FinishReason) -> str:
+        """Nothing more."""
+        return self._chunk(index, "{}", json.dumps(finish))
+
+    def _chunk(self, index: int, delta: str, finish: str) -> str:
+        return f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":{finish}}}'

@@ -1,0 +1,94 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
+from starlette.responses import Response  # noqa: TC002
+
+from mesh.api.backend import Backend, backend_of
+from mesh.api.body import read_body
+from mesh.api.job import Job, make_job
+from mesh.api.respond import respond
+from mesh.api.schemas import CompletionBody, Prompt
+from mesh.text import AnswerText
+from spanmesh_proto.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from mesh.api.answer import FinishReason
+
+router = APIRouter()
+
+# OpenAI's for this endpoint.
+DEFAULT_MAX_TOKENS: Final = 16
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(request: Request) -> Response:
+    """Continue one or more texts as they stand, without a chat template."""
+    backend = backend_of(request)
+    body = await read_body(request, CompletionBody, backend.unknown_fields)
+    backend.require_ready()
+    backend.require_model(body.model)
+    jobs = [await asyncio.to_thread(_job, backend, body, prompt) for prompt in body.prompt]
+    return await respond(request, backend, body, CompletionShape(), jobs)
+
+
+def _job(backend: Backend, body: CompletionBody, prompt: Prompt) -> Job:
+    tokenizer = backend.tokenizer
+    if isinstance(prompt, str):
+        tokens = tokenizer.encode(prompt, add_special=True, parse_special=True)
+        echo = prompt
+    else:
+        tokens = list(prompt)
+        wrong = next((token for token in tokens if not 0 <= token < tokenizer.n_vocab), None)
+        if wrong is not None:
+            raise InvalidRequest(
+                f"prompt holds the token id {wrong}: this model's ids go from 0 to {tokenizer.n_vocab - 1}",
+                param="prompt",
+            )
+        echo = _text(backend, tokens) if body.echo else ""
+    return make_job(
+        backend,
+        body,
+        tokens,
+        prompt_param="prompt",
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        echo=echo if body.echo else "",
+    )
+
+
+def _text(backend: Backend, tokens: list[int]) -> str:
+    text = AnswerText(backend.tokenizer.piece)
+    return "".join(text.push(token) for token in tokens) + text.flush()
+
+
+class CompletionShape:
+    """Choices with text."""
+
+    id_prefix = "cmpl-"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def choice(self, index: int, text: str, finish: FinishReason) -> dict[str, Any]:
+        """A whole text."""
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+
+    def opening(self, _index: int) -> str:
+        """Nothing: text begins at once."""
+        return ""
+
+    def delta(self, index: int, text_json: str) -> str:
+        """More text."""
+        return self._chunk(index, text_json, "null")
+
+    def closing(self, index: int, finish: FinishReason) -> str:
+        """Nothing more."""
+        return self._chunk(index, '""', json.dumps(finish))
+
+    def _chunk(self, index: int, text: str, finish: str) -> str:
+        return f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":{finish}}}'

@@ -1,0 +1,105 @@
+"""The shapes of the two endpoints' answers, whole and in chunks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mesh.api.json_response import json_bytes
+
+if TYPE_CHECKING:
+    from mesh.api.answer import FinishReason
+
+
+class Shape(Protocol):
+    """What tells one endpoint's answers from the other's."""
+
+    @property
+    def id_prefix(self) -> str:
+        """How an answer's id begins."""
+
+    @property
+    def whole_object(self) -> str:
+        """`object` of a whole answer."""
+
+    @property
+    def chunk_object(self) -> str:
+        """`object` of a chunk."""
+
+    def choice(self, index: int, text: str, finish: FinishReason) -> dict[str, Any]:
+        """A whole answer's choice."""
+
+    def opening(self, index: int) -> str:
+        """The JSON of a stream's first choice, or nothing."""
+
+    def delta(self, index: int, text_json: str) -> str:
+        """The JSON of a choice that adds text, given as JSON. Runs for every token."""
+
+    def closing(self, index: int, finish: FinishReason) -> str:
+        """The JSON of a choice's last chunk."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What surrounds the choices of one answer.
+
+    Attributes:
+        shape: The endpoint's.
+        answer_id: Such as `chatcmpl-…`.
+        created: Unix seconds.
+        model: The served id.
+        fingerprint: What runs here.
+        null_usage: Whether chunks carry `"usage": null`, as they do when a usage chunk will follow.
+    """
+
+    shape: Shape
+    answer_id: str
+    created: int
+    model: str
+    fingerprint: str
+    null_usage: bool = False
+    _head: str = field(init=False)
+    _tail: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        head = json.dumps(self._fields(self.shape.chunk_object), ensure_ascii=False, separators=(",", ":"))
+        object.__setattr__(self, "_head", f'data: {head[:-1]},"choices":[')
+        object.__setattr__(self, "_tail", '],"usage":null' if self.null_usage else "]")
+
+    def whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """The answer in one piece."""
+        return {**self._fields(self.shape.whole_object), "choices": choices, **more}
+
+    def opening_event(self, index: int) -> bytes:
+        """The event before a choice's first text, or nothing."""
+        choice = self.shape.opening(index)
+        return self._event(choice) if choice else b""
+
+    def text_event(self, index: int, text: str) -> bytes:
+        """The event that adds text to a choice: a few string joins, since it runs for every token."""
+        return self._event(self.shape.delta(index, json.dumps(text, ensure_ascii=False)))
+
+    def closing_event(self, index: int, finish: FinishReason, timings: dict[str, Any] | None) -> bytes:
+        """The event that ends a choice."""
+        more = "" if timings is None else f',"timings":{json.dumps(timings)}'
+        return self._event(self.shape.closing(index, finish), more)
+
+    def usage_event(self, usage: dict[str, Any], timings: dict[str, Any] | None) -> bytes:
+        """The event that ends a stream whose client asked for the counts. It has no choices."""
+        fields = {**self._fields(self.shape.chunk_object), "choices": [], "usage": usage}
+        if timings is not None:
+            fields["timings"] = timings
+        return b"data: " + json_bytes(fields) + b"\n\n"
+
+    def _event(self, choice: str, more: str = "") -> bytes:
+        return f"{self._head}{choice}{self._tail}{more}}}\n\n".encode("utf-8", "backslashreplace")
+
+    def _fields(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }

@@ -1,0 +1,58 @@
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.api.json_response import json_response
+from spanmesh_proto.errors import MeshError, Unauthorized, wire_of
+
+if TYPE_CHECKING:
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+_UNEXPECTED: Final = "something went wrong inside the server; its log has the reason under this request's id"
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """Any exception as an error object. One that is not ours keeps its text to itself: it may hold anything."""
+    wire = wire_of(error)
+    message, param = (error.message, error.param) if isinstance(error, MeshError) else (_UNEXPECTED, None)
+    return _error_object(message, wire.kind, wire.code, param)
+
+
+def error_response(error: BaseException) -> Response:
+    """Any exception as a response."""
+    headers = {}
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MeshError) and error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    return json_response(error_body(error), wire_of(error).http, headers)
+
+
+async def on_mesh_error(_request: Request, error: Exception) -> Response:
+    """Exception handler for everything that we raise on purpose."""
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Exception handler for what the framework refuses: unknown routes, wrong methods, bodies too large."""
+    http: HTTPException = error  # type: ignore[assignment]
+    what = f"{request.method} {request.url.path}"
+    code, message = {
+        404: (
+            "not_found",
+            f"{what} does not exist here: did you mean /v1/chat/completions or /v1/models?",
+        ),
+        405: ("method_not_allowed", f"{what}: this path takes another method"),
+        413: ("request_too_large", f"{what}: the body is too large"),
+    }.get(http.status_code, ("invalid_request_error", f"{what}: {HTTPStatus(http.status_code).phrase}"))
+    body = _error_object(message, "invalid_request_error", code, None)
+    return json_response(body, http.status_code, http.headers)
+
+
+def _error_object(message: str, kind: str, code: str, param: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,145 @@
+"""Jobs to a response, streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import structlog
+from starlette.responses import Response
+
+from mesh.api.answer import AnswerPart, answer_parts
+from mesh.api.envelope import Envelope, Shape
+from mesh.api.hang_up import ClientGoneError, unless_hung_up
+from mesh.api.json_response import json_response
+from mesh.api.request_log import CLIENT_GONE_STATUS
+from mesh.api.streaming import EventStream
+from mesh.api.usage import timings, usage
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+    from starlette.requests import Request
+
+    from mesh.api.backend import Backend
+    from mesh.api.job import Job
+    from mesh.api.schemas import GenerationBody
+
+log = structlog.get_logger()
+
+Result = TypeVar("Result")
+
+_MAX_JOBS_AT_ONCE: Final = 8
+_ID_BITS: Final = 128
+
+
+async def respond(
+    request: Request, backend: Backend, body: GenerationBody, shape: Shape, jobs: Sequence[Job]
+) -> Response:
+    """Answer a request.
+
+    Args:
+        request: Whose client to watch.
+        backend: The served model.
+        body: Says whether to stream.
+        shape: The endpoint's.
+        jobs: One for each choice.
+
+    Raises:
+        MeshError: Whatever the engine raises before the response begins.
+    """
+    envelope = Envelope(
+        shape=shape,
+        answer_id=f"{shape.id_prefix}{backend.random_bits(_ID_BITS):032x}",
+        created=int(backend.now_s()),
+        model=backend.model_id,
+        fingerprint=backend.fingerprint,
+        null_usage=body.includes_usage,
+    )
+    if body.stream:
+        stream = _Stream(backend, envelope, jobs, includes_usage=body.includes_usage)
+        return EventStream(stream.produce, backend.closing, backend.ping_interval_s)
+    work = _run_all([_whole_answer(backend, job) for job in jobs])
+    try:
+        answers = await unless_hung_up(work, request.receive, backend.closing)
+    except ClientGoneError:
+        log.info("client_gone")
+        return Response(status_code=CLIENT_GONE_STATUS)
+    choices = []
+    for index, (job, (text, last)) in enumerate(zip(jobs, answers, strict=True)):
+        assert last.finish is not None  # noqa: S101 - the last part has one
+        choices.append(shape.choice(index, job.echo + text, last.finish))
+    last_parts = [last for _text, last in answers]
+    more: dict[str, Any] = {"usage": usage(jobs, last_parts)}
+    if len(jobs) == 1:
+        more["timings"] = timings(jobs[0], last_parts[0])
+    return json_response(envelope.whole(choices, **more))
+
+
+async def _whole_answer(backend: Backend, job: Job) -> tuple[str, AnswerPart]:
+    texts: list[str] = []
+    async with aclosing(answer_parts(backend.engine, backend.tokenizer.piece, job)) as parts:
+        async for part in parts:
+            texts.append(part.text)
+    return "".join(texts), part
+
+
+class _Stream:
+    """Writes the choices of one answer as they come, and the counts at the end.
+
+    A stream of one choice carries `timings` in its last chunk.
+    """
+
+    def __init__(
+        self, backend: Backend, envelope: Envelope, jobs: Sequence[Job], *, includes_usage: bool
+    ) -> None:
+        self._backend = backend
+        self._envelope = envelope
+        self._jobs = jobs
+        self._includes_usage = includes_usage
+
+    async def produce(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
+        choices = [self._choice(index, job, emit) for index, job in enumerate(self._jobs)]
+        last_parts = await _run_all(choices)
+        if self._includes_usage:
+            times = timings(self._jobs[0], last_parts[0]) if len(self._jobs) == 1 else None
+            await emit(self._envelope.usage_event(usage(self._jobs, last_parts), times))
+
+    async def _choice(self, index: int, job: Job, emit: Callable[[bytes], Awaitable[None]]) -> AnswerPart:
+        envelope = self._envelope
+        opening = envelope.opening_event(index)
+        if job.echo:
+            opening += envelope.text_event(index, job.echo)
+        engine, piece = self._backend.engine, self._backend.tokenizer.piece
+        async with aclosing(answer_parts(engine, piece, job)) as parts:
+            async for part in parts:
+                events = opening + envelope.text_event(index, part.text) if part.text else opening
+                opening = b""
+                if part.finish is not None:
+                    alone = len(self._jobs) == 1 and not self._includes_usage
+                    times = timings(job, part) if alone else None
+                    events += envelope.closing_event(index, part.finish, times)
+                await emit(events)
+        return part
+
+
+async def _run_all(works: Sequence[Coroutine[None, None, Result]]) -> list[Result]:
+    """Results in order. The first failure cancels the rest and is raised as it is."""
+    if len(works) == 1:
+        return [await works[0]]
+    places = asyncio.Semaphore(_MAX_JOBS_AT_ONCE)
+
+    async def in_turn(work: Coroutine[None, None, Result]) -> Result:
+        async with places:
+            return await work
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(in_turn(work)) for work in works]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    finally:
+        for work in works:
+            work.close()  # those that never had their turn
+    return [task.result() for task in tasks]

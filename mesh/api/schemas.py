@@ -1,0 +1,152 @@
+"""The request bodies: which fields, of which types, in which ranges.
+
+Types are strict: a number in quotes is an error, as at OpenAI. Fields that are not named here land in
+`model_extra`, for `mesh.api.unsupported` and `mesh.api.unknown_fields` to look at.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 512
+MAX_PROMPTS: Final = 64
+
+Prompt = str | tuple[int, ...]
+
+
+def parse_stop(value: Any) -> tuple[str, ...]:
+    """One stop string or a list of them, as a tuple."""
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise PydanticCustomError("stop", "must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise PydanticCustomError(
+            "stop", "holds {count} strings: at most {most} work", {"count": len(stops), "most": MAX_STOPS}
+        )
+    if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise PydanticCustomError("stop", "needs strings of 1 to {most} characters", {"most": MAX_STOP_CHARS})
+    return tuple(stops)
+
+
+def parse_content(value: Any, message: ValidationInfo) -> str:
+    """A message's text, given as a string or a list of text parts; an assistant may have said nothing."""
+    if value is None and message.data.get("role") == "assistant":
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    return "\n".join(_part_text(part, index) for index, part in enumerate(value))
+
+
+def _part_text(part: Any, index: int) -> str:
+    if not isinstance(part, dict):
+        raise PydanticCustomError("content", "part {index} must be an object", {"index": index})
+    if part.get("type") != "text":
+        raise PydanticCustomError(
+            "content", "part {index} is not of type text: this server reads text only", {"index": index}
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise PydanticCustomError("content", "part {index} lacks its text, a string", {"index": index})
+    return text
+
+
+def parse_prompts(value: Any) -> tuple[Prompt, ...]:
+    """The four shapes of a completion's prompt: text, texts, token ids, lists of token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if _are_ids(value):
+        return (tuple(value),)
+    if isinstance(value, list) and 0 < len(value) <= MAX_PROMPTS:
+        if all(isinstance(prompt, str) for prompt in value):
+            return tuple(value)
+        if all(_are_ids(prompt) for prompt in value):
+            return tuple(tuple(prompt) for prompt in value)
+    raise PydanticCustomError(
+        "prompt",
+        "must be a string, a list of token ids, or a list of 1 to {most} of either",
+        {"most": MAX_PROMPTS},
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    )
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Body):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = None
+
+
+class GenerationBody(_Body):
+    """What both endpoints take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(parse_stop)] = ()
+    ignore_eos: bool | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer, if the request names a number."""
+        return self.max_tokens
+
+
+class Message(_Body):
+    """One turn of a conversation. Fields beyond these go to the template as they are."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Any, PlainValidator(parse_content), Field(validate_default=True)] = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: `developer` is OpenAI's newer word for `system`."""
+        role = "system" if self.role == "developer" else self.role
+        return {**(self.model_extra or {}), "role": role, "content": self.content}
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer: the newer of the two fields goes first."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts)]
+    echo: bool | None = None

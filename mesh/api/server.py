@@ -1,0 +1,144 @@
+"""The socket that the API listens on, and its life inside a running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Final
+
+import uvicorn
+
+from spanmesh_proto.errors import MeshError, PortInUse
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Generator
+
+    from fastapi import FastAPI
+
+# Open answers end at once; this bounds the wait for clients that do not read.
+_SHUTDOWN_S: Final = 1
+# Longer than the clients' own, so that it is they who close idle connections and none is lost in a race.
+_KEEP_ALIVE_S: Final = 75
+
+
+@asynccontextmanager
+async def serve_api(app: FastAPI, host: str, port: int) -> AsyncGenerator[str, None]:
+    """Serve an app of `create_app` while the block runs; give the base URL.
+
+    The port is bound first, so a port in use is known before anything else. On leaving, open answers end
+    with an error event and the sockets are closed, which takes well under a second. No signal handler is
+    set: stopping is up to the caller, by leaving the block or by cancellation.
+
+    Args:
+        app: From `create_app`.
+        host: Name or address to listen on.
+        port: 0 takes any free one.
+
+    Raises:
+        PortInUse: If another process listens there.
+        MeshError: If the address is not this machine's, or if it can be reached from other machines and
+            the app asks for no API key.
+    """
+    if not app.state.needs_key:
+        require_key_beyond_loopback(host, has_keys=False)
+    listener = listen(host, port)
+    bound_host, bound_port = listener.getsockname()[:2]
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
+    server = _Server(config)
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await server.accepting.wait()
+        yield (
+            f"http://[{bound_host}]:{bound_port}"
+            if ":" in bound_host
+            else f"http://{bound_host}:{bound_port}"
+        )
+    finally:
+        app.state.backend.closing.set()
+        server.should_exit = True
+        await running
+
+
+def require_key_beyond_loopback(host: str, *, has_keys: bool) -> None:
+    """Refuse an API that other machines can reach and that asks for no key.
+
+    Raises:
+        MeshError: Naming both remedies.
+    """
+    if not has_keys and not _is_loopback(host):
+        raise MeshError(
+            f"--host {host} lets other machines use the model: give --api-key-file, or listen on 127.0.0.1"
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound but accepts nothing yet.
+
+    Raises:
+        PortInUse: If another process listens there.
+        MeshError: If it cannot be bound for another reason.
+    """
+    try:
+        family, kind, protocol, _name, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise MeshError(
+            f"cannot listen on {host}: {error.strerror}; give --host an address of this machine"
+        ) from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # Without it a restart has to wait for the connections of the last run to time out.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"another process listens on {host}:{port}: stop it, or give another --port"
+            ) from None
+        raise MeshError(
+            f"cannot listen on {host}:{port}: {error.strerror}; give another --host or --port"
+        ) from None
+    listener.settimeout(0)
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signal handlers alone, and says when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        finally:
+            self.accepting.set()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield

@@ -1,0 +1,58 @@
+"""Fields that would change the answer and that this server cannot honour: refused, never ignored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from spanmesh_proto.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Each with the values that ask for nothing; null always does.
+_HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "repeat_penalty": (1,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "audio": (),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "grammar": ("",),
+    "json_schema": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+}
+
+NAMES: Final = frozenset(_HARMLESS)
+
+
+def refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    """Check the fields that no schema names.
+
+    Raises:
+        InvalidRequest: Naming the first one that asks for something.
+    """
+    for name, value in fields.items():
+        if name in _HARMLESS and value is not None and not _is_one_of(value, _HARMLESS[name]):
+            raise InvalidRequest(f"{name} is not supported yet: leave it out", param=name)
+
+
+def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
+    # True == 1 in Python, but `logprobs: 0` asks for logprobs and `logprobs: false` does not.
+    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in harmless)

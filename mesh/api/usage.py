@@ -1,0 +1,50 @@
+"""What an answer cost: OpenAI's `usage`, and `timings` as llama-server has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mesh.api.answer import AnswerPart
+    from mesh.api.job import Job
+
+
+def usage(jobs: Sequence[Job], last_parts: Sequence[AnswerPart]) -> dict[str, Any]:
+    """Token counts, summed over the answers of one request."""
+    prompt_tokens = sum(len(job.request.prompt) for job in jobs)
+    completion_tokens = sum(part.num_tokens for part in last_parts)
+    accepted = sum(part.stats.num_accepted for part in last_parts)
+    proposed = sum(part.stats.num_proposed for part in last_parts)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": proposed - accepted,
+        },
+    }
+
+
+def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
+    """Times of one answer. The first token belongs to the prompt's time, so rates leave it out."""
+    stats = last.stats
+    num_prompt, num_decoded = len(job.request.prompt), max(last.num_tokens - 1, 0)
+    return {
+        "prompt_n": num_prompt,
+        "prompt_ms": round(stats.prefill_ms, 3),
+        "prompt_per_token_ms": _ratio(stats.prefill_ms, num_prompt),
+        "prompt_per_second": _ratio(num_prompt * 1000, stats.prefill_ms),
+        "predicted_n": last.num_tokens,
+        "predicted_ms": round(stats.decode_ms, 3),
+        "predicted_per_token_ms": _ratio(stats.decode_ms, num_decoded),
+        "predicted_per_second": _ratio(num_decoded * 1000, stats.decode_ms),
+        "draft_n": stats.num_proposed,
+        "draft_n_accepted": stats.num_accepted,
+    }
+
+
+def _ratio(amount: float, per: float) -> float:
+    return round(amount / per, 3) if per > 0 else 0.0

@@ -1,0 +1,102 @@
+"""Tokens to text as they come: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class StopScanner:
+    """Passes text on up to the earliest stop string, however the text is cut into chunks.
+
+    The longest end of the text that could still become a stop string is held back. When stop strings
+    overlap, the one that starts first wins, so the result is always the whole text cut at the smallest
+    `text.find(stop)`.
+
+    Example:
+        >>> scanner = StopScanner(["END"])
+        >>> scanner.push("the E"), scanner.push("N"), scanner.push("Dless")
+        ('the ', '', '')
+        >>> scanner.stopped
+        True
+
+    Args:
+        stops: Non-empty strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The part of everything pushed so far that is now known to be free of stop strings."""
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return text
+        held = self._held + text
+        match = self._earliest_match(held)
+        begun = self._earliest_begun(held)
+        if match is not None and (begun is None or match < begun):
+            self.stopped = True
+            self._held = ""
+            return held[:match]
+        # A match may have to wait for an overlapping stop string that started before it.
+        safe = len(held) if begun is None else begun
+        self._held = held[safe:]
+        return held[:safe]
+
+    def flush(self) -> str:
+        """What was held back, once no more text will come."""
+        held, self._held = self._held, ""
+        match = self._earliest_match(held)
+        if match is None:
+            return held
+        self.stopped = True
+        return held[:match]
+
+    def _earliest_match(self, text: str) -> int | None:
+        return min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+
+    def _earliest_begun(self, text: str) -> int | None:
+        """Where the longest end of the text that is a proper start of some stop string begins."""
+        longest = max(map(len, self._stops)) - 1
+        for start in range(max(0, len(text) - longest), len(text)):
+            end = text[start:]
+            if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stops):
+                return start
+        return None
+
+
+class AnswerText:
+    """The text of one answer, token by token.
+
+    A character that is spread over several tokens appears with the last of them; bytes that are not
+    UTF-8 become U+FFFD.
+
+    Args:
+        piece: Bytes that a token stands for.
+        stops: Strings that end the answer; no part of one is ever passed on.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
+        self._piece = piece
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._scanner = StopScanner(stops)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string came."""
+        return self._scanner.stopped
+
+    def push(self, token: int) -> str:
+        """The text that this token settles, often its own, sometimes none."""
+        return self._scanner.push(self._decoder.decode(self._piece(token)))
+
+    def flush(self) -> str:
+        """What was held back, once no more tokens will come. May find a last stop string."""
+        return self._scanner.push(self._decoder.decode(b"", final=True)) + self._scanner.flush()
