@@ -64,11 +64,11 @@ def run(
     for _ in range(200):
         assert len(window.tokens) <= max_rows
         assert window.start + len(window.tokens) <= context_length
-        judged = generation.judge(window, tail([*request.prompt, *answer], window))
-        answer.extend(judged.tokens)
-        if judged.finish is not None:
-            return answer, judged.finish
-        window = generation.next_window()
+        step = generation.commit(window, tail([*request.prompt, *answer], window))
+        answer.extend(step.judgement.committed)
+        if step.finish is not None:
+            return answer, step.finish
+        window = generation.next_window(generation.max_width)
     raise AssertionError("it never ends")
 
 
@@ -101,10 +101,10 @@ def test_a_verdict_that_cannot_be_is_refused() -> None:
     request = GenerationRequest((1, 2, 3), max_tokens=10)
     generation = Generation(request, context_length=50, max_rows=8, max_proposed=4, proposer=Guesser([0, 0]))
     window = next(generation.prefill())
-    with pytest.raises(ProtocolError, match="answered 0 ids"):
-        generation.judge(window, ())
-    generation.judge(window, (5,))
-    window = generation.next_window()
+    with pytest.raises(ProtocolError, match="a verdict of 0 ids"):
+        generation.commit(window, ())
+    generation.commit(window, (5,))
+    window = generation.next_window(8)
     assert len(window.tokens) == 3
-    with pytest.raises(ProtocolError, match="do not continue"):
-        generation.judge(window, ((window.tokens[1] + 1) % 7, 0))
+    with pytest.raises(ProtocolError, match="does not continue"):
+        generation.commit(window, ((window.tokens[1] + 1) % 7, 0))

@@ -16,6 +16,8 @@ from mesh.coordinator.slots import SlotPool
 from mesh.engine import Committed, GenerationRequest, GenerationStats
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, MeshError, StageFailed, from_code
+from speculative.gate import Gate
+from speculative.statistics import SpeculationStatistics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -46,6 +48,14 @@ class CoordinatorOptions:
     max_proposed: int = 8
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """A verdict, and when it came: a client that reads slowly is not the ring's delay."""
+
+    tokens: tuple[int, ...]
+    arrived_s: float
+
+
 @dataclass
 class _Session:
     """One running request, as the coordinator's callbacks see it."""
@@ -53,7 +63,7 @@ class _Session:
     id: int
     epoch: int = 0
     next_window_id: int = 0
-    verdicts: asyncio.Queue[wire.Verdict | MeshError] = field(default_factory=asyncio.Queue)
+    verdicts: asyncio.Queue[_Answer | MeshError] = field(default_factory=asyncio.Queue)
 
 
 @dataclass
@@ -96,7 +106,7 @@ class Coordinator:
         self._session_ids = itertools.count(1)
         self._lost: MeshError | None = None
         self._totals = [_StageTotals() for _ in stages]
-        self._speculation = deque[tuple[int, int]](maxlen=1000)
+        self._speculation = SpeculationStatistics()
         self._ring = Ring(
             self._stages,
             mesh_id,
@@ -154,8 +164,6 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """For `mesh status`: stages with their mean times, sessions, speculation."""
-        num_proposed = sum(proposed for proposed, _ in self._speculation)
-        num_accepted = sum(accepted for _, accepted in self._speculation)
         return {
             "ready": self.is_ready,
             "lost": self._lost.message if self._lost else None,
@@ -166,9 +174,13 @@ class Coordinator:
             },
             "speculation": {
                 "proposer": "ngram" if self._make_proposer else "off",
-                "windows": len(self._speculation),
-                "proposed": num_proposed,
-                "accepted": num_accepted,
+                "windows": self._speculation.num_windows,
+                "proposed": self._speculation.num_proposed,
+                "accepted": self._speculation.num_accepted,
+                "tokens_per_window": round(self._speculation.mean_committed, 3),
+                "acceptance_per_position": [
+                    round(share, 3) for share in self._speculation.acceptance_per_position()
+                ],
             },
             "stages": [
                 {
@@ -192,30 +204,36 @@ class Coordinator:
             max_proposed=self._options.max_proposed,
             proposer=self._make_proposer() if self._make_proposer else None,
         )
+        gate = Gate()
         started_s = self._clock_s()
-        window, sampled = await self._prefill(session, generation)
-        judged = generation.judge(window, sampled)
-        first_token_s = self._clock_s()
+        window, answer = await self._prefill(session, generation)
+        step = generation.commit(window, answer.tokens)
+        first_token_s = answer.arrived_s
         stats = GenerationStats(prefill_ms=(first_token_s - started_s) * 1000)
-        while judged.finish is None:
+        while step.finish is None:
+            decision = gate.decide(generation.max_width)
             # The next window leaves before the client hears of this one: the ring never waits for HTTP.
-            window = generation.next_window()
+            window = generation.next_window(decision.width)
+            sent_s = self._clock_s()
             self._send(session, window)
-            yield Committed(judged.tokens, None, stats)
-            judged = generation.judge(window, await self._verdict(session))
-            if judged.is_rejected:
+            yield Committed(step.judgement.committed, None, stats)
+            answer = await self._verdict(session)
+            step = generation.commit(window, answer.tokens)
+            judgement = step.judgement
+            if judgement.is_rejected:
                 session.epoch += 1
-            self._speculation.append((judged.num_proposed, judged.num_accepted))
+            gate.record(judgement.num_proposed, len(judgement.committed), (answer.arrived_s - sent_s) * 1000)
+            self._speculation = self._speculation.add(judgement)
             stats = replace(
                 stats,
                 num_windows=stats.num_windows + 1,
-                num_proposed=stats.num_proposed + judged.num_proposed,
-                num_accepted=stats.num_accepted + judged.num_accepted,
-                decode_ms=(self._clock_s() - first_token_s) * 1000,
+                num_proposed=stats.num_proposed + judgement.num_proposed,
+                num_accepted=stats.num_accepted + judgement.num_accepted,
+                decode_ms=(answer.arrived_s - first_token_s) * 1000,
             )
-        yield Committed(judged.tokens, judged.finish, stats)
+        yield Committed(step.judgement.committed, step.finish, stats)
 
-    async def _prefill(self, session: _Session, generation: Generation) -> tuple[WindowPlan, tuple[int, ...]]:
+    async def _prefill(self, session: _Session, generation: Generation) -> tuple[WindowPlan, _Answer]:
         """Ship the prompt's chunks one behind the other; the last one's verdict is the first token."""
         in_flight: deque[WindowPlan] = deque()
         for window in generation.prefill():
@@ -243,11 +261,11 @@ class Coordinator:
         session.next_window_id += 1
 
     @staticmethod
-    async def _verdict(session: _Session) -> tuple[int, ...]:
+    async def _verdict(session: _Session) -> _Answer:
         answer = await session.verdicts.get()
         if isinstance(answer, MeshError):
             raise answer
-        return tuple(answer.tokens)
+        return answer
 
     def _check(self, request: GenerationRequest) -> None:
         if not request.prompt:
@@ -275,7 +293,7 @@ class Coordinator:
             totals.compute_us += time.compute_us
         session = self._sessions.get(verdict.session)
         if session is not None and verdict.epoch == session.epoch:
-            session.verdicts.put_nowait(verdict)
+            session.verdicts.put_nowait(_Answer(tuple(verdict.tokens), self._clock_s()))
 
     def _on_failure(self, stage_index: int, failure: wire.Failure) -> None:
         error = from_code(failure.code, f"stage {stage_index}: {failure.message}")

@@ -1,7 +1,7 @@
 """One request's way from prompt to last token, as windows out and verdicts in. Pure: no I/O, no clock.
 
-Windows are in step here: one is judged before the next is made. Windows in flight change `next_window` and
-the order of verdicts, not what a window is.
+Windows are in step here: one is judged before the next is made. Windows in flight change when `next_window`
+is asked and the order of verdicts, not what a window is.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from spanmesh_proto.errors import ProtocolError
+from speculative.acceptance import Judgement, judge
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from speculative.proposer import Proposer
-
     from mesh.engine import GenerationRequest
+    from speculative.proposer import Proposer
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,16 @@ class WindowPlan:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Step:
     """What a verdict came to.
 
     Attributes:
-        tokens: Committed by it, at least one.
-        num_proposed: Proposed tokens that the window carried.
-        num_accepted: Proposed tokens that the target chose too, counted before any stop.
+        judgement: Which tokens joined the answer, and how far the window held.
         finish: Why the answer is over, or None.
     """
 
-    tokens: tuple[int, ...]
-    num_proposed: int
-    num_accepted: int
+    judgement: Judgement
     finish: Literal["stop", "length"] | None
-
-    @property
-    def is_rejected(self) -> bool:
-        """Whether stages hold rows of tokens that did not happen."""
-        return self.num_accepted < self.num_proposed
 
 
 class Generation:
@@ -98,38 +89,38 @@ class Generation:
             tokens = prompt[start : start + self._max_rows]
             yield WindowPlan(start, tokens, int(start + len(tokens) == len(prompt)))
 
-    def next_window(self) -> WindowPlan:
-        """The latest committed token and what is proposed to follow it."""
+    @property
+    def max_width(self) -> int:
+        """Most proposed tokens that the next window has room for."""
         # The window's last row gives one token more than were proposed.
-        room = self._max_tokens - self._num_committed - 1
-        width = min(self._max_proposed, room)
+        return min(self._max_proposed, self._max_tokens - self._num_committed - 1)
+
+    def next_window(self, width: int) -> WindowPlan:
+        """The latest committed token and up to `width` proposed ones."""
+        width = min(width, self.max_width)
         proposed = self._proposer.propose(width) if self._proposer is not None and width > 0 else []
         tokens = (self._last, *proposed[:width])
         return WindowPlan(self.position - 1, tokens, len(tokens))
 
-    def judge(self, window: WindowPlan, sampled: tuple[int, ...]) -> Judged:
-        """Commit a verdict: the tail's ids up to the first that differs from the proposed one.
+    def commit(self, window: WindowPlan, sampled: tuple[int, ...]) -> Step:
+        """Take a verdict: the tail's ids up to the first that differs from the proposed one.
 
         Raises:
             ProtocolError: If the verdict cannot belong to the window.
         """
-        proposed = window.tokens[len(window.tokens) - window.num_verified + 1 :]
-        num_accepted = len(sampled) - 1
-        if not 0 <= num_accepted <= len(proposed) or sampled[:-1] != proposed[:num_accepted]:
-            raise ProtocolError(
-                f"the tail answered {len(sampled)} ids that do not continue a window of "
-                f"{window.num_verified} rows"
+        try:
+            judgement = judge(
+                window.tokens[len(window.tokens) - window.num_verified + 1 :],
+                sampled,
+                end_tokens=self._request.end_tokens,
+                max_committed=self._max_tokens - self._num_committed,
             )
-        committed = sampled[: self._max_tokens - self._num_committed]
-        finish: Literal["stop", "length"] | None = None
-        for index, token in enumerate(committed):
-            if token in self._request.end_tokens:
-                committed, finish = committed[: index + 1], "stop"
-                break
-        self._num_committed += len(committed)
-        self._last = committed[-1]
-        if finish is None and self._num_committed >= self._max_tokens:
-            finish = "length"
+        except ValueError as error:
+            raise ProtocolError(f"the tail's answer to a window at {window.start}: {error}") from None
+        self._num_committed += len(judgement.committed)
+        self._last = judgement.committed[-1]
         if self._proposer is not None:
-            self._proposer.extend(committed)
-        return Judged(committed, len(proposed), num_accepted, finish)
+            self._proposer.extend(judgement.committed)
+        if judgement.has_stop:
+            return Step(judgement, "stop")
+        return Step(judgement, "length" if self._num_committed >= self._max_tokens else None)
