@@ -17,7 +17,7 @@ _UNEXPECTED: Final = "something went wrong inside the server; its log has the re
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
-    """Any exception as an error object. One that is not ours keeps its text to itself: it may hold anything."""
+    """Any exception as an error object. The text of one that is not ours stays here: it may hold anything."""
     wire = wire_of(error)
     message, param = (error.message, error.param) if isinstance(error, MeshError) else (_UNEXPECTED, None)
     return _error_object(message, wire.kind, wire.code, param)

@@ -1,0 +1,109 @@
+"""Chat templates: the real one, the fallbacks, and those that misbehave."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from mesh.chat_template import CHATML, PLAIN, ChatTemplate, chat_template_of, encode_prompt
+from mesh.tokenizer import Tokenizer
+from spanmesh_proto.errors import InvalidRequest
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def _template(source: str, *, max_chars: int = 10_000) -> ChatTemplate:
+    return ChatTemplate(
+        source, bos="<s>", eos="</s>", now=lambda: datetime(2026, 11, 21, tzinfo=UTC), max_chars=max_chars
+    )
+
+
+def test_blocks_leave_no_lines_behind() -> None:
+    source = (
+        "{%- for message in messages %}\n  {% if true %}\n{{ message.content }}\n  {% endif %}\n{% endfor %}"
+    )
+    assert _template(source).render(HELLO) == "Hello\n"
+
+
+def test_knows_the_tokens_the_date_and_more_variables() -> None:
+    source = "{{ bos_token }}{{ eos_token }} {{ strftime_now('%d %b %Y') }} {{ enable_thinking }}"
+    assert _template(source).render(HELLO, {"enable_thinking": False}) == "<s></s> 21 Nov 2026 False"
+
+
+def test_variables_do_not_replace_the_conversation() -> None:
+    assert _template("{{ messages[0].content }}").render(HELLO, {"messages": []}) == "Hello"
+
+
+def test_tojson_leaves_html_and_other_scripts_alone() -> None:
+    value = {"b": "<\u00e4>", "a": [1]}
+    source = "{{ value | tojson }}|{{ value | tojson(indent=2) }}"
+    short, long = _template(source).render(HELLO, {"value": value}).split("|")
+    assert short == '{"b": "<\u00e4>", "a": [1]}'
+    assert long == json.dumps(value, ensure_ascii=False, indent=2)
+
+
+def test_loop_controls_and_generation_blocks_work() -> None:
+    source = "{% for n in range(9) %}{% if n == 2 %}{% break %}{% endif %}{{ n }}{% endfor %}"
+    assert _template(source).render(HELLO) == "01"
+    assert _template("a{% generation %}b{% endgeneration %}c").render(HELLO) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for %}", "end of statement"),
+        ("{{ messages[0].missing.deeper }}", "no attribute"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{{ messages.append(1) }}", "unsafe|append"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe|undefined"),
+        ("{% for a in range(1000000) %}{{ a }}{% endfor %}", "large"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+    ],
+)
+def test_what_goes_wrong_in_a_template_is_the_requests_error(source: str, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"(?i){reason}") as caught:
+        _template(source).render(HELLO)
+    assert caught.value.param == "messages"
+
+
+def test_output_is_bounded() -> None:
+    source = "{% for n in range(100) %}{{ 'x' * 100 }}{% endfor %}"
+    assert len(_template(source, max_chars=10_000).render(HELLO)) == 10_000
+    with pytest.raises(InvalidRequest, match="more than 9999 characters"):
+        _template(source, max_chars=9_999).render(HELLO)
+
+
+@pytest.mark.model
+def test_smollm2_gets_its_own_template(smollm2_path: Path) -> None:
+    template = chat_template_of(Tokenizer(smollm2_path), now=datetime.now)
+    assert template.render(HELLO) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.model
+def test_without_a_template_the_special_tokens_decide(smollm2_path: Path, gemma3_path: Path) -> None:
+    with_chatml, without = Tokenizer(smollm2_path), Tokenizer(gemma3_path)
+    with_chatml.chat_template = without.chat_template = None
+    chatml = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        chat_template_of(with_chatml, now=datetime.now).render(HELLO)
+        == chatml
+        == _template(CHATML).render(HELLO)
+    )
+    plain = "user: Hello\nassistant:"
+    assert (
+        chat_template_of(without, now=datetime.now).render(HELLO) == plain == _template(PLAIN).render(HELLO)
+    )
+
+
+@pytest.mark.model
+def test_bos_comes_once(gemma3_path: Path) -> None:
+    tokenizer = Tokenizer(gemma3_path)
+    bos = tokenizer.special_token("<bos>")
+    written, added = encode_prompt(tokenizer, "<bos>Hello"), encode_prompt(tokenizer, "Hello")
+    assert written == added
+    assert written.count(bos or -1) == 1
