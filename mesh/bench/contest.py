@@ -1,0 +1,169 @@
+"""Our mesh and llama.cpp RPC, up together on one lab, taking turns.
+
+While ours answers, the other side's processes are stopped, since llama.cpp's threads may spin. Ours only
+idles while the other side answers: Ray's nodes take each other for dead when they are stopped. How much
+processor time that idling takes is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from mesh.bench.comparison import Comparison, Pair
+from mesh.bench.llama_rpc import build_llama_rpc
+from mesh.bench.mesh_system import MeshSystem
+from mesh.bench.rpc_system import RpcSystem
+from mesh.bench.stream_client import Answer, Job
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from mesh.lab import Lab
+
+log = structlog.get_logger()
+
+# What we ask of ourselves: at these one-way delays, and above computing and the wire.
+TARGET_RATIO: Final = {5.0: 1.35, 20.0: 1.45}
+TARGET_OVERHEAD_MS: Final = 1.5
+_CLIENT_TIMEOUT_S: Final = 3600.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        model: A GGUF.
+        prompts: Asked of both sides, in every round.
+        num_tokens: Of each answer.
+        num_rounds: How often both sides take their turn, at each delay.
+        num_threads: Of each stage, and of the whole model in one process.
+        exact: Our numeric mode, for the stages and the whole model.
+    """
+
+    model: Path
+    prompts: tuple[str, ...]
+    num_tokens: int
+    num_rounds: int
+    num_threads: int
+    exact: bool
+
+
+class Contest:
+    """Both systems, up and warm, on one lab.
+
+    Args:
+        lab: Where.
+        settings: What to measure.
+        logs: Directory for what the processes write, seen by all hosts.
+    """
+
+    def __init__(self, lab: Lab, settings: Settings, logs: Path) -> None:
+        mode = ["--exact"] if settings.exact else []
+        self._lab = lab
+        self._settings = settings
+        self._mesh = MeshSystem(
+            lab,
+            settings.model,
+            logs,
+            num_threads=settings.num_threads,
+            options=["--speculate", "off", "--parallel", "1", *mode],
+        )
+        self._rpc = RpcSystem(lab, build_llama_rpc(), settings.model, logs, num_threads=settings.num_threads)
+        self._idle_cpu_s = 0.0
+        self._idle_s = 0.0
+
+    @property
+    def mesh_idle_share(self) -> float:
+        """Processor time of our side while the other answered, in cores."""
+        return self._idle_cpu_s / self._idle_s
+
+    def start(self) -> None:
+        """Bring both up, and have each answer once: nothing measured is a first time."""
+        for system in (self._rpc, self._mesh):
+            log.info("starting", system=system.name)
+            system.start()
+            self._ask(system, self._settings.prompts[:1])
+            if system is self._rpc:
+                self._rpc.pause()
+
+    def measure(self, delay_ms: float) -> Comparison:
+        """Take turns at one delay."""
+        self._lab.set_delay_ms(delay_ms)
+        hops_ms: list[float] = []
+        whole_ms: list[float] = []
+        pairs: list[Pair] = []
+        for number in range(1, self._settings.num_rounds + 1):
+            hops_ms.append(self._lab.round_trip_ms(0, 1) / 2)
+            whole_ms.append(self._time_in_process())
+            ours = self._ask(self._mesh, self._settings.prompts)
+            theirs = self._ask_rpc()
+            fresh = [
+                Pair(mesh.tokens_per_s, rpc.tokens_per_s) for mesh, rpc in zip(ours, theirs, strict=True)
+            ]
+            pairs += fresh
+            log.info(
+                "round_done",
+                delay_ms=delay_ms,
+                round=number,
+                ratio=round(statistics.median(pair.ratio for pair in fresh), 2),
+                equal_texts=sum(mesh.text == rpc.text for mesh, rpc in zip(ours, theirs, strict=True)),
+                mesh_ttft_ms=round(statistics.median(answer.ttft_ms for answer in ours)),
+                rpc_ttft_ms=round(statistics.median(answer.ttft_ms for answer in theirs)),
+            )
+        return Comparison(
+            delay_ms=delay_ms,
+            hop_ms=statistics.median(hops_ms),
+            in_process_ms=statistics.median(whole_ms),
+            num_hops=self._lab.num_hosts,
+            pairs=tuple(pairs),
+            target_ratio=TARGET_RATIO.get(delay_ms),
+            target_overhead_ms=TARGET_OVERHEAD_MS,
+        )
+
+    def stop(self) -> None:
+        """End both."""
+        self._rpc.stop()
+        self._mesh.stop()
+
+    def _ask_rpc(self) -> list[Answer]:
+        self._rpc.resume()
+        cpu_s, start_s = self._mesh.cpu_s(), time.monotonic()
+        answers = self._ask(self._rpc, self._settings.prompts)
+        self._idle_cpu_s += self._mesh.cpu_s() - cpu_s
+        self._idle_s += time.monotonic() - start_s
+        self._rpc.pause()
+        return answers
+
+    def _ask(self, system: MeshSystem | RpcSystem, prompts: Sequence[str]) -> list[Answer]:
+        job = Job(system.port, tuple(prompts), self._settings.num_tokens, system.fields)
+        client = self._lab.run(
+            0,
+            [sys.executable, "-m", "mesh.bench.stream_client"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        output, errors = client.communicate(json.dumps(asdict(job)).encode(), timeout=_CLIENT_TIMEOUT_S)
+        if client.returncode != 0:
+            raise MeshError(f"{system.name}: {errors.decode().strip().splitlines()[-1]}")
+        return [Answer(**answer) for answer in json.loads(output)]
+
+    def _time_in_process(self) -> float:
+        settings = self._settings
+        argv = [sys.executable, "-m", "mesh.bench.in_process", str(settings.model)]
+        argv += ["--tokens", str(settings.num_tokens), "--threads", str(settings.num_threads)]
+        done = self._lab.exec(0, argv + ["--exact"] * settings.exact)
+        if done.returncode != 0:
+            raise MeshError(f"the model in one process: {done.stderr.strip()}")
+        return float(done.stdout)

@@ -1,0 +1,125 @@
+"""Our mesh on the lab: `mesh serve` on host 0, `mesh join` on the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+
+from mesh.bench.server_process import last_lines, start_logged, wait_healthy
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mesh.lab import Lab
+
+COMMAND: Final = str(Path(sys.executable).with_name("mesh"))
+_POLL_S: Final = 0.1
+
+
+class MeshSystem:
+    """A head without layers, and one stage on every other host of the lab.
+
+    Args:
+        lab: Its host 0 is the head.
+        model: The GGUF, on the head only.
+        logs: Directory for logs and the join token; the hosts must see it (`Lab(shared=…)`).
+        num_threads: Of each stage.
+        options: Further options of `mesh serve`.
+    """
+
+    name = "mesh"
+    port: Final = 8000
+    fields: Final[dict[str, Any]] = {"ignore_eos": True}
+
+    def __init__(
+        self, lab: Lab, model: Path, logs: Path, *, num_threads: int = 1, options: Sequence[str] = ()
+    ) -> None:
+        self._lab = lab
+        self._model = model
+        self._logs = logs
+        self._threads = str(num_threads)
+        self._options = options
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.token_path = logs / "join-token"
+
+    @property
+    def num_stages(self) -> int:
+        """One for each host but the head."""
+        return self._lab.num_hosts - 1
+
+    def start(self, *, timeout_s: float = 120.0) -> None:
+        """Bring everything up and wait until it answers.
+
+        Raises:
+            MeshError: If it does not come up.
+        """
+        self.token_path.unlink(missing_ok=True)
+        waiting = ["--head-only", "--wait-for", str(self.num_stages), "--stages", str(self.num_stages)]
+        where = ["--advertise", self._lab.address(0), "--token-file", str(self.token_path)]
+        serve = self._launch(
+            0,
+            ["serve", str(self._model), *where, *waiting, "--threads", self._threads, *self._options],
+        )
+        deadline_s = time.monotonic() + timeout_s
+        while not self.token_path.exists():
+            if serve.poll() is not None or time.monotonic() > deadline_s:
+                raise MeshError(f"mesh serve wrote no join token:\n{last_lines(self.log(0))}")
+            time.sleep(_POLL_S)
+        for host in range(1, self._lab.num_hosts):
+            self._launch(host, [*self.join_argv(host), "--threads", self._threads])
+        wait_healthy(self._lab, 0, self.port, serve, self.log(0), timeout_s=timeout_s)
+
+    def join_argv(self, host: int) -> list[str]:
+        """Arguments of `mesh` with which a host joins."""
+        return ["join", "--token-file", str(self.token_path), "--advertise", self._lab.address(host)]
+
+    def stop(self, *, timeout_s: float = 30.0) -> list[int]:
+        """Ctrl-C the head, then the hosts, and wait for them.
+
+        Returns:
+            Exit codes, the head's first.
+
+        Raises:
+            MeshError: If one is still there when the time is over.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)
+        codes: list[int] = []
+        for host, process in enumerate(self._processes):
+            try:
+                codes.append(process.wait(max(0.0, deadline_s - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                words = last_lines(self.log(host))
+                raise MeshError(f"mesh on host{host} runs {timeout_s:g} s after Ctrl-C:\n{words}") from None
+        self._processes.clear()
+        return codes
+
+    def cpu_s(self) -> float:
+        """Processor time that all its processes, Ray's included, took so far."""
+        total_s = 0.0
+        for host in range(self._lab.num_hosts):
+            for pid in self._lab.pids(host):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = psutil.Process(pid).cpu_times()
+                    total_s += times.user + times.system
+        return total_s
+
+    def log(self, host: int) -> Path:
+        """What the `mesh` process of a host wrote."""
+        return self._logs / f"mesh-host{host}.log"
+
+    def _launch(self, host: int, arguments: list[str]) -> subprocess.Popen[bytes]:
+        process = start_logged(self._lab, host, [COMMAND, *arguments], self.log(host))
+        self._processes.append(process)
+        return process

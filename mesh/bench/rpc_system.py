@@ -1,0 +1,107 @@
+"""llama.cpp RPC on the lab: its server on host 0, its RPC servers on the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.bench.server_process import last_lines, start_logged, wait_healthy
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
+    from mesh.bench.llama_rpc import LlamaRpc
+    from mesh.lab import Lab
+
+_RPC_PORT: Final = 50052
+
+
+class RpcSystem:
+    """All layers on the RPC servers, evenly split, no speculation, no cache of prompts.
+
+    Args:
+        lab: Its host 0 is the head, every other one a stage.
+        programs: What to run.
+        model: The GGUF, on the head only.
+        logs: Directory for the programs' output.
+        num_threads: Of each program.
+    """
+
+    name = "llama.cpp RPC"
+    port: Final = 8080
+    # Both sides go on to the last token asked for, so that all answers are equally long.
+    fields: Final[dict[str, Any]] = {"ignore_eos": True, "cache_prompt": False}
+
+    def __init__(self, lab: Lab, programs: LlamaRpc, model: Path, logs: Path, *, num_threads: int) -> None:
+        self._lab = lab
+        self._programs = programs
+        self._model = model
+        self._logs = logs
+        self._threads = str(num_threads)
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Bring everything up and wait until it answers.
+
+        Raises:
+            MeshError: If it does not come up.
+        """
+        lab = self._lab
+        stages = range(1, lab.num_hosts)
+        for host in stages:
+            argv = [str(self._programs.rpc_server), "-H", lab.address(host), "-p", str(_RPC_PORT)]
+            self._launch(host, [*argv, "-t", self._threads])
+        self._wait_listening()
+        endpoints = ",".join(f"{lab.address(host)}:{_RPC_PORT}" for host in stages)
+        argv = [str(self._programs.server), "--model", str(self._model), "--port", str(self.port)]
+        argv += ["--rpc", endpoints, "--n-gpu-layers", "99", "--split-mode", "layer"]
+        argv += ["--tensor-split", ",".join("1" for _ in stages)]
+        argv += ["--threads", self._threads, "--parallel", "1", "--ctx-size", "2048"]
+        argv += ["--no-cache-prompt", "--cache-ram", "0", "--offline", "--no-ui"]
+        server = self._launch(0, argv)
+        wait_healthy(lab, 0, self.port, server, self._log(0))
+
+    def pause(self) -> None:
+        """Stop the processes, so that none of them takes processor time."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End the processes."""
+        self._signal(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+
+    def _launch(self, host: int, argv: list[str]) -> subprocess.Popen[bytes]:
+        process = start_logged(self._lab, host, argv, self._log(host))
+        self._processes.append(process)
+        return process
+
+    def _log(self, host: int) -> Path:
+        return self._logs / f"rpc-host{host}.log"
+
+    def _wait_listening(self, timeout_s: float = 20.0) -> None:
+        # A server says so in its log; to try its port would be a connection, and it serves one at a time.
+        deadline_s = time.monotonic() + timeout_s
+        for host in range(1, self._lab.num_hosts):
+            log = self._log(host)
+            while _RPC_LISTENING not in log.read_text(errors="replace"):
+                if time.monotonic() > deadline_s:
+                    raise MeshError(f"the RPC server on host{host} did not start:\n{last_lines(log)}")
+                time.sleep(0.05)
+
+
+_RPC_LISTENING: Final = "Starting RPC server"

@@ -1,0 +1,133 @@
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from mesh.bench.comparison import Comparison, Pair
+from mesh.bench.prompts import BUILT_IN, load_prompts
+from mesh.bench.stream_client import Answer, Job, ask
+from spanmesh_proto.errors import MeshError
+
+
+def comparison(*pairs: Pair, in_process_ms: float = 8.0) -> Comparison:
+    return Comparison(
+        delay_ms=5.0,
+        hop_ms=5.0,
+        in_process_ms=in_process_ms,
+        num_hops=4,
+        pairs=pairs,
+        target_ratio=1.35,
+        target_overhead_ms=1.5,
+    )
+
+
+def test_the_ratio_is_the_median_over_pairs_not_of_the_medians() -> None:
+    found = comparison(Pair(30, 20), Pair(60, 20), Pair(20, 20), Pair(90, 45), Pair(10, 5))
+    assert found.ratio == 2.0
+    assert (min(found.ratios), max(found.ratios)) == (1.0, 3.0)
+    assert (found.mesh_tokens_per_s, found.peer_tokens_per_s) == (30, 20)
+
+
+def test_overhead_is_what_computing_and_the_wire_leave() -> None:
+    found = comparison(Pair(1000 / 29.0, 20.0))
+    assert found.overhead_ms == pytest.approx(1.0)
+
+
+def test_the_report_says_which_targets_were_missed() -> None:
+    good = comparison(Pair(1000 / 29.0, 20.0)).report()
+    assert good.count("reached") == 2
+    assert "missed" not in good
+    bad = comparison(Pair(25.0, 20.0)).report()
+    assert "ratio 1.25 (1.25 to 1.25), target 1.35: missed" in bad
+    assert "+ 12.00, target 1.50: missed" in bad
+
+
+def test_the_first_token_is_not_part_of_the_decode_rate() -> None:
+    assert Answer(text="", num_tokens=128, ttft_ms=999.0, decode_ms=1270.0).tokens_per_s == pytest.approx(
+        100.0
+    )
+
+
+def test_prompts_are_the_chat_questions_spread_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    rows = [("writing", "a"), ("translation", "b"), ("math", "c"), ("coding", "d"), ("stem", "e")]
+    path.write_text("\n".join(json.dumps({"category": kind, "turns": [text, "more"]}) for kind, text in rows))
+    assert load_prompts(path, 10) == ("a", "c", "d", "e")
+    assert load_prompts(path, 2) == ("a", "d")
+    assert load_prompts(None, 3) == (BUILT_IN[0], BUILT_IN[2], BUILT_IN[5])
+
+
+@pytest.mark.parametrize("content", ["not json", '{"turns": []}', '{"category": "rag", "turns": ["x"]}'])
+def test_a_file_of_another_kind_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "question.jsonl"
+    path.write_text(content)
+    with pytest.raises(MeshError, match=r"question\.jsonl"):
+        load_prompts(path, 3)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MeshError, match="nowhere"):
+        load_prompts(tmp_path / "nowhere", 3)
+
+
+CHUNK = 'data: {"choices": [{"delta": {"content": %s}, "finish_reason": %s}], "usage": null}\n\n'
+
+
+@contextmanager
+def server(status: int, body: str) -> Iterator[int]:
+    """A real HTTP server that gives everybody the same answer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    received: list[object] = []
+    with HTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield running.server_port
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+def job(port: int) -> Job:
+    return Job(port=port, prompts=("Hello",), max_tokens=3, fields={"ignore_eos": True})
+
+
+def test_a_streamed_answer_is_timed_and_put_together() -> None:
+    body = 'data: {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}\n\n'
+    body += (
+        ": ping\n\n" + CHUNK % ('"Good "', "null") + CHUNK % ('"day"', "null") + CHUNK % ("null", '"length"')
+    )
+    body += 'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n'
+    with server(200, body) as port:
+        answer = ask(job(port), "Hello")
+    assert (answer.text, answer.num_tokens) == ("Good day", 3)
+    assert answer.ttft_ms > 0
+    assert answer.decode_ms >= 0
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (503, "loading", "503: loading"),
+        (200, 'data: {"error": {"message": "stage 2 went away"}}\n\n', "stage 2 went away"),
+        (200, CHUNK % ('"Good"', "null"), "no usage"),
+        (200, 'data: {"choices": [], "usage": {"completion_tokens": 0}}\n\n', "no token"),
+    ],
+)
+def test_an_answer_that_cannot_be_measured_is_an_error(status: int, body: str, message: str) -> None:
+    with server(status, body) as port, pytest.raises(MeshError, match=message):
+        ask(job(port), "Hello")
