@@ -1,0 +1,75 @@
+"""Sample-and-match over verified rows."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from spanmesh_proto.errors import InvalidWindow
+from stages.sampling import Sampler, Sampling
+from stages.verify import verify
+
+GREEDY = Sampler(Sampling())
+N_VOCAB = 10
+
+
+def rows_for(*targets: int) -> NDArray[np.float32]:
+    """Rows whose greedy choices are `targets`."""
+    return np.eye(N_VOCAB, dtype=np.float32)[list(targets)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "targets", "answer"),
+    [
+        ([5], [6], [6]),  # plain decoding: a free prediction
+        ([5, 6, 7, 8], [6, 7, 8, 9], [6, 7, 8, 9]),  # all accepted, one more for free
+        ([5, 6, 7, 8], [6, 7, 9, 9], [6, 7, 9]),
+        ([5, 6, 7, 8], [1, 7, 8, 9], [1]),  # rows behind a rejection say nothing, even where they match
+        ([1, 2, 3, 5, 6], [6, 7], [6, 7]),  # only the last two rows: a prefill's end with one proposed token
+        ([1, 2, 3, 5], [6], [6]),
+        ([1, 2, 3, 5], [], []),
+    ],
+)
+def test_ids_up_to_the_first_that_differs(tokens: list[int], targets: list[int], answer: list[int]) -> None:
+    assert verify(rows_for(*targets), tokens, 40, GREEDY) == answer
+
+
+def test_more_rows_than_tokens_are_refused() -> None:
+    with pytest.raises(InvalidWindow, match="window at 40: 2 rows to verify, but 1 token"):
+        verify(rows_for(1, 2), [5], 40, GREEDY)
+
+
+def target_row(history: tuple[int, ...]) -> NDArray[np.float32]:
+    """Logits of a model that is a function of the last two tokens."""
+    return np.random.default_rng([3, *history[-2:]]).normal(scale=2.0, size=N_VOCAB).astype(np.float32)
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
+    guesses=st.lists(st.lists(st.integers(0, N_VOCAB - 1), max_size=5), min_size=1, max_size=12),
+    knows=st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_the_text_is_the_same_with_any_proposer(
+    seed: int, temperature: float, guesses: list[list[int]], knows: list[bool]
+) -> None:
+    """Whether it guesses at random or knows the future: every proposer leaves the text of plain decoding."""
+    sampler = Sampler(Sampling(temperature, seed=seed))
+
+    def plain(history: tuple[int, ...], count: int) -> tuple[int, ...]:
+        for _ in range(count):
+            history += (sampler.sample(target_row(history), len(history)),)
+        return history
+
+    history: tuple[int, ...] = (1, 2)
+    for guess, knows_it in zip(guesses, knows, strict=False):
+        start = len(history) - 1
+        proposed = list(plain(history, len(guess))[len(history) :]) if knows_it else guess
+        window = [history[-1], *proposed]
+        rows = [target_row((*history, *proposed[:row])) for row in range(len(window))]
+        drawn = verify(rows, window, start, sampler)
+        if knows_it:
+            assert len(drawn) == len(window)
+        history += tuple(drawn)
+    assert history == plain((1, 2), len(history) - 2)
