@@ -1,7 +1,7 @@
 """Comparing a model cut in two with the same model whole: does cutting change a single bit?
 
-Three phases, all in exact numeric mode. `prefill`: one batch of prompt rows. `decode`: one row at a time, each
-the whole model's greedy choice, whatever the cut model would have chosen. `chunks`: a longer prompt in
+Three phases, all in exact numeric mode. `prefill`: one batch of prompt rows. `decode`: one row at a time,
+each the whole model's greedy choice, whatever the cut model would have chosen. `chunks`: a longer prompt in
 several batches, past the model's sliding window if it has one, where a wrong window shows.
 
 The whole model runs once; what it had at each cut is kept and compared with what the first stage hands on.
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 PHASES: Final = ("prefill", "decode", "chunks")
 _SLOT: Final = 0
 _SEED: Final = 20_240_613
-_CHUNK_ROWS: Final = 60
-_CHUNKS: Final = 3
+_CHUNK_ROWS: Final = 40
+_CHUNKS: Final = 2
 # A row of logits of a large vocabulary is 1 MB: of each chunk, these last rows are compared.
 _LOGIT_ROWS_PER_CHUNK: Final = 2
 # Windows longer than this would take longer to fill than certifying is worth.
@@ -65,25 +65,36 @@ class _Decode:
         return Span(_SLOT, self.start, self.tokens, hidden, num_outputs=len(self.logits))
 
 
+@dataclass(frozen=True)
+class CertifyOptions:
+    """How much is compared.
+
+    Attributes:
+        n_prompt: Rows of the prefill, at most 63.
+        n_decode: Rows decoded one at a time.
+        num_threads: Threads of llama.cpp.
+    """
+
+    n_prompt: int = 48
+    n_decode: int = 24
+    num_threads: int = 1
+
+
 def certify(
     model: Path,
     cuts: Sequence[int] | None = None,
+    options: CertifyOptions | None = None,
     *,
-    n_prompt: int = 48,
-    n_decode: int = 24,
-    num_threads: int = 1,
+    folder: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Certificate:
     """Cut a model in two at each of some layers alone, and compare with the whole.
 
-    Stage files lie in a temporary folder, those of one cut at a time.
-
     Args:
         model: A whole model, a GGUF file.
         cuts: First layers of the second stage, each 1 to n_layers - 1; all that are allowed if None.
-        n_prompt: Rows of the prefill, at most 63.
-        n_decode: Rows decoded one at a time.
-        num_threads: Threads of llama.cpp.
+        options: How much is compared.
+        folder: Where stage files lie for a while, one at a time; the system's temporary folder if None.
         progress: Called with decodes done and decodes in all.
 
     Raises:
@@ -102,18 +113,34 @@ def certify(
         source.check_range(LayerRange(0, cut))
     if not chosen:
         raise UncuttableModel(f"{model.name} has {source.n_layers} layers; there is nothing to cut")
-    n_chunk_rows = _num_chunk_rows(source)
-    options = RuntimeOptions(
-        ctx_size=max(n_prompt + n_decode, n_chunk_rows), num_threads=num_threads, exact=True
-    )
-    num_decodes = 1 + n_decode + len(range(0, n_chunk_rows, _CHUNK_ROWS))
-    meter = _Meter(num_decodes * (1 + 2 * len(chosen)), progress)
+    plan = _Plan(options or CertifyOptions(), _num_chunk_rows(source))
+    meter = _Meter(plan.num_decodes * (1 + 2 * len(chosen)), progress)
     decodes = []
-    for decode in _run_whole(model, options, chosen, (n_prompt, n_decode, n_chunk_rows)):
+    for decode in _run_whole(model, plan, chosen):
         decodes.append(decode)
         meter.step()
-    results = tuple(_certify_cut(source, cut, decodes, options, meter) for cut in chosen)
+    with tempfile.TemporaryDirectory(prefix="spanmesh-certify-", dir=folder) as temporary:
+        bench = _Bench(source, plan, Path(temporary), meter)
+        results = tuple(bench.certify_cut(cut, decodes) for cut in chosen)
     return Certificate(model.name, source.header.architecture, source.n_layers, results)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    options: CertifyOptions
+    n_chunk_rows: int
+
+    @property
+    def num_decodes(self) -> int:
+        return 1 + self.options.n_decode + len(range(0, self.n_chunk_rows, _CHUNK_ROWS))
+
+    def runtime(self, observe_layers: tuple[int, ...] = ()) -> RuntimeOptions:
+        return RuntimeOptions(
+            ctx_size=max(self.options.n_prompt + self.options.n_decode, self.n_chunk_rows),
+            num_threads=self.options.num_threads,
+            exact=True,
+            observe_layers=observe_layers,
+        )
 
 
 def _num_chunk_rows(source: SourceModel) -> int:
@@ -126,17 +153,10 @@ def _num_chunk_rows(source: SourceModel) -> int:
     return min(rows, n_ctx_train)
 
 
-def _run_whole(
-    model: Path, options: RuntimeOptions, cuts: tuple[int, ...], sizes: tuple[int, int, int]
-) -> Iterator[_Decode]:
-    n_prompt, n_decode, n_chunk_rows = sizes
-    observing = RuntimeOptions(
-        ctx_size=options.ctx_size,
-        num_threads=options.num_threads,
-        exact=True,
-        observe_layers=tuple(cut - 1 for cut in cuts),
-    )
-    with closing(StageRuntime(model, observing)) as runtime:
+def _run_whole(model: Path, plan: _Plan, cuts: tuple[int, ...]) -> Iterator[_Decode]:
+    n_prompt, n_decode = plan.options.n_prompt, plan.options.n_decode
+    options = plan.runtime(observe_layers=tuple(cut - 1 for cut in cuts))
+    with closing(StageRuntime(model, options)) as runtime:
 
         def run(phase: str, start: int, tokens: tuple[int, ...], num_outputs: int) -> _Decode:
             (logits,) = runtime.decode([Span(_SLOT, start, tokens, num_outputs=num_outputs)])
@@ -155,43 +175,10 @@ def _run_whole(
         for position in range(n_prompt, n_prompt + n_decode):
             decode = run("decode", position, (int(decode.logits[-1].argmax()),), 1)
             yield decode
-        long_prompt = noise.integers(runtime.info.n_vocab, size=n_chunk_rows).tolist()
-        for start in range(0, n_chunk_rows, _CHUNK_ROWS):
+        long_prompt = noise.integers(runtime.info.n_vocab, size=plan.n_chunk_rows).tolist()
+        for start in range(0, plan.n_chunk_rows, _CHUNK_ROWS):
             chunk = tuple(long_prompt[start : start + _CHUNK_ROWS])
             yield run("chunks", start, chunk, min(_LOGIT_ROWS_PER_CHUNK, len(chunk)))
-
-
-def _certify_cut(
-    source: SourceModel, cut: int, decodes: Sequence[_Decode], options: RuntimeOptions, meter: _Meter
-) -> CutResult:
-    with tempfile.TemporaryDirectory(prefix="spanmesh-certify-") as folder:
-        first, second = Path(folder) / "first.gguf", Path(folder) / "second.gguf"
-        # Two stages made here of one source: whose hash they carry does not matter.
-        write_stage(source, LayerRange(0, cut), first, "0" * 64, _ignore)
-        with closing(StageRuntime(first, options)) as runtime:
-            handed_on = [_step(runtime, decode.span(), meter) for decode in decodes]
-        first.unlink()
-        write_stage(source, LayerRange(cut, source.n_layers), second, "0" * 64, _ignore)
-        with closing(StageRuntime(second, options)) as runtime:
-            logits = [
-                _step(runtime, decode.span(hidden), meter)
-                for decode, hidden in zip(decodes, handed_on, strict=True)
-            ]
-    differences: list[tuple[str, Difference]] = [
-        (decode.phase, compare((decode.hidden[cut], hidden), (decode.logits, row)))
-        for decode, hidden, row in zip(decodes, handed_on, logits, strict=True)
-    ]
-    return CutResult(cut, phases_of(differences, PHASES))
-
-
-def _step(runtime: StageRuntime, span: Span, meter: _Meter) -> NDArray[np.float32]:
-    (result,) = runtime.decode([span])
-    meter.step()
-    return result
-
-
-def _ignore(_n_bytes: int) -> None:
-    pass
 
 
 class _Meter:
@@ -204,3 +191,35 @@ class _Meter:
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Where a model is cut and its stages run, one at a time."""
+
+    source: SourceModel
+    plan: _Plan
+    folder: Path
+    meter: _Meter
+
+    def certify_cut(self, cut: int, decodes: Sequence[_Decode]) -> CutResult:
+        first = self._run_stage(LayerRange(0, cut), [decode.span() for decode in decodes])
+        onward = [decode.span(hidden) for decode, hidden in zip(decodes, first, strict=True)]
+        second = self._run_stage(LayerRange(cut, self.source.n_layers), onward)
+        differences: list[tuple[str, Difference]] = [
+            (decode.phase, compare((decode.hidden[cut], hidden), (decode.logits, logits)))
+            for decode, hidden, logits in zip(decodes, first, second, strict=True)
+        ]
+        return CutResult(cut, phases_of(differences, PHASES))
+
+    def _run_stage(self, layers: LayerRange, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+        path = self.folder / "stage.gguf"
+        # The file lives for moments only: whose hash it carries does not matter.
+        write_stage(self.source, layers, path, "0" * 64, lambda _n_bytes: None)
+        results = []
+        with closing(StageRuntime(path, self.plan.runtime())) as runtime:
+            for span in spans:
+                results += runtime.decode([span])
+                self.meter.step()
+        path.unlink()
+        return results

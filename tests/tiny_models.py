@@ -16,7 +16,7 @@ class TinyModel:
     """The shape of a tiny model.
 
     Attributes:
-        architecture: llama, qwen2, qwen3, gemma3, internlm2 or granite.
+        architecture: llama, qwen2, qwen3, gemma2, gemma3, internlm2 or granite.
         n_layers: Layers.
         is_tied: No head of its own.
         has_rope_factors: One tensor of rope factors for all layers, as in Llama 3.
@@ -126,7 +126,7 @@ class TinyModel:
                 }
             if self.architecture in ("qwen3", "gemma3"):
                 kinds |= {f"attn_{part}_norm.weight": vector(self.head_size) for part in "qk"}
-            if self.architecture == "gemma3":
+            if self.architecture in ("gemma2", "gemma3"):
                 kinds |= {f"post_{part}_norm.weight": vector(self.n_embd) for part in ("attention", "ffw")}
             weights |= {f"blk.{layer}.{kind}": tensor for kind, tensor in kinds.items()}
         return weights

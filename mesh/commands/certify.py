@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from stages.certify import certify as certify_model
+from mesh.progress import progress_bars
+from stages.certify import CertifyOptions
+from stages.certify_apart import certify_apart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,28 +53,17 @@ def certify(model: Path, cuts: tuple[int, ...] | None, threads: int, *, as_json:
 
     Prefill and decode, logits and hidden states. Exits with 1 if a cut is not equal to the last bit.
     """
-    with Progress(
-        TextColumn("certifying"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-        task = bar.add_task("certifying", total=None)
-        certificate = certify_model(
-            model,
-            cuts,
-            num_threads=threads,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+    with progress_bars() as bars:
+        bar = bars.add(f"certifying {model.name}")
+        certificate = certify_apart(
+            model, cuts, CertifyOptions(num_threads=threads), progress=lambda done, total: bar(done / total)
         )
     if as_json:
         click.echo(json.dumps(_as_dict(certificate)))
     else:
         _print_table(certificate)
     if not certificate.is_exact:
-        sys.exit(1)
+        click.get_current_context().exit(1)
 
 
 def _as_dict(certificate: Certificate) -> dict[str, object]:
@@ -106,7 +95,7 @@ def _print_table(certificate: Certificate) -> None:
     unequal = [result.cut for result in certificate.cuts if not result.difference.is_bit_equal]
     num_cuts = len(certificate.cuts)
     click.echo(
-        f"not bit-equal at {_listed(unequal)} of {num_cuts} cuts"
+        f"not bit-equal at {len(unequal)} of {num_cuts} cuts: {_listed(unequal)}"
         if unequal
         else f"bit-equal at every cut tried ({num_cuts})"
     )

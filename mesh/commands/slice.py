@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mesh.progress import progress_bars
 from stages.cutting import cut_stage
 from stages.layers import LayerRange
 
@@ -40,20 +38,7 @@ class _Layers(click.ParamType[LayerRange]):
 )
 def slice_(model: Path, layers: LayerRange, output: Path) -> None:
     """Write layers A to B of MODEL, a GGUF file, as a stage: a smaller GGUF that llama.cpp loads."""
-    with Progress(
-        TextColumn("cutting"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-        task = bar.add_task("cutting", total=None)
-        cut_stage(
-            model,
-            layers,
-            output,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with progress_bars() as bars:
+        bar = bars.add(f"cutting {model.name}, layers {layers}")
+        cut_stage(model, layers, output, progress=lambda done, total: bar(done / total))
     click.echo(f"{output}: layers {layers} of {model.name}, {output.stat().st_size:,} bytes")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
-from spanmesh_proto.errors import UncuttableModel
+from spanmesh_proto.errors import ModelError, UncuttableModel
 
 if TYPE_CHECKING:
     from stages.cutting.source_model import SourceModel
     from stages.layers import LayerRange
 
 log = structlog.get_logger()
-
-_TIME_LIMIT_S: Final = 1800
 
 
 def first_cut(layers: LayerRange, n_layers: int) -> int | None:
@@ -30,41 +25,30 @@ def first_cut(layers: LayerRange, n_layers: int) -> int | None:
 def require_exact_cut(model: SourceModel, layers: LayerRange) -> None:
     """Compare an unknown family's model, cut where these layers start (or end), with itself whole.
 
-    In a process of its own: for an architecture that it was not made for, llama.cpp may abort.
-
     Raises:
-        UncuttableModel: If the two differ, or the model's layers have no outputs to tap.
+        UncuttableModel: If the two differ, llama.cpp does not run them, or layers have no outputs to tap.
     """
     cut = first_cut(layers, model.n_layers)
     if model.is_known or cut is None:
         return
+    # Certifying cuts, and cutting certifies: one of the two has to import late.
+    from stages.certify import CertifyOptions  # noqa: PLC0415
+    from stages.certify_apart import certify_apart  # noqa: PLC0415
+
     name, architecture = model.header.path.name, model.header.architecture
     log.info("self_check_started", model=name, architecture=architecture, cut=cut)
     try:
-        child = subprocess.run(
-            [sys.executable, "-m", "stages.cutting.certify_child", str(model.header.path), str(cut)],
-            capture_output=True,
-            text=True,
-            # An abort should not start a debugger.
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-            errors="replace",
-            timeout=_TIME_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        reason = f"comparing it with the whole model took more than {_TIME_LIMIT_S} s"
-    else:
-        if child.returncode == 0:
-            log.info("self_check_passed", model=name, architecture=architecture, cut=cut)
-            return
-        reason = _reason(child)
-    raise UncuttableModel(
-        f"{name} cannot be cut: {architecture!r} has no rules here, and with the generic ones {reason}"
+        certificate = certify_apart(model.header.path, [cut], CertifyOptions(n_prompt=16, n_decode=4))
+    except ModelError as error:
+        raise _refusal(model, error.message) from error
+    if not certificate.is_exact:
+        worst = certificate.cuts[0].difference.max_logit_diff
+        raise _refusal(model, f"cut at {cut} its logits differ by up to {worst:.3g} from the whole model's")
+    log.info("self_check_passed", model=name, architecture=architecture, cut=cut)
+
+
+def _refusal(model: SourceModel, reason: str) -> UncuttableModel:
+    return UncuttableModel(
+        f"{model.header.path.name} cannot be cut: there are no rules for {model.header.architecture!r}, "
+        f"and with the generic ones: {reason}"
     )
-
-
-def _reason(child: subprocess.CompletedProcess[str]) -> str:
-    if child.returncode < 0:
-        return f"llama.cpp ended with signal {-child.returncode}"
-    lines = child.stdout.strip().splitlines() or child.stderr.strip().splitlines()
-    return lines[-1] if lines else f"the comparison ended with exit code {child.returncode}"

@@ -1,0 +1,133 @@
+"""A model cut in stages is the same model, to the last bit; and where it is not, certifying says so."""
+
+import dataclasses
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from spanmesh_proto.errors import InvalidModel, UncuttableModel
+from stages.certificate import Difference, compare
+from stages.certify import CertifyOptions, certify
+from stages.cutting import cut_stage, families
+from stages.layers import LayerRange
+from stages.runtime import RuntimeOptions, Span, StageRuntime
+from tests.tiny_models import N_VOCAB, TinyModel
+
+EXACT = RuntimeOptions(ctx_size=128, exact=True)
+MODELS = [
+    TinyModel("llama", has_rope_factors=True),
+    TinyModel("llama", is_tied=True),
+    TinyModel("qwen2"),
+    TinyModel("qwen3", is_tied=True),
+    # Cut at 5 the tail has no layer with a window, cut at 1 the first stage has no other.
+    TinyModel("gemma3", is_tied=True),
+    TinyModel("internlm2"),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.architecture}-{model.is_tied}")
+def test_every_cut_of_tiny_models_is_bit_equal(model: TinyModel, tmp_path: Path) -> None:
+    certificate = certify(model.write(tmp_path / "model.gguf"), None, CertifyOptions(n_prompt=20, n_decode=5))
+    assert certificate.architecture == model.architecture
+    assert [result.cut for result in certificate.cuts] == [1, 2, 3, 4, 5]
+    for result in certificate.cuts:
+        prefill, decode, chunks = (phase.difference for phase in result.phases)
+        assert prefill == Difference(n_rows=20, n_tokens=20, n_equal_tokens=20)
+        assert decode == Difference(n_rows=5, n_tokens=5, n_equal_tokens=5)
+        assert chunks == Difference(n_rows=80, n_tokens=4, n_equal_tokens=4)
+    assert certificate.is_exact
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+def test_every_cut_of_smollm2_is_bit_equal(smollm2_path: Path) -> None:
+    certificate = certify(smollm2_path)
+    assert [result.cut for result in certificate.cuts] == list(range(1, 30))
+    assert [result.cut for result in certificate.cuts if not result.difference.is_bit_equal] == []
+
+
+@pytest.mark.model
+@pytest.mark.timeout(900)
+def test_every_cut_of_gemma3_is_bit_equal(gemma3_path: Path) -> None:
+    certificate = certify(gemma3_path)
+    assert [result.cut for result in certificate.cuts] == list(range(1, 18))
+    assert [result.cut for result in certificate.cuts if not result.difference.is_bit_equal] == []
+
+
+def logits_of_chain(stages: list[Path], tokens: tuple[int, ...]) -> NDArray[np.float32]:
+    hidden: NDArray[np.float32] | None = None
+    for stage in stages:
+        runtime = StageRuntime(stage, EXACT)
+        (hidden,) = runtime.decode([Span(0, 0, tokens, hidden, num_outputs=len(tokens))])
+        runtime.close()
+    assert hidden is not None
+    return hidden
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.architecture}-{model.is_tied}")
+def test_stages_of_one_layer_each_are_bit_equal(model: TinyModel, tmp_path: Path) -> None:
+    source = model.write(tmp_path / "model.gguf")
+    stages = []
+    for start, stop in pairwise(range(7)):
+        stages.append(tmp_path / f"stage{start}.gguf")
+        cut_stage(source, LayerRange(start, stop), stages[-1])
+    tokens = tuple(np.random.default_rng(5).integers(N_VOCAB, size=40).tolist())
+    whole, chain = logits_of_chain([source], tokens), logits_of_chain(stages, tokens)
+    assert whole.shape == (40, N_VOCAB)
+    assert whole.tobytes() == chain.tobytes()
+
+
+def test_a_missing_rule_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = TinyModel("gemma3", n_layers=8).write(tmp_path / "model.gguf")
+    without_windows = dataclasses.replace(families.FAMILIES["gemma3"], derived=lambda _header, _layers: {})
+    monkeypatch.setitem(families.FAMILIES, "gemma3", without_windows)
+    (result,) = certify(source, [2], CertifyOptions(n_prompt=20, n_decode=5)).cuts
+    prefill, _, chunks = (phase.difference for phase in result.phases)
+    assert not result.difference.is_bit_equal
+    assert result.difference.max_hidden_diff == 0  # layers 0 and 1 count from 0 either way
+    assert prefill.max_logit_diff > 0
+    assert chunks.max_logit_diff > 0
+
+
+def test_what_a_cut_gets_that_is_not_there(tmp_path: Path) -> None:
+    source = TinyModel("llama").write(tmp_path / "tiny.gguf")
+    for cut in (0, 6, -1):
+        with pytest.raises(
+            UncuttableModel, match=f"cannot be cut at {cut}: it has 6 layers, so cuts are 1 to 5"
+        ):
+            certify(source, [cut])
+    with pytest.raises(UncuttableModel, match="there is nothing to cut"):
+        certify(TinyModel("llama", n_layers=1).write(tmp_path / "one.gguf"))
+
+
+def test_a_model_that_llama_cpp_does_not_load(tmp_path: Path) -> None:
+    source = TinyModel("starship").write(tmp_path / "starship.gguf")
+    with pytest.raises(InvalidModel, match=r"llama\.cpp does not load starship\.gguf"):
+        certify(source)
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    source = TinyModel("llama").write(tmp_path / "tiny.gguf")
+    certify(
+        source, [2, 3], CertifyOptions(n_decode=3), progress=lambda done, total: calls.append((done, total))
+    )
+    assert [done for done, _ in calls] == list(range(1, len(calls) + 1))
+    assert calls[-1] == (len(calls), len(calls))
+
+
+def rows(*values: float) -> NDArray[np.float32]:
+    return np.array([values], np.float32)
+
+
+def test_compare() -> None:
+    same = (rows(1, 2), rows(1, 2))
+    assert compare(same, same) == Difference(1, 1, 1, 0.0, 0.0, is_bit_equal=True)
+    assert compare(same, (rows(1, 2), rows(2.5, 2))) == Difference(1, 1, 0, 1.5, 0.0, is_bit_equal=False)
+    assert compare((rows(1, 2), rows(1, 2.25)), same) == Difference(1, 1, 1, 0.0, 0.25, is_bit_equal=False)
+    assert compare(same, (rows(1, 2), rows(np.nan, 2))).max_logit_diff == np.inf
+    assert not compare(same, (rows(0, 2), rows(-0.0, 2))).is_bit_equal
+    assert compare((rows(1, 2), rows(1, 2, 3)), same).max_hidden_diff == np.inf

@@ -1,0 +1,173 @@
+"""The cache of stage files: nothing is cut, hashed or fetched twice, and a damaged file is noticed."""
+
+import os
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from spanmesh_proto.errors import ModelError, UncuttableModel
+from stages.cutting import StageCache
+from stages.cutting.cache import default_root
+from stages.cutting.digest import file_sha256
+from stages.layers import LayerRange
+from tests.tiny_models import TinyModel
+
+LAYERS = LayerRange(2, 5)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return TinyModel("llama").write(tmp_path / "model.gguf")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> StageCache:
+    return StageCache(tmp_path / "cache")
+
+
+def stored_files(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "cache" / "stages").iterdir()}
+
+
+def damage(path: Path) -> None:
+    """Change one byte, keeping the size."""
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+def test_a_stage_file_is_named_by_its_content(cache: StageCache, source: Path, tmp_path: Path) -> None:
+    stage = cache.cut(source, LAYERS)
+    assert (stage.layers, stage.n_layers) == (LAYERS, 6)
+    assert stage.path.name == f"{stage.sha256}.gguf"
+    assert stage.sha256 == file_sha256(stage.path)
+    assert stage.size_bytes == stage.path.stat().st_size
+    assert cache.find(stage.sha256) == stage.path
+    assert stored_files(tmp_path) == {f"{stage.sha256}.gguf", f"{stage.sha256}.json"}
+
+
+def test_a_second_cut_reads_neither_source_nor_stage(cache: StageCache, source: Path, tmp_path: Path) -> None:
+    stage = cache.cut(source, LAYERS)
+    changed_at = stage.path.stat().st_mtime_ns
+    totals: list[tuple[int, int]] = []
+    again = StageCache(tmp_path / "cache").cut(
+        source, LAYERS, progress=lambda done, total: totals.append((done, total))
+    )
+    assert again == stage
+    assert again.path.stat().st_mtime_ns == changed_at
+    assert totals == [(stage.size_bytes, stage.size_bytes)]  # nothing was hashed
+
+
+def test_other_layers_are_another_stage(cache: StageCache, source: Path) -> None:
+    assert cache.cut(source, LayerRange(0, 2)).sha256 != cache.cut(source, LAYERS).sha256
+
+
+def test_a_copy_of_the_model_is_the_same_model(cache: StageCache, source: Path, tmp_path: Path) -> None:
+    stage = cache.cut(source, LAYERS)
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(source.read_bytes())
+    assert cache.cut(copy, LAYERS) == stage
+
+
+def test_a_changed_model_is_cut_again(cache: StageCache, source: Path) -> None:
+    stage = cache.cut(source, LAYERS)
+    TinyModel("llama", seed=2).write(source)
+    other = cache.cut(source, LAYERS)
+    assert other.sha256 != stage.sha256
+    assert other.path.read_bytes() != stage.path.read_bytes()
+
+
+@pytest.mark.parametrize("harm", ["truncated", "altered", "removed", "stamp lost"])
+def test_a_damaged_stage_is_made_again(cache: StageCache, source: Path, harm: str) -> None:
+    stage = cache.cut(source, LAYERS)
+    whole = stage.path.read_bytes()
+    if harm == "truncated":
+        os.truncate(stage.path, stage.size_bytes - 1)
+    elif harm == "altered":
+        damage(stage.path)
+    elif harm == "removed":
+        stage.path.unlink()
+    else:
+        damage(stage.path)
+        stage.path.with_suffix(".json").write_text("{")
+    assert cache.find(stage.sha256) is None
+    assert not stage.path.exists()
+    assert cache.cut(source, LAYERS) == stage
+    assert stage.path.read_bytes() == whole
+
+
+def test_a_stage_that_was_only_touched_stays(cache: StageCache, source: Path) -> None:
+    stage = cache.cut(source, LAYERS)
+    os.utime(stage.path)
+    assert cache.find(stage.sha256) == stage.path
+
+
+def test_a_damaged_index_does_not_matter(cache: StageCache, source: Path, tmp_path: Path) -> None:
+    stage = cache.cut(source, LAYERS)
+    for folder in ("cuts", "sources"):
+        (entry,) = (tmp_path / "cache" / folder).iterdir()
+        entry.write_text("nonsense")
+    assert cache.cut(source, LAYERS) == stage
+
+
+def test_adopting_a_fetched_stage(cache: StageCache, source: Path, tmp_path: Path) -> None:
+    content = StageCache(tmp_path / "head").cut(source, LAYERS)
+    assert cache.find(content.sha256) is None
+    partial = cache.partial(content.sha256)
+    assert not partial.exists()
+    partial.write_bytes(content.path.read_bytes())
+    adopted = cache.adopt(partial, content.sha256)
+    assert cache.find(content.sha256) == adopted
+    assert adopted.read_bytes() == content.path.read_bytes()
+    assert not partial.exists()
+
+
+def test_a_fetched_stage_with_other_content_is_refused(cache: StageCache, tmp_path: Path) -> None:
+    sha256 = "0" * 64
+    partial = cache.partial(sha256)
+    partial.write_bytes(b"not what was asked for")
+    with pytest.raises(ModelError, match=f"expected {sha256}; it was removed, fetch it again"):
+        cache.adopt(partial, sha256)
+    assert stored_files(tmp_path) == set()
+    assert cache.find(sha256) is None
+
+
+@pytest.mark.parametrize("name", ["", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"])
+def test_only_a_hash_becomes_a_path(cache: StageCache, name: str) -> None:
+    for use in (cache.find, cache.partial):
+        with pytest.raises(ModelError, match="is not a sha256 in lower-case hex"):
+            use(name)
+
+
+def test_an_unknown_family_is_checked_once(cache: StageCache, tmp_path: Path) -> None:
+    source = TinyModel("internlm2").write(tmp_path / "model.gguf")
+    with capture_logs() as logs:
+        cache.cut(source, LayerRange(0, 2))
+        cache.cut(source, LAYERS)
+    events = [entry["event"] for entry in logs]
+    assert events == ["self_check_started", "self_check_passed", "stage_cut", "stage_cut"]
+
+
+def test_a_refused_family_leaves_no_stage(cache: StageCache, tmp_path: Path) -> None:
+    source = TinyModel("granite").write(tmp_path / "model.gguf")
+    for _ in range(2):
+        with pytest.raises(UncuttableModel, match="no rules for 'granite'"):
+            cache.cut(source, LAYERS)
+    assert not (tmp_path / "cache" / "stages").exists()
+
+
+def test_a_cache_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ModelError, match=r"cannot make the folder .*file"):
+        StageCache(tmp_path / "file").cut(source, LAYERS)
+
+
+def test_default_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_root() == tmp_path / "spanmesh"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_root() == tmp_path / ".cache" / "spanmesh"
