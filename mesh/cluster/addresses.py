@@ -12,17 +12,21 @@ from spanmesh_proto.errors import ClusterError, PortInUse
 
 LOOPBACK: Final = "127.0.0.1"
 # Documentation address (RFC 5737): it is routed like any other, and nobody lives there.
-_ELSEWHERE: Final = ("192.0.2.1", 9)
+_ELSEWHERE: Final = "192.0.2.1"
+_ANY_PORT: Final = 9
 
 
-def primary_address() -> str:
-    """The IPv4 address that packets to other hosts would come from; loopback if there is no route.
+def primary_address(towards: str = _ELSEWHERE) -> str:
+    """The IPv4 address of this host that packets to another would come from; loopback if there is no route.
 
     Connecting a datagram socket only asks the routing table: nothing is sent.
+
+    Args:
+        towards: IP address or name of the other host.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(_ELSEWHERE)
+            probe.connect((towards, _ANY_PORT))
         except OSError:
             return LOOPBACK
         return str(probe.getsockname()[0])

@@ -27,6 +27,7 @@ log = structlog.get_logger()
 _OBJECT_STORE_BYTES: Final = 80_000_000
 _START_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1
+_WATCH_S: Final = 0.5
 _GRACE_S: Final = 3.0
 _KILL_TIMEOUT_S: Final = 10.0
 # Unix socket paths end at 107 characters and Ray adds about 65, so not below a long TMPDIR.
@@ -63,17 +64,22 @@ class RayNode:
 
     Args:
         config: Which node.
+
+    Attributes:
+        ray_dir: Where Ray keeps its sockets and logs.
+        token_path: File with Ray's token, readable by this user only.
     """
 
     def __init__(self, config: RayNodeConfig) -> None:
         self._config = config
-        self.temp_dir = Path(
+        self._temp_dir = Path(
             tempfile.mkdtemp(prefix="mesh-", dir=_TEMP_ROOT if _TEMP_ROOT.is_dir() else None)
         )
-        self.token_path = self.temp_dir / "token"
+        self.ray_dir = self._temp_dir / "ray"
+        self.token_path = self._temp_dir / "token"
         self.token_path.touch(mode=0o600)
         self.token_path.write_text(config.token)
-        self._log_path = self.temp_dir / "ray.log"
+        self._log_path = self._temp_dir / "ray.log"
         self._descendants: set[psutil.Process] = set()
         atexit.register(self.stop)
         with self._log_path.open("wb") as output:
@@ -92,6 +98,11 @@ class RayNode:
         """Whether its first process lives; Ray ends that one when another of the node's processes fails."""
         return self._child.poll() is None
 
+    async def ended(self) -> None:
+        """Return when its first process has ended."""
+        while self.is_running:  # noqa: ASYNC110 - a child without an event of its own
+            await asyncio.sleep(_WATCH_S)
+
     async def wait_ready(self, timeout_s: float = _START_TIMEOUT_S) -> str:
         """Wait until the node is part of its cluster.
 
@@ -103,7 +114,7 @@ class RayNode:
         """
         started_s = time.monotonic()
         # Ray writes this file when all of the node's processes run and the cluster knows the node.
-        ready_path = self.temp_dir / "ray" / "ray_current_cluster"
+        ready_path = self.ray_dir / "ray_current_cluster"
         while not ready_path.exists():
             if not self.is_running:
                 raise ClusterError(f"Ray did not start on {self._config.address}: {self._last_words()}")
@@ -118,9 +129,9 @@ class RayNode:
     def stop(self) -> None:
         """End every process of the node and remove its files; takes a few seconds, the first time."""
         atexit.unregister(self.stop)
-        if self.temp_dir.exists():
+        if self._temp_dir.exists():
             self._end_processes()
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
 
     def _arguments(self) -> list[str]:
         config = self._config
@@ -133,7 +144,7 @@ class RayNode:
             *where,
             f"--node-ip-address={config.address}",
             f"--node-name={config.name}",
-            f"--temp-dir={self.temp_dir / 'ray'}",
+            f"--temp-dir={self.ray_dir}",
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
             # Stages ask for no CPU. One unit keeps one worker process warm.
             "--num-cpus=1",

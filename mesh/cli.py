@@ -1,0 +1,81 @@
+"""The command `mesh`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from spanmesh_proto import SOFTWARE_VERSION
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+EXIT_ERROR: Final = 1
+EXIT_INTERRUPTED: Final = 130
+
+# Where each command lives, and its line in `mesh --help`, which is to come without importing any of them.
+_COMMANDS: Final = {
+    "serve": ("mesh.commands.serve:serve", "Serve a model over one or several hosts."),
+    "join": ("mesh.commands.join:join", "Let this host take a share of a mesh."),
+    "status": ("mesh.commands.status:status", "Show what a running mesh is doing."),
+    "slice": ("mesh.commands.slice:slice_", "Write some layers of a model as a stage file."),
+    "certify": ("mesh.commands.certify:certify", "Compare a model cut into stages with the whole model."),
+}
+
+
+class _LazyGroup(click.Group):
+    """Imports a command when it is called by name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(SOFTWARE_VERSION, prog_name="mesh")
+@click.option("-v", "--verbose", "is_verbose", is_flag=True, help="Log debug events too.")
+def mesh(*, is_verbose: bool) -> None:
+    """Run one large language model over several ordinary machines."""
+    from mesh.logs import set_up_logs  # noqa: PLC0415 - `mesh --help` logs nothing
+
+    set_up_logs(is_verbose=is_verbose)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: exit code 0, 1 for an error of ours, 2 for wrong usage, 130 after Ctrl-C."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        arguments: Without the program's name; those of this process unless given.
+    """
+    try:
+        outcome: object = mesh.main(arguments, prog_name="mesh", standalone_mode=False)
+    except click.exceptions.Exit as finished:
+        return finished.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except MeshError as error:
+        click.echo(f"error: {error.message}", err=True)
+        return EXIT_ERROR
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return outcome if isinstance(outcome, int) else 0

@@ -1,0 +1,114 @@
+"""This process as a driver of the mesh's Ray: places actors on hosts by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.cluster.ray_environment import ray_environment
+from spanmesh_proto.errors import ClusterError, MeshError, StageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from mesh.cluster.ray_node import RayNode
+
+_NODE_TIMEOUT_S: Final = 15.0
+_POLL_S: Final = 0.2
+
+
+class RayDriver:
+    """A connection to Ray. One in a process.
+
+    Args:
+        node: This host's Ray node.
+        address: The cluster's address, `host:port`.
+    """
+
+    def __init__(self, node: RayNode, address: str) -> None:
+        # Ray reads its settings when it is imported.
+        os.environ.update(ray_environment(node.token_path))
+        import ray  # noqa: PLC0415
+
+        self._ray = ray
+        try:
+            ray.init(
+                address=address,
+                namespace="spanmesh",
+                log_to_driver=False,
+                logging_level="ERROR",
+                _temp_dir=str(node.ray_dir),
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ClusterError(f"cannot connect to Ray at {address}: {error}") from error
+
+    async def create(self, kind: type, *arguments: object, ray_node_name: str) -> Any:
+        """Start an actor on one node, and nowhere else.
+
+        Args:
+            kind: The actor's class; importable on every host.
+            arguments: For its constructor.
+            ray_node_name: Name of the node's `RayNodeConfig`.
+
+        Returns:
+            Ray's handle.
+
+        Raises:
+            ClusterError: If the node is not part of the cluster.
+        """
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
+
+        node_id = await self._node_id(ray_node_name)
+        place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+        # No CPU: how many threads compute is our plan's business, not Ray's.
+        remote = self._ray.remote(kind).options(num_cpus=0, max_restarts=0, scheduling_strategy=place)
+        return remote.remote(*arguments)
+
+    def kill(self, actor: Any) -> None:
+        """End an actor's process."""
+        self._ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        """Disconnect; actors that still live end."""
+        self._ray.shutdown()
+
+    async def _node_id(self, ray_node_name: str) -> str:
+        deadline_s = time.monotonic() + _NODE_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            for node in self._ray.nodes():
+                if node["Alive"] and node["NodeName"] == ray_node_name:
+                    return str(node["NodeID"])
+            await asyncio.sleep(_POLL_S)
+        raise ClusterError(f"Ray knows no node {ray_node_name} after {_NODE_TIMEOUT_S:g} s")
+
+
+async def result_of(call: Awaitable[Any], who: str) -> Any:
+    """What an actor's method returns.
+
+    Args:
+        call: Ray's reference.
+        who: The actor, for messages.
+
+    Raises:
+        MeshError: What the method raised, if it is ours.
+        StageFailed: If it raised anything else, or the actor's process is gone.
+    """
+    from ray.exceptions import RayActorError, RayError, RayTaskError  # noqa: PLC0415
+
+    try:
+        return await call
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, MeshError):
+            raise cause from None
+        raise StageFailed(f"{who} failed: {type(cause).__name__}: {cause}") from error
+    except RayActorError as error:
+        raise StageFailed(f"{who} went away: {_first_line(error)}") from error
+    except RayError as error:
+        raise StageFailed(f"{who} failed: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,55 @@
+"""`mesh join`: let this host take a share of a mesh."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import click
+
+from mesh.commands.options import MemorySize
+
+
+@click.command()
+@click.argument("token", required=False)
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Read the token from this file, so that it shows in no process list.",
+)
+@click.option("--advertise", metavar="IP", help="Address where the other hosts reach this one.")
+@click.option(
+    "--memory", "memory_bytes", type=MemorySize(), metavar="SIZE", help="What the mesh may use, such as 8G."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads for computing; one per core unless given."
+)
+@click.option("--name", help="What to call this host; its host name unless given.")
+def join(
+    *,
+    token: str | None,
+    token_file: Path | None,
+    advertise: str | None,
+    memory_bytes: int | None,
+    threads: int | None,
+    name: str | None,
+) -> int:
+    """Let this host take a share of the mesh that printed TOKEN. Ctrl-C leaves it."""
+    from mesh.interruption import run_interruptible  # noqa: PLC0415 - keeps --help quick
+    from mesh.join import JoinOptions, join_mesh, read_token  # noqa: PLC0415
+
+    match token, token_file:
+        case str(text), None:
+            pass
+        case None, Path() as path:
+            text = read_token(path)
+        case _:
+            raise click.UsageError("give the join token, or --token-file, and not both")
+    options = JoinOptions(
+        token=text,
+        name=name or socket.gethostname(),
+        advertise=advertise,
+        memory_bytes=memory_bytes,
+        num_threads=threads,
+    )
+    return run_interruptible(lambda _: join_mesh(options))

@@ -1,0 +1,63 @@
+"""What several commands take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from spanmesh_proto.errors import ClusterError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class MemorySize(click.ParamType[int]):
+    """`8G`, `512M` and the like."""
+
+    name = "size"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """To bytes."""
+        from mesh.cluster.host_facts import parse_size  # noqa: PLC0415 - keeps --help quick
+
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except ClusterError as error:
+            self.fail(error.message, param, ctx)
+
+
+class LayerCounts(click.ParamType[tuple[int, ...]]):
+    """`10,10,10`."""
+
+    name = "counts"
+
+    def convert(
+        self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """To integers; what they add up to is the planner's business."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of layer counts; write it like 10,10,10", param, ctx)
+
+
+def read_first_key(path: Path) -> str:
+    """The first API key of a key file.
+
+    Raises:
+        ClusterError: If there is none.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise ClusterError(f"cannot read {path}: {error.strerror}", param="--api-key-file") from error
+    for line in lines:
+        if line and not line.startswith("#"):
+            # `KEY` or `NAME KEY`.
+            return line.split()[-1]
+    raise ClusterError(f"{path} holds no API key", param="--api-key-file")

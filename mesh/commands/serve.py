@@ -1,0 +1,116 @@
+"""`mesh serve`: serve a model over one or several hosts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from mesh.commands.options import LayerCounts, MemorySize
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command()
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where the API listens.")
+@click.option(
+    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port of the API."
+)
+@click.option("--api-key-file", type=_FILE, help="API keys, one a line; needed if --host is not loopback.")
+@click.option(
+    "--wait-for", default=0, metavar="N", type=click.IntRange(0), help="Wait until N hosts have joined."
+)
+@click.option("--head-only", is_flag=True, help="Hold no layers on this host.")
+@click.option("--stages", metavar="N", type=click.IntRange(1), help="Cut the model into N stages.")
+@click.option("--split", type=LayerCounts(), metavar="A,B,…", help="Layers of each stage, such as 10,10,10.")
+@click.option("--ctx-size", metavar="N", type=click.IntRange(16), help="Positions of one session.")
+@click.option(
+    "--parallel",
+    default=4,
+    show_default=True,
+    metavar="N",
+    type=click.IntRange(1, 64),
+    help="Sessions at once.",
+)
+@click.option("--threads", metavar="N", type=click.IntRange(1), help="Threads of this host for computing.")
+@click.option(
+    "--memory", type=MemorySize(), metavar="SIZE", help="What stages on this host may use, such as 8G."
+)
+@click.option(
+    "--speculate",
+    default="ngram",
+    show_default=True,
+    type=click.Choice(["off", "ngram"]),
+    help="Who proposes tokens that the model then verifies.",
+)
+@click.option("--exact", is_flag=True, help="Compute so that a text never depends on what else is computed.")
+@click.option("--advertise", metavar="IP", help="Address where joined hosts reach this one.")
+@click.option("--name", help="What to call this host; its host name unless given.")
+@click.option(
+    "--join-port", default=0, metavar="PORT", type=click.IntRange(0, 65535), help="Port for joining hosts."
+)
+@click.option("--token-file", type=_FILE, help="Write the join token to this file.")
+@click.option(
+    "--token-hours",
+    default=24.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="How long the join token admits hosts.",
+)
+def serve(
+    *,
+    model: Path | None,
+    host: str,
+    port: int,
+    api_key_file: Path | None,
+    wait_for: int,
+    head_only: bool,
+    stages: int | None,
+    split: tuple[int, ...] | None,
+    ctx_size: int | None,
+    parallel: int,
+    threads: int | None,
+    memory: int | None,
+    speculate: Literal["off", "ngram"],
+    exact: bool,
+    advertise: str | None,
+    name: str | None,
+    join_port: int,
+    token_file: Path | None,
+    token_hours: float,
+) -> int:
+    """Serve MODEL, a GGUF file, over this host and those that join; without MODEL, a small demo."""
+    if stages is not None and split is not None:
+        raise click.UsageError("--split says how many stages there are: leave out --stages")
+    from mesh.cluster.addresses import primary_address  # noqa: PLC0415 - keeps --help quick
+    from mesh.interruption import run_interruptible  # noqa: PLC0415
+    from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
+    from mesh.serve.run import serve_mesh  # noqa: PLC0415
+
+    if model is None and split is None:
+        stages = stages or demo_num_stages(wait_for)
+    options = ServeOptions(
+        model=model or demo_model(),
+        host=host,
+        port=port,
+        name=name or socket.gethostname(),
+        advertise=advertise or primary_address(),
+        join_port=join_port,
+        token_hours=token_hours,
+        token_path=token_file,
+        num_hosts=wait_for,
+        is_head_only=head_only,
+        num_stages=stages,
+        split=split,
+        ctx_size=ctx_size,
+        num_slots=parallel,
+        memory_bytes=memory,
+        num_threads=threads,
+        speculate=speculate,
+        is_exact=exact,
+        api_key_path=api_key_file,
+    )
+    return run_interruptible(lambda interruption: serve_mesh(options, interruption))

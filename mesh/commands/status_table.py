@@ -1,0 +1,77 @@
+"""The answer of `/mesh/status` as tables for a person."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mesh.cluster.host_facts import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def print_status(status: Mapping[str, Any]) -> None:
+    """Model, hosts, stages, sessions, speculation."""
+    console = Console()
+    model = status.get("model", {})
+    state = "ready" if status.get("ready") else status.get("phase", "not ready")
+    console.print(
+        f"{model.get('name', '?')}, {model.get('layers', '?')} layers, {model.get('numeric_mode', '?')}: "
+        f"{state}",
+        highlight=False,
+    )
+    if status.get("plan"):
+        console.print(f"plan: {status['plan']}", highlight=False)
+    console.print(_hosts(status.get("hosts", [])))
+    if status.get("stages"):
+        console.print(_stages(status["stages"]))
+    _print_counts(console, status)
+
+
+def _hosts(hosts: list[Mapping[str, Any]]) -> Table:
+    table = Table("host", "address", "layers", "memory", "threads", "GB/s", "platform")
+    for host in hosts:
+        table.add_row(
+            host["name"],
+            host["address"],
+            host["layers"] or ("-" if host["ready"] else "starting"),
+            format_size(host["memory_bytes"]),
+            str(host["threads"]),
+            f"{host['speed_gb_per_s']:.1f}",
+            host["platform"],
+        )
+    return table
+
+
+def _stages(stages: list[Mapping[str, Any]]) -> Table:
+    table = Table("stage", "host", "address", "layers", "windows", "compute ms", "queue ms")
+    for stage in stages:
+        start, stop = stage["layers"]
+        table.add_row(
+            str(stage["index"]),
+            stage["host"],
+            stage["address"],
+            rf"\[{start}, {stop})",
+            str(stage["windows"]),
+            f"{stage['mean_compute_ms']:.2f}",
+            f"{stage['mean_queue_ms']:.2f}",
+        )
+    return table
+
+
+def _print_counts(console: Console, status: Mapping[str, Any]) -> None:
+    sessions, speculation = status.get("sessions"), status.get("speculation")
+    if sessions:
+        console.print(
+            f"sessions: {sessions['running']} running of {sessions['slots']}, {sessions['waiting']} waiting",
+            highlight=False,
+        )
+    if speculation:
+        console.print(
+            f"speculation: {speculation['proposer']}, {speculation['accepted']} of {speculation['proposed']} "
+            f"proposed tokens accepted in the last {speculation['windows']} windows",
+            highlight=False,
+        )

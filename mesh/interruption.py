@@ -1,0 +1,76 @@
+"""Ctrl-C and SIGTERM as cancellation, so that everything is torn down in order, whatever was going on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+log = structlog.get_logger()
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_EXIT_INTERRUPTED: Final = 130
+
+
+class Interruption:
+    """Cancels one task at the first signal; later ones change nothing, tearing down takes only seconds."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+        self.received: signal.Signals | None = None
+
+    def arm(self, task: asyncio.Task[None] | None = None) -> None:
+        """Catch the signals from now on. Call again after a library took them for itself.
+
+        Args:
+            task: What is to be cancelled; the one of the last call unless given.
+        """
+        self._task = task or self._task
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.received is None and self._task is not None:
+            self.received = number
+            log.info("stopping", signal=number.name)
+            self._task.cancel()
+
+
+def run_interruptible(work: Callable[[Interruption], Coroutine[Any, Any, None]]) -> int:
+    """Run `work` to its end or until a signal comes.
+
+    Returns:
+        Exit code: 130 after Ctrl-C; 0 if the work ended, or after SIGTERM, which is how services are stopped.
+    """
+
+    async def supervise() -> int:
+        interruption = Interruption()
+        task = asyncio.create_task(work(interruption))
+        interruption.arm(task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if interruption.received is None:
+                raise
+        return _EXIT_INTERRUPTED if interruption.received is signal.SIGINT else 0
+
+    return asyncio.run(supervise())
+
+
+async def first_of(*works: Coroutine[Any, Any, None]) -> None:
+    """Run all until one returns or raises, and cancel the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,44 @@
+"""Logs: events with keys, on standard error. Colours for a person, JSON lines for anything else."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+
+class _StandardError:
+    """Standard error as it is at the time of writing: a progress bar borrows it while it draws."""
+
+    @staticmethod
+    def write(text: str) -> int:
+        return sys.stderr.write(text)
+
+    @staticmethod
+    def flush() -> None:
+        sys.stderr.flush()
+
+
+def set_up_logs(*, is_verbose: bool = False) -> None:
+    """Decide once, before the first event, how this process logs.
+
+    Args:
+        is_verbose: Debug events too.
+    """
+    is_terminal = sys.stderr.isatty()
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if is_terminal else "iso", utc=not is_terminal),
+    ]
+    renderer: list[structlog.typing.Processor] = (
+        [structlog.dev.ConsoleRenderer(pad_event_to=20)]
+        if is_terminal
+        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+    )
+    structlog.configure(
+        processors=[*shared, *renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if is_verbose else logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(file=_StandardError()),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,102 @@
+"""Progress of long work: bars on a terminal, a log event now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Protocol
+
+import structlog
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.progress import TaskID
+
+log = structlog.get_logger()
+
+_SECONDS_BETWEEN_EVENTS: Final = 5.0
+
+
+class ProgressTask(Protocol):
+    """One piece of work. Any thread may call it."""
+
+    def __call__(self, share: float, label: str | None = None) -> None:
+        """Note that `share` of the work is done, 0 to 1; `label` replaces what is said to go on."""
+
+
+class ProgressBars(Protocol):
+    """Makes tasks."""
+
+    def add(self, label: str) -> ProgressTask:
+        """Begin a piece of work."""
+
+
+@contextmanager
+def progress_bars() -> Iterator[ProgressBars]:
+    """Bars while in the block if standard error is a terminal, log events if not."""
+    if not sys.stderr.isatty():
+        yield _Events(time.monotonic)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield _Bars(progress)
+
+
+class _Bars:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def add(self, label: str) -> ProgressTask:
+        return _Bar(self._progress, self._progress.add_task(label, total=1.0))
+
+
+class _Bar:
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def __call__(self, share: float, label: str | None = None) -> None:
+        self._progress.update(self._task, completed=share, description=label)
+
+
+class _Events:
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        self._clock_s = clock_s
+
+    def add(self, label: str) -> ProgressTask:
+        return EventTask(label, self._clock_s)
+
+
+class EventTask:
+    """Logs how far the work is, at most every few seconds, and its end.
+
+    Args:
+        label: What is going on.
+        clock_s: Monotonic, seconds.
+    """
+
+    def __init__(self, label: str, clock_s: Callable[[], float]) -> None:
+        self._label = label
+        self._clock_s = clock_s
+        self._next_s = clock_s() + _SECONDS_BETWEEN_EVENTS
+        self._is_done = False
+
+    def __call__(self, share: float, label: str | None = None) -> None:
+        """Note progress."""
+        if label is not None and label != self._label:
+            self._label, self._is_done = label, False
+        is_due = self._clock_s() >= self._next_s
+        if self._is_done or not (is_due or share >= 1):
+            return
+        self._is_done = share >= 1
+        self._next_s = self._clock_s() + _SECONDS_BETWEEN_EVENTS
+        log.info("progress", task=self._label, percent=round(100 * share))

@@ -1,0 +1,40 @@
+"""What `mesh serve` prints for a person, on standard output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+import structlog
+
+if TYPE_CHECKING:
+    from mesh.serve.head import Head
+    from mesh.serve.options import ServeOptions
+    from mesh.serve.state import MeshState
+
+log = structlog.get_logger()
+
+
+def print_join_line(token: str) -> None:
+    """The line that lets a host join."""
+    click.echo(f"\nOn every host that shall take a share:\n\n  mesh join {token}\n")
+
+
+def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) -> None:
+    """Where the model answers, and a line to try it."""
+    num_stages = len(state.plan.stages) if state.plan is not None else 0
+    reason = state.plan.reason if state.plan is not None else ""
+    auth = ' -H "Authorization: Bearer $MESH_API_KEY"' if options.api_key_path is not None else ""
+    log.info("serving", url=url, model=options.model.stem, stages=num_stages)
+    click.echo(f"\n{options.model.stem} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
+    click.echo(
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n"
+        """    -d '{"model": "default", "messages": [{"role": "user", "content": "Who are you?"}]}'\n"""
+    )
+    if options.num_hosts == 0:
+        print_join_line(head.token)
+    click.echo("Ctrl-C stops it.")
+
+
+def _stages(count: int) -> str:
+    return "one stage" if count == 1 else f"{count} stages"

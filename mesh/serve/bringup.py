@@ -1,0 +1,206 @@
+"""From an open head to a served model, step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import structlog
+
+from mesh.coordinator import Coordinator, CoordinatorOptions
+from mesh.interruption import first_of
+from mesh.planner import HostCapacity, Plan, plan
+from mesh.serve.announce import print_join_line
+from mesh.serve.cutting import cut_stages
+from mesh.serve.mesh_keys import MeshKeys, new_mesh_keys
+from mesh.serve.stage_actors import StageActors
+from spanmesh_proto.errors import StageFailed
+from speculative.ngram import NgramProposer
+from stages.actor import StageConfig
+from stages.numerics import numerics_for
+from stages.runtime import RuntimeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from mesh.cluster.members import Member
+    from mesh.coordinator import StageAddress
+    from mesh.serve.head import Head
+    from mesh.serve.options import ServeOptions
+    from mesh.serve.preflight import Preflight
+    from mesh.serve.state import MeshState
+    from stages.cutting import StageCache, StageFile
+
+log = structlog.get_logger()
+
+_WATCH_S: Final = 0.5
+
+
+class Bringup:
+    """Hosts, plan, stage files, actors, ring.
+
+    Args:
+        options: What the user says.
+        known: What was found out beforehand.
+        state: Kept up to date; its engine answers once the ring is connected.
+        head: Open.
+        cache: Of this host.
+    """
+
+    def __init__(
+        self, options: ServeOptions, known: Preflight, state: MeshState, head: Head, cache: StageCache
+    ) -> None:
+        self._options = options
+        self._known = known
+        self._state = state
+        self._head = head
+        self._cache = cache
+
+    async def run(self, on_served: Callable[[], None]) -> NoReturn:
+        """All steps, then stay until cancelled.
+
+        Args:
+            on_served: Called when requests are answered.
+
+        Raises:
+            MeshError: If a step fails, or a stage goes away.
+        """
+        await self._gather_hosts()
+        placed = self._plan()
+        await first_of(self._serve(placed, on_served), self._watch_hosts(placed))
+        raise StageFailed("the mesh ended by itself")
+
+    async def _gather_hosts(self) -> None:
+        wanted = self._options.num_hosts
+        if wanted:
+            print_join_line(self._head.token)
+        while (missing := wanted - self._num_joined()) > 0:
+            self._say(f"waiting for {missing} of {wanted} hosts")
+            await self._head.members.changed()
+
+    def _num_joined(self) -> int:
+        return sum(member.name != self._options.name for member in self._head.members.ready)
+
+    def _plan(self) -> Plan:
+        placed = plan(
+            self._known.model,
+            [
+                HostCapacity(member.name, member.facts.memory_bytes, member.facts.speed_gb_per_s)
+                for member in self._head.members.ready
+            ],
+            self._known.workload,
+            num_stages=self._options.num_stages,
+            split=self._options.split,
+        )
+        self._state.plan = placed
+        layers: dict[str, list[str]] = {}
+        for stage in placed.stages:
+            layers.setdefault(stage.host, []).append(str(stage.layers))
+        for host, ranges in layers.items():
+            self._head.members.update(host, layers=", ".join(ranges))
+            self._head.service.announce(host, f"layers {', '.join(ranges)}")
+        log.info("planned", stages=len(placed.stages), reason=placed.reason, hosts=layers)
+        return placed
+
+    async def _serve(self, placed: Plan, on_served: Callable[[], None]) -> None:
+        self._say("cutting")
+        parts = [stage.layers for stage in placed.stages]
+        files = await cut_stages(self._cache, self._options.model, parts)
+        keys = new_mesh_keys(files)
+        async with self._actors(placed, files, keys) as actors:
+            self._say("placing stages")
+            await actors.place()
+            self._say("loading")
+            await actors.load()
+            self._say("connecting")
+            async with self._coordinator(await actors.connect(), keys) as coordinator:
+                self._state.engine.coordinator = coordinator
+                self._say("serving")
+                on_served()
+                while coordinator.is_ready:  # noqa: ASYNC110 - the coordinator has no event for it
+                    await asyncio.sleep(_WATCH_S)
+                raise StageFailed(f"{coordinator.status()['lost']}; start `mesh serve` again")
+
+    @asynccontextmanager
+    async def _actors(
+        self, placed: Plan, files: Sequence[StageFile], keys: MeshKeys
+    ) -> AsyncIterator[StageActors]:
+        members = self._hosts_of(placed)
+        num_stages_on = Counter(member.name for member in members)
+        configs = [
+            StageConfig(
+                stage_index=index,
+                layers=file.layers,
+                sha256=file.sha256,
+                size_bytes=file.size_bytes,
+                source=self._head.source,
+                options=RuntimeOptions(
+                    num_slots=self._known.workload.num_slots,
+                    ctx_size=self._known.workload.ctx_size,
+                    # They spin: stages of one host share its threads out.
+                    num_threads=max(1, member.facts.num_threads // num_stages_on[member.name]),
+                    exact=self._options.is_exact,
+                ),
+                mesh_id=keys.mesh_id,
+                mesh_key=keys.mesh_key,
+            )
+            for index, (file, member) in enumerate(zip(files, members, strict=True))
+        ]
+        actors = StageActors(self._head.driver, configs, members)
+        try:
+            yield actors
+        finally:
+            await actors.stop()
+
+    @asynccontextmanager
+    async def _coordinator(
+        self, stages: Sequence[StageAddress], keys: MeshKeys
+    ) -> AsyncIterator[Coordinator]:
+        coordinator = Coordinator(
+            stages,
+            CoordinatorOptions(
+                context_length=self._known.workload.ctx_size,
+                num_slots=self._known.workload.num_slots,
+                max_rows=numerics_for(exact=self._options.is_exact, num_threads=1).max_rows,
+            ),
+            mesh_id=keys.mesh_id,
+            mesh_key=keys.mesh_key,
+            make_proposer=NgramProposer if self._options.speculate == "ngram" else None,
+            clock_s=time.monotonic,
+        )
+        try:
+            await coordinator.start()
+            yield coordinator
+        finally:
+            await coordinator.stop()
+
+    def _hosts_of(self, placed: Plan) -> list[Member]:
+        """The host of each stage.
+
+        Raises:
+            StageFailed: If one has left since the plan was made.
+        """
+        present = {member.name: member for member in self._head.members}
+        for stage in placed.stages:
+            if stage.host not in present:
+                raise _left(stage.host, str(stage.layers))
+        return [present[stage.host] for stage in placed.stages]
+
+    async def _watch_hosts(self, placed: Plan) -> NoReturn:
+        """Raise when a host that the plan needs leaves: Ray would notice later."""
+        while True:
+            self._hosts_of(placed)
+            await self._head.members.changed()
+
+    def _say(self, phase: str) -> None:
+        if phase != self._state.phase:
+            self._state.phase = phase
+            log.info("phase", phase=phase)
+            self._head.service.announce_to_all(phase)
+
+
+def _left(host: str, layers: str) -> StageFailed:
+    return StageFailed(f"host {host}, which holds layers {layers}, left the mesh; start `mesh serve` again")

@@ -1,0 +1,135 @@
+"""The head of a mesh: its Ray node, its membership service, its join token."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import secrets
+import time
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import structlog
+
+from mesh.cluster.addresses import join_address
+from mesh.cluster.certificate import Certificate, make_certificate
+from mesh.cluster.host_facts import HostFacts, read_host_facts
+from mesh.cluster.join_token import JoinToken, encode
+from mesh.cluster.members import Member, Members, check_name
+from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
+from mesh.cluster.ray_driver import RayDriver
+from mesh.cluster.ray_node import RayNode, RayNodeConfig, new_ray_token
+from mesh.serve.token_file import token_file
+from stages.fetch import FetchSource
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from mesh.interruption import Interruption
+    from mesh.serve.options import ServeOptions
+    from stages.cutting import StageCache
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the rest of `mesh serve` needs of the head.
+
+    Attributes:
+        driver: Places actors.
+        members: Hosts; this one among them unless it holds no layers.
+        service: Tells hosts what goes on.
+        source: Where hosts fetch stage files.
+        token: The join token, as text.
+        node: This host's Ray node.
+    """
+
+    driver: RayDriver
+    members: Members
+    service: MembershipService
+    source: FetchSource
+    token: str
+    node: RayNode
+
+
+@asynccontextmanager
+async def open_head(
+    options: ServeOptions, cache: StageCache, interruption: Interruption
+) -> AsyncIterator[Head]:
+    """Ray and the membership service run while in the block; afterwards every host has been sent home.
+
+    Args:
+        options: What the user says.
+        cache: Whose files are sent to hosts.
+        interruption: Armed again after Ray has taken the signals for itself.
+
+    Raises:
+        JoinError: If this host's name is none.
+        ClusterError: If Ray does not start.
+        PortInUse: If the membership service cannot listen.
+    """
+    check_name(options.name)
+    facts = await asyncio.to_thread(
+        read_host_facts, memory_bytes=options.memory_bytes, num_threads=options.num_threads
+    )
+    ray_token = new_ray_token()
+    own = Member(
+        name=options.name,
+        address=options.advertise,
+        facts=facts,
+        ray_node_name=f"{options.name}.{secrets.token_hex(4)}",
+        is_ready=True,
+    )
+    with _ray_node(RayNodeConfig(own.address, own.ray_node_name, ray_token)) as node:
+        ray = RayAccess(await node.wait_ready(), ray_token)
+        with _ray_driver(node, ray.address, interruption) as driver:
+            members = Members()
+            if not options.is_head_only:
+                members.admit(own)
+            async with _membership(options, facts, ray, members, cache) as (service, certificate, token):
+                source = FetchSource(token.addresses[0], certificate.certificate_pem, token.secret)
+                with token_file(options.token_path, encode(token)):
+                    yield Head(driver, members, service, source, encode(token), node)
+
+
+@contextmanager
+def _ray_node(config: RayNodeConfig) -> Iterator[RayNode]:
+    node = RayNode(config)
+    try:
+        yield node
+    finally:
+        node.stop()
+
+
+@contextmanager
+def _ray_driver(node: RayNode, address: str, interruption: Interruption) -> Iterator[RayDriver]:
+    driver = RayDriver(node, address)
+    interruption.arm()
+    try:
+        yield driver
+    finally:
+        driver.close()
+
+
+@asynccontextmanager
+async def _membership(
+    options: ServeOptions, facts: HostFacts, ray: RayAccess, members: Members, cache: StageCache
+) -> AsyncIterator[tuple[MembershipService, Certificate, JoinToken]]:
+    certificate = make_certificate(dt.datetime.now(dt.UTC))
+    token = JoinToken(
+        addresses=(),  # known once the service listens; to check a host, they do not matter
+        secret=secrets.token_urlsafe(32),
+        fingerprint=certificate.fingerprint,
+        expires_at_s=int(time.time() + options.token_hours * 3600),
+    )
+    service = MembershipService(token=token, ray=ray, members=members, cache=cache, versions=facts.versions)
+    server = MembershipServer(service, certificate)
+    port = await server.start(options.advertise, options.join_port)
+    address = join_address(options.advertise, port)
+    log.info("membership_open", address=address, token_hours=options.token_hours)
+    try:
+        yield service, certificate, replace(token, addresses=(address,))
+    finally:
+        await server.stop()

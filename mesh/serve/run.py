@@ -1,0 +1,58 @@
+"""`mesh serve` from its first check to its last goodbye."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NoReturn
+
+from mesh.api import create_app, serve_api
+from mesh.interruption import first_of
+from mesh.serve.announce import print_served
+from mesh.serve.bringup import Bringup
+from mesh.serve.head import Head, open_head
+from mesh.serve.pending import PendingEngine
+from mesh.serve.preflight import check
+from mesh.serve.state import MeshState
+from spanmesh_proto.errors import ClusterError
+from stages.cutting import StageCache
+
+if TYPE_CHECKING:
+    from mesh.interruption import Interruption
+    from mesh.serve.options import ServeOptions
+
+
+async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
+    """Serve until interrupted. However it ends, nothing that it started is left.
+
+    Args:
+        options: What the user says.
+        interruption: What cancels this.
+
+    Raises:
+        MeshError: If anything stands in the way; the message says what, and what to do.
+    """
+    known = check(options)
+    engine = PendingEngine(known.workload.ctx_size)
+    state = MeshState(known.model, engine, numeric_mode="exact" if options.is_exact else "fast")
+    cache = StageCache()
+    app = create_app(
+        engine=engine,
+        tokenizer=known.tokenizer,
+        model_id=options.model.stem,
+        created=int(time.time()),
+        api_keys=known.api_keys,
+        status=state.as_dict,
+        ready=lambda: engine.is_ready,
+    )
+    async with (
+        serve_api(app, options.host, options.port) as url,
+        open_head(options, cache, interruption) as head,
+    ):
+        state.members = head.members
+        bringup = Bringup(options, known, state, head, cache)
+        await first_of(bringup.run(lambda: print_served(options, state, url, head)), _watch_ray(head))
+
+
+async def _watch_ray(head: Head) -> NoReturn:
+    await head.node.ended()
+    raise ClusterError("the head's Ray node ended; see what else runs on this host and start again")
