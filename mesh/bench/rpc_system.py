@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.server_process import last_lines, start_logged, wait_healthy
-from spanmesh_proto.errors import MeshError
+from mesh.bench.server_process import start_logged, wait_healthy, wait_listening
 
 if TYPE_CHECKING:
     import subprocess
@@ -54,8 +52,8 @@ class RpcSystem:
         stages = range(1, lab.num_hosts)
         for host in stages:
             argv = [str(self._programs.rpc_server), "-H", lab.address(host), "-p", str(_RPC_PORT)]
-            self._launch(host, [*argv, "-t", self._threads])
-        self._wait_listening()
+            process = self._launch(host, [*argv, "-t", self._threads])
+            wait_listening(lab, host, _RPC_PORT, process, self._log(host))
         endpoints = ",".join(f"{lab.address(host)}:{_RPC_PORT}" for host in stages)
         argv = [str(self._programs.server), "--model", str(self._model), "--port", str(self.port)]
         argv += ["--rpc", endpoints, "--n-gpu-layers", "99", "--split-mode", "layer"]
@@ -92,16 +90,3 @@ class RpcSystem:
 
     def _log(self, host: int) -> Path:
         return self._logs / f"rpc-host{host}.log"
-
-    def _wait_listening(self, timeout_s: float = 20.0) -> None:
-        # A server says so in its log; to try its port would be a connection, and it serves one at a time.
-        deadline_s = time.monotonic() + timeout_s
-        for host in range(1, self._lab.num_hosts):
-            log = self._log(host)
-            while _RPC_LISTENING not in log.read_text(errors="replace"):
-                if time.monotonic() > deadline_s:
-                    raise MeshError(f"the RPC server on host{host} did not start:\n{last_lines(log)}")
-                time.sleep(0.05)
-
-
-_RPC_LISTENING: Final = "Starting RPC server"

@@ -10,7 +10,7 @@ from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from mesh.lab import Lab
@@ -33,22 +33,41 @@ def wait_healthy(
     Raises:
         MeshError: If the process ends first or takes too long; the message ends with its last words.
     """
-    deadline_s = time.monotonic() + timeout_s
-    while not _is_healthy(lab, host, port):
-        if process.poll() is not None:
-            raise MeshError(
-                f"the server on host{host} ended with code {process.returncode}:\n{last_lines(log)}"
-            )
-        if time.monotonic() > deadline_s:
-            raise MeshError(
-                f"the server on host{host} is not ready after {timeout_s:g} s:\n{last_lines(log)}"
-            )
-        time.sleep(_POLL_S)
+    _wait(lambda: _is_healthy(lab, host, port), host, process, log, timeout_s)
+
+
+def wait_listening(
+    lab: Lab, host: int, port: int, process: subprocess.Popen[bytes], log: Path, *, timeout_s: float = 20.0
+) -> None:
+    """Wait until somebody listens on a host's port, without a connection: not every server likes to be tried.
+
+    Raises:
+        MeshError: Like `wait_healthy`.
+    """
+    _wait(lambda: _is_listening(lab, host, port), host, process, log, timeout_s)
 
 
 def last_lines(log: Path) -> str:
     """The end of a log, for a message."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
+
+
+def _wait(
+    is_ready: Callable[[], bool], host: int, process: subprocess.Popen[bytes], log: Path, timeout_s: float
+) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not is_ready():
+        if process.poll() is not None:
+            raise MeshError(f"host{host}'s server ended with code {process.returncode}:\n{last_lines(log)}")
+        if time.monotonic() > deadline_s:
+            raise MeshError(f"host{host}'s server is not ready after {timeout_s:g} s:\n{last_lines(log)}")
+        time.sleep(_POLL_S)
+
+
+def _is_listening(lab: Lab, host: int, port: int) -> bool:
+    table = lab.exec(host, ["cat", "/proc/net/tcp"]).stdout.splitlines()[1:]
+    # Second column: local address in hexadecimal; fourth: state, of which 0A is LISTEN.
+    return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in map(str.split, table))
 
 
 def _is_healthy(lab: Lab, host: int, port: int) -> bool:
