@@ -11,7 +11,7 @@ per second takes its place when windows fly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class GateOptions:
     max_loss: float = 2.0
     max_credit: float = 4.0
     first_pause: int = 8
-    max_pause: int = 64
+    max_pause: int = 256
     plain_weight: float = 0.25
 
 
@@ -46,19 +46,36 @@ class GateDecision:
     reason: str
 
 
+@dataclass(frozen=True)
+class GateAccount:
+    """Where a session's account stands.
+
+    Attributes:
+        plain_ms: Running mean of a plain window's time; None before the first.
+        balance: Won (above zero) or lost by proposing, in plain windows.
+        pause: Windows that the gate stays shut the next time.
+        wait: Windows that it still stays shut now.
+    """
+
+    plain_ms: float | None
+    balance: float
+    pause: int
+    wait: int
+
+
 class Gate:
-    """One session's account.
+    """One session's gate.
 
     Args:
         options: How patient it is.
+        prior: Where the account of an earlier session on the same stages stood: a new one starts with its
+            measure of a plain window, its doubts and its pause, but without its credit: its text earned that.
     """
 
-    def __init__(self, options: GateOptions | None = None) -> None:
+    def __init__(self, options: GateOptions | None = None, prior: GateAccount | None = None) -> None:
         self._options = options or GateOptions()
-        self._plain_ms: float | None = None
-        self._balance = 0.0
-        self._pause = self._options.first_pause
-        self._wait = 0
+        start = prior or GateAccount(plain_ms=None, balance=0.0, pause=self._options.first_pause, wait=0)
+        self.account = replace(start, balance=min(0.0, start.balance))
 
     def decide(self, max_width: int) -> GateDecision:
         """How many tokens the next window may propose, and why.
@@ -66,11 +83,11 @@ class Gate:
         Args:
             max_width: What the window has room for.
         """
-        if self._plain_ms is None:
+        if self.account.plain_ms is None:
             return GateDecision(0, "measuring a plain window first")
-        if self._wait:
-            return GateDecision(0, f"proposing lost time: trying again in {self._wait} windows")
-        return GateDecision(max_width, f"open, {self._balance:+.1f} plain windows won")
+        if self.account.wait:
+            return GateDecision(0, f"proposing lost time: trying again in {self.account.wait} windows")
+        return GateDecision(max_width, f"open, {self.account.balance:+.1f} plain windows won")
 
     def record(self, num_proposed: int, num_committed: int, elapsed_ms: float) -> None:
         """Enter a judged window.
@@ -80,20 +97,29 @@ class Gate:
             num_committed: Tokens that it committed, at least one.
             elapsed_ms: From sending it to its verdict.
         """
-        self._wait = max(0, self._wait - 1)
+        account = replace(self.account, wait=max(0, self.account.wait - 1))
         if num_proposed == 0:
-            weight = 1.0 if self._plain_ms is None else self._options.plain_weight
-            self._plain_ms = weight * elapsed_ms + (1.0 - weight) * (self._plain_ms or 0.0)
-        elif self._plain_ms:
-            won = num_committed - elapsed_ms / self._plain_ms
-            self._balance = min(self._balance + won, self._options.max_credit)
-            self._settle()
+            account = replace(account, plain_ms=self._mean(account.plain_ms, elapsed_ms))
+        elif account.plain_ms:
+            won = num_committed - elapsed_ms / account.plain_ms
+            account = self._settle(replace(account, balance=account.balance + won))
+        self.account = account
 
-    def _settle(self) -> None:
-        if self._balance >= 0.0:
-            self._pause = self._options.first_pause
-        elif self._balance <= -self._options.max_loss:
-            self._wait = self._pause
-            self._pause = min(2 * self._pause, self._options.max_pause)
-            # The next try starts overdrawn: one more loss of any size to speak of shuts the gate again.
-            self._balance = -self._options.max_loss / 2
+    def _mean(self, mean_ms: float | None, newest_ms: float) -> float:
+        return newest_ms if mean_ms is None else mean_ms + self._options.plain_weight * (newest_ms - mean_ms)
+
+    def _settle(self, account: GateAccount) -> GateAccount:
+        options = self._options
+        if account.balance >= 0.0:
+            return replace(
+                account, balance=min(account.balance, options.max_credit), pause=options.first_pause
+            )
+        if account.balance > -options.max_loss:
+            return account
+        # The next try starts overdrawn: one more loss to speak of shuts the gate again.
+        return replace(
+            account,
+            balance=-options.max_loss / 2,
+            wait=account.pause,
+            pause=min(2 * account.pause, options.max_pause),
+        )

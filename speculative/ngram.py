@@ -29,7 +29,7 @@ class NgramOptions:
         ValueError: If a value is not positive.
     """
 
-    min_match: int = 3
+    min_match: int = 2
     tokens_per_match: float = 1.0
     max_indexed_tokens: int = 16384
 

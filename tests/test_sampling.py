@@ -1,4 +1,4 @@
-"""The sampler: greedy, filters as defined, draws as probable as they should be, errors that name the field."""
+"""The sampler: greedy, filters as defined, draws as probable as they should be, errors with a name."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,8 @@ def scale(row: Row, temperature: float) -> NDArray[np.float64]:
 
 def probabilities(row: Row, temperature: float = 1.0) -> NDArray[np.float64]:
     weights: NDArray[np.float64] = np.exp(scale(row, temperature))
-    return weights / weights.sum()
+    share: NDArray[np.float64] = weights / weights.sum()
+    return share
 
 
 def candidates(row: Row, sampling: Sampling) -> list[int]:
