@@ -1,13 +1,14 @@
 """The cache of stage files: nothing is cut, hashed or fetched twice, and a damaged file is noticed."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
 from spanmesh_proto.errors import ModelError, UncuttableModel
-from stages.cutting import StageCache
+from stages.cutting import StageCache, StageFile
 from stages.cutting.cache import default_root
 from stages.cutting.digest import file_sha256
 from stages.layers import LayerRange
@@ -149,6 +150,18 @@ def test_an_unknown_family_is_checked_once(cache: StageCache, tmp_path: Path) ->
         cache.cut(source, LAYERS)
     events = [entry["event"] for entry in logs]
     assert events == ["self_check_started", "self_check_passed", "stage_cut", "stage_cut"]
+
+
+def test_cutting_at_the_same_time(source: Path, tmp_path: Path) -> None:
+    def cut(_number: int) -> StageFile:
+        return StageCache(tmp_path / "cache").cut(source, LAYERS)
+
+    with ThreadPoolExecutor(8) as threads:
+        stages = set(threads.map(cut, range(16)))
+    assert len(stages) == 1
+    (stage,) = stages
+    assert file_sha256(stage.path) == stage.sha256
+    assert stored_files(tmp_path) == {f"{stage.sha256}.gguf", f"{stage.sha256}.json"}
 
 
 def test_a_refused_family_leaves_no_stage(cache: StageCache, tmp_path: Path) -> None:

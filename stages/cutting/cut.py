@@ -9,6 +9,7 @@ from stages.cutting.atomic import atomic_write
 from stages.cutting.digest import file_sha256
 from stages.cutting.gguf_writer import StageWriter, stage_bytes
 from stages.cutting.layout import lay_out
+from stages.cutting.model_file import ModelFile
 from stages.cutting.self_check import require_exact_cut
 from stages.cutting.source_model import read_source
 
@@ -60,14 +61,14 @@ def write_stage(
 
     Raises:
         ModelError: If the output cannot be written, or is the source itself.
-        InvalidModel: If the source ends early.
+        InvalidModel: If the source ends early or cannot be read.
     """
     source = model.header.path
     if output.exists() and output.samefile(source):
         raise ModelError(f"the output {output} is the model itself; choose another name")
     layout = lay_out(model, layers, source_sha256)
-    with atomic_write(output) as file, source.open("rb") as reader:
-        return StageWriter(reader, source, file, on_bytes).write(layout)
+    with ModelFile(source) as reader, atomic_write(output) as file:
+        return StageWriter(reader, file, on_bytes).write(layout)
 
 
 class ByteCounter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Final
 
-from spanmesh_proto.errors import InvalidModel
+from stages.cutting.model_file import ModelFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,13 +28,11 @@ def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> st
         InvalidModel: If the file cannot be read.
     """
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                if on_bytes is not None:
-                    on_bytes(count)
-    except OSError as error:
-        raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from error
+    position = 0
+    with ModelFile(path) as file:
+        while chunk := file.read_at(position, _CHUNK_BYTES):
+            digest.update(chunk)
+            position += len(chunk)
+            if on_bytes is not None:
+                on_bytes(len(chunk))
     return digest.hexdigest()

@@ -12,9 +12,9 @@ from stages.cutting.gguf_value import Value, ValueType
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from stages.cutting.layout import StageLayout, StageTensor
+    from stages.cutting.model_file import ModelFile
 
 _VERSION: Final = 3
 _CHUNK_BYTES: Final = 4 * 1024 * 1024
@@ -49,16 +49,12 @@ class StageWriter:
 
     Args:
         source: The whole model's file.
-        source_path: Its path, for error texts.
         output: Where to write.
         on_bytes: Called with the number of bytes just written.
     """
 
-    def __init__(
-        self, source: BinaryIO, source_path: Path, output: BinaryIO, on_bytes: Callable[[int], None]
-    ) -> None:
+    def __init__(self, source: ModelFile, output: BinaryIO, on_bytes: Callable[[int], None]) -> None:
         self._source = source
-        self._source_path = source_path
         self._output = output
         self._on_bytes = on_bytes
         self._hash = hashlib.sha256()
@@ -70,7 +66,7 @@ class StageWriter:
             Its sha256, hex.
 
         Raises:
-            InvalidModel: If the source ends early.
+            InvalidModel: If the source ends early or cannot be read.
         """
         self._put(encode_header(layout))
         for tensor in layout.tensors:
@@ -82,15 +78,15 @@ class StageWriter:
         if tensor.source_offset_bytes is None:
             self._zeros(tensor.n_bytes)
             return
-        self._source.seek(tensor.source_offset_bytes)
-        left = tensor.n_bytes
+        position, left = tensor.source_offset_bytes, tensor.n_bytes
         while left:
-            chunk = self._source.read(min(left, _CHUNK_BYTES))
+            chunk = self._source.read_at(position, min(left, _CHUNK_BYTES))
             if not chunk:
                 raise InvalidModel(
-                    f"{self._source_path} ended inside tensor {tensor.name!r} while it was being cut"
+                    f"{self._source.path} ended inside tensor {tensor.name!r} while it was being cut"
                 )
             self._put(chunk)
+            position += len(chunk)
             left -= len(chunk)
 
     def _zeros(self, count: int) -> None:
