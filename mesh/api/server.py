@@ -96,9 +96,10 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _name, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
         raise MeshError(
-            f"cannot listen on {host}: {error.strerror}; give --host an address of this machine"
+            f"cannot listen on {host}: {reason}; give --host an address of this machine"
         ) from None
     listener = socket.socket(family, kind, protocol)
     try:

@@ -1,0 +1,89 @@
+"""The real app on a real socket, in the test's own event loop."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import openai
+
+from mesh.api import ApiKeys, create_app, serve_api
+from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
+from mesh.tokenizer import Tokenizer
+
+MODEL = "smollm2"
+KEY = "sk-of-alice"
+
+
+@dataclass
+class Api:
+    """A running server and two ways to talk to it."""
+
+    url: str
+    http: httpx.AsyncClient
+    openai: openai.AsyncOpenAI
+
+
+@asynccontextmanager
+async def running_api(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    *,
+    keys: ApiKeys | None = None,
+    ready: Callable[[], bool] = lambda: True,
+    ping_interval_s: float = 5.0,
+) -> AsyncIterator[Api]:
+    """Serve `engine` on a free port."""
+    app = create_app(
+        engine=engine,
+        tokenizer=tokenizer,
+        model_id=MODEL,
+        created=1_700_000_000,
+        api_keys=keys,
+        status=lambda: {"hosts": 3},
+        ready=ready,
+        ping_interval_s=ping_interval_s,
+    )
+    async with (
+        serve_api(app, "127.0.0.1", 0) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60) as client,
+    ):
+        yield Api(url, http, client)
+
+
+@dataclass
+class ScriptedEngine:
+    """An engine for what a healthy one does not do: fail, stall, or commit several tokens at a time.
+
+    Attributes:
+        steps: Token ids that are committed together, or a pause in seconds, or an error to raise.
+        stats: Goes with every step.
+    """
+
+    steps: Sequence[tuple[int, ...] | float | Exception]
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    context_length: int = 64
+    requests: list[GenerationRequest] = field(default_factory=list)
+    num_running: int = 0
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
+        """Play the steps; the last one ends the answer."""
+        self.requests.append(request)
+        self.num_running += 1
+        try:
+            for index, step in enumerate(self.steps):
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, float):
+                    await asyncio.sleep(step)
+                    continue
+                is_last = index == len(self.steps) - 1
+                ends = step[-1] in request.end_tokens
+                yield Committed(step, ("stop" if ends else "length") if is_last else None, self.stats)
+        finally:
+            await asyncio.sleep(0)  # closing a session takes a message or two
+            self.num_running -= 1
+            self.closed.set()
