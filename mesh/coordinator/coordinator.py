@@ -22,6 +22,7 @@ from speculative.statistics import SpeculationStatistics
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
+    from speculative.gate import GateAccount
     from speculative.proposer import Proposer
 
 log = structlog.get_logger()
@@ -107,6 +108,7 @@ class Coordinator:
         self._lost: MeshError | None = None
         self._totals = [_StageTotals() for _ in stages]
         self._speculation = SpeculationStatistics()
+        self._gate_account: GateAccount | None = None
         self._ring = Ring(
             self._stages,
             mesh_id,
@@ -204,7 +206,8 @@ class Coordinator:
             max_proposed=self._options.max_proposed,
             proposer=self._make_proposer() if self._make_proposer else None,
         )
-        gate = Gate()
+        # A new session starts with what the last one learned about the ring, not about its text.
+        gate = Gate(prior=self._gate_account)
         started_s = self._clock_s()
         window, answer = await self._prefill(session, generation)
         step = generation.commit(window, answer.tokens)
@@ -223,6 +226,7 @@ class Coordinator:
             if judgement.is_rejected:
                 session.epoch += 1
             gate.record(judgement.num_proposed, len(judgement.committed), (answer.arrived_s - sent_s) * 1000)
+            self._gate_account = gate.account
             self._speculation = self._speculation.add(judgement)
             stats = replace(
                 stats,
