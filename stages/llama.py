@@ -62,5 +62,7 @@ def init_backend() -> None:
 
 
 def last_complaint() -> str:
-    """llama.cpp's latest warning or error, for an error text of ours."""
-    return _recent_complaints[-1] if _recent_complaints else "no reason given"
+    """llama.cpp's latest warning or error that gives a reason, for an error text of ours."""
+    # The very last line of a failed load says only that it failed.
+    reasons = (line for line in reversed(_recent_complaints) if not line.endswith("failed to load model"))
+    return next(reasons, "no reason given")
