@@ -24,7 +24,7 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def engine(smollm2_path: Path) -> Iterator[WholeModelEngine]:
-    engine = WholeModelEngine(smollm2_path)
+    engine = WholeModelEngine(smollm2_path, context_length=256)
     yield engine
     engine.close()
 
@@ -97,9 +97,9 @@ async def test_the_model_may_end_the_answer(api: Api) -> None:
 
 
 async def test_ignore_eos_goes_on_to_the_limit(api: Api) -> None:
-    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 200}
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 100}
     answer = await _ask(api, **fields, extra_body={"ignore_eos": True})
-    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 200)
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 100)
 
 
 async def test_a_stop_string_that_spans_tokens_ends_the_answer_before_it(
@@ -169,15 +169,15 @@ async def test_developer_is_another_word_for_system(api: Api) -> None:
 
 async def test_an_over_long_prompt_is_refused_with_the_numbers(api: Api) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        await _ask(api, messages=[{"role": "user", "content": "word " * 600}])
+        await _ask(api, messages=[{"role": "user", "content": "word " * 300}])
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
-    assert "context holds 512" in caught.value.message
-    assert "has 6" in caught.value.message
+    assert "context holds 256" in caught.value.message
+    assert "has 3" in caught.value.message
 
 
 async def test_a_limit_beyond_the_context_is_cut_to_it(api: Api) -> None:
     answer = await _ask(api, max_tokens=100_000, extra_body={"ignore_eos": True})
-    assert answer.usage.total_tokens == 512
+    assert answer.usage.total_tokens == 256
     assert answer.choices[0].finish_reason == "length"
 
 

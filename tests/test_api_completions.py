@@ -25,7 +25,7 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def engine(smollm2_path: Path) -> Iterator[WholeModelEngine]:
-    engine = WholeModelEngine(smollm2_path)
+    engine = WholeModelEngine(smollm2_path, context_length=256)
     yield engine
     engine.close()
 
@@ -112,9 +112,9 @@ async def test_impossible_prompts_are_refused(api: Api, prompt: Any, words: str)
 
 async def test_an_over_long_prompt_is_refused(api: Api) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        await _complete(api, [7] * 512)
+        await _complete(api, [7] * 256)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-    longest = await _complete(api, [7] * 511)
+    longest = await _complete(api, [7] * 255)
     assert longest.usage.completion_tokens == 1
 
 

@@ -173,3 +173,17 @@ async def test_cancelling_the_owner_closes_the_server(engine: ScriptedEngine, to
     async with httpx.AsyncClient() as http:
         with pytest.raises(httpx.ConnectError):
             await http.get(url)
+
+
+async def test_what_is_not_http_is_refused_and_logged_as_an_event(
+    engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    async with running_api(engine, tokenizer) as api:
+        host, port = api.url.removeprefix("http://").split(":")
+        with capture_logs() as events:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+            assert b"400" in await reader.readline()
+            writer.close()
+        assert (await api.http.get("/health")).status_code == 200
+    assert [event["event"] for event in events] == ["http_server"]

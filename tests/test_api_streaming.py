@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from structlog.testing import capture_logs
 
 from mesh.engine import GenerationStats
 from mesh.tokenizer import Tokenizer
@@ -94,14 +95,20 @@ async def test_a_refusal_before_the_first_token_is_a_status(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_nobody_expected_tells_clients_nothing(tokenizer: Tokenizer, *, stream: bool) -> None:
+async def test_what_nobody_expected_tells_neither_client_nor_log_its_text(
+    tokenizer: Tokenizer, *, stream: bool
+) -> None:
     engine = ScriptedEngine([RuntimeError("the password is swordfish")])
     async with running_api(engine, tokenizer) as api:
-        response = await api.http.post(CHAT, json={"messages": HELLO, "stream": stream})
+        with capture_logs() as events:
+            response = await api.http.post(CHAT, json={"messages": HELLO, "stream": stream})
         health = await api.http.get("/health")
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
-    assert "swordfish" not in response.text
+    assert "swordfish" not in response.text + str(events)
+    [event] = [event for event in events if event["event"] == "request_failed_unexpectedly"]
+    assert event["error"] == "RuntimeError"
+    assert "api_harness.py" in event["at"][0]
     assert health.status_code == 200
 
 

@@ -9,6 +9,7 @@ import structlog
 
 from mesh.api.auth import KEY_NAME
 from mesh.api.errors import error_response
+from mesh.api.unexpected import log_unexpected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,7 @@ class RequestLog:
             try:
                 await self._app(scope, receive, send_with_id)
             except Exception as error:
-                log.exception("request_failed_unexpectedly")
+                log_unexpected(error)
                 if status != CLIENT_GONE_STATUS:
                     raise  # part of a response is out: only cutting the connection is left
                 await error_response(error)(scope, receive, send_with_id)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
+from mesh.api.uvicorn_log import route_uvicorn_log
 from spanmesh_proto.errors import MeshError, PortInUse
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ async def serve_api(app: FastAPI, host: str, port: int) -> AsyncGenerator[str, N
     """
     if not app.state.needs_key:
         require_key_beyond_loopback(host, has_keys=False)
+    route_uvicorn_log()
     listener = listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
     config = uvicorn.Config(

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from mesh.api.errors import error_body, error_response
 from mesh.api.hang_up import ClientGoneError, unless_hung_up
 from mesh.api.json_response import json_bytes
+from mesh.api.unexpected import log_unexpected
 from spanmesh_proto.errors import MeshError, wire_of
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 log = structlog.get_logger()
-
-Emit = "Callable[[bytes], Awaitable[None]]"
 
 PING: Final = b": ping\n\n"
 DONE: Final = b"data: [DONE]\n\n"
@@ -63,11 +62,11 @@ class EventStream(Response):
         except ClientGoneError:
             log.info("client_gone")
             return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a stream must say that it failed, whatever did
             if isinstance(error, MeshError):
                 log.info("stream_failed", code=wire_of(error).code)
             else:
-                log.exception("stream_failed_unexpectedly")
+                log_unexpected(error)
             if not sink.started:
                 await error_response(error)(scope, receive, send)
                 return
