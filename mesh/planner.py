@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 SPEED_NOISE: Final = 0.25
 # What a stage takes besides weights and KV cache: its process, and llama.cpp's compute buffers.
 STAGE_OVERHEAD_BYTES: Final = 400 * 2**20
+# The tail keeps logits for as many rows as a batch may have.
+_LOGIT_ROWS: Final = 128
+_F32_BYTES: Final = 4
 _MAX_ORDERS: Final = 24
 _MAX_CHOICES: Final = 32
 # A measurement of nothing must not divide by nothing.
@@ -117,13 +120,13 @@ def plan(
     """
     if not hosts:
         raise NotEnoughHosts("no host can take a stage: join one with `mesh join`, or leave out --head-only")
+    check_stages(model, num_stages=num_stages, split=split)
     shapes = _Shapes(model, workload)
     even = even_out_noise(hosts)
     if split is not None:
         num_stages = len(split)
-        shapes = replace(shapes, only_cuts=_cuts_of(split, model))
+        shapes = replace(shapes, only_cuts=_cuts_of(split))
     if num_stages is not None:
-        _check_num_stages(num_stages, model)
         stages = _best(shapes, even, num_stages)
         if stages is None:
             raise _does_not_fit(shapes, hosts)
@@ -133,6 +136,24 @@ def plan(
         if stages is not None:
             return Plan(stages, _reason(shapes, stages))
     raise _does_not_fit(shapes, hosts)
+
+
+def check_stages(
+    model: ModelFacts, *, num_stages: int | None = None, split: Sequence[int] | None = None
+) -> None:
+    """Check what the user wants of the stages, before any host is known.
+
+    Raises:
+        UncuttableModel: If the model cannot be cut into so many stages, or not at these places.
+    """
+    if split is not None:
+        _check_split(split, model)
+    most = len(model.allowed_cuts) + 1
+    if num_stages is not None and not 1 <= num_stages <= most:
+        raise UncuttableModel(
+            f"{model.name} ({model.architecture}) can be cut into 1 to {most} stages, not {num_stages}",
+            param="--stages",
+        )
 
 
 def even_out_noise(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
@@ -192,7 +213,8 @@ class _Shapes:
 
     def memory_bytes(self, layers: LayerRange) -> int:
         """What the stage takes of its host."""
-        return self.weight_bytes(layers) + self.cache_bytes(layers) + STAGE_OVERHEAD_BYTES
+        logits = self.model.n_vocab * _F32_BYTES * _LOGIT_ROWS if layers.stop == self.model.n_layers else 0
+        return self.weight_bytes(layers) + self.cache_bytes(layers) + logits + STAGE_OVERHEAD_BYTES
 
     @cached_property
     def _layer_sums(self) -> list[int]:
@@ -274,8 +296,12 @@ def _shortest(
     return reached.get(shapes.model.n_layers)
 
 
-def _cuts_of(split: Sequence[int], model: ModelFacts) -> tuple[int, ...]:
-    """Where stages with these numbers of layers start."""
+def _cuts_of(split: Sequence[int]) -> tuple[int, ...]:
+    """Where stages with these numbers of layers start, 0 left out."""
+    return tuple(itertools.accumulate(split))[:-1]
+
+
+def _check_split(split: Sequence[int], model: ModelFacts) -> None:
     shown = ",".join(map(str, split))
     if any(count < 1 for count in split) or sum(split) != model.n_layers:
         raise UncuttableModel(
@@ -283,22 +309,11 @@ def _cuts_of(split: Sequence[int], model: ModelFacts) -> tuple[int, ...]:
             "stage",
             param="--split",
         )
-    cuts = tuple(itertools.accumulate(split))[:-1]
-    forbidden = [cut for cut in cuts if cut not in model.allowed_cuts]
+    forbidden = [cut for cut in _cuts_of(split) if cut not in model.allowed_cuts]
     if forbidden:
         raise UncuttableModel(
             f"--split {shown}: {model.name} ({model.architecture}) cannot be cut at layer {forbidden[0]}",
             param="--split",
-        )
-    return cuts
-
-
-def _check_num_stages(num_stages: int, model: ModelFacts) -> None:
-    most = len(model.allowed_cuts) + 1
-    if not 1 <= num_stages <= most:
-        raise UncuttableModel(
-            f"{model.name} ({model.architecture}) can be cut into 1 to {most} stages, not {num_stages}",
-            param="--stages",
         )
 
 

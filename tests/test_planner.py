@@ -40,7 +40,7 @@ def model(
         name="model",
         n_layers=n_layers,
         n_embd=64,
-        n_vocab=1000,
+        n_vocab=0,
         n_ctx_train=2048,
         file_bytes=n_layers * layer_mib * MIB,
         layer_bytes=(layer_mib * MIB,) * n_layers,

@@ -105,10 +105,12 @@ async def result_of(call: Awaitable[Any], who: str) -> Any:
             raise cause from None
         raise StageFailed(f"{who} failed: {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
-        raise StageFailed(f"{who} went away: {_first_line(error)}") from error
+        raise StageFailed(f"{who} went away: {_gist(error)}") from error
     except RayError as error:
-        raise StageFailed(f"{who} failed: {_first_line(error)}") from error
+        raise StageFailed(f"{who} failed: {_gist(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def _gist(error: Exception) -> str:
+    """The telling line of one of Ray's long texts: the last of a traceback, the first of anything else."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if any(line.startswith(("File ", "Traceback")) for line in lines) else lines[0]

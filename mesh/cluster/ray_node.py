@@ -73,7 +73,7 @@ class RayNode:
     def __init__(self, config: RayNodeConfig) -> None:
         self._config = config
         self._temp_dir = Path(
-            tempfile.mkdtemp(prefix="mesh-", dir=_TEMP_ROOT if _TEMP_ROOT.is_dir() else None)
+            tempfile.mkdtemp(prefix="mesh-ray-", dir=_TEMP_ROOT if _TEMP_ROOT.is_dir() else None)
         )
         self.ray_dir = self._temp_dir / "ray"
         self.token_path = self._temp_dir / "token"

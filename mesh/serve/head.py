@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime as dt
 import secrets
 import time
@@ -14,9 +13,8 @@ import structlog
 
 from mesh.cluster.addresses import join_address
 from mesh.cluster.certificate import Certificate, make_certificate
-from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.join_token import JoinToken, encode
-from mesh.cluster.members import Member, Members, check_name
+from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
 from mesh.cluster.ray_driver import RayDriver
 from mesh.cluster.ray_node import RayNode, RayNodeConfig, new_ray_token
@@ -26,6 +24,7 @@ from stages.fetch import FetchSource
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from mesh.cluster.host_facts import HostFacts
     from mesh.interruption import Interruption
     from mesh.serve.options import ServeOptions
     from stages.cutting import StageCache
@@ -56,24 +55,20 @@ class Head:
 
 @asynccontextmanager
 async def open_head(
-    options: ServeOptions, cache: StageCache, interruption: Interruption
+    options: ServeOptions, facts: HostFacts, cache: StageCache, interruption: Interruption
 ) -> AsyncIterator[Head]:
     """Ray and the membership service run while in the block; afterwards every host has been sent home.
 
     Args:
         options: What the user says.
+        facts: Of this host.
         cache: Whose files are sent to hosts.
         interruption: Armed again after Ray has taken the signals for itself.
 
     Raises:
-        JoinError: If this host's name is none.
         ClusterError: If Ray does not start.
         PortInUse: If the membership service cannot listen.
     """
-    check_name(options.name)
-    facts = await asyncio.to_thread(
-        read_host_facts, memory_bytes=options.memory_bytes, num_threads=options.num_threads
-    )
     ray_token = new_ray_token()
     own = Member(
         name=options.name,

@@ -9,7 +9,9 @@ import structlog
 
 from mesh.api import ApiKeys, require_key_beyond_loopback
 from mesh.cluster.addresses import check_port_free
-from mesh.planner import Workload
+from mesh.cluster.host_facts import HostFacts, read_host_facts
+from mesh.cluster.members import check_name
+from mesh.planner import HostCapacity, Workload, check_stages, plan
 from mesh.serve.options import ctx_size_for
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError
@@ -30,12 +32,14 @@ class Preflight:
         tokenizer: The model's own.
         api_keys: Who may use the API; None lets everybody in.
         workload: What the KV caches must hold.
+        facts: Of this host.
     """
 
     model: ModelFacts
     tokenizer: Tokenizer
     api_keys: ApiKeys | None
     workload: Workload
+    facts: HostFacts
 
 
 def check(options: ServeOptions) -> Preflight:
@@ -44,7 +48,9 @@ def check(options: ServeOptions) -> Preflight:
     Raises:
         PortInUse: If another process listens where the API or the membership service is to.
         InvalidModel: If the model is no GGUF, truncated, or carries no vocabulary.
-        UncuttableModel: If its architecture cannot be cut.
+        UncuttableModel: If it cannot be cut as the user wants.
+        ModelDoesNotFit: If no other host is to join and this one is too small.
+        JoinError: If this host's name is none.
         ClusterError: If options contradict one another.
         MeshError: If the API would be open to other machines without a key.
     """
@@ -62,4 +68,11 @@ def check(options: ServeOptions) -> Preflight:
     ctx_size = ctx_size_for(options.ctx_size, model.n_ctx_train)
     if ctx_size > model.n_ctx_train:
         log.warning("context_beyond_training", ctx_size=ctx_size, trained_for=model.n_ctx_train)
-    return Preflight(model, Tokenizer(options.model), api_keys, Workload(ctx_size, options.num_slots))
+    workload = Workload(ctx_size, options.num_slots)
+    check_name(options.name)
+    check_stages(model, num_stages=options.num_stages, split=options.split)
+    facts = read_host_facts(memory_bytes=options.memory_bytes, num_threads=options.num_threads)
+    if options.num_hosts == 0:
+        alone = HostCapacity(options.name, facts.memory_bytes, facts.speed_gb_per_s)
+        plan(model, [alone], workload, num_stages=options.num_stages, split=options.split)
+    return Preflight(model, Tokenizer(options.model), api_keys, workload, facts)

@@ -46,7 +46,7 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
     )
     async with (
         serve_api(app, options.host, options.port) as url,
-        open_head(options, cache, interruption) as head,
+        open_head(options, known.facts, cache, interruption) as head,
     ):
         state.members = head.members
         bringup = Bringup(options, known, state, head, cache)

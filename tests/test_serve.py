@@ -1,0 +1,279 @@
+"""`mesh serve` and `mesh join` as a user runs them: real processes, a real model, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+import pytest
+
+from mesh.cluster.addresses import free_port
+from mesh.cluster.join_token import decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.cluster, pytest.mark.model]
+
+MESH = str(Path(sys.executable).with_name("mesh"))
+CHAT = {
+    "model": "default",
+    "messages": [{"role": "user", "content": "Name three colours."}],
+    "max_tokens": 8,
+    "temperature": 0,
+}
+
+
+@dataclass
+class Running:
+    """A `mesh` process."""
+
+    process: subprocess.Popen[str]
+    out: Path
+    err: Path
+
+    def descendants(self) -> set[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return set(psutil.Process(self.process.pid).children(recursive=True))
+        return set()
+
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> tuple[int, list[str]]:
+        """Exit code, and command lines of what is left of it."""
+        processes = self.descendants()
+        self.process.send_signal(number)
+        code = self.process.wait(30)
+        left = [process for process in processes if process.is_running() and process.status() != "zombie"]
+        return code, [" ".join(process.cmdline())[:100] for process in left]
+
+    def events(self) -> list[dict[str, Any]]:
+        lines = self.err.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def saw(self, name: str, **wanted: object) -> bool:
+        return any(
+            event["event"] == name and all(event.get(key) == value for key, value in wanted.items())
+            for event in self.events()
+        )
+
+
+@pytest.fixture
+def mesh(tmp_path: Path, stage_cache_dir: Path) -> Iterator[Mesh]:
+    running = Mesh(tmp_path, stage_cache_dir)
+    yield running
+    running.close()
+
+
+class Mesh:
+    """Starts `mesh` processes and ends them with the test."""
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self._folder = folder
+        self._cache = cache
+        self._started: list[Running] = []
+
+    def start(self, *arguments: str, cache: str = "") -> Running:
+        number = len(self._started)
+        out, err = self._folder / f"{number}.out", self._folder / f"{number}.err"
+        with out.open("w") as stdout, err.open("w") as stderr:
+            process = subprocess.Popen(
+                [MESH, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                text=True,
+                env=os.environ | {"XDG_CACHE_HOME": str(self._cache / cache)},
+            )
+        running = Running(process, out, err)
+        self._started.append(running)
+        return running
+
+    def close(self) -> None:
+        for running in reversed(self._started):
+            if running.process.poll() is None:
+                running.interrupt()
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([MESH, *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+
+def until(condition: object, what: str, within_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.1)
+
+
+def is_healthy(port: int) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    return False
+
+
+def answers(port: int) -> str:
+    reply = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=CHAT, timeout=60)
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def test_the_demo_answers_and_ctrl_c_leaves_no_process(mesh: Mesh) -> None:
+    port = free_port("127.0.0.1")
+    serving = mesh.start("serve", "--port", str(port), "--threads", "1", "--ctx-size", "512")
+    until(lambda: is_healthy(port) or serving.process.poll() is not None, "the demo does not come up")
+    assert answers(port)
+    printed = serving.out.read_text()
+    assert f"http://127.0.0.1:{port}/v1 in 2 stages" in printed
+    assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in printed
+    assert "mesh join " in printed
+    url = f"http://127.0.0.1:{port}"
+    status = json.loads(run("status", "--json", "--url", url).stdout)
+    assert status["ready"] is True
+    assert [stage["layers"][1] for stage in status["stages"]][-1] == 30
+    assert len(status["stages"]) == 2
+    table = run("status", "--url", url)
+    assert table.returncode == 0
+    assert "30 layers, fast: ready" in table.stdout
+    assert len(serving.descendants()) > 4
+    assert serving.interrupt() == (130, [])
+    assert "Traceback" not in serving.err.read_text()
+    assert not is_healthy(port)
+    assert run("status", "--url", url).returncode == 1
+
+
+def test_two_joined_hosts_serve_a_model_and_each_other_s_end_is_noticed(mesh: Mesh, tmp_path: Path) -> None:
+    port, token_path = free_port("127.0.0.1"), tmp_path / "token"
+    asked = ["--head-only", "--wait-for", "2", "--split", "10,20", "--ctx-size", "512"]
+    serving = mesh.start("serve", "--port", str(port), *asked, "--token-file", str(token_path))
+    until(token_path.exists, "no token file")
+    assert token_path.stat().st_mode & 0o777 == 0o600
+    assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503
+    hosts = [
+        mesh.start("join", "--token-file", str(token_path), "--name", name, "--threads", "1", cache=name)
+        for name in ("a", "b")
+    ]
+    until(lambda: is_healthy(port) or serving.process.poll() is not None, "two hosts do not come up")
+    assert answers(port)
+    status = httpx.get(f"http://127.0.0.1:{port}/mesh/status").json()
+    assert {host["name"] for host in status["hosts"]} == {"a", "b"}
+    assert [stage["layers"] for stage in status["stages"]] == [[0, 10], [10, 30]]
+    # A third is listed, and held back for the next plan; a second of the same name is refused.
+    late = mesh.start("join", "--token-file", str(token_path), "--name", "late", "--memory", "3G")
+    until(lambda: serving.saw("host_ready", host="late"), "the third host is not listed")
+    hosts_now = httpx.get(f"http://127.0.0.1:{port}/mesh/status").json()["hosts"]
+    assert [(host["layers"], host["memory_bytes"]) for host in hosts_now if host["name"] == "late"] == [
+        ("", 3 * 2**30)
+    ]
+    refused = run("join", "--token-file", str(token_path), "--name", "a")
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith("error: a host named 'a' is in the mesh already")
+    assert late.interrupt() == (130, [])
+    assert answers(port)
+    # One that holds layers leaves: the head says so and ends, and sends the other one home.
+    left_behind = hosts[1].descendants()
+    assert hosts[0].interrupt(signal.SIGTERM) == (0, [])
+    assert serving.process.wait(30) == 1
+    assert "error: host a, which holds layers [0, 10), left the mesh" in serving.err.read_text()
+    assert hosts[1].process.wait(30) == 0
+    assert hosts[1].saw("head_says", state="the head closed the mesh")
+    assert not [process for process in left_behind if process.is_running()]
+    assert not token_path.exists()
+
+
+def test_a_head_that_waits_turns_strangers_away_within_5_s(mesh: Mesh, tmp_path: Path) -> None:
+    token_path = tmp_path / "token"
+    head = mesh.start(
+        "serve", "--port", str(free_port("127.0.0.1")), "--wait-for", "1", "--token-file", str(token_path)
+    )
+    until(token_path.exists, "no token file")
+    token = decode(token_path.read_text())
+    bad = {
+        "is not a join token": token_path.read_text()[:50],
+        "not the one of this mesh": encode(type(token)(token.addresses, "guess", token.fingerprint, 2**39)),
+        "expired at 2001-09-09": encode(type(token)(token.addresses, token.secret, token.fingerprint, 10**9)),
+        "certificate differs": encode(type(token)(token.addresses, token.secret, bytes(32), 2**39)),
+        "cannot reach the head": encode(
+            type(token)((f"127.0.0.1:{free_port('127.0.0.1')}",), token.secret, token.fingerprint, 2**39)
+        ),
+    }
+    for reason, text in bad.items():
+        start_s = time.monotonic()
+        answer = run("join", text)
+        assert answer.returncode == 1
+        assert reason in answer.stderr.splitlines()[-1]
+        assert answer.stderr.splitlines()[-1].startswith("error: ")
+        assert time.monotonic() - start_s < 5
+    assert head.interrupt(signal.SIGTERM) == (0, [])
+    assert not token_path.exists()
+
+
+@pytest.mark.parametrize(
+    "stage_of_life",
+    [
+        pytest.param({}, id="at once"),
+        pytest.param({"event": "ray_started"}, id="ray has started"),
+        pytest.param({"event": "phase", "phase": "cutting"}, id="cutting"),
+        pytest.param({"event": "phase", "phase": "loading"}, id="loading"),
+    ],
+)
+def test_ctrl_c_at_any_moment_leaves_nothing(mesh: Mesh, stage_of_life: dict[str, str]) -> None:
+    serving = mesh.start("serve", "--port", str(free_port("127.0.0.1")), "--ctx-size", "512", cache="fresh")
+    if stage_of_life:
+        until(lambda: serving.saw(stage_of_life["event"], **stage_of_life), "that moment never comes")
+    else:
+        until(lambda: len(serving.descendants()) > 0, "no Ray process")
+    assert serving.interrupt() == (130, [])
+    assert "Traceback" not in serving.err.read_text()
+
+
+def test_a_port_in_use_is_found_out_before_any_work() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        start_s = time.monotonic()
+        answer = run("serve", "--port", str(other.getsockname()[1]))
+        assert time.monotonic() - start_s < 10
+    assert answer.returncode == 1
+    assert answer.stderr.splitlines()[-1].startswith("error: another process listens on 127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        (["serve", "missing.gguf"], 1, "missing.gguf"),
+        (["serve", __file__], 1, "GGUF"),
+        (["serve", "--host", "0.0.0.0"], 1, "--api-key-file"),
+        (["serve", "--head-only"], 1, "--wait-for"),
+        (["serve", "--name", "no name"], 1, "cannot be a host's name"),
+        (["serve", "--advertise", "203.0.113.9"], 1, "203.0.113.9"),
+        (["serve", "--split", "10,x"], 2, "10,10,10"),
+        (["serve", "--parallel", "0"], 2, "--parallel"),
+        (["serve", "--memory", "much"], 2, "8G"),
+        (["serve", "--memory", "100M"], 1, "does not fit"),
+        (["serve", "--stages", "99"], 1, "1 to 30 stages"),
+        (["serve", "--split", "10,10"], 1, "has 30"),
+        (["join"], 2, "--token-file"),
+        (["join", "--token-file", "missing"], 1, "missing"),
+        (["join", "rubbish"], 1, "not a join token"),
+        (["status", "--url", "http://127.0.0.1:1"], 1, "mesh serve"),
+        (["status", "--url", "127.0.0.1:1"], 2, "http://"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(arguments: list[str], code: int, reason: str) -> None:
+    if arguments[0] == "serve":
+        arguments = [*arguments, "--port", str(free_port("127.0.0.1"))]
+    answer = run(*arguments)
+    last = answer.stderr.splitlines()[-1]
+    assert (answer.returncode, reason in answer.stderr) == (code, True), answer.stderr
+    assert last.lower().startswith("error: ")
+    assert "Traceback" not in answer.stderr
+    assert answer.stdout == ""
