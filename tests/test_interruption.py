@@ -1,0 +1,80 @@
+"""Signals become cancellation, and tearing down is not cut short."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from mesh.interruption import Interruption, first_of, run_interruptible
+from spanmesh_proto.errors import ClusterError
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_ends_the_work_after_its_tear_down(number: signal.Signals, code: int) -> None:
+    steps: list[str] = []
+
+    async def work(_: Interruption) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(30)
+            steps.append("not interrupted")
+        finally:
+            # A second signal must not break into this.
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.05)
+            steps.append("torn down")
+
+    assert run_interruptible(work) == code
+    assert steps == ["torn down"]
+
+
+def test_handlers_that_a_library_took_are_taken_back() -> None:
+    async def work(interruption: Interruption) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        interruption.arm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(30)
+
+    assert run_interruptible(work) == 0
+
+
+def test_work_that_ends_or_fails_by_itself_is_not_an_interruption() -> None:
+    async def ends(_: Interruption) -> None:
+        await asyncio.sleep(0)
+
+    async def fails(_: Interruption) -> None:
+        raise ClusterError("broken")
+
+    assert run_interruptible(ends) == 0
+    with pytest.raises(ClusterError, match="broken"):
+        run_interruptible(fails)
+
+
+async def test_the_first_to_end_ends_the_others() -> None:
+    ended: list[str] = []
+
+    async def short() -> None:
+        await asyncio.sleep(0)
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append("long")
+
+    await first_of(short(), long())
+    assert ended == ["long"]
+
+
+async def test_the_first_to_fail_is_heard() -> None:
+    async def fails() -> None:
+        raise ClusterError("broken")
+
+    async def long() -> None:
+        await asyncio.sleep(30)
+
+    with pytest.raises(ClusterError, match="broken"):
+        await first_of(long(), fails())
