@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+# A closed terminal is as good a reason to stop as any.
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_INTERRUPTED: Final = 130
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.cluster.ray_environment import ray_environment
+from mesh.cluster.ray_environment import become_driver
 from spanmesh_proto.errors import ClusterError, MeshError, StageFailed
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ class RayDriver:
     """
 
     def __init__(self, node: RayNode, address: str) -> None:
-        # Ray reads its settings when it is imported.
-        os.environ.update(ray_environment(node.token_path))
+        become_driver(node.token_path)
         import ray  # noqa: PLC0415
 
         self._ray = ray

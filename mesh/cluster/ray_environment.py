@@ -32,6 +32,13 @@ def ray_environment(token_path: Path) -> dict[str, str]:
     return {**_SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path)}
 
 
+def become_driver(token_path: Path) -> None:
+    """Set up this process to connect to the mesh's Ray; to be called before Ray is imported."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]
+    os.environ.update(ray_environment(token_path))
+
+
 def child_environment(token_path: Path) -> dict[str, str]:
     """The whole environment of a Ray node's first process, our child.
 

@@ -82,7 +82,8 @@ class Bringup:
             await self._head.members.changed()
 
     def _num_joined(self) -> int:
-        return sum(member.name != self._options.name for member in self._head.members.ready)
+        own = self._head.own.ray_node_name
+        return sum(member.ray_node_name != own for member in self._head.members.ready)
 
     def _plan(self) -> Plan:
         placed = plan(
@@ -122,7 +123,9 @@ class Bringup:
                 on_served()
                 while coordinator.is_ready:  # noqa: ASYNC110 - the coordinator has no event for it
                     await asyncio.sleep(_WATCH_S)
-                raise StageFailed(f"{coordinator.status()['lost']}; start `mesh serve` again")
+                raise StageFailed(
+                    f"the ring is broken: {coordinator.status()['lost']}; start `mesh serve` again"
+                )
 
     @asynccontextmanager
     async def _actors(

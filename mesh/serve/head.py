@@ -38,6 +38,7 @@ class Head:
 
     Attributes:
         driver: Places actors.
+        own: This host.
         members: Hosts; this one among them unless it holds no layers.
         service: Tells hosts what goes on.
         source: Where hosts fetch stage files.
@@ -46,6 +47,7 @@ class Head:
     """
 
     driver: RayDriver
+    own: Member
     members: Members
     service: MembershipService
     source: FetchSource
@@ -86,7 +88,7 @@ async def open_head(
             async with _membership(options, facts, ray, members, cache) as (service, certificate, token):
                 source = FetchSource(token.addresses[0], certificate.certificate_pem, token.secret)
                 with token_file(options.token_path, encode(token)):
-                    yield Head(driver, members, service, source, encode(token), node)
+                    yield Head(driver, own, members, service, source, encode(token), node)
 
 
 @contextmanager
