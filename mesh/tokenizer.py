@@ -98,9 +98,9 @@ class Tokenizer:
         return piece
 
     def special_token(self, text: str) -> int | None:
-        """The id of a special token by its text, if the vocabulary has it."""
+        """The one token that a text such as `<|im_end|>` stands for, if the vocabulary has it."""
         ids = self.encode(text, add_special=False, parse_special=True)
-        return ids[0] if len(ids) == 1 and not self.piece(ids[0]) else None
+        return ids[0] if len(ids) == 1 else None
 
     def _token_text(self, token: int) -> str:
         return "" if token == _NO_TOKEN else self._read_piece(token, special=True).decode("utf-8", "replace")

@@ -139,6 +139,7 @@ async def test_one_failing_prompt_ends_the_others(tokenizer: Tokenizer) -> None:
         response = await api.http.post("/v1/completions", json=fields)
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "stage_failed"
+    assert int(response.headers["retry-after"]) > 0
     assert engine.num_running == 0
 
 

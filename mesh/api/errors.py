@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+# Too many requests, and nobody there to answer: both pass.
+_WORTH_A_RETRY: Final = frozenset({429, 503})
+_RETRY_AFTER_S: Final = 5
 _UNEXPECTED: Final = "something went wrong inside the server; its log has the reason under this request's id"
 
 
@@ -28,9 +31,11 @@ def error_response(error: BaseException) -> Response:
     headers = {}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, MeshError) and error.retry_after_s is not None:
-        headers["Retry-After"] = str(error.retry_after_s)
-    return json_response(error_body(error), wire_of(error).http, headers)
+    status = wire_of(error).http
+    if status in _WORTH_A_RETRY:
+        retry_after_s = error.retry_after_s if isinstance(error, MeshError) else None
+        headers["Retry-After"] = str(retry_after_s or _RETRY_AFTER_S)
+    return json_response(error_body(error), status, headers)
 
 
 async def on_mesh_error(_request: Request, error: Exception) -> Response:
