@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mesh.bench.comparison import Comparison, Pair
+from mesh.bench.contest import even_split
 from mesh.bench.prompts import BUILT_IN, load_prompts
 from mesh.bench.stream_client import Answer, Job, ask
 from spanmesh_proto.errors import MeshError
@@ -44,6 +45,11 @@ def test_the_report_says_which_targets_were_missed() -> None:
     bad = comparison(Pair(25.0, 20.0)).report()
     assert "ratio 1.25 (1.25 to 1.25), target 1.35: missed" in bad
     assert "+ 12.00, target 1.50: missed" in bad
+
+
+def test_an_even_split_uses_every_layer_once() -> None:
+    assert even_split(30, 3) == (10, 10, 10)
+    assert even_split(18, 4) == (4, 5, 4, 5)
 
 
 def test_the_first_token_is_not_part_of_the_decode_rate() -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -23,6 +24,7 @@ from mesh.bench.mesh_system import MeshSystem
 from mesh.bench.rpc_system import RpcSystem
 from mesh.bench.stream_client import Answer, Job
 from spanmesh_proto.errors import MeshError
+from stages.cutting import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +61,12 @@ class Settings:
     exact: bool
 
 
+def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as equal as can be: what the other side does, too."""
+    edges = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    return tuple(stop - start for start, stop in pairwise(edges))
+
+
 class Contest:
     """Both systems, up and warm, on one lab.
 
@@ -77,6 +85,7 @@ class Contest:
             settings.model,
             logs,
             num_threads=settings.num_threads,
+            split=even_split(read_model_facts(settings.model).n_layers, lab.num_hosts - 1),
             options=["--speculate", "off", "--parallel", "1", *mode],
         )
         self._rpc = RpcSystem(lab, build_llama_rpc(), settings.model, logs, num_threads=settings.num_threads)

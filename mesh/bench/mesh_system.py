@@ -32,7 +32,9 @@ class MeshSystem:
         lab: Its host 0 is the head.
         model: The GGUF, on the head only.
         logs: Directory for logs and the join token; the hosts must see it (`Lab(shared=…)`).
+        num_hosts: How many of the lab's hosts take part, by default all.
         num_threads: Of each stage.
+        split: Layers of each stage, by default as `mesh serve` plans it.
         options: Further options of `mesh serve`.
     """
 
@@ -41,12 +43,22 @@ class MeshSystem:
     fields: Final[dict[str, Any]] = {"ignore_eos": True}
 
     def __init__(
-        self, lab: Lab, model: Path, logs: Path, *, num_threads: int = 1, options: Sequence[str] = ()
+        self,
+        lab: Lab,
+        model: Path,
+        logs: Path,
+        *,
+        num_hosts: int | None = None,
+        num_threads: int = 1,
+        split: Sequence[int] | None = None,
+        options: Sequence[str] = (),
     ) -> None:
         self._lab = lab
+        self._num_hosts = num_hosts or lab.num_hosts
         self._model = model
         self._logs = logs
         self._threads = str(num_threads)
+        self._split = split
         self._options = options
         self._processes: list[subprocess.Popen[bytes]] = []
         self.token_path = logs / "join-token"
@@ -54,7 +66,7 @@ class MeshSystem:
     @property
     def num_stages(self) -> int:
         """One for each host but the head."""
-        return self._lab.num_hosts - 1
+        return self._num_hosts - 1
 
     def start(self, *, timeout_s: float = 120.0) -> None:
         """Bring everything up and wait until it answers.
@@ -63,7 +75,11 @@ class MeshSystem:
             MeshError: If it does not come up.
         """
         self.token_path.unlink(missing_ok=True)
-        waiting = ["--head-only", "--wait-for", str(self.num_stages), "--stages", str(self.num_stages)]
+        waiting = ["--head-only", "--wait-for", str(self.num_stages)]
+        if self._split is None:
+            waiting += ["--stages", str(self.num_stages)]
+        else:
+            waiting += ["--split", ",".join(map(str, self._split))]
         where = ["--advertise", self._lab.address(0), "--token-file", str(self.token_path)]
         serve = self._launch(
             0,
@@ -74,7 +90,7 @@ class MeshSystem:
             if serve.poll() is not None or time.monotonic() > deadline_s:
                 raise MeshError(f"mesh serve wrote no join token:\n{last_lines(self.log(0))}")
             time.sleep(_POLL_S)
-        for host in range(1, self._lab.num_hosts):
+        for host in range(1, self._num_hosts):
             self._launch(host, [*self.join_argv(host), "--threads", self._threads])
         wait_healthy(self._lab, 0, self.port, serve, self.log(0), timeout_s=timeout_s)
 
@@ -82,8 +98,12 @@ class MeshSystem:
         """Arguments of `mesh` with which a host joins."""
         return ["join", "--token-file", str(self.token_path), "--advertise", self._lab.address(host)]
 
-    def stop(self, *, timeout_s: float = 30.0) -> list[int]:
-        """Ctrl-C the head, then the hosts, and wait for them.
+    def stop(self, *, hosts: Sequence[int] | None = None, timeout_s: float = 30.0) -> list[int]:
+        """Ctrl-C, and wait until every `mesh` process has ended.
+
+        Args:
+            hosts: Where Ctrl-C is pressed, by default everywhere; the others leave when the head does.
+            timeout_s: For all of them together.
 
         Returns:
             Exit codes, the head's first.
@@ -92,8 +112,8 @@ class MeshSystem:
             MeshError: If one is still there when the time is over.
         """
         deadline_s = time.monotonic() + timeout_s
-        for process in self._processes:
-            if process.poll() is None:
+        for host, process in enumerate(self._processes):
+            if (hosts is None or host in hosts) and process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)
         codes: list[int] = []
         for host, process in enumerate(self._processes):
@@ -108,10 +128,11 @@ class MeshSystem:
     def cpu_s(self) -> float:
         """Processor time that all its processes, Ray's included, took so far."""
         total_s = 0.0
-        for host in range(self._lab.num_hosts):
-            for pid in self._lab.pids(host):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    times = psutil.Process(pid).cpu_times()
+        for root in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                top = psutil.Process(root.pid)
+                for process in (top, *top.children(recursive=True)):
+                    times = process.cpu_times()
                     total_s += times.user + times.system
         return total_s
 

@@ -47,9 +47,9 @@ def wait_listening(
     _wait(lambda: _is_listening(lab, host, port), host, process, log, timeout_s)
 
 
-def last_lines(log: Path) -> str:
+def last_lines(log: Path, num_lines: int = _LAST_LINES) -> str:
     """The end of a log, for a message."""
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
 
 
 def _wait(
