@@ -7,18 +7,16 @@ import atexit
 import contextlib
 import os
 import secrets
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import psutil
 import structlog
 
+from mesh.cluster.private_folder import PrivateFolder
 from mesh.cluster.ray_environment import child_environment
 from spanmesh_proto.errors import ClusterError
 
@@ -30,8 +28,6 @@ _POLL_S: Final = 0.1
 _WATCH_S: Final = 0.5
 _GRACE_S: Final = 3.0
 _KILL_TIMEOUT_S: Final = 10.0
-# Unix socket paths end at 107 characters and Ray adds about 65, so not below a long TMPDIR.
-_TEMP_ROOT: Final = Path("/tmp")  # noqa: S108 - mkdtemp makes a private folder in it
 
 
 @dataclass(frozen=True)
@@ -72,16 +68,13 @@ class RayNode:
 
     def __init__(self, config: RayNodeConfig) -> None:
         self._config = config
-        self._temp_dir = Path(
-            tempfile.mkdtemp(prefix="mesh-ray-", dir=_TEMP_ROOT if _TEMP_ROOT.is_dir() else None)
-        )
-        self.ray_dir = self._temp_dir / "ray"
-        self.token_path = self._temp_dir / "token"
+        self._folder = PrivateFolder("mesh-ray-")
+        self.ray_dir = self._folder.path / "ray"
+        self.token_path = self._folder.path / "token"
         self.token_path.touch(mode=0o600)
         self.token_path.write_text(config.token)
-        self._log_path = self._temp_dir / "ray.log"
+        self._log_path = self._folder.path / "ray.log"
         self._descendants: set[psutil.Process] = set()
-        atexit.register(self.stop)
         with self._log_path.open("wb") as output:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "mesh.cluster.ray_child", *self._arguments()],
@@ -92,6 +85,7 @@ class RayNode:
                 # Ctrl-C in the terminal is for us; we end Ray when its turn has come.
                 start_new_session=True,
             )
+        atexit.register(self.stop)
 
     @property
     def is_running(self) -> bool:
@@ -129,9 +123,9 @@ class RayNode:
     def stop(self) -> None:
         """End every process of the node and remove its files; takes a few seconds, the first time."""
         atexit.unregister(self.stop)
-        if self._temp_dir.exists():
+        if self._folder.path.exists():
             self._end_processes()
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+            self._folder.close()
 
     def _arguments(self) -> list[str]:
         config = self._config
