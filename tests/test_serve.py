@@ -121,8 +121,10 @@ def is_healthy(port: int) -> bool:
     return False
 
 
-def answers(port: int) -> str:
-    reply = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=CHAT, timeout=60)
+def answers(port: int, key: str = "") -> str:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    reply = httpx.post(url, json=CHAT, headers=headers, timeout=60)
     assert reply.status_code == 200, reply.text
     text: str = reply.json()["choices"][0]["message"]["content"]
     return text
@@ -154,7 +156,19 @@ def test_the_demo_answers_and_ctrl_c_leaves_no_process(mesh: Mesh) -> None:
 
 def test_two_joined_hosts_serve_a_model_and_each_other_s_end_is_noticed(mesh: Mesh, tmp_path: Path) -> None:
     port, token_path = free_port("127.0.0.1"), tmp_path / "token"
-    asked = ["--head-only", "--wait-for", "2", "--split", "10,20", "--ctx-size", "512"]
+    keys = tmp_path / "keys"
+    keys.write_text("# who may use it\nlaptop open-sesame\n")
+    asked = [
+        "--api-key-file",
+        str(keys),
+        "--head-only",
+        "--wait-for",
+        "2",
+        "--split",
+        "10,20",
+        "--ctx-size",
+        "512",
+    ]
     serving = mesh.start("serve", "--port", str(port), *asked, "--token-file", str(token_path))
     until(token_path.exists, "no token file")
     assert token_path.stat().st_mode & 0o777 == 0o600
@@ -164,14 +178,24 @@ def test_two_joined_hosts_serve_a_model_and_each_other_s_end_is_noticed(mesh: Me
         for name in ("a", "b")
     ]
     until(lambda: is_healthy(port) or serving.process.poll() is not None, "two hosts do not come up")
-    assert answers(port)
-    status = httpx.get(f"http://127.0.0.1:{port}/mesh/status").json()
+    assert answers(port, "open-sesame")
+    url = f"http://127.0.0.1:{port}"
+    locked = run("status", "--url", url)
+    assert locked.returncode == 1
+    assert "wants another API key" in locked.stderr
+
+    def status_now() -> dict[str, Any]:
+        answer = run("status", "--json", "--url", url, "--api-key-file", str(keys))
+        status: dict[str, Any] = json.loads(answer.stdout)
+        return status
+
+    status = status_now()
     assert {host["name"] for host in status["hosts"]} == {"a", "b"}
     assert [stage["layers"] for stage in status["stages"]] == [[0, 10], [10, 30]]
     # A third is listed, and held back for the next plan; a second of the same name is refused.
     late = mesh.start("join", "--token-file", str(token_path), "--name", "late", "--memory", "3G")
     until(lambda: serving.saw("host_ready", host="late"), "the third host is not listed")
-    hosts_now = httpx.get(f"http://127.0.0.1:{port}/mesh/status").json()["hosts"]
+    hosts_now = status_now()["hosts"]
     assert [(host["layers"], host["memory_bytes"]) for host in hosts_now if host["name"] == "late"] == [
         ("", 3 * 2**30)
     ]
@@ -179,7 +203,7 @@ def test_two_joined_hosts_serve_a_model_and_each_other_s_end_is_noticed(mesh: Me
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1].startswith("error: a host named 'a' is in the mesh already")
     assert late.interrupt() == (130, [])
-    assert answers(port)
+    assert answers(port, "open-sesame")
     # One that holds layers leaves: the head says so and ends, and sends the other one home.
     left_behind = hosts[1].descendants()
     assert hosts[0].interrupt(signal.SIGTERM) == (0, [])
