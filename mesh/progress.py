@@ -42,7 +42,7 @@ def progress_bars() -> Iterator[ProgressBars]:
         yield _Events(time.monotonic)
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:3.0f} %"),
         TimeRemainingColumn(),
