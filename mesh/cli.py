@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -57,7 +58,13 @@ def mesh(*, is_verbose: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: exit code 0, 1 for an error of ours, 2 for wrong usage, 130 after Ctrl-C."""
-    sys.exit(run(arguments))
+    code = run(arguments)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # Nobody reads any more. Python would try again at exit, complain, and change the exit code.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

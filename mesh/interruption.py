@@ -39,8 +39,8 @@ class Interruption:
     def _on_signal(self, number: signal.Signals) -> None:
         if self.received is None and self._task is not None:
             self.received = number
-            log.info("stopping", signal=number.name)
             self._task.cancel()
+            log.info("stopping", signal=number.name)
 
 
 def run_interruptible(work: Callable[[Interruption], Coroutine[Any, Any, None]]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
@@ -9,15 +10,21 @@ import structlog
 
 
 class _StandardError:
-    """Standard error as it is at the time of writing: a progress bar borrows it while it draws."""
+    """Standard error as it is at the time of writing: a progress bar borrows it while it draws.
+
+    If nobody reads it any more (the terminal was closed), events are lost, and nothing else: least of all may
+    tearing down stop half-way because it cannot say so.
+    """
 
     @staticmethod
-    def write(text: str) -> int:
-        return sys.stderr.write(text)
+    def write(text: str) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
 
     @staticmethod
     def flush() -> None:
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
 
 
 def set_up_logs(*, is_verbose: bool = False) -> None:

@@ -82,15 +82,15 @@ class Mesh:
         self._cache = cache
         self._started: list[Running] = []
 
-    def start(self, *arguments: str, cache: str = "") -> Running:
+    def start(self, *arguments: str, cache: str = "", output: int | None = None) -> Running:
         number = len(self._started)
         out, err = self._folder / f"{number}.out", self._folder / f"{number}.err"
         with out.open("w") as stdout, err.open("w") as stderr:
             process = subprocess.Popen(
                 [MESH, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
+                stdout=stdout if output is None else output,
+                stderr=stderr if output is None else output,
                 text=True,
                 env=os.environ | {"XDG_CACHE_HOME": str(self._cache / cache)},
             )
@@ -259,6 +259,16 @@ def test_ctrl_c_at_any_moment_leaves_nothing(mesh: Mesh, stage_of_life: dict[str
         until(lambda: len(serving.descendants()) > 0, "no Ray process")
     assert serving.interrupt() == (130, [])
     assert "Traceback" not in serving.err.read_text()
+
+
+def test_a_closed_terminal_ends_it_too(mesh: Mesh) -> None:
+    reader, writer = os.pipe()
+    serving = mesh.start("serve", "--port", str(free_port("127.0.0.1")), "--ctx-size", "512", output=writer)
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        while "ray_started" not in lines.readline():
+            pass
+    assert serving.interrupt(signal.SIGHUP) == (0, [])
 
 
 def test_a_port_in_use_is_found_out_before_any_work() -> None:

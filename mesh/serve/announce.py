@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import click
@@ -17,7 +18,7 @@ log = structlog.get_logger()
 
 def print_join_line(token: str) -> None:
     """The line that lets a host join."""
-    click.echo(f"\nOn every host that shall take a share:\n\n  mesh join {token}\n")
+    _say(f"\nOn every host that shall take a share:\n\n  mesh join {token}\n")
 
 
 def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) -> None:
@@ -26,14 +27,20 @@ def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) 
     reason = state.plan.reason if state.plan is not None else ""
     auth = ' -H "Authorization: Bearer $MESH_API_KEY"' if options.api_key_path is not None else ""
     log.info("serving", url=url, model=options.model.stem, stages=num_stages)
-    click.echo(f"\n{options.model.stem} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
-    click.echo(
+    _say(f"\n{options.model.stem} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
+    _say(
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n"
         """    -d '{"model": "default", "messages": [{"role": "user", "content": "Who are you?"}]}'\n"""
     )
     if options.num_hosts == 0:
         print_join_line(head.token)
-    click.echo("Ctrl-C stops it.")
+    _say("Ctrl-C stops it.")
+
+
+def _say(text: str) -> None:
+    # Serving goes on though nobody may read this: `mesh serve | head`.
+    with contextlib.suppress(OSError):
+        click.echo(text)
 
 
 def _stages(count: int) -> str:
