@@ -3,8 +3,10 @@
 llama.cpp picks its kernels by batch shape, so a token verified in a span of four can round differently from
 the same token decoded alone. On a CPU, bit-equality for every batch of fewer than 64 rows needs all of these:
 flash attention on, no repacked weights, the tiled matrix product off (`GGML_CPU_TILED_MM=0`), never a lone
-row when several threads run (a lone row over 512 or more cached positions splits its attention by threads),
-and, for F16 and BF16 weights, a build without llamafile kernels.
+row when several threads run (a lone row over 512 or more cached positions splits its attention by threads), a
+cache of its own for each sequence (in a shared one a sequence also gets cells that another has freed, and
+attention sums in the order of cells, not of positions), and, for F16 and BF16 weights, a build without
+llamafile kernels.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ class Numerics:
         max_rows: Most rows of one batch. In `fast` this bounds memory: llama.cpp keeps a row of logits,
             n_vocab floats, for each.
         use_repacked_weights: llama.cpp's `use_extra_bufts`.
-        min_rows: Batches with fewer rows are filled up with rows of a spare sequence.
+        min_rows: Spans with fewer rows are filled up, and the surplus forgotten.
+        has_shared_cache: Whether sequences share one KV cache. If not, llama.cpp keeps rows in order only in
+            batches whose sequences have equally many rows.
     """
 
     exact: bool
     max_rows: int
     use_repacked_weights: bool
     min_rows: int
+    has_shared_cache: bool
 
 
 def numerics_for(*, exact: bool, num_threads: int) -> Numerics:
@@ -47,8 +52,11 @@ def numerics_for(*, exact: bool, num_threads: int) -> Numerics:
             max_rows=EXACT_MAX_ROWS,
             use_repacked_weights=False,
             min_rows=2 if num_threads > 1 else 1,
+            has_shared_cache=False,
         )
-    return Numerics(exact=False, max_rows=FAST_MAX_ROWS, use_repacked_weights=True, min_rows=1)
+    return Numerics(
+        exact=False, max_rows=FAST_MAX_ROWS, use_repacked_weights=True, min_rows=1, has_shared_cache=True
+    )
 
 
 class _Process:

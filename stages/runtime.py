@@ -17,7 +17,7 @@ from stages.numerics import Numerics, numerics_for, prepare_process
 from stages.tap import LayerTap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -120,8 +120,7 @@ class StageRuntime:
         self._model = self._load_model(path, progress)
         self.info = self._read_info()
         self._tap = self._make_tap()
-        self._spare_slot = options.num_slots
-        self._lengths = [0] * (options.num_slots + 1)
+        self._lengths = [0] * options.num_slots
         try:
             self._context = self._make_context()
         except BaseException:
@@ -177,7 +176,7 @@ class StageRuntime:
             raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self.info.n_embd)}")
 
     def decode(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
-        """Compute spans of different slots in one batch.
+        """Compute spans of different slots together.
 
         Args:
             spans: At most one for each slot, `max_rows` rows in all.
@@ -195,21 +194,12 @@ class StageRuntime:
         num_rows = sum(len(span.tokens) for span in spans)
         if num_rows > self.max_rows or len({span.slot for span in spans}) != len(spans):
             raise InvalidWindow(f"{num_rows} rows of {len(spans)} windows do not make one batch")
-        for span in spans:
-            self._trim(span.slot, span.start)
-        self._fill(spans, num_rows)
-        if self._tap is not None:
-            self._tap.begin()
-        self._run()
-        if not self.info.is_tail and self._tap is not None and self._hidden() is None:
-            # The graph has another shape than the one that the tap learned from: once more, with open eyes.
-            for span in spans:
-                self._trim(span.slot, span.start)
-            self._tap.begin(look_everywhere=True)
-            self._run()
-        for span in spans:
-            self._lengths[span.slot] = span.start + len(span.tokens)
-        return self._logits(spans) if self.info.is_tail else self._hidden_by_span(spans, num_rows)
+        if self._numerics.has_shared_cache:
+            return self._decode_batch(spans)
+        outputs: dict[int, NDArray[np.float32]] = {}
+        for batch in self._batches_of_equals(spans):
+            outputs.update(zip((span.slot for span in batch), self._decode_batch(batch), strict=True))
+        return [outputs[span.slot] for span in spans]
 
     def observed(self, layer: int) -> NDArray[np.float32]:
         """Output of one of `options.observe_layers` in the last decode, float32 (rows, n_embd)."""
@@ -232,6 +222,37 @@ class StageRuntime:
         if self._model is not None:
             llama_cpp.llama_model_free(self._model)
             self._model = None
+
+    def _batches_of_equals(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
+        """The spans in batches of equally many rows each, padding and all, by slot."""
+        by_rows: dict[int, list[Span]] = {}
+        for span in sorted(spans, key=lambda span: span.slot):
+            by_rows.setdefault(len(span.tokens) + self._padding(span), []).append(span)
+        for rows, alike in by_rows.items():
+            most = self.max_rows // rows
+            yield from (alike[first : first + most] for first in range(0, len(alike), most))
+
+    def _decode_batch(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+        """`decode` of spans that are known to fit, in one batch of llama.cpp."""
+        for span in spans:
+            self._trim(span.slot, span.start)
+        paddings = [self._padding(span) for span in spans]
+        self._fill(spans, paddings)
+        if self._tap is not None:
+            self._tap.begin()
+        self._run()
+        if not self.info.is_tail and self._tap is not None and self._hidden() is None:
+            # The graph has another shape than the one that the tap learned from: once more, with open eyes.
+            for span in spans:
+                self._forget(span.slot, span.start)
+            self._tap.begin(look_everywhere=True)
+            self._run()
+        for span, padding in zip(spans, paddings, strict=True):
+            stop = span.start + len(span.tokens)
+            self._lengths[span.slot] = stop
+            if padding:
+                self._forget(span.slot, stop)
+        return self._logits(spans) if self.info.is_tail else self._hidden_by_span(spans, paddings)
 
     def _load_model(self, path: Path, progress: Callable[[float], None] | None) -> Any:
         params = llama_cpp.llama_model_default_params()
@@ -275,11 +296,11 @@ class StageRuntime:
     def _make_context(self) -> Any:
         options = self._options
         params = llama_cpp.llama_context_default_params()
-        # One unified cache, so that rows leave llama.cpp in the order in which they entered.
-        params.n_ctx = options.ctx_size * options.num_slots + self._numerics.min_rows
+        params.n_ctx = (options.ctx_size + self._numerics.min_rows - 1) * options.num_slots
         params.n_batch = params.n_ubatch = self._numerics.max_rows
-        params.n_seq_max = options.num_slots + 1
-        params.kv_unified = True
+        params.n_seq_max = options.num_slots
+        # In a unified cache rows leave llama.cpp in the order in which they entered, whatever spans meet.
+        params.kv_unified = self._numerics.has_shared_cache
         # A pruned sliding-window cache may already lack what a trim goes back to.
         params.swa_full = True
         params.n_threads = params.n_threads_batch = options.num_threads
@@ -299,24 +320,31 @@ class StageRuntime:
 
     def _trim(self, slot: int, start: int) -> None:
         if self._lengths[slot] > start:
-            if not llama_cpp.llama_memory_seq_rm(self._memory, slot, start, -1):
-                raise UncuttableModel(
-                    f"this model's memory cannot be trimmed to position {start}: recurrent state has no "
-                    "positions"
-                )
+            self._forget(slot, start)
             self._lengths[slot] = start
 
-    def _fill(self, spans: Sequence[Span], num_rows: int) -> None:
+    def _forget(self, slot: int, start: int) -> None:
+        if not llama_cpp.llama_memory_seq_rm(self._memory, slot, start, -1):
+            raise UncuttableModel(
+                f"this model's memory cannot be trimmed to position {start}: recurrent state has no positions"
+            )
+
+    def _padding(self, span: Span) -> int:
+        """Rows to fill the span up with. The last trained position stays bare: a table may end there."""
+        rows = len(span.tokens)
+        room = self.info.n_ctx_train - span.start - rows
+        return max(0, min(self._numerics.min_rows - rows, room))
+
+    def _fill(self, spans: Sequence[Span], paddings: Sequence[int]) -> None:
         self._batch.clear()
-        for span in spans:
-            first_output = len(span.tokens) - span.num_outputs if self.info.is_tail else 0
+        for span, padding in zip(spans, paddings, strict=True):
+            rows = len(span.tokens)
+            first_output = rows - span.num_outputs if self.info.is_tail else 0
             self._batch.add(span.slot, span.start, span.tokens, span.hidden, first_output)
-        if num_rows < self._numerics.min_rows:
-            padding = self._numerics.min_rows - num_rows
-            self._trim(self._spare_slot, 0)
-            zeros = None if self.info.is_first else np.zeros((padding, self.info.n_embd), np.float32)
-            self._batch.add(self._spare_slot, 0, [0] * padding, zeros, padding if self.info.is_tail else 0)
-            self._lengths[self._spare_slot] = padding
+            if padding:
+                zeros = None if self.info.is_first else np.zeros((padding, self.info.n_embd), np.float32)
+                no_output = padding if self.info.is_tail else 0
+                self._batch.add(span.slot, span.start + rows, [0] * padding, zeros, no_output)
 
     def _run(self) -> None:
         status = llama_cpp.llama_decode(self._context, self._batch.struct)
@@ -327,14 +355,17 @@ class StageRuntime:
     def _hidden(self) -> NDArray[np.float32] | None:
         return None if self._tap is None else self._tap.take(len(self.info.layers) - 1)
 
-    def _hidden_by_span(self, spans: Sequence[Span], num_rows: int) -> list[NDArray[np.float32]]:
+    def _hidden_by_span(self, spans: Sequence[Span], paddings: Sequence[int]) -> list[NDArray[np.float32]]:
         hidden = self._hidden()
+        counts = [len(span.tokens) + padding for span, padding in zip(spans, paddings, strict=True)]
+        num_rows = sum(counts)
         if hidden is None or len(hidden) < num_rows:
             raise UncuttableModel(
                 f"llama.cpp's graph gives no l_out tensor of {num_rows} rows at layer "
                 f"{self.info.layers.stop - 1}"
             )
-        return _split(hidden, [len(span.tokens) for span in spans])
+        parts = _split(hidden, counts)
+        return [part[: len(span.tokens)] for part, span in zip(parts, spans, strict=True)]
 
     def _logits(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
         num_outputs = sum(span.num_outputs for span in spans)
