@@ -1,0 +1,157 @@
+"""Head and three joined hosts 5 ms apart, each in its own namespaces: real processes, Ray nodes, streams."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from mesh.bench.mesh_system import COMMAND, MeshSystem
+from mesh.bench.server_process import last_lines
+from mesh.cluster.join_token import decode, encode
+from mesh.lab import Lab
+from tests.chat_prompts import CHAT_PROMPTS
+from tests.lab_fixtures import require_lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
+
+DELAY_MS = 5.0
+MAX_TOKENS = 128
+CONCURRENCY = 4
+HEAD = 0
+STRANGER = 4  # a host of the lab that no mesh waits for
+NUM_MESH_HOSTS = 4
+JOIN_MUST_FAIL_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+    num_tokens: int
+    finish: str
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    require_lab()
+    with Lab(NUM_MESH_HOSTS + 1, DELAY_MS, shared=[tmp_path_factory.getbasetemp()]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def whole_model_texts(lab: Lab, smollm2_path: Path) -> list[Text]:
+    job = {"model": str(smollm2_path), "prompts": CHAT_PROMPTS, "max_tokens": MAX_TOKENS}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.whole_model"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [Text(**answer) for answer in json.loads(done.stdout)]
+
+
+@contextmanager
+def running_mesh(lab: Lab, model: Path, logs: Path, speculate: str) -> Iterator[MeshSystem]:
+    """A mesh of the first four hosts, with what it wrote printed if the test fails."""
+    options = ["--exact", "--speculate", speculate, "--parallel", str(CONCURRENCY), "--ctx-size", "1024"]
+    mesh = MeshSystem(lab, model, logs, num_hosts=NUM_MESH_HOSTS, options=options)
+    try:
+        mesh.start()
+        yield mesh
+    except BaseException:
+        for host in range(NUM_MESH_HOSTS):
+            if mesh.log(host).exists():
+                print(f"--- host{host}\n{last_lines(mesh.log(host), 60)}")
+        raise
+    finally:
+        for host in range(lab.num_hosts):
+            lab.kill(host)
+
+
+def ask_everything(lab: Lab, mesh: MeshSystem) -> list[Text]:
+    job = {
+        "base_url": f"http://127.0.0.1:{mesh.port}/v1",
+        "prompts": CHAT_PROMPTS,
+        "max_tokens": MAX_TOKENS,
+        "concurrency": CONCURRENCY,
+    }
+    client = lab.run(
+        HEAD,
+        [sys.executable, "-m", "tests.chat_client"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    output, errors = client.communicate(json.dumps(job).encode(), timeout=300)
+    assert client.returncode == 0, errors.decode()
+    return [Text(**answer) for answer in json.loads(output)]
+
+
+def try_to_join(lab: Lab, *arguments: str) -> tuple[int, str, float]:
+    """Exit code, standard error and duration of a `mesh join` that is to fail."""
+    start_s = time.monotonic()
+    done = lab.exec(STRANGER, [COMMAND, "join", *arguments], timeout_s=30)
+    return done.returncode, done.stderr, time.monotonic() - start_s
+
+
+def assert_nothing_is_left(lab: Lab) -> None:
+    assert [pid for host in range(lab.num_hosts) for pid in lab.pids(host)] == []
+    for host in range(NUM_MESH_HOSTS):
+        assert not [name for name in lab.exec(host, ["ls", "/tmp"]).stdout.split() if name.startswith("mesh")]
+
+
+def test_staged_text_equals_the_whole_model_and_strangers_are_refused(
+    lab: Lab, smollm2_path: Path, whole_model_texts: list[Text], tmp_path: Path
+) -> None:
+    with running_mesh(lab, smollm2_path, tmp_path, "off") as mesh:
+        assert ask_everything(lab, mesh) == whole_model_texts
+        check_that_a_wrong_token_is_refused(lab, mesh)
+        check_that_an_expired_token_is_refused(lab, mesh)
+        check_that_an_address_out_of_reach_is_refused(lab, mesh)
+        assert lab.pids(STRANGER) == []
+        # Ctrl-C in every terminal at once.
+        assert mesh.stop() == [130] * NUM_MESH_HOSTS
+        assert_nothing_is_left(lab)
+
+
+def check_that_a_wrong_token_is_refused(lab: Lab, mesh: MeshSystem) -> None:
+    token = decode(mesh.token_path.read_text())
+    wrong = encode(replace(token, secret="guessed"))
+    code, errors, took_s = try_to_join(lab, wrong, "--advertise", lab.address(STRANGER))
+    assert code == 1
+    assert "token" in errors
+    assert took_s < JOIN_MUST_FAIL_WITHIN_S
+
+
+def check_that_an_expired_token_is_refused(lab: Lab, mesh: MeshSystem) -> None:
+    token = decode(mesh.token_path.read_text())
+    expired = encode(replace(token, expires_at_s=int(time.time()) - 60))
+    code, errors, took_s = try_to_join(lab, expired, "--advertise", lab.address(STRANGER))
+    assert code == 1
+    assert "expired" in errors
+    assert took_s < JOIN_MUST_FAIL_WITHIN_S
+
+
+def check_that_an_address_out_of_reach_is_refused(lab: Lab, mesh: MeshSystem) -> None:
+    # The stranger has it and can listen there, but no packet to it finds the way.
+    lab.exec(STRANGER, ["ip", "address", "add", "10.77.0.99/32", "dev", "lo"])
+    code, errors, took_s = try_to_join(lab, "--token-file", str(mesh.token_path), "--advertise", "10.77.0.99")
+    assert code == 1
+    assert "10.77.0.99" in errors
+    assert took_s < 15.0
+
+
+def test_speculation_changes_no_word_and_hosts_leave_with_the_head(
+    lab: Lab, smollm2_path: Path, whole_model_texts: list[Text], tmp_path: Path
+) -> None:
+    with running_mesh(lab, smollm2_path, tmp_path, "ngram") as mesh:
+        assert ask_everything(lab, mesh) == whole_model_texts
+        assert mesh.stop(hosts=[HEAD])[HEAD] == 130
+        assert_nothing_is_left(lab)
