@@ -74,7 +74,7 @@ async def fetch_stage(
     partial = cache.partial(sha256)
     async with _locked(partial) as file:
         # Whoever held the lock before us may have brought it.
-        present = cache.find(sha256)
+        present = await asyncio.to_thread(cache.find, sha256)
         if present is not None:
             return present
         await _fill(file, sha256, size_bytes, source, progress or _ignore)

@@ -127,8 +127,8 @@ class Membership:
         if answer.protocol_version != PROTOCOL_VERSION:
             raise ProtocolVersionMismatch(
                 f"the head speaks protocol version {answer.protocol_version} (spanmesh "
-                f"{answer.software_version}), "
-                f"this host speaks {PROTOCOL_VERSION}: install the same spanmesh on both"
+                f"{answer.software_version}"
+                f"), this host speaks {PROTOCOL_VERSION}: install the same spanmesh on both"
             )
         return RayAccess(answer.ray_address, answer.ray_token)
 

@@ -148,7 +148,7 @@ class MembershipService(rpc.MembershipServicer):
         """A stage file from an offset to its end."""
         try:
             check_secret(request.secret, self._token)
-            file = self._open(request)
+            file = await asyncio.to_thread(self._open, request)
         except MeshError as error:
             log.warning("fetch_refused", peer=context.peer(), reason=error.message)
             await abort(context, error)
@@ -241,11 +241,14 @@ async def _until_done(
 ) -> AsyncIterator[wire.HeadReport]:
     """What comes out of `outbox`, until the host hangs up or is told goodbye."""
     while True:
-        report = asyncio.ensure_future(outbox.get())
-        await asyncio.wait({report, listener}, return_when=asyncio.FIRST_COMPLETED)
-        if not report.done():
-            report.cancel()
-            return
-        yield report.result()
-        if report.result().is_closing:
+        waiting = asyncio.ensure_future(outbox.get())
+        try:
+            await asyncio.wait({waiting, listener}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                return
+        finally:
+            waiting.cancel()
+        report = waiting.result()
+        yield report
+        if report.is_closing:
             return
