@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from speculative.proposer import Proposer
-
     from mesh.engine import Committed, GenerationRequest
+    from speculative.proposer import Proposer
 
 MESH_ID = "test-mesh"
 MESH_KEY = "test-key"
@@ -72,6 +71,7 @@ async def running_coordinator(
     max_rows: int = 63,
     max_waiting: int = 64,
     mesh_key: str = MESH_KEY,
+    clock_s: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator connected to `stages`."""
     options = CoordinatorOptions(context_length, num_slots, max_rows, max_waiting=max_waiting)
@@ -81,7 +81,7 @@ async def running_coordinator(
         mesh_id=MESH_ID,
         mesh_key=mesh_key,
         make_proposer=make_proposer,
-        clock_s=time.monotonic,
+        clock_s=clock_s,
     )
     await coordinator.start()
     try:

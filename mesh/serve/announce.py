@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 import structlog
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from mesh.serve.state import MeshState
 
 log = structlog.get_logger()
+
+_QUESTION: Final = (
+    '{"model": "default", "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 64}'
+)
 
 
 def print_join_line(token: str) -> None:
@@ -29,8 +33,7 @@ def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) 
     log.info("serving", url=url, model=options.model.stem, stages=num_stages)
     _say(f"\n{options.model.stem} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
     _say(
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n"
-        """    -d '{"model": "default", "messages": [{"role": "user", "content": "Who are you?"}]}'\n"""
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n    -d '{_QUESTION}'\n"
     )
     if options.num_hosts == 0:
         print_join_line(head.token)

@@ -1,0 +1,251 @@
+"""What the documents tell a user to type works: commands are run, flags exist, links lead somewhere."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mesh.cli import run
+from mesh.cluster.addresses import free_port
+from spanmesh_proto import SOFTWARE_VERSION
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/three_hosts.md")
+COMMANDS = ("serve", "join", "status", "slice", "certify")
+BIN = Path(sys.executable).parent
+
+
+def shell_lines(document: str) -> list[str]:
+    """Lines of the document's shell blocks, continuations joined."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in re.sub(r" *\\\n *", " ", block).splitlines()]
+
+
+def quoted(document: str) -> list[str]:
+    """What stands in backticks outside of blocks."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`]+)`", text)
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert run([command, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def mesh_lines(document: str) -> list[list[str]]:
+    lines = [*shell_lines(document), *quoted(document)]
+    return [shlex.split(line) for line in lines if line.startswith("mesh ") and "COMMAND" not in line]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_mesh_command_and_its_flags_exist(document: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for _, command, *arguments in mesh_lines(document):
+        assert command in COMMANDS
+        known = help_of(command, capsys)
+        for flag in (argument for argument in arguments if argument.startswith("-")):
+            assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), f"mesh {command} has no {flag}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_flag_in_the_text_exists(document: str, capsys: pytest.CaptureFixture[str]) -> None:
+    known = "".join(help_of(command, capsys) for command in COMMANDS)
+    flags = [word for text in quoted(document) for word in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)]
+    assert [flag for flag in flags if flag != "--help" and flag not in known] == []
+
+
+def test_the_table_of_serve_options_tells_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    known = " ".join(help_of("serve", capsys).split())
+    rows = re.findall(r"^\| (`--[^|]+) \|[^|]+\| ([^|]*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 10
+    for flags, default in rows:
+        names = re.findall(r"`(--[a-z-]+)`", flags)
+        values = default.split(", ") if len(names) > 1 else [default]
+        for name, value in zip(names, values, strict=False):
+            shown = re.search(rf"{name} .*?(?= --|$)", known)
+            assert shown, f"mesh serve has no {name}"
+            told = re.search(r"\[default: ([^];]+)", shown[0])
+            if told:
+                assert value.strip("`") == told[1].strip(), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_between_files_lead_somewhere(document: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text())
+    assert [link for link in links if not (ROOT / document).parent.joinpath(link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_make_target_exists(document: str) -> None:
+    for line in [*shell_lines(document), *quoted(document)]:
+        if re.fullmatch(r"make \w+", line):
+            done = subprocess.run(
+                ["make", "-n", *line.split()[1:]], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+
+
+def test_make_test_checks_and_tests() -> None:
+    steps = subprocess.run(
+        ["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert all(tool in steps for tool in ("/pytest", "/ruff check", "/ruff format", "/mypy", "/lint-imports"))
+
+
+def test_there_is_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == SOFTWARE_VERSION
+
+
+def told(command: str, *, document: str = "README.md") -> list[str]:
+    """A line of the document that begins so, ready to be run here."""
+    line = next(line for line in shell_lines(document) if line.startswith(command))
+    program, *arguments = shlex.split(line)
+    return [str(BIN / program), *arguments]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, smollm2_path: Path) -> Path:
+    """Where a user has put a `model.gguf`."""
+    (tmp_path / "model.gguf").symlink_to(smollm2_path)
+    return tmp_path
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("document", "command", "says"),
+    [
+        ("README.md", "mesh certify", "15"),
+        ("examples/three_hosts.md", "mesh certify", "10"),
+        ("examples/three_hosts.md", "mesh slice", ""),
+    ],
+)
+def test_model_commands_run_as_told(document: str, command: str, says: str, folder: Path) -> None:
+    done = subprocess.run(
+        told(command, document=document), cwd=folder, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
+    if command == "mesh slice":
+        assert (folder / "share.gguf").read_bytes()[:4] == b"GGUF"
+
+
+def test_status_without_a_mesh_says_how_to_get_one(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    done = subprocess.run(
+        [*told("mesh status"), "--url", url], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "start one with `mesh serve`" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def is_made_by_make() -> bool:
+    """Whether `make serve` would start at once: a checkout may have its environment from elsewhere."""
+    environment = BIN.parent
+    return (
+        environment == ROOT / ".venv"
+        and subprocess.run(
+            ["make", "-q", ".venv/.serving"], cwd=ROOT, capture_output=True, check=False
+        ).returncode
+        == 0
+    )
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    printed: str
+    is_by_make: bool
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, stage_cache_dir: Path) -> Iterator[Served]:
+    """The demo, started with `make serve` where make has made the environment, stopped with Ctrl-C."""
+    port = free_port("127.0.0.1")
+    folder = tmp_path_factory.mktemp("readme")
+    options = f"--port {port} --advertise 127.0.0.1"
+    is_by_make = is_made_by_make()
+    command = (
+        ["make", "serve", f"ARGS={options}"] if is_by_make else [str(BIN / "mesh"), "serve", *options.split()]
+    )
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=os.environ | {"XDG_CACHE_HOME": str(stage_cache_dir)},
+            start_new_session=True,  # a terminal's Ctrl-C goes to make and to what make runs
+        )
+    try:
+        deadline_s = time.monotonic() + 120
+        while "Ctrl-C stops it" not in (folder / "out").read_text():
+            assert process.poll() is None, (folder / "err").read_text()
+            assert time.monotonic() < deadline_s, (folder / "err").read_text()
+            time.sleep(0.2)
+        yield Served(f"http://127.0.0.1:{port}", (folder / "out").read_text(), is_by_make)
+    finally:
+        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(30)
+    _, left = psutil.wait_procs(family, timeout=10)
+    assert left == []
+
+
+@pytest.mark.cluster
+@pytest.mark.model
+class TestDemo:
+    def test_make_serve_serves(self, served: Served) -> None:
+        if not served.is_by_make:
+            pytest.skip("this environment was not made by make; the demo was started with `mesh serve`")
+        assert "in 2 stages" in served.printed
+
+    def test_the_curl_line_of_the_readme_is_the_one_printed(self, served: Served) -> None:
+        printed = re.sub(r" *\\\n *", " ", served.printed)
+        (line,) = [line for line in shell_lines("README.md") if line.startswith("curl ")]
+        assert line.replace("http://127.0.0.1:8000", served.url) in printed
+
+    def test_the_curl_line_answers(self, served: Served) -> None:
+        if shutil.which("curl") is None:
+            pytest.skip("curl is not installed")
+        (line,) = [line for line in shell_lines("README.md") if line.startswith("curl ")]
+        command = shlex.split(line.replace("http://127.0.0.1:8000", served.url))
+        done = subprocess.run(
+            [*command, "-sS", "--noproxy", "*"], capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert '"content":' in done.stdout
+
+    @pytest.mark.parametrize(
+        ("example", "says"),
+        [("openai_client.py", "finish reason: "), ("stream_usage.py", "proposed tokens accepted")],
+    )
+    def test_the_examples_run(self, example: str, says: str, served: Served) -> None:
+        done = subprocess.run(
+            [sys.executable, ROOT / "examples" / example, f"{served.url}/v1", "Say hello."],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert says in done.stdout
+
+    def test_status_shows_the_stages(self, served: Served) -> None:
+        done = subprocess.run(
+            [*told("mesh status"), "--url", served.url], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "30 layers" in done.stdout
