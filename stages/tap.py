@@ -65,7 +65,10 @@ class LayerTap:
         ggml_base().ggml_backend_tensor_get(tensor, rows.ctypes.data_as(ctypes.c_void_p), 0, rows.nbytes)
         layer = self._names[name]
         # A micro-batch follows another when a batch is larger than n_ubatch: rows keep their order.
-        self._taken[layer] = np.concatenate((self._taken[layer], rows)) if layer in self._taken else rows
-        if len(self._names) == 1:
-            self._quiet_until = self._num_asked * 7 // 8
+        if layer in self._taken:
+            self._taken[layer] = np.concatenate((self._taken[layer], rows))
+        else:
+            self._taken[layer] = rows
+            if len(self._names) == 1:
+                self._quiet_until = self._num_asked * 7 // 8
         return not (self._stop and name == self._last)
