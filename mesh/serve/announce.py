@@ -33,7 +33,8 @@ def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) 
     log.info("serving", url=url, model=options.model.stem, stages=num_stages)
     _say(f"\n{options.model.stem} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
     _say(
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n    -d '{_QUESTION}'\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n"
+        f"    -d '{_QUESTION}'\n"
     )
     if options.num_hosts == 0:
         print_join_line(head.token)
