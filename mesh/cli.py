@@ -59,11 +59,12 @@ def mesh(*, is_verbose: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: exit code 0, 1 for an error of ours, 2 for wrong usage, 130 after Ctrl-C."""
     code = run(arguments)
-    try:
-        sys.stdout.flush()
-    except OSError:
-        # Nobody reads any more. Python would try again at exit, complain, and change the exit code.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            # Nobody reads it any more. Python would try again at exit, complain, and change the exit code.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)
 
 
