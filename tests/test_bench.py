@@ -3,12 +3,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from mesh.bench.comparison import Comparison, Pair
 from mesh.bench.contest import even_split
+from mesh.bench.llama_rpc import build_llama_rpc
 from mesh.bench.prompts import BUILT_IN, load_prompts
 from mesh.bench.stream_client import Answer, Job, ask
 from spanmesh_proto.errors import MeshError
@@ -137,3 +139,20 @@ def test_a_streamed_answer_is_timed_and_put_together() -> None:
 def test_an_answer_that_cannot_be_measured_is_an_error(status: int, body: str, message: str) -> None:
     with server(status, body) as port, pytest.raises(MeshError, match=message):
         ask(job(port), "Hello")
+
+
+def test_servers_that_were_built_are_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / f"llama-rpc-{version('llama-cpp-python')}"
+    (home / "build" / "bin").mkdir(parents=True)
+    for name in ("llama-server", "ggml-rpc-server"):
+        (home / "build" / "bin" / name).touch()
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = build_llama_rpc(tmp_path)
+    assert (found.server.parent, found.rpc_server.name) == (home / "build" / "bin", "ggml-rpc-server")
+
+
+def test_a_missing_cmake_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(MeshError, match="pip install cmake"):
+        build_llama_rpc(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -49,6 +49,7 @@ class Lab:
     def __enter__(self) -> Self:
         """Bring up the hosts and the wires; raises MeshError if the system refuses."""
         with self._stack:
+            self._stack.callback(self._hosts.clear)
             for index in range(self.num_hosts):
                 host = Host(f"host{index}", self._shared)
                 self._stack.callback(host.close)
@@ -64,7 +65,6 @@ class Lab:
     ) -> None:
         """End every process of every host, and the router."""
         self._stack.close()
-        self._hosts.clear()
 
     def address(self, host: int) -> str:
         """IPv4 address of a host, counted from 0."""
