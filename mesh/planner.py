@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from mesh.cluster.host_facts import format_size
+from mesh.stage_sizes import STAGE_OVERHEAD_BYTES, StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.layers import LayerRange
 
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
 # Two measurements of the same host differ by this share, so a smaller difference says nothing.
 SPEED_NOISE: Final = 0.25
-# What a stage takes besides weights and KV cache: its process, and llama.cpp's compute buffers.
-STAGE_OVERHEAD_BYTES: Final = 400 * 2**20
-# The tail keeps logits for as many rows as a batch may have.
-_LOGIT_ROWS: Final = 128
-_F32_BYTES: Final = 4
 _MAX_ORDERS: Final = 24
 _MAX_CHOICES: Final = 32
 # A measurement of nothing must not divide by nothing.
@@ -43,19 +38,6 @@ class HostCapacity:
     name: str
     memory_bytes: int
     speed_gb_per_s: float
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What the KV caches must hold.
-
-    Attributes:
-        ctx_size: Positions of one session.
-        num_slots: Sessions at once.
-    """
-
-    ctx_size: int
-    num_slots: int
 
 
 @dataclass(frozen=True)
@@ -121,21 +103,21 @@ def plan(
     if not hosts:
         raise NotEnoughHosts("no host can take a stage: join one with `mesh join`, or leave out --head-only")
     check_stages(model, num_stages=num_stages, split=split)
-    shapes = _Shapes(model, workload)
+    sizes = StageSizes(model, workload)
     even = even_out_noise(hosts)
     if split is not None:
         num_stages = len(split)
-        shapes = replace(shapes, only_cuts=_cuts_of(split))
+        sizes = replace(sizes, only_cuts=_cuts_of(split))
     if num_stages is not None:
-        stages = _best(shapes, even, num_stages)
+        stages = _best(sizes, even, num_stages)
         if stages is None:
-            raise _does_not_fit(shapes, hosts)
+            raise _does_not_fit(sizes, hosts)
         return Plan(stages, "layers split by hand" if split else f"{_count(num_stages, 'stage')} asked for")
     for count in range(1, min(len(hosts), len(model.allowed_cuts) + 1) + 1):
-        stages = _best(shapes, even, count)
+        stages = _best(sizes, even, count)
         if stages is not None:
-            return Plan(stages, _reason(shapes, stages))
-    raise _does_not_fit(shapes, hosts)
+            return Plan(stages, _reason(sizes, stages))
+    raise _does_not_fit(sizes, hosts)
 
 
 def check_stages(
@@ -177,77 +159,29 @@ def even_out_noise(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
     return tuple(replace(host, speed_gb_per_s=even[index]) for index, host in enumerate(hosts))
 
 
-@dataclass(frozen=True)
-class _Shapes:
-    """Sizes of any stage of one model under one workload."""
-
-    model: ModelFacts
-    workload: Workload
-    only_cuts: tuple[int, ...] | None = None
-
-    @property
-    def edges(self) -> tuple[int, ...]:
-        """Where a stage may start or stop."""
-        cuts = self.model.allowed_cuts if self.only_cuts is None else self.only_cuts
-        return (0, *sorted(cuts), self.model.n_layers)
-
-    @property
-    def whole(self) -> LayerRange:
-        """All layers."""
-        return LayerRange(0, self.model.n_layers)
-
-    def weight_bytes(self, layers: LayerRange) -> int:
-        """What is loaded."""
-        return self.read_bytes(layers) + (self.model.embedding_bytes if layers.start == 0 else 0)
-
-    def read_bytes(self, layers: LayerRange) -> int:
-        """What is read for each token: of the embedding only a row, the head whole."""
-        sums = self._layer_sums
-        head = self.model.head_bytes if layers.stop == self.model.n_layers else 0
-        return sums[layers.stop] - sums[layers.start] + head
-
-    def cache_bytes(self, layers: LayerRange) -> int:
-        """What the KV cache takes."""
-        sums = self._cache_sums
-        return (sums[layers.stop] - sums[layers.start]) * self.workload.ctx_size * self.workload.num_slots
-
-    def memory_bytes(self, layers: LayerRange) -> int:
-        """What the stage takes of its host."""
-        logits = self.model.n_vocab * _F32_BYTES * _LOGIT_ROWS if layers.stop == self.model.n_layers else 0
-        return self.weight_bytes(layers) + self.cache_bytes(layers) + logits + STAGE_OVERHEAD_BYTES
-
-    @cached_property
-    def _layer_sums(self) -> list[int]:
-        return list(itertools.accumulate(self.model.layer_bytes, initial=0))
-
-    @cached_property
-    def _cache_sums(self) -> list[int]:
-        return list(itertools.accumulate(self.model.kv_bytes_per_token, initial=0))
-
-
 def _best(
-    shapes: _Shapes, hosts: Sequence[HostCapacity], num_stages: int
+    sizes: StageSizes, hosts: Sequence[HostCapacity], num_stages: int
 ) -> tuple[StagePlacement, ...] | None:
     """Stages on the best hosts that can hold them, or None if none can."""
-    for seats in _seatings(shapes, hosts, num_stages):
-        layers = _balance(shapes, seats)
+    for seats in _seatings(sizes, hosts, num_stages):
+        layers = _balance(sizes, seats)
         if layers is not None:
             return tuple(
-                StagePlacement(host.name, part, shapes.weight_bytes(part), shapes.memory_bytes(part))
+                StagePlacement(host.name, part, sizes.weight_bytes(part), sizes.memory_bytes(part))
                 for host, part in zip(seats, layers, strict=True)
             )
     return None
 
 
 def _seatings(
-    shapes: _Shapes, hosts: Sequence[HostCapacity], num_stages: int
+    sizes: StageSizes, hosts: Sequence[HostCapacity], num_stages: int
 ) -> Iterator[tuple[HostCapacity, ...]]:
     """Hosts stage by stage, the best idea first: fast ones, at last the roomiest, each in several orders."""
     num_hosts = min(num_stages, len(hosts))
     by_speed = sorted(range(len(hosts)), key=lambda index: -hosts[index].speed_gb_per_s)
     by_memory = sorted(range(len(hosts)), key=lambda index: -hosts[index].memory_bytes)
     fast = itertools.islice(itertools.combinations(by_speed, num_hosts), _MAX_CHOICES)
-    needed_bytes = shapes.memory_bytes(shapes.whole) + (num_stages - 1) * STAGE_OVERHEAD_BYTES
+    needed_bytes = sizes.memory_bytes(sizes.whole) + (num_stages - 1) * STAGE_OVERHEAD_BYTES
     for chosen in itertools.chain(fast, [by_memory[:num_hosts]]):
         if sum(hosts[index].memory_bytes for index in chosen) < needed_bytes:
             continue
@@ -262,38 +196,38 @@ def _seated(hosts: Sequence[HostCapacity], num_stages: int) -> Iterator[HostCapa
         yield from [replace(host, memory_bytes=host.memory_bytes // times)] * times
 
 
-def _balance(shapes: _Shapes, seats: Sequence[HostCapacity]) -> tuple[LayerRange, ...] | None:
+def _balance(sizes: StageSizes, seats: Sequence[HostCapacity]) -> tuple[LayerRange, ...] | None:
     """Layers for these hosts in this order, so that the slowest stage is as fast as can be.
 
     Of the ways that are equally good by that measure, the most even one; None if the hosts are too small.
     """
-    slowest = _shortest(shapes, seats, max)
+    slowest = _shortest(sizes, seats, max)
     if slowest is None:
         return None
     limit = slowest[0] * (1 + 1e-9)
-    evenest = _shortest(shapes, seats, lambda total, time: total + time * time if time <= limit else math.inf)
+    evenest = _shortest(sizes, seats, lambda total, time: total + time * time if time <= limit else math.inf)
     return None if evenest is None else evenest[1]
 
 
 def _shortest(
-    shapes: _Shapes, seats: Sequence[HostCapacity], add: Callable[[float, float], float]
+    sizes: StageSizes, seats: Sequence[HostCapacity], add: Callable[[float, float], float]
 ) -> tuple[float, tuple[LayerRange, ...]] | None:
     """The cheapest way from layer 0 to the last, one stage a host; stage times are summed up by `add`."""
     reached: dict[int, tuple[float, tuple[LayerRange, ...]]] = {0: (0.0, ())}
     for seat in seats:
         step: dict[int, tuple[float, tuple[LayerRange, ...]]] = {}
         for start, (cost, way) in reached.items():
-            for stop in shapes.edges:
+            for stop in sizes.edges:
                 if stop <= start:
                     continue
                 layers = LayerRange(start, stop)
-                if shapes.memory_bytes(layers) > seat.memory_bytes:
+                if sizes.memory_bytes(layers) > seat.memory_bytes:
                     continue
-                longer = add(cost, shapes.read_bytes(layers) / max(seat.speed_gb_per_s, _SLOWEST_GB_PER_S))
+                longer = add(cost, sizes.read_bytes(layers) / max(seat.speed_gb_per_s, _SLOWEST_GB_PER_S))
                 if longer < step.get(stop, (math.inf,))[0]:
                     step[stop] = (longer, (*way, layers))
         reached = step
-    return reached.get(shapes.model.n_layers)
+    return reached.get(sizes.model.n_layers)
 
 
 def _cuts_of(split: Sequence[int]) -> tuple[int, ...]:
@@ -317,18 +251,18 @@ def _check_split(split: Sequence[int], model: ModelFacts) -> None:
         )
 
 
-def _reason(shapes: _Shapes, stages: tuple[StagePlacement, ...]) -> str:
+def _reason(sizes: StageSizes, stages: tuple[StagePlacement, ...]) -> str:
     if len(stages) == 1:
         needed = format_size(stages[0].memory_bytes)
         return f"host {stages[0].host} can hold all of it ({needed}), and a split would only add hops"
-    return f"no fewer than {len(stages)} hosts can hold its {format_size(shapes.weight_bytes(shapes.whole))}"
+    return f"no fewer than {len(stages)} hosts can hold its {format_size(sizes.weight_bytes(sizes.whole))}"
 
 
-def _does_not_fit(shapes: _Shapes, hosts: Sequence[HostCapacity]) -> ModelDoesNotFit:
-    whole, workload = shapes.whole, shapes.workload
+def _does_not_fit(sizes: StageSizes, hosts: Sequence[HostCapacity]) -> ModelDoesNotFit:
+    whole, workload = sizes.whole, sizes.workload
     return ModelDoesNotFit(
-        f"{shapes.model.name} does not fit: it needs {format_size(shapes.weight_bytes(whole))} for weights, "
-        f"{format_size(shapes.cache_bytes(whole))} for {workload.num_slots} x {workload.ctx_size} "
+        f"{sizes.model.name} does not fit: it needs {format_size(sizes.weight_bytes(whole))} for weights, "
+        f"{format_size(sizes.cache_bytes(whole))} for {workload.num_slots} x {workload.ctx_size} "
         "positions and "
         f"{format_size(STAGE_OVERHEAD_BYTES)} per stage; free are "
         + ", ".join(f"{format_size(host.memory_bytes)} on {host.name}" for host in hosts)

@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.planner import (
-    STAGE_OVERHEAD_BYTES,
-    HostCapacity,
-    Plan,
-    Workload,
-    even_out_noise,
-    plan,
-)
+from mesh.planner import HostCapacity, Plan, even_out_noise, plan
+from mesh.stage_sizes import STAGE_OVERHEAD_BYTES, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.cutting import ModelFacts
 

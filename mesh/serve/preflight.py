@@ -11,8 +11,9 @@ from mesh.api import ApiKeys, require_key_beyond_loopback
 from mesh.cluster.addresses import check_port_free
 from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name
-from mesh.planner import HostCapacity, Workload, check_stages, plan
+from mesh.planner import HostCapacity, check_stages, plan
 from mesh.serve.options import ctx_size_for
+from mesh.stage_sizes import Workload
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError
 from stages.cutting import ModelFacts, read_model_facts
