@@ -224,13 +224,21 @@ class StageRuntime:
             self._model = None
 
     def _batches_of_equals(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
-        """The spans in batches of equally many rows each, padding and all, by slot."""
-        by_rows: dict[int, list[Span]] = {}
-        for span in sorted(spans, key=lambda span: span.slot):
-            by_rows.setdefault(len(span.tokens) + self._padding(span), []).append(span)
-        for rows, alike in by_rows.items():
-            most = self.max_rows // rows
-            yield from (alike[first : first + most] for first in range(0, len(alike), most))
+        """The spans in batches that llama.cpp computes at one go.
+
+        Those are slots that follow one another, with equally many rows each, padding and all.
+        """
+        batch: list[Span] = []
+        rows = 0
+        for span in sorted(spans, key=lambda span: (len(span.tokens) + self._padding(span), span.slot)):
+            needed = len(span.tokens) + self._padding(span)
+            follows = batch and needed == rows and span.slot == batch[-1].slot + 1
+            if batch and not (follows and (len(batch) + 1) * rows <= self.max_rows):
+                yield batch
+                batch = []
+            batch.append(span)
+            rows = needed
+        yield batch
 
     def _decode_batch(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
         """`decode` of spans that are known to fit, in one batch of llama.cpp."""

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _QUESTION: Final = (
-    '{"model": "default", "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 64}'
+    '{"model": "default", "messages": [{"role": "user", "content": "Who are you?"}],'
+    ' "temperature": 0, "max_tokens": 64}'
 )
 
 
