@@ -39,10 +39,20 @@ def set_up_logs(*, is_verbose: bool = False) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if is_terminal else "iso", utc=not is_terminal),
     ]
+    # Tracebacks without local variables: those hold prompts and keys.
     renderer: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer(pad_event_to=20)]
+        [
+            structlog.dev.ConsoleRenderer(
+                pad_event_to=20, exception_formatter=structlog.dev.RichTracebackFormatter(show_locals=False)
+            )
+        ]
         if is_terminal
-        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        else [
+            structlog.processors.ExceptionRenderer(
+                structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+            ),
+            structlog.processors.JSONRenderer(),
+        ]
     )
     structlog.configure(
         processors=[*shared, *renderer],

@@ -18,6 +18,8 @@ _SETTINGS: Final = {
     "RAY_memory_monitor_refresh_ms": "0",
     # A stage asks Ray for no GPU, llama.cpp finds it by itself: leave it visible.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Stages answer people: they do not stand back behind every other process of their host.
+    "RAY_worker_niceness": "0",
     # Objects that cross Python patch releases do so unharmed.
     "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
 }
