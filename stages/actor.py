@@ -6,8 +6,6 @@ Ray places it, starts it and watches it; tokens never pass through Ray.
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -139,16 +137,6 @@ class StageActor:
         if self._service is None:
             raise ClusterError(f"stage {self._config.stage_index} was connected before it was started")
         await self._service.connect(next_address)
-
-    async def describe(self) -> dict[str, Any]:
-        """For `mesh status`: process, host name and counts."""
-        stats = self._service.stats() if self._service is not None else None
-        return {
-            "pid": os.getpid(),
-            "hostname": socket.gethostname(),
-            "num_windows": stats.num_windows if stats else 0,
-            "num_open_sessions": stats.num_open_sessions if stats else 0,
-        }
 
     async def stop(self) -> None:
         """Stop serving and free all memory."""

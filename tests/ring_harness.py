@@ -32,6 +32,7 @@ MESH_KEY = "test-key"
 @dataclass(frozen=True)
 class RunningStage:
     service: StageService
+    server: grpc.aio.Server
     address: StageAddress
 
 
@@ -55,7 +56,7 @@ async def running_stages(
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, 0)
-            stages.append(RunningStage(service, StageAddress("local", f"127.0.0.1:{port}", layers)))
+            stages.append(RunningStage(service, server, StageAddress("local", f"127.0.0.1:{port}", layers)))
         for stage, following in itertools.pairwise(stages):
             await stage.service.connect(following.address.address)
         yield stages

@@ -211,7 +211,7 @@ async def test_garbage_on_the_port_harms_nobody(stages: list[RunningStage]) -> N
 
 
 async def test_an_address_without_a_stage_is_named() -> None:
-    nowhere = RunningStage(None, StageAddress("gone", "127.0.0.1:9", LayerRange(0, 30)))  # type: ignore[arg-type]
+    nowhere = RunningStage(None, None, StageAddress("gone", "127.0.0.1:9", LayerRange(0, 30)))  # type: ignore[arg-type]
     with pytest.raises(HostUnreachable, match=r"127\.0\.0\.1:9 does not answer"):
         async with running_coordinator([nowhere], context_length=64, num_slots=1):
             pass
@@ -264,16 +264,16 @@ async def test_over_long_prompts_are_refused_and_long_answers_end_at_the_context
 async def test_a_lost_stage_fails_its_sessions_with_the_reason(
     smollm2_path: Path, stage_cache_dir: Path
 ) -> None:
-    async with running_stages(smollm2_path, (15,), OPTIONS, stage_cache_dir) as stages:
-        coordinator_context = running_coordinator(stages, context_length=256, num_slots=2)
-        coordinator = await coordinator_context.__aenter__()
+    async with (
+        running_stages(smollm2_path, (15,), OPTIONS, stage_cache_dir) as stages,
+        running_coordinator(stages, context_length=256, num_slots=2) as coordinator,
+    ):
         answer = coordinator.generate(GenerationRequest(PROMPT, max_tokens=200))
         await anext(answer)
-        await stages[0].service.close()
-        coordinator._on_lost(StageFailed("stage 0 went away"))
+        await stages[1].server.stop(0)
         with pytest.raises(StageFailed):
             async for _ in answer:
                 pass
+        assert not coordinator.is_ready
         with pytest.raises(StageFailed):
             await collect(coordinator, GenerationRequest(PROMPT, max_tokens=2))
-        await coordinator_context.__aexit__(None, None, None)
