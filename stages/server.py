@@ -260,7 +260,7 @@ class StageService(rpc.StageServicer):
                 id=window.id,
                 span=span,
                 sampling=session.sampling,
-                times_us=tuple((time.queue_us, time.compute_us) for time in window.times),
+                times=tuple(window.times),
                 arrived_us=monotonic_us(),
             )
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from spanmesh_proto import windows_pb2 as wire
     from stages.runtime import Span
     from stages.sampling import Sampling
 
@@ -27,7 +28,7 @@ class QueuedWindow:
         id: The window's id within the session.
         span: What llama.cpp gets.
         sampling: How the tail draws.
-        times_us: (queue, compute) of the stages before.
+        times: What the stages before took.
         arrived_us: When it arrived, on this host's monotonic clock.
     """
 
@@ -36,7 +37,7 @@ class QueuedWindow:
     id: int
     span: Span
     sampling: Sampling
-    times_us: tuple[tuple[int, int], ...]
+    times: tuple[wire.StageTime, ...]
     arrived_us: int
 
 

@@ -129,10 +129,11 @@ class StageWorker(threading.Thread):
     ) -> int:
         """Write into each message how long this stage and those before it took; returns its own time."""
         compute_us = self._clock_us() - started_us
+        num_rows = sum(len(window.span.tokens) for window in windows)
         for window, message in zip(windows, messages, strict=True):
-            for earlier_queue_us, earlier_compute_us in window.times_us:
-                message.times.add(queue_us=earlier_queue_us, compute_us=earlier_compute_us)
-            message.times.add(queue_us=max(0, started_us - window.arrived_us), compute_us=compute_us)
+            message.times.extend(window.times)
+            queue_us = max(0, started_us - window.arrived_us)
+            message.times.add(queue_us=queue_us, compute_us=compute_us, num_rows=num_rows)
         return compute_us
 
     @staticmethod

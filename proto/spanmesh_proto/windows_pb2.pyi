@@ -95,12 +95,14 @@ class Window(_message.Message):
     def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ...) -> None: ...
 
 class StageTime(_message.Message):
-    __slots__ = ("queue_us", "compute_us")
+    __slots__ = ("queue_us", "compute_us", "num_rows")
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     queue_us: int
     compute_us: int
-    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ...) -> None: ...
+    num_rows: int
+    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("session", "epoch", "window_id", "start", "tokens", "times")
