@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from speculative.proposal import EMPTY, Proposal
 from speculative.suffix_automaton import SuffixAutomaton
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class NgramProposer:
         options: How bold it is, and how much it remembers.
     """
 
+    name = "ngram"
+
     def __init__(self, options: NgramOptions | None = None) -> None:
         self._options = options or NgramOptions()
         self._index = SuffixAutomaton()
@@ -61,17 +64,27 @@ class NgramProposer:
         for token in tokens:
             self._index.append(token)
 
-    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> list[int]:
+    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """What followed the latest occurrence of the longest suffix of the committed tokens and `after`."""
         match = self._index.repeated
         for token in after:
             match = self._index.advance(match, token)
         if match.length < self._options.min_match:
-            return []
+            return EMPTY
         width = min(max_tokens, int(match.length * self._options.tokens_per_match))
+        if width <= 0:
+            return EMPTY
         # A text that repeats itself right now runs out of known tokens; what it is about to say goes on.
         known, ahead = self._index.tokens, list(after)
         begin = self._index.end(match)
         for source in range(begin, begin + width):
             ahead.append(known[source] if source < len(known) else ahead[source - len(known)])
-        return ahead[len(after) :]
+        # The longer the match has become, the likelier it goes on: each right guess is a longer match.
+        confidences = tuple(1.0 - 1.0 / (1.0 + match.length + place) for place in range(width))
+        return Proposal(tuple(ahead[len(after) :]), confidences, self.name)
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        """It answers at once."""
+
+    def close(self) -> None:
+        """There is nothing to let go of."""

@@ -11,6 +11,7 @@ import pytest
 from mesh.engine import Engine, GenerationRequest, GenerationStats
 from mesh.tokenizer import Tokenizer
 from speculative.ngram import NgramOptions, NgramProposer
+from speculative.proposal import Proposal
 from speculative.proposer import Proposer
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampling
@@ -58,6 +59,8 @@ def whole(smollm2_path: Path) -> Iterator[WholeModelEngine]:
 class Oracle:
     """Knows what comes, and errs on purpose in every fourth token: windows of all span classes."""
 
+    name = "oracle"
+
     def __init__(self, futures: Sequence[Sequence[int]]) -> None:
         self._futures = futures
         self._tokens: list[int] = []
@@ -65,11 +68,18 @@ class Oracle:
     def extend(self, tokens: Sequence[int]) -> None:
         self._tokens.extend(tokens)
 
-    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> list[int]:
+    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         known = [*self._tokens, *after]
         future = next(future for future in self._futures if list(future[: len(known)]) == known)
         ahead = range(len(known), min(len(known) + max_tokens, len(future)))
-        return [future[place] if place % 4 else 0 for place in ahead]
+        tokens = tuple(future[place] if place % 4 else 0 for place in ahead)
+        return Proposal(tokens, (0.75,) * len(tokens), self.name)
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def requests(tokenizer: Tokenizer, sampling: Sampling, max_tokens: int = 32) -> list[GenerationRequest]:

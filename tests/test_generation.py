@@ -1,6 +1,6 @@
 """From prompt to last token, the model a plain rule: whatever is proposed, the same text comes out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mesh.coordinator.generation import Generation, WindowPlan
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ProtocolError
+from speculative.proposal import Proposal
 
 
 def rule(tokens: Sequence[int]) -> int:
@@ -19,6 +20,8 @@ def rule(tokens: Sequence[int]) -> int:
 class Guesser:
     """Proposes what it was told to, right or wrong."""
 
+    name = "guesser"
+
     def __init__(self, guesses: Sequence[int]) -> None:
         self.committed: list[int] = []
         self._guesses = list(guesses)
@@ -26,12 +29,19 @@ class Guesser:
     def extend(self, tokens: Sequence[int]) -> None:
         self.committed.extend(tokens)
 
-    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> list[int]:
+    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         guess = [*self.committed, *after]
         start = len(guess)
         for offset in self._guesses[:max_tokens]:
             guess.append((rule(guess) + offset) % 7)
-        return guess[start:]
+        tokens = tuple(guess[start:])
+        return Proposal(tokens, (0.5,) * len(tokens), self.name)
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def tail(history: Sequence[int], window: WindowPlan) -> tuple[int, ...]:

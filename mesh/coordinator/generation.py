@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import Judgement, judge
+from speculative.proposal import EMPTY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,8 +99,8 @@ class Generation:
     def next_window(self, width: int) -> WindowPlan:
         """The latest committed token and up to `width` proposed ones."""
         width = min(width, self.max_width)
-        proposed = self._proposer.propose(width) if self._proposer is not None and width > 0 else []
-        tokens = (self._last, *proposed[:width])
+        proposal = self._proposer.propose(width) if self._proposer is not None and width > 0 else EMPTY
+        tokens = (self._last, *proposal.tokens[:width])
         return WindowPlan(self.position - 1, tokens, len(tokens))
 
     def commit(self, window: WindowPlan, sampled: tuple[int, ...]) -> Step:
