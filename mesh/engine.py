@@ -11,6 +11,24 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 
+SpeculationMode = Literal["off", "ngram", "draft", "auto", "replay"]
+
+
+@dataclass(frozen=True)
+class SpeculationLimits:
+    """How far one request may speculate: it narrows what the server was started with and never widens it.
+
+    Attributes:
+        mode: Who may propose, or None for whoever the server lets.
+        max_width: Most proposed tokens in one window, or None for the server's bound.
+        depth: Most windows in flight, or None for the server's bound.
+    """
+
+    mode: SpeculationMode | None = None
+    max_width: int | None = None
+    depth: int | None = None
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One sequence to continue.
@@ -20,12 +38,14 @@ class GenerationRequest:
         max_tokens: Stop after this many, with finish reason `length`.
         end_tokens: Stop after committing one of these, with finish reason `stop`; empty ignores them.
         sampling: How the tail draws.
+        speculation: How far this request may speculate.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int
     end_tokens: frozenset[int] = frozenset()
     sampling: Sampling = field(default_factory=Sampling)
+    speculation: SpeculationLimits = field(default_factory=SpeculationLimits)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mesh.engine import GenerationRequest
+from mesh.engine import GenerationRequest, SpeculationLimits
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
 from stages.sampling import Sampling
 
@@ -75,6 +75,7 @@ def make_job(
         max_tokens=min(wanted, room),
         end_tokens=frozenset() if body.ignore_eos else backend.tokenizer.end_tokens,
         sampling=sampling_of(body, backend.random_bits),
+        speculation=SpeculationLimits() if body.speculation is None else body.speculation.as_limits(),
     )
     return Job(request, body.stop, echo)
 

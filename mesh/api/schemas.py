@@ -11,6 +11,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+from mesh.engine import SpeculationLimits, SpeculationMode
+
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 512
 MAX_PROMPTS: Final = 64
@@ -94,6 +96,20 @@ class StreamOptions(_Body):
     include_usage: bool | None = None
 
 
+class SpeculationBody(BaseModel):
+    """How far this request may speculate; ours alone, so that a field with another name is a slip."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    mode: SpeculationMode | None = None
+    max_width: Annotated[int, Field(ge=0)] | None = None
+    depth: Annotated[int, Field(ge=1)] | None = None
+
+    def as_limits(self) -> SpeculationLimits:
+        """As the engine takes it."""
+        return SpeculationLimits(self.mode, self.max_width, self.depth)
+
+
 class GenerationBody(_Body):
     """What both endpoints take."""
 
@@ -108,6 +124,7 @@ class GenerationBody(_Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(parse_stop)] = ()
     ignore_eos: bool | None = None
+    speculation: SpeculationBody | None = None
 
     @property
     def includes_usage(self) -> bool:
