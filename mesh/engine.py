@@ -39,6 +39,8 @@ class GenerationRequest:
         end_tokens: Stop after committing one of these, with finish reason `stop`; empty ignores them.
         sampling: How the tail draws.
         speculation: How far this request may speculate.
+        prediction: What the client expects the answer to be, as token ids; it feeds proposers only.
+        history_key: Whose earlier answers may feed proposers; None for nobody's.
     """
 
     prompt: tuple[int, ...]
@@ -46,6 +48,8 @@ class GenerationRequest:
     end_tokens: frozenset[int] = frozenset()
     sampling: Sampling = field(default_factory=Sampling)
     speculation: SpeculationLimits = field(default_factory=SpeculationLimits)
+    prediction: tuple[int, ...] = ()
+    history_key: str | None = None
 
 
 @dataclass(frozen=True)
