@@ -12,7 +12,8 @@ from mesh.bench.comparison import Comparison, Pair
 from mesh.bench.contest import even_split
 from mesh.bench.llama_rpc import build_llama_rpc
 from mesh.bench.prompts import BUILT_IN, load_prompts
-from mesh.bench.stream_client import Answer, Job, ask
+from mesh.bench.stage_times import StageTotals
+from mesh.bench.stream_client import COMPLETION_PATH, Answer, Ask, Batch, ask, ask_batch, chat
 from spanmesh_proto.errors import MeshError
 
 
@@ -21,6 +22,8 @@ def comparison(*pairs: Pair, in_process_ms: float = 8.0) -> Comparison:
         delay_ms=5.0,
         hop_ms=5.0,
         in_process_ms=in_process_ms,
+        compute_ms=8.4,
+        queue_ms=0.1,
         num_hops=4,
         pairs=pairs,
         target_ratio=1.35,
@@ -38,6 +41,21 @@ def test_the_ratio_is_the_median_over_pairs_not_of_the_medians() -> None:
 def test_overhead_is_what_computing_and_the_wire_leave() -> None:
     found = comparison(Pair(1000 / 29.0, 20.0))
     assert found.overhead_ms == pytest.approx(1.0)
+    assert found.slower_compute_ms == pytest.approx(0.4)
+    assert found.transport_ms == pytest.approx(0.5)
+    assert "of these 1.00: +0.40 since the stages computed 8.40, 0.10 in their queues, 0.50" in found.report()
+
+
+def test_the_times_of_decode_steps_are_what_two_looks_at_the_totals_leave() -> None:
+    def look(num_windows: int, first_ms: float, second_ms: float) -> StageTotals:
+        stage = {"windows": num_windows, "mean_queue_ms": 0.5}
+        stages = [{**stage, "mean_compute_ms": first_ms}, {**stage, "mean_compute_ms": second_ms}]
+        return StageTotals.from_status({"stages": stages})
+
+    times = (look(30, 4.0, 2.0) - look(10, 6.0, 3.0)).per_window()
+    assert times.compute_ms == pytest.approx((30 * 6 - 10 * 9) / 20)
+    assert times.queue_ms == pytest.approx(1.0)
+    assert (look(5, 1.0, 1.0) - look(5, 1.0, 1.0)).per_window().compute_ms == 0.0
 
 
 def test_the_report_says_which_targets_were_missed() -> None:
@@ -55,9 +73,9 @@ def test_an_even_split_uses_every_layer_once() -> None:
 
 
 def test_the_first_token_is_not_part_of_the_decode_rate() -> None:
-    assert Answer(text="", num_tokens=128, ttft_ms=999.0, decode_ms=1270.0).tokens_per_s == pytest.approx(
-        100.0
-    )
+    answer = Answer(text="", num_tokens=128, arrivals_ms=(999.0, 1500.0, 2269.0))
+    assert (answer.ttft_ms, answer.decode_ms) == (999.0, 1270.0)
+    assert answer.tokens_per_s == pytest.approx(100.0)
 
 
 def test_prompts_are_the_chat_questions_spread_over_the_file(tmp_path: Path) -> None:
@@ -110,8 +128,7 @@ def server(status: int, body: str) -> Iterator[int]:
             thread.join()
 
 
-def job(port: int) -> Job:
-    return Job(port=port, prompts=("Hello",), max_tokens=3, fields={"ignore_eos": True})
+HELLO = chat("Hello", 3, {"ignore_eos": True})
 
 
 def test_a_streamed_answer_is_timed_and_put_together() -> None:
@@ -119,12 +136,28 @@ def test_a_streamed_answer_is_timed_and_put_together() -> None:
     body += (
         ": ping\n\n" + CHUNK % ('"Good "', "null") + CHUNK % ('"day"', "null") + CHUNK % ("null", '"length"')
     )
-    body += 'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n'
+    body += 'data: {"choices": [], "usage": {"completion_tokens": 3}, "timings": {"draft_n": 2}}\n\n'
+    with server(200, body + "data: [DONE]\n\n") as port:
+        answer = ask(port, HELLO)
+    assert (answer.text, answer.num_tokens, answer.timings) == ("Good day", 3, {"draft_n": 2})
+    assert len(answer.arrivals_ms) == 3
+    assert 0 < answer.ttft_ms <= answer.ttft_ms + answer.decode_ms
+
+
+def test_a_raw_completion_is_read_too() -> None:
+    body = 'data: {"choices": [{"text": "day", "finish_reason": "length"}], "usage": null}\n\n'
+    body += 'data: {"choices": [], "usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n'
     with server(200, body) as port:
-        answer = ask(job(port), "Hello")
-    assert (answer.text, answer.num_tokens) == ("Good day", 3)
-    assert answer.ttft_ms > 0
-    assert answer.decode_ms >= 0
+        answer = ask(port, Ask(COMPLETION_PATH, {"prompt": "Good "}))
+    assert answer.text == "day"
+
+
+def test_a_batch_keeps_its_order_however_many_are_under_way() -> None:
+    body = CHUNK % ('"x"', '"stop"') + 'data: {"choices": [], "usage": {"completion_tokens": 1}}\n\n'
+    with server(200, body) as port:
+        for num_at_once in (1, 3):
+            answers = ask_batch(Batch(port, (HELLO,) * 3, num_at_once))
+            assert [answer.text for answer in answers] == ["x"] * 3
 
 
 @pytest.mark.parametrize(
@@ -138,7 +171,14 @@ def test_a_streamed_answer_is_timed_and_put_together() -> None:
 )
 def test_an_answer_that_cannot_be_measured_is_an_error(status: int, body: str, message: str) -> None:
     with server(status, body) as port, pytest.raises(MeshError, match=message):
-        ask(job(port), "Hello")
+        ask(port, HELLO)
+
+
+def test_a_server_that_is_not_there_is_an_error() -> None:
+    with server(200, "") as port:
+        pass
+    with pytest.raises(MeshError, match="connection to the server"):
+        ask(port, HELLO)
 
 
 def test_servers_that_were_built_are_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from mesh.bench.client import Client
 from mesh.bench.contest import Contest, Settings
 from mesh.bench.prompts import load_prompts
 from mesh.lab import Lab, lab_supported
@@ -95,8 +96,8 @@ def main(
 
 
 def _run(settings: Settings, delays_ms: Sequence[float], logs: Path) -> tuple[list[Comparison], float]:
-    with Lab(NUM_HOSTS, shared=[logs, settings.model.resolve().parent]) as lab:
-        contest = Contest(lab, settings, logs)
+    with Lab(NUM_HOSTS, shared=[logs, settings.model.resolve().parent]) as lab, Client(lab) as client:
+        contest = Contest(lab, client, settings, logs)
         contest.start()
         comparisons = [contest.measure(delay_ms) for delay_ms in delays_ms]
         contest.stop()
@@ -112,6 +113,8 @@ def _figures(comparisons: Sequence[Comparison], idle_share: float) -> dict[str, 
             "ratio": comparison.ratio,
             "ratios": comparison.ratios,
             "overhead_ms": comparison.overhead_ms,
+            "slower_compute_ms": comparison.slower_compute_ms,
+            "transport_ms": comparison.transport_ms,
         }
         for comparison in comparisons
     ]

@@ -32,6 +32,8 @@ class Comparison:
         delay_ms: One-way delay asked for.
         hop_ms: One-way delay measured.
         in_process_ms: Per token, the whole model in one process.
+        compute_ms: Per token, what the stages computed, summed over them, by their own clocks.
+        queue_ms: Per token, how long its window waited for the stages' workers, summed over them.
         num_hops: Times that a token crosses the network in our ring.
         pairs: In the order measured; at least one.
         target_ratio: What the median ratio should reach, if there is a target at this delay.
@@ -41,6 +43,8 @@ class Comparison:
     delay_ms: float
     hop_ms: float
     in_process_ms: float
+    compute_ms: float
+    queue_ms: float
     num_hops: int
     pairs: tuple[Pair, ...]
     target_ratio: float | None
@@ -76,6 +80,16 @@ class Comparison:
         """Our time per token beyond what computing and the network take."""
         return self.mesh_ms - self.in_process_ms - self.num_hops * self.hop_ms
 
+    @property
+    def slower_compute_ms(self) -> float:
+        """How much longer the stages computed than the whole model in one process; part of the overhead."""
+        return self.compute_ms - self.in_process_ms
+
+    @property
+    def transport_ms(self) -> float:
+        """What neither computing nor queues nor the wire explain: messages, loops, the sampler's way back."""
+        return self.overhead_ms - self.slower_compute_ms - self.queue_ms
+
     def report(self) -> str:
         """Lines for a person."""
         lines = [
@@ -97,6 +111,11 @@ class Comparison:
             f"  {self.mesh_ms:.2f} ms per token = {self.in_process_ms:.2f} in one process "
             f"+ {self.num_hops} hops of {self.hop_ms:.2f} + {self.overhead_ms:.2f}, "
             f"target {self.target_overhead_ms:.2f}: {_verdict(self.overhead_ms <= self.target_overhead_ms)}"
+        )
+        lines.append(
+            f"  of these {self.overhead_ms:.2f}: {self.slower_compute_ms:+.2f} since the stages computed "
+            f"{self.compute_ms:.2f}, "
+            f"{self.queue_ms:.2f} in their queues, {self.transport_ms:.2f} in transport"
         )
         return "\n".join(lines)
 

@@ -7,12 +7,10 @@ processor time that idling takes is measured.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +20,7 @@ from mesh.bench.comparison import Comparison, Pair
 from mesh.bench.llama_rpc import build_llama_rpc
 from mesh.bench.mesh_system import MeshSystem
 from mesh.bench.rpc_system import RpcSystem
-from mesh.bench.stream_client import Answer, Job
+from mesh.bench.stream_client import Answer, Batch, chat
 from spanmesh_proto.errors import MeshError
 from stages.cutting import read_model_facts
 
@@ -30,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from mesh.bench.client import Client
+    from mesh.bench.stage_times import StageTimes
     from mesh.lab import Lab
 
 log = structlog.get_logger()
@@ -37,7 +37,6 @@ log = structlog.get_logger()
 # What we ask of ourselves: at these one-way delays, and above computing and the wire.
 TARGET_RATIO: Final = {5.0: 1.35, 20.0: 1.45}
 TARGET_OVERHEAD_MS: Final = 1.5
-_CLIENT_TIMEOUT_S: Final = 3600.0
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,15 @@ class Contest:
 
     Args:
         lab: Where.
+        client: Asks both, on the head's host.
         settings: What to measure.
         logs: Directory for what the processes write, seen by all hosts.
     """
 
-    def __init__(self, lab: Lab, settings: Settings, logs: Path) -> None:
+    def __init__(self, lab: Lab, client: Client, settings: Settings, logs: Path) -> None:
         mode = ["--exact"] if settings.exact else []
         self._lab = lab
+        self._client = client
         self._settings = settings
         self._mesh = MeshSystem(
             lab,
@@ -111,11 +112,13 @@ class Contest:
         self._lab.set_delay_ms(delay_ms)
         hops_ms: list[float] = []
         whole_ms: list[float] = []
+        times: list[StageTimes] = []
         pairs: list[Pair] = []
         for number in range(1, self._settings.num_rounds + 1):
             hops_ms.append(self._lab.round_trip_ms(0, 1) / 2)
             whole_ms.append(self._time_in_process())
-            ours = self._ask(self._mesh, self._settings.prompts)
+            ours, in_stages = self._ask_mesh()
+            times.append(in_stages)
             theirs = self._ask_rpc()
             fresh = [
                 Pair(mesh.tokens_per_s, rpc.tokens_per_s) for mesh, rpc in zip(ours, theirs, strict=True)
@@ -134,6 +137,8 @@ class Contest:
             delay_ms=delay_ms,
             hop_ms=statistics.median(hops_ms),
             in_process_ms=statistics.median(whole_ms),
+            compute_ms=statistics.median(time.compute_ms for time in times),
+            queue_ms=statistics.median(time.queue_ms for time in times),
             num_hops=self._lab.num_hosts,
             pairs=tuple(pairs),
             target_ratio=TARGET_RATIO.get(delay_ms),
@@ -145,6 +150,15 @@ class Contest:
         self._rpc.stop()
         self._mesh.stop()
 
+    def _ask_mesh(self) -> tuple[list[Answer], StageTimes]:
+        """Answers, and how long a decode step took in the stages: what a prompt alone takes is left out."""
+        prompts = self._settings.prompts
+        before = self._mesh.stage_totals()
+        self._ask(self._mesh, prompts, num_tokens=1)
+        between = self._mesh.stage_totals()
+        answers = self._ask(self._mesh, prompts)
+        return answers, (self._mesh.stage_totals() - between - (between - before)).per_window()
+
     def _ask_rpc(self) -> list[Answer]:
         self._rpc.resume()
         cpu_s, start_s = self._mesh.cpu_s(), time.monotonic()
@@ -154,19 +168,16 @@ class Contest:
         self._rpc.pause()
         return answers
 
-    def _ask(self, system: MeshSystem | RpcSystem, prompts: Sequence[str]) -> list[Answer]:
-        job = Job(system.port, tuple(prompts), self._settings.num_tokens, system.fields)
-        client = self._lab.run(
-            0,
-            [sys.executable, "-m", "mesh.bench.stream_client"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+    def _ask(
+        self, system: MeshSystem | RpcSystem, prompts: Sequence[str], *, num_tokens: int | None = None
+    ) -> list[Answer]:
+        asks = tuple(
+            chat(prompt, num_tokens or self._settings.num_tokens, system.fields) for prompt in prompts
         )
-        output, errors = client.communicate(json.dumps(asdict(job)).encode(), timeout=_CLIENT_TIMEOUT_S)
-        if client.returncode != 0:
-            raise MeshError(f"{system.name}: {errors.decode().strip().splitlines()[-1]}")
-        return [Answer(**answer) for answer in json.loads(output)]
+        try:
+            return list(self._client.ask(Batch(system.port, asks)).answers)
+        except MeshError as error:
+            raise MeshError(f"{system.name}: {error.message}") from error
 
     def _time_in_process(self) -> float:
         settings = self._settings

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
-from mesh.bench.server_process import last_lines, start_logged, wait_healthy
+from mesh.bench.server_process import get_json, last_lines, start_logged, wait_healthy
+from mesh.bench.stage_times import StageTotals
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -124,6 +125,10 @@ class MeshSystem:
                 raise MeshError(f"mesh on host{host} runs {timeout_s:g} s after Ctrl-C:\n{words}") from None
         self._processes.clear()
         return codes
+
+    def stage_totals(self) -> StageTotals:
+        """What the stages computed so far, by `/mesh/status`."""
+        return StageTotals.from_status(get_json(self._lab, 0, self.port, "/mesh/status"))
 
     def cpu_s(self) -> float:
         """Processor time that all its processes, Ray's included, took so far."""

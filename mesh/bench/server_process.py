@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from spanmesh_proto.errors import MeshError
 
@@ -45,6 +46,21 @@ def wait_listening(
         MeshError: Like `wait_healthy`.
     """
     _wait(lambda: _is_listening(lab, host, port), host, process, log, timeout_s)
+
+
+def get_json(lab: Lab, host: int, port: int, path: str) -> Any:
+    """What a server on the host's loopback answers to a GET.
+
+    Raises:
+        MeshError: If it does not answer with JSON.
+    """
+    script = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=10).read().decode())"
+    done = lab.exec(host, [sys.executable, "-S", "-c", script, f"http://127.0.0.1:{port}{path}"])
+    try:
+        return json.loads(done.stdout)
+    except json.JSONDecodeError:
+        words = (done.stderr.strip().splitlines() or [done.stdout])[-1]
+        raise MeshError(f"host{host} does not answer {path}: {words}") from None
 
 
 def last_lines(log: Path, num_lines: int = _LAST_LINES) -> str:

@@ -1,7 +1,7 @@
-"""Ask an OpenAI server for streamed chat answers and note when each part arrives.
+"""Ask an OpenAI server for streamed answers and note when each part arrives.
 
-Run as a program on the host of the measured server: a JSON job on standard input, a JSON list of answers on
-standard output.
+Run as a program on the host of the measured server it takes one JSON batch a line from standard input, and
+answers each with one line of JSON on standard output: see `mesh.bench.client`.
 """
 
 from __future__ import annotations
@@ -9,45 +9,73 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
-from http.client import HTTPConnection
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from http.client import HTTPConnection, HTTPException
+from typing import Any, Final
 
 from spanmesh_proto.errors import MeshError
 
+CHAT_PATH: Final = "/v1/chat/completions"
+COMPLETION_PATH: Final = "/v1/completions"
+_TIMEOUT_S: Final = 300.0
+
 
 @dataclass(frozen=True)
-class Job:
+class Ask:
+    """One request.
+
+    Attributes:
+        path: Endpoint.
+        body: Its fields, but those that make it a stream with usage.
+    """
+
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Batch:
     """What to ask.
 
     Attributes:
         port: Of the server, on this host's loopback.
-        prompts: One user message each, asked one after the other.
-        max_tokens: Of each answer.
-        fields: Further fields of the request body.
+        asks: In this order.
+        num_at_once: How many may be under way together.
+        api_key: Goes with each of them, if the server wants one.
     """
 
     port: int
-    prompts: tuple[str, ...]
-    max_tokens: int
-    fields: dict[str, Any]
+    asks: tuple[Ask, ...]
+    num_at_once: int = 1
+    api_key: str | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one prompt.
+    """What came back for one request.
 
     Attributes:
         text: The answer.
         num_tokens: Its length, by the server's count.
-        ttft_ms: From the request to the first token.
-        decode_ms: From the first token to the last.
+        arrivals_ms: When each part of it came, counted from the request; at least one.
+        timings: The server's own account, as far as it gives one.
     """
 
     text: str
     num_tokens: int
-    ttft_ms: float
-    decode_ms: float
+    arrivals_ms: tuple[float, ...]
+    timings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ttft_ms(self) -> float:
+        """From the request to the first token."""
+        return self.arrivals_ms[0]
+
+    @property
+    def decode_ms(self) -> float:
+        """From the first token to the last."""
+        return self.arrivals_ms[-1] - self.arrivals_ms[0]
 
     @property
     def tokens_per_s(self) -> float:
@@ -55,64 +83,103 @@ class Answer:
         return (self.num_tokens - 1) / (self.decode_ms / 1e3)
 
 
-def ask(job: Job, prompt: str, *, timeout_s: float = 300.0) -> Answer:
-    """Ask one question at temperature 0.
+def chat(prompt: str, max_tokens: int, fields: dict[str, Any]) -> Ask:
+    """One user message, answered greedily unless the fields say otherwise."""
+    messages = [{"role": "user", "content": prompt}]
+    return Ask(CHAT_PATH, {"messages": messages, "temperature": 0, "max_tokens": max_tokens, **fields})
+
+
+def ask(port: int, wanted: Ask, *, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> Answer:
+    """Ask one question.
 
     Raises:
-        MeshError: If the server refuses, or breaks off.
+        MeshError: If the server refuses, breaks off, or answers with nothing that can be timed.
     """
     body = {
         "model": "default",
-        "messages": [{"role": "user", "content": prompt}],
-        "temperature": 0,
-        "max_tokens": job.max_tokens,
+        **wanted.body,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **job.fields,
     }
-    connection = HTTPConnection("127.0.0.1", job.port, timeout=timeout_s)
+    headers = {"Content-Type": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    connection = HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    reading = _Reading()
     start_s = time.perf_counter()
-    arrivals_s: list[float] = []
-    text = ""
-    num_tokens = 0
     try:
-        connection.request(
-            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
-        )
+        connection.request("POST", wanted.path, json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
             raise MeshError(
                 f"the server answered {response.status}: {response.read().decode(errors='replace')}"
             )
         for line in response:
-            if not line.startswith(b"data: "):
-                continue
-            now_s = time.perf_counter()
             if line.startswith(b"data: [DONE]"):
                 break
-            chunk = json.loads(line.removeprefix(b"data: "))
-            if "error" in chunk:
-                raise MeshError(f"the server broke off: {chunk['error']}")
-            if chunk.get("usage"):
-                num_tokens = chunk["usage"]["completion_tokens"]
-            for choice in chunk["choices"]:
-                piece = choice["delta"].get("content") or ""
-                text += piece
-                # The chunk with the finish reason leaves with the last token, which may have no text to show.
-                if piece or choice["finish_reason"]:
-                    arrivals_s.append(now_s)
+            if line.startswith(b"data: "):
+                now_ms = (time.perf_counter() - start_s) * 1e3
+                reading.take(json.loads(line.removeprefix(b"data: ")), now_ms)
+    except (OSError, HTTPException) as error:
+        raise MeshError(f"the connection to the server broke: {error}") from error
     finally:
         connection.close()
-    if not arrivals_s or num_tokens < 1:
-        raise MeshError(f"the server's answer to {prompt[:40]!r} has no token or no usage")
-    return Answer(
-        text=text,
-        num_tokens=num_tokens,
-        ttft_ms=(arrivals_s[0] - start_s) * 1e3,
-        decode_ms=(arrivals_s[-1] - arrivals_s[0]) * 1e3,
-    )
+    return reading.answer()
+
+
+class _Reading:
+    """Puts the chunks of one stream together."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._arrivals_ms: list[float] = []
+        self._num_tokens = 0
+        self._timings: dict[str, Any] = {}
+
+    def take(self, chunk: dict[str, Any], now_ms: float) -> None:
+        if "error" in chunk:
+            raise MeshError(f"the server broke off: {chunk['error']}")
+        if chunk.get("usage"):
+            self._num_tokens = chunk["usage"]["completion_tokens"]
+        self._timings.update(chunk.get("timings") or {})
+        for choice in chunk["choices"]:
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            # The chunk with the finish reason leaves with the last token, which may have no text to show.
+            if piece or choice["finish_reason"]:
+                self._pieces.append(piece)
+                self._arrivals_ms.append(now_ms)
+
+    def answer(self) -> Answer:
+        if not self._arrivals_ms or self._num_tokens < 1:
+            raise MeshError("the server's answer has no token or no usage")
+        return Answer("".join(self._pieces), self._num_tokens, tuple(self._arrivals_ms), self._timings)
+
+
+def ask_batch(batch: Batch) -> list[Answer]:
+    """Ask all questions of a batch, answers in their order; raises MeshError like `ask`."""
+
+    def one(wanted: Ask) -> Answer:
+        return ask(batch.port, wanted, api_key=batch.api_key)
+
+    if batch.num_at_once == 1:
+        return [one(wanted) for wanted in batch.asks]
+    with ThreadPoolExecutor(batch.num_at_once) as pool:
+        return list(pool.map(one, batch.asks))
+
+
+def _serve_lines() -> None:
+    for line in sys.stdin:
+        fields = json.loads(line)
+        batch = Batch(**{**fields, "asks": tuple(Ask(**wanted) for wanted in fields["asks"])})
+        start_s = time.perf_counter()
+        reply: dict[str, Any]
+        try:
+            reply = {"answers": [asdict(answer) for answer in ask_batch(batch)]}
+        except MeshError as error:
+            reply = {"error": error.message}
+        sys.stdout.write(json.dumps({**reply, "wall_ms": (time.perf_counter() - start_s) * 1e3}) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    wanted = Job(**json.load(sys.stdin))
-    json.dump([asdict(ask(wanted, prompt)) for prompt in wanted.prompts], sys.stdout)
+    _serve_lines()
