@@ -1,0 +1,122 @@
+"""The draft-model proposer: a small GGUF on the coordinator, always a step ahead of what was asked.
+
+Speculative decoding with a separate draft model (Leviathan et al. 2023, Chen et al. 2023), run continuously
+as in PipeInfer (Butler et al. 2024): while windows fly it drafts on from what is in flight, and after a
+rejection it trims its own KV cache and goes on from there. It chooses tokens as the target's sampler would,
+with the same noise (Daliri et al. 2024, drafter-invariant speculative decoding), so the two also agree at a
+temperature.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from speculative.draft_confidence import probability
+from speculative.draft_context import DraftContext, DraftRows
+from speculative.draft_line import DraftLine
+from speculative.draft_thread import DraftSession, DraftThread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from speculative.draft_options import DraftOptions
+    from speculative.proposal import Proposal
+
+NAME: Final = "draft"
+
+_NUM_TIMED_TOKENS: Final = 4
+
+
+class DraftModel:
+    """A loaded draft model, its thread, and the sessions that it drafts for. One for each coordinator.
+
+    Args:
+        path: The GGUF, or its first file if it is split.
+        options: How it drafts and computes.
+        num_tokens: How many token ids the target knows; it proposes none beyond.
+        clock_s: Monotonic, seconds.
+
+    Raises:
+        DraftUnusable: If the file cannot serve as a draft model, or there is no memory for its KV cache.
+    """
+
+    def __init__(
+        self, path: Path, options: DraftOptions, *, num_tokens: int, clock_s: Callable[[], float]
+    ) -> None:
+        self._options = options
+        self._context = DraftContext(path, options, num_tokens)
+        self._thread = DraftThread(self._context, options, clock_s, _time_token_ms(self._context, clock_s))
+
+    @property
+    def draft_ms_per_token(self) -> float:
+        """What a drafted token takes, in ms: a running mean, of whole batches if several sessions draft."""
+        return self._thread.ms_per_token
+
+    def open(self, choose: Callable[[NDArray[np.float32], int], int]) -> DraftProposer:
+        """A proposer for one session; at most `options.num_sessions` may be open at once.
+
+        Args:
+            choose: The token for an absolute position, given the draft's logits before it: float32, shape
+                (n_vocab,). It is called on the draft's thread and must not keep the array. With the target's
+                own sampler and seed the two share their noise.
+        """
+        line = DraftLine(NAME, self._options, self._context.is_end)
+        return DraftProposer(self._thread, DraftSession(line, choose))
+
+    def close(self) -> None:
+        """End the thread at once, whatever it is doing, and give all memory back; proposers fall silent."""
+        self._thread.close()
+        self._context.close()
+
+
+class DraftProposer:
+    """Proposes for one session; see `speculative.proposer.Proposer`. From `DraftModel.open`."""
+
+    name = NAME
+
+    def __init__(self, thread: DraftThread, session: DraftSession) -> None:
+        self._thread = thread
+        self._session = session
+        thread.add(session)
+
+    @property
+    def draft_ms_per_token(self) -> float | None:
+        """As `DraftModel.draft_ms_per_token`."""
+        return self._thread.ms_per_token
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take note of committed tokens; costs no computing until a proposal is asked for."""
+        with self._thread.text_of(self._session) as line:
+            line.extend(tokens)
+
+    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
+        """What is drafted behind `after` by now; the thread drafts on meanwhile."""
+        with self._thread.text_of(self._session) as line:
+            return line.propose(max_tokens, after)
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        """Name a function that the draft's thread calls when a short answer would now be longer."""
+        with self._thread.text_of(self._session):
+            self._session.on_ready = on_ready
+
+    def close(self) -> None:
+        """Let go of the session, at any moment."""
+        self._thread.remove(self._session)
+
+
+def _time_token_ms(context: DraftContext, clock_s: Callable[[], float]) -> float:
+    """The quickest of a few tokens: what is known before the first session. The first only warms up."""
+    times_ms = []
+    for position in range(_NUM_TIMED_TOKENS):
+        started_s = clock_s()
+        for logits in context.decode([DraftRows(0, position, (0,), has_output=True)]) or ():
+            if logits is not None:
+                probability(logits, int(np.argmax(logits)))
+        times_ms.append((clock_s() - started_s) * 1000)
+    context.free(0)
+    return min(times_ms)

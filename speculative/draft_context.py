@@ -1,0 +1,192 @@
+"""llama.cpp holding a draft model: rows of several sessions in, logits out, as quickly as it can.
+
+Speed counts here, not exactness: whatever is drafted, the target's own tokens are committed. So weights may
+be repacked, flash attention is llama.cpp's choice, and all sessions share one KV cache and one batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import llama_cpp
+import numpy as np
+
+from speculative.draft_options import DraftOptions, DraftUnusable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+MAX_ROWS: Final = 128
+"""Most rows of one batch: from 64 on llama.cpp's attention works in tiles, and a row takes a third less."""
+
+_ABORTED: Final = 2
+_NO_ROOM: Final = 1
+
+
+class DraftRows(NamedTuple):
+    """Consecutive rows of one session.
+
+    Attributes:
+        slot: Its sequence in the KV cache.
+        start: Absolute position of the first row; what the slot held from there on is forgotten.
+        tokens: Token ids, one a row.
+        has_output: Whether the last row gives logits.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    has_output: bool
+
+
+class DraftContext:
+    """A loaded draft model with its KV cache. One thread at a time may use it, except for `abort`.
+
+    Args:
+        path: The GGUF, or its first file if it is split.
+        options: Sizes, threads and formats.
+        num_tokens: How many token ids the target knows; the draft's logits beyond are left out.
+
+    Raises:
+        DraftUnusable: If llama.cpp does not load it, if its state cannot be trimmed by position, or if there
+            is no memory for its KV cache.
+    """
+
+    def __init__(self, path: Path, options: DraftOptions, num_tokens: int) -> None:
+        self._context: Any = None
+        self._model: Any = None
+        llama_cpp.llama_backend_init()
+        self._model = _load(path, options)
+        try:
+            self._check(path)
+            # llama.cpp polls this while it computes. libc's strlen reads a C string's first byte as no Python
+            # function could: without waiting for the interpreter's lock at each of a thousand tensors.
+            self._abort_flag = ctypes.create_string_buffer(2)
+            self._abort_callback = llama_cpp.ggml_abort_callback(
+                ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value
+            )
+            self._context = self._make_context(path, options)
+        except BaseException:
+            self.close()
+            raise
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self._n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self._num_tokens = min(num_tokens, self._n_vocab)
+        self._batch = llama_cpp.llama_batch_init(MAX_ROWS, 0, 1)
+
+    def decode(self, spans: Sequence[DraftRows]) -> list[NDArray[np.float32] | None] | None:
+        """Compute rows of different slots together, `MAX_ROWS` at most.
+
+        Returns:
+            For each span, None or the logits of its last row: float32, shape (n_vocab,), a view that the next
+            `decode` overwrites. None instead of a list if the decode was aborted: no row counts as computed.
+
+        Raises:
+            DraftUnusable: If llama.cpp fails.
+        """
+        for span in spans:
+            llama_cpp.llama_memory_seq_rm(self._memory, span.slot, span.start, -1)
+        self._fill(spans)
+        status = llama_cpp.llama_decode(self._context, self._batch)
+        if status == _ABORTED:
+            return None
+        if status != 0:
+            why = "its KV cache is full" if status == _NO_ROOM else f"llama_decode says {status}"
+            raise DraftUnusable(f"the draft model cannot go on: {why}")
+        outputs: list[NDArray[np.float32] | None] = []
+        row = -1
+        for span in spans:
+            row += len(span.tokens)
+            outputs.append(self._logits(row) if span.has_output else None)
+        return outputs
+
+    def abort(self) -> None:
+        """Let a decode that is under way in another thread, and all to come, end at once."""
+        self._abort_flag[0] = b"\1"
+
+    def resume(self) -> None:
+        """Let decodes run again."""
+        self._abort_flag[0] = b"\0"
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends an answer."""
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def free(self, slot: int) -> None:
+        """Forget all that a slot holds."""
+        llama_cpp.llama_memory_seq_rm(self._memory, slot, 0, -1)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        if self._context is not None:
+            llama_cpp.llama_batch_free(self._batch)
+            llama_cpp.llama_free(self._context)
+            self._context = None
+        if self._model is not None:
+            llama_cpp.llama_model_free(self._model)
+            self._model = None
+
+    def _check(self, path: Path) -> None:
+        if llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model):
+            raise DraftUnusable(
+                f"{path.name} has recurrent layers, whose state cannot go back to an earlier position after "
+                "a rejection: choose a draft model with attention only"
+            )
+        if not llama_cpp.llama_model_has_decoder(self._model):
+            raise DraftUnusable(f"{path.name} generates no text: choose a decoder as draft model")
+
+    def _make_context(self, path: Path, options: DraftOptions) -> Any:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = options.ctx_size * options.num_sessions
+        params.n_batch = params.n_ubatch = MAX_ROWS
+        params.n_seq_max = options.num_sessions
+        params.kv_unified = True
+        # A pruned sliding-window cache may already lack what a trim goes back to.
+        params.swa_full = True
+        params.n_threads = params.n_threads_batch = options.num_threads
+        params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{options.kv_type.upper()}")
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO
+        params.no_perf = True
+        params.abort_callback = self._abort_callback
+        params.abort_callback_data = ctypes.addressof(self._abort_flag)
+        context = llama_cpp.llama_init_from_model(self._model, params)
+        if context is None:
+            raise DraftUnusable(
+                f"llama.cpp makes no context of {options.num_sessions} × {options.ctx_size} positions with a "
+                f"KV cache of {options.kv_type} for the draft model {path.name}"
+            )
+        return context
+
+    def _fill(self, spans: Sequence[DraftRows]) -> None:
+        batch, row = self._batch, 0
+        for span in spans:
+            last = row + len(span.tokens) - 1
+            for position, token in enumerate(span.tokens, span.start):
+                batch.token[row] = token
+                batch.pos[row] = position
+                batch.n_seq_id[row] = 1
+                batch.seq_id[row][0] = span.slot
+                batch.logits[row] = span.has_output and row == last
+                row += 1
+        batch.n_tokens = row
+
+    def _logits(self, row: int) -> NDArray[np.float32]:
+        pointer = llama_cpp.llama_get_logits_ith(self._context, row)
+        return np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))[: self._num_tokens]
+
+
+def _load(path: Path, options: DraftOptions) -> Any:
+    if not path.is_file():
+        raise DraftUnusable(f"{path} is not a file: give the path of a GGUF model as draft")
+    params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = True
+    params.n_gpu_layers = options.num_gpu_layers
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    if model is None:
+        raise DraftUnusable(f"llama.cpp does not load {path} as a draft model: is it a whole GGUF?")
+    return model

@@ -1,0 +1,213 @@
+"""The thread that drafts: one batch after the other, of whatever sessions have something to compute."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from speculative.draft_confidence import probability
+from speculative.draft_context import MAX_ROWS, DraftRows
+from speculative.draft_line import DraftedToken
+from speculative.draft_options import DraftUnusable
+from speculative.draft_schedule import share_rows
+from speculative.draft_slots import DraftSlots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from speculative.draft_context import DraftContext
+    from speculative.draft_line import DraftLine, DraftSpan
+    from speculative.draft_options import DraftOptions
+
+_NEWEST_WEIGHT: Final = 0.1
+
+
+@dataclass(eq=False)
+class DraftSession:
+    """One session, as the thread sees it. All of it changes under the thread's lock only.
+
+    Attributes:
+        line: Its text.
+        choose: The token for a position, given the logits before it.
+        on_ready: Called when a short proposal would now be longer.
+        slot: Its sequence in the KV cache, once it has computed anything.
+        error: Why it drafts no more.
+    """
+
+    line: DraftLine
+    choose: Callable[[NDArray[np.float32], int], int]
+    on_ready: Callable[[], None] | None = None
+    slot: int | None = None
+    error: Exception | None = None
+
+
+class _Part(NamedTuple):
+    session: DraftSession
+    span: DraftSpan
+
+
+class DraftThread:
+    """Owns the context while it runs.
+
+    Args:
+        context: What computes. It is not closed here.
+        options: How many sessions, and how much the thread yields to others.
+        clock_s: Monotonic, seconds.
+        ms_per_token: What a drafted token took when nobody else was computing.
+    """
+
+    def __init__(
+        self, context: DraftContext, options: DraftOptions, clock_s: Callable[[], float], ms_per_token: float
+    ) -> None:
+        self.ms_per_token = ms_per_token
+        self._context = context
+        self._niceness = options.niceness
+        self._clock_s = clock_s
+        self._slots = DraftSlots(options.num_sessions)
+        self._sessions: list[DraftSession] = []
+        self._running: list[DraftSession] = []
+        self._is_closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
+        self._thread.start()
+
+    def add(self, session: DraftSession) -> None:
+        """Let a session take part."""
+        with self._changed:
+            self._sessions.append(session)
+
+    def remove(self, session: DraftSession) -> None:
+        """Forget a session, at any moment, even if it is being computed or was removed before."""
+        with self._changed:
+            if session not in self._sessions:
+                return
+            self._sessions.remove(session)
+            session.line.dropped()
+            if session.slot is not None:
+                self._slots.give_back(session.slot, session.line.tokens[: session.line.num_cached])
+            self._abort_if_in_vain()
+
+    @contextlib.contextmanager
+    def text_of(self, session: DraftSession) -> Iterator[DraftLine]:
+        """Read and change a session's line; never waits for a computation.
+
+        Raises:
+            Exception: What ended the session's drafting, if anything did.
+        """
+        with self._changed:
+            if session.error is not None:
+                raise session.error
+            yield session.line
+            self._abort_if_in_vain()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread, whatever it is doing. The context may be closed afterwards."""
+        with self._changed:
+            self._is_closing = True
+            self._context.abort()
+            self._changed.notify()
+        self._thread.join()
+
+    def _abort_if_in_vain(self) -> None:
+        """Stop a decode that would bring nobody anything: after a rejection the next one is urgent."""
+        running = self._running
+        if running and all(
+            session not in self._sessions or session.line.is_running_in_vain for session in running
+        ):
+            self._context.abort()
+
+    def _run(self) -> None:
+        _be_nice(self._niceness)
+        while True:
+            with self._changed:
+                while not (parts := self._next_parts()) and not self._is_closing:
+                    self._changed.wait()
+                if self._is_closing:
+                    return
+                self._running = [part.session for part in parts]
+                self._context.resume()
+            self._compute(parts)
+
+    def _next_parts(self) -> list[_Part]:
+        # The one that came first last time comes last.
+        self._sessions[:] = [*self._sessions[1:], *self._sessions[:1]]
+        able = [session for session in self._sessions if session.error is None]
+        granted = share_rows([session.line.num_wanted_rows for session in able], MAX_ROWS)
+        parts = []
+        for session, num_rows in zip(able, granted, strict=True):
+            if num_rows and session.slot is None:
+                session.slot, num_shared = self._slots.take(session.line.tokens)
+                session.line.adopt(num_shared)
+            if num_rows and (span := session.line.next_span(num_rows)) is not None:
+                parts.append(_Part(session, span))
+        return parts
+
+    def _compute(self, parts: Sequence[_Part]) -> None:
+        started_s = self._clock_s()
+        drafted, error = self._draft(parts)
+        elapsed_ms = (self._clock_s() - started_s) * 1000
+        with self._changed:
+            self._running = []
+            left = [part.session for part in parts if part.session in self._sessions]
+            if drafted is None:
+                told = left if error is not None else []
+                for session in left:
+                    session.line.dropped()
+                    session.error = session.error or error
+            else:
+                told = [session for session in left if session.line.computed(drafted[session])]
+                if all(len(part.span.tokens) == 1 for part in parts):
+                    self.ms_per_token += _NEWEST_WEIGHT * (elapsed_ms - self.ms_per_token)
+        for session in told:
+            # Outside the lock: the listener may ask for a proposal at once.
+            _tell(session)
+
+    def _draft(
+        self, parts: Sequence[_Part]
+    ) -> tuple[dict[DraftSession, DraftedToken | None] | None, Exception | None]:
+        """What each session's last row says; None if nothing was computed, and the failure if it was one."""
+        rows = [
+            DraftRows(part.session.slot or 0, part.span.start, part.span.tokens, part.span.is_drafting)
+            for part in parts
+        ]
+        try:
+            outputs = self._context.decode(rows)
+        except DraftUnusable as error:
+            return None, error
+        if outputs is None:
+            return None, None
+        drafted = {}
+        for part, logits in zip(parts, outputs, strict=True):
+            drafted[part.session] = None if logits is None else _choose(part, logits)
+        return drafted, None
+
+
+def _choose(part: _Part, logits: NDArray[np.float32]) -> DraftedToken | None:
+    try:
+        token = part.session.choose(logits, part.span.stop)
+        return DraftedToken(token, probability(logits, token))
+    except Exception as error:  # noqa: BLE001 - handed in from outside; it must not take the other sessions along
+        part.session.error = error
+        return None
+
+
+def _tell(session: DraftSession) -> None:
+    try:
+        if session.on_ready is not None:
+            session.on_ready()
+    except Exception as error:  # noqa: BLE001 - as above
+        session.error = error
+
+
+def _be_nice(niceness: int) -> None:
+    # Linux gives each thread its own niceness; elsewhere this would be the whole process's.
+    if niceness and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
