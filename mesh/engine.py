@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from stages.sampling import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
+
+    from mesh.speculation_report import SpeculationReport
 
 
 SpeculationMode = Literal["off", "ngram", "draft", "auto", "replay"]
@@ -62,6 +64,7 @@ class GenerationStats:
         num_accepted: Proposed tokens that the target chose too.
         prefill_ms: From the first window sent to the first token.
         decode_ms: From the first token to the latest.
+        report: What speculation did, up to the moment of the call; None where nothing could be proposed.
     """
 
     num_windows: int = 0
@@ -69,6 +72,7 @@ class GenerationStats:
     num_accepted: int = 0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
+    report: Callable[[], SpeculationReport] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def judge(
     proposed: Sequence[int],
     sampled: Sequence[int],
     *,
+    num_confirmed: int = 0,
     end_tokens: Collection[int] = (),
     max_committed: int | None = None,
 ) -> Judgement:
@@ -68,8 +69,10 @@ def judge(
     `[6]` an early one.
 
     Args:
-        proposed: Proposed tokens of the window, in order; none for a plain window.
+        proposed: Proposed tokens of the window that the verdict is about, in order; none for a plain window.
         sampled: The verdict's ids.
+        num_confirmed: Tokens before those that were proposed too and are committed already: the first of a
+            window that flew behind another one, whose free prediction it was.
         end_tokens: Ids that end the sequence.
         max_committed: At most this many ids may still be committed; None for no limit.
 
@@ -91,11 +94,20 @@ def judge(
         committed = committed[: stop + 1]
     return Judgement(
         committed=committed,
-        num_proposed=len(proposed),
-        num_accepted=min(num_matched, len(committed)),
-        span=_span_class(len(proposed), num_matched),
+        num_proposed=num_confirmed + len(proposed),
+        num_accepted=num_confirmed + min(num_matched, len(committed)),
+        span=_span_class(num_confirmed + len(proposed), num_confirmed + num_matched),
         has_stop=stop is not None,
     )
+
+
+def judge_unread(num_proposed: int) -> Judgement:
+    """What became of a window whose first token already differs from the free prediction before it.
+
+    Args:
+        num_proposed: Its tokens: a window that flies behind another one has no others.
+    """
+    return Judgement((), num_proposed, 0, _span_class(num_proposed, 0))
 
 
 def _span_class(num_proposed: int, num_matched: int) -> SpanClass:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from speculative.acceptance import Judgement, SpanClass
 
@@ -72,19 +73,23 @@ class SpeculationStatistics:
         pairs = zip(self.accepted_per_position, self.proposed_per_position, strict=True)
         return tuple(accepted / proposed for accepted, proposed in pairs)
 
+    @classmethod
+    def of(cls, judgements: Sequence[Judgement]) -> SpeculationStatistics:
+        """Counts over many windows at once."""
+        drafts = [judgement for judgement in judgements if judgement.num_proposed]
+        width = max((draft.num_proposed for draft in drafts), default=0)
+        return cls(
+            num_windows=len(judgements),
+            num_drafts=len(drafts),
+            num_committed=sum(len(judgement.committed) for judgement in judgements),
+            proposed_per_position=_survivors([draft.num_proposed for draft in drafts], width),
+            accepted_per_position=_survivors([draft.num_accepted for draft in drafts], width),
+            spans=Counter(SpanKind(judgement.span, judgement.has_stop) for judgement in judgements),
+        )
+
     def add(self, judgement: Judgement) -> SpeculationStatistics:
         """These counts and one window more."""
-        kind = SpanKind(judgement.span, judgement.has_stop)
-        reached = judgement.num_accepted
-        one = SpeculationStatistics(
-            num_windows=1,
-            num_drafts=int(judgement.num_proposed > 0),
-            num_committed=len(judgement.committed),
-            proposed_per_position=(1,) * judgement.num_proposed,
-            accepted_per_position=(1,) * reached + (0,) * (judgement.num_proposed - reached),
-            spans={kind: 1},
-        )
-        return self.merge(one)
+        return self.merge(SpeculationStatistics.of((judgement,)))
 
     def merge(self, other: SpeculationStatistics) -> SpeculationStatistics:
         """The counts of both."""
@@ -97,6 +102,16 @@ class SpeculationStatistics:
             accepted_per_position=_sum(self.accepted_per_position, other.accepted_per_position),
             spans={kind: self.spans.get(kind, 0) + other.spans.get(kind, 0) for kind in kinds},
         )
+
+
+def _survivors(lengths: Sequence[int], width: int) -> tuple[int, ...]:
+    """How many of `lengths` exceed each of 0, 1, … `width` - 1."""
+    ends = Counter(lengths)
+    left, survivors = len(lengths), []
+    for position in range(width):
+        left -= ends[position]
+        survivors.append(left)
+    return tuple(survivors)
 
 
 def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:

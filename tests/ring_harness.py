@@ -12,6 +12,7 @@ import grpc
 
 from mesh.coordinator import Coordinator, CoordinatorOptions, StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
+from speculative.controller import ControllerOptions
 from stages.channels import SERVER_OPTIONS, KeyCheck
 from stages.cutting import StageCache, read_model_facts
 from stages.layers import ranges_from_cuts
@@ -69,19 +70,30 @@ async def running_coordinator(
     context_length: int,
     num_slots: int,
     make_proposer: Callable[[], Proposer] | None = None,
+    controller: ControllerOptions | None = None,
+    cancels: bool = True,
     max_rows: int = 63,
     max_waiting: int = 64,
+    n_vocab: int = 49152,
     mesh_key: str = MESH_KEY,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator connected to `stages`."""
-    options = CoordinatorOptions(context_length, num_slots, max_rows, max_waiting=max_waiting)
+    options = CoordinatorOptions(
+        context_length,
+        num_slots,
+        max_rows,
+        n_vocab,
+        max_waiting=max_waiting,
+        controller=controller or ControllerOptions(),
+        cancels=cancels,
+    )
     coordinator = Coordinator(
         [stage.address for stage in stages],
         options,
         mesh_id=MESH_ID,
         mesh_key=mesh_key,
-        make_proposer=make_proposer,
+        make_proposers=None if make_proposer is None else lambda _request: [make_proposer()],
         clock_s=clock_s,
     )
     await coordinator.start()

@@ -10,6 +10,7 @@ import pytest
 
 from mesh.engine import Engine, GenerationRequest, GenerationStats
 from mesh.tokenizer import Tokenizer
+from speculative.controller import ControllerOptions
 from speculative.ngram import NgramOptions, NgramProposer
 from speculative.proposal import Proposal
 from speculative.proposer import Proposer
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.model
 
 CTX_SIZE = 512
 NUM_SLOTS = 4
+WRONG = 100
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 # One that will be quoted, one that will loop, one of more than a chunk, one that is over soon.
 TEXTS = (
@@ -69,10 +71,11 @@ class Oracle:
         self._tokens.extend(tokens)
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
-        known = [*self._tokens, *after]
-        future = next(future for future in self._futures if list(future[: len(known)]) == known)
-        ahead = range(len(known), min(len(known) + max_tokens, len(future)))
-        tokens = tuple(future[place] if place % 4 else 0 for place in ahead)
+        known = len(self._tokens)
+        future = next(future for future in self._futures if list(future[:known]) == self._tokens)
+        start = known + len(after)
+        ahead = range(start, min(start + max_tokens, len(future)))
+        tokens = tuple(future[place] if place % 4 else WRONG for place in ahead)
         return Proposal(tokens, (0.75,) * len(tokens), self.name)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
@@ -105,15 +108,17 @@ async def answers(
     make_proposer: Callable[[], Proposer] | None,
     *,
     at_once: bool,
+    width: int = 8,
+    depth: int = 1,
 ) -> tuple[list[list[int]], list[GenerationStats]]:
-    """The ring's answers. The clock stands still, so no gate ever finds that proposing takes too long."""
+    """The ring's answers, whatever the time they take says about proposing."""
     async with running_coordinator(
         stages,
         context_length=CTX_SIZE,
         num_slots=NUM_SLOTS,
         make_proposer=make_proposer,
+        controller=ControllerOptions(fixed_width=width, fixed_depth=depth),
         max_waiting=len(wanted),
-        clock_s=lambda: 0.0,
     ) as coordinator:
         if at_once:
             results = await asyncio.gather(*(answer(coordinator, request) for request in wanted))
@@ -126,7 +131,7 @@ async def answers(
 async def test_one_seed_one_text(
     whole: WholeModelEngine, stages: list[RunningStage], tokenizer: Tokenizer, sampling: Sampling
 ) -> None:
-    """Off, n-gram, an oracle that errs; one request after the other, and all at once in shared batches."""
+    """Off, n-gram, an oracle that errs; one after the other and all at once; in step and in flight."""
     wanted = requests(tokenizer, sampling)
     expected = [(await answer(whole, request))[0] for request in wanted]
     futures = [[*request.prompt, *tokens] for request, tokens in zip(wanted, expected, strict=True)]
@@ -135,18 +140,23 @@ async def test_one_seed_one_text(
     assert plain == expected
 
     bold = NgramOptions(min_match=1, tokens_per_match=4.0)
-    cases: tuple[tuple[Callable[[], Proposer], bool], ...] = (
-        (lambda: Oracle(futures), False),
-        (lambda: Oracle(futures), True),
-        (lambda: NgramProposer(bold), True),
+    cases: tuple[tuple[Callable[[], Proposer], bool, int, int], ...] = (
+        (lambda: Oracle(futures), False, 8, 1),
+        (lambda: Oracle(futures), True, 8, 1),
+        (lambda: Oracle(futures), False, 2, 6),
+        (lambda: Oracle(futures), True, 3, 4),
+        (lambda: NgramProposer(bold), True, 8, 1),
+        (lambda: NgramProposer(bold), True, 1, 4),
     )
-    for make_proposer, at_once in cases:
-        texts, stats = await answers(stages, wanted, make_proposer, at_once=at_once)
+    for make_proposer, at_once, width, depth in cases:
+        texts, stats = await answers(stages, wanted, make_proposer, at_once=at_once, width=width, depth=depth)
         assert texts == expected
         # Windows that proposed nothing, or in which nothing was rejected, would show nothing.
-        if make_proposer is not cases[-1][0]:
+        if make_proposer not in {cases[-1][0], cases[-2][0]}:
             assert sum(each.num_accepted for each in stats) > 0
         assert sum(each.num_proposed - each.num_accepted for each in stats) > 0
+        reports = [each.report() for each in stats if each.report is not None]
+        assert (sum(report.num_voided_windows for report in reports) > 0) == (depth > 1)
 
 
 async def test_seeds_differ(stages: list[RunningStage], tokenizer: Tokenizer) -> None:

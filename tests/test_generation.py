@@ -1,14 +1,17 @@
-"""From prompt to last token, the model a plain rule: whatever is proposed, the same text comes out."""
+"""From prompt to last token, the model a plain rule: whatever flies, the same text comes out."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.generation import Generation, WindowPlan
+from mesh.coordinator.generation import Generation
+from mesh.coordinator.window_plan import WindowPlan
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ProtocolError
+from speculative.acceptance import SpanClass
 from speculative.proposal import Proposal
 
 
@@ -17,68 +20,76 @@ def rule(tokens: Sequence[int]) -> int:
     return (tokens[-1] * 3 + len(tokens) // 4) % 7
 
 
-class Guesser:
-    """Proposes what it was told to, right or wrong."""
-
-    name = "guesser"
-
-    def __init__(self, guesses: Sequence[int]) -> None:
-        self.committed: list[int] = []
-        self._guesses = list(guesses)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self.committed.extend(tokens)
-
-    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
-        guess = [*self.committed, *after]
-        start = len(guess)
-        for offset in self._guesses[:max_tokens]:
-            guess.append((rule(guess) + offset) % 7)
-        tokens = tuple(guess[start:])
-        return Proposal(tokens, (0.5,) * len(tokens), self.name)
-
-    def listen(self, on_ready: Callable[[], None]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+def proposal(*tokens: int) -> Proposal:
+    return Proposal(tokens, (0.5,) * len(tokens), "test")
 
 
-def tail(history: Sequence[int], window: WindowPlan) -> tuple[int, ...]:
-    """What the tail would answer, given all tokens before the window."""
-    tokens = [*history[: window.start], *window.tokens]
-    first = len(tokens) - window.num_verified
-    sampled = []
-    for row in range(first, len(tokens)):
-        sampled.append(rule(tokens[: row + 1]))
-        if row + 1 < len(tokens) and tokens[row + 1] != sampled[-1]:
-            break
-    return tuple(sampled)
+class Tail:
+    """Trims at `start`, computes, and draws: all that the stages do together."""
+
+    def __init__(self) -> None:
+        self._cached: list[int] = []
+
+    def answer(self, window: WindowPlan) -> tuple[int, ...]:
+        assert window.start <= len(self._cached)
+        self._cached = [*self._cached[: window.start], *window.tokens]
+        sampled = []
+        for place in range(window.stop - window.num_verified, window.stop):
+            sampled.append(rule(self._cached[: place + 1]))
+            if place + 1 < window.stop and self._cached[place + 1] != sampled[-1]:
+                break
+        return tuple(sampled)
 
 
 def run(
-    request: GenerationRequest, guesses: Sequence[int] | None, *, max_rows: int, context_length: int
-) -> tuple[list[int], str | None]:
-    generation = Generation(
-        request,
-        context_length=context_length,
-        max_rows=max_rows,
-        max_proposed=8,
-        proposer=None if guesses is None else Guesser(guesses),
-    )
+    request: GenerationRequest,
+    offsets: Sequence[int],
+    widths: Sequence[int],
+    *,
+    depth: int,
+    max_rows: int,
+    context_length: int,
+) -> tuple[list[int], str]:
+    """Answer a request. Guess `i` is wrong by `offsets[i]`, window `i` proposes `widths[i]`, both in turn."""
+    generation = Generation(request, context_length=context_length, max_rows=max_rows)
+    tail = Tail()
+    verdicts: deque[tuple[int, ...]] = deque()
     answer: list[int] = []
-    chunks = list(generation.prefill())
-    assert [token for chunk in chunks for token in chunk.tokens] == list(request.prompt)
-    assert [chunk.num_verified for chunk in chunks] == [0] * (len(chunks) - 1) + [1]
-    window = chunks[-1]
-    for _ in range(200):
-        assert len(window.tokens) <= max_rows
-        assert window.start + len(window.tokens) <= context_length
-        step = generation.commit(window, tail([*request.prompt, *answer], window))
+    num_guessed = num_sent = 0
+
+    def send(window: WindowPlan) -> None:
+        assert 1 <= len(window.tokens) <= max_rows
+        assert window.stop <= context_length
+        verdicts.append(tail.answer(window))
+
+    def guess() -> Proposal:
+        nonlocal num_guessed, num_sent
+        known = [*request.prompt, *answer, *generation.ahead]
+        width = max(0, min(generation.room, widths[num_sent % len(widths)] if widths else 0))
+        num_sent += 1
+        for _ in range(width):
+            known.append((rule(known) + offsets[num_guessed % len(offsets)]) % 7)
+            num_guessed += 1
+        return proposal(*known[len(known) - width :])
+
+    while not generation.is_prefilled:
+        send(generation.prefill())
+    for _ in range(1000):
+        assert generation.num_in_flight == len(verdicts)
+        while generation.num_in_flight < depth and (ahead := guess()).tokens:
+            send(generation.next_window(ahead))
+        step = generation.commit(verdicts.popleft())
+        if step is None:
+            continue
         answer.extend(step.judgement.committed)
         if step.finish is not None:
+            assert not generation.num_in_flight
             return answer, step.finish
-        window = generation.next_window(generation.max_width)
+        if step.voided:
+            # The tail answers them all the same; whoever ships windows drops it by its epoch.
+            verdicts.clear()
+        if not generation.num_in_flight:
+            send(generation.next_window(guess()))
     raise AssertionError("it never ends")
 
 
@@ -86,7 +97,9 @@ def run(
     prompt=st.lists(st.integers(0, 6), min_size=1, max_size=20),
     max_tokens=st.integers(1, 40),
     end_tokens=st.frozensets(st.integers(0, 6), max_size=2),
-    guesses=st.lists(st.sampled_from([0, 0, 0, 1]), max_size=10),
+    offsets=st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=1, max_size=16),
+    widths=st.lists(st.integers(0, 6), max_size=6),
+    depth=st.integers(1, 6),
     max_rows=st.integers(2, 12),
     slack=st.integers(1, 60),
 )
@@ -94,27 +107,103 @@ def test_speculation_never_changes_the_answer(
     prompt: list[int],
     max_tokens: int,
     end_tokens: frozenset[int],
-    guesses: list[int],
+    offsets: list[int],
+    widths: list[int],
+    depth: int,
     max_rows: int,
     slack: int,
 ) -> None:
     request = GenerationRequest(tuple(prompt), max_tokens, end_tokens)
     context_length = len(prompt) + slack
-    plain = run(request, None, max_rows=max_rows, context_length=context_length)
-    assert run(request, guesses, max_rows=max_rows, context_length=context_length) == plain
+    plain = run(request, [0], [], depth=1, max_rows=max_rows, context_length=context_length)
+    flown = run(request, offsets, widths, depth=depth, max_rows=max_rows, context_length=context_length)
+    assert flown == plain
     answer, finish = plain
     assert len(answer) <= min(max_tokens, slack)
     assert (finish == "stop") == (answer[-1] in end_tokens)
 
 
-def test_a_verdict_that_cannot_be_is_refused() -> None:
-    request = GenerationRequest((1, 2, 3), max_tokens=10)
-    generation = Generation(request, context_length=50, max_rows=8, max_proposed=4, proposer=Guesser([0, 0]))
-    window = next(generation.prefill())
-    with pytest.raises(ProtocolError, match="a verdict of 0 ids"):
-        generation.commit(window, ())
-    generation.commit(window, (5,))
-    window = generation.next_window(8)
-    assert len(window.tokens) == 3
-    with pytest.raises(ProtocolError, match="does not continue"):
-        generation.commit(window, ((window.tokens[1] + 1) % 7, 0))
+def generation_with(*windows: Proposal) -> Generation:
+    """One that has prompt 1 2 3 and answer 5, and `windows` in flight."""
+    generation = Generation(GenerationRequest((1, 2, 3), max_tokens=10), context_length=50, max_rows=8)
+    generation.prefill()
+    generation.commit([5])
+    for window in windows:
+        generation.next_window(window)
+    return generation
+
+
+class TestFlight:
+    def test_each_window_starts_where_the_one_before_stops(self) -> None:
+        generation = generation_with(proposal(6, 7))
+        assert len(generation.ahead) == 2
+        behind = generation.next_window(proposal(8))
+        assert (behind.start, behind.tokens, behind.num_verified) == (6, (8,), 1)
+        assert (generation.num_in_flight, generation.rows_in_flight) == (2, 4)
+        assert generation.ahead == (6, 7, 8)
+        # Ten tokens: one is committed, three fly, the free prediction makes five.
+        assert generation.room == 5
+
+    def test_a_free_prediction_confirms_the_window_behind_it(self) -> None:
+        generation = generation_with(proposal(6, 7), proposal(8, 9))
+        step = generation.commit([6, 7, 8])
+        assert step is not None
+        assert (step.judgement.committed, step.voided) == ((6, 7, 8), ())
+        assert generation.ahead == (9,)
+        step = generation.commit([9, 4])
+        assert step is not None
+        assert step.judgement.committed == (9, 4)
+        # Its first token counts as well: it was proposed, and it was right.
+        assert (step.judgement.num_proposed, step.judgement.num_accepted) == (2, 2)
+        assert step.judgement.span is SpanClass.FULL_ACCEPT
+        assert generation.next_window().tokens == (4,)
+
+    def test_a_free_prediction_voids_the_window_behind_it(self) -> None:
+        generation = generation_with(proposal(6, 7), proposal(8, 9), proposal(1))
+        step = generation.commit([6, 7, 4])
+        assert step is not None
+        assert step.is_unread_next
+        assert [window.tokens for window in step.voided] == [(8, 9), (1,)]
+        corrected = generation.next_window(proposal(2))
+        assert (corrected.start, corrected.tokens) == (6, (4, 2))
+
+    def test_a_rejection_voids_all_behind_it(self) -> None:
+        generation = generation_with(proposal(6, 7), proposal(8))
+        step = generation.commit([4])
+        assert step is not None
+        assert not step.is_unread_next
+        assert [window.tokens for window in step.voided] == [(8,)]
+        assert (generation.position, generation.next_window().start) == (5, 4)
+
+    def test_the_prompt_s_last_row_confirms_too(self) -> None:
+        generation = Generation(GenerationRequest((1, 2, 3), max_tokens=10), context_length=50, max_rows=2)
+        generation.prefill()
+        generation.prefill()
+        assert generation.next_window(proposal(5, 6)).start == 3
+        assert generation.commit([]) is None
+        step = generation.commit([5])
+        assert step is not None
+        assert (step.voided, generation.ahead) == ((), (6,))
+
+    def test_windows_that_do_not_fit_are_refused(self) -> None:
+        generation = generation_with(proposal(6, 7))
+        for wrong in (proposal(), proposal(*range(7))):
+            with pytest.raises(ValueError, match="where 6 have room"):
+                generation.next_window(wrong)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "text"), [((), "a verdict of 0 ids"), ((4, 7), "does not continue"), ((6,), "ends early")]
+)
+def test_a_verdict_that_cannot_be_is_refused(sampled: tuple[int, ...], text: str) -> None:
+    with pytest.raises(ProtocolError, match=text):
+        generation_with(proposal(6, 7)).commit(sampled)
+
+
+def test_a_verdict_on_nothing_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="none is under way"):
+        generation_with().commit([1])
+    chunked = Generation(GenerationRequest((1, 2, 3), max_tokens=10), context_length=50, max_rows=2)
+    chunked.prefill()
+    with pytest.raises(ProtocolError, match="sampled 1 rows"):
+        chunked.commit([1])

@@ -71,7 +71,7 @@ def _print_counts(console: Console, status: Mapping[str, Any]) -> None:
         )
     if speculation:
         console.print(
-            f"speculation: {speculation['proposer']}, {speculation['accepted']} of {speculation['proposed']} "
+            f"speculation: {speculation['accepted']} of {speculation['proposed']} "
             f"proposed tokens accepted in the last {speculation['windows']} windows",
             highlight=False,
         )

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections import deque
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from mesh.coordinator.generation import Generation, WindowPlan
+from mesh.coordinator.generation import Generation
+from mesh.coordinator.guarded_proposer import GuardedProposer
+from mesh.coordinator.limits import narrowed
 from mesh.coordinator.ring import Ring, StageAddress
+from mesh.coordinator.session import Session
 from mesh.coordinator.slots import SlotPool
-from mesh.engine import Committed, GenerationRequest, GenerationStats
+from mesh.coordinator.speculator import Speculator
+from mesh.speculation_report import SpeculationReport
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, MeshError, StageFailed, from_code
-from speculative.gate import Gate
-from speculative.statistics import SpeculationStatistics
+from speculative.controller import ControllerOptions, SharedMeasures
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from speculative.gate import GateAccount
+    from mesh.engine import Committed, GenerationRequest
     from speculative.proposer import Proposer
 
 log = structlog.get_logger()
-
-_MAX_PREFILL_CHUNKS_IN_FLIGHT: Final = 4
 
 
 @dataclass(frozen=True)
@@ -37,34 +36,21 @@ class CoordinatorOptions:
     Attributes:
         context_length: Positions of one session.
         num_slots: Sessions at once.
-        max_waiting: Requests that may wait for a slot.
         max_rows: Most rows of one window.
-        max_proposed: Most proposed tokens in one window.
+        n_vocab: Token ids are below this.
+        max_waiting: Requests that may wait for a slot.
+        controller: Limits of speculation, and switches that take parts of it away.
+        cancels: Whether stages are told at once of windows that a rejection voided; without, they learn it
+            from the next window.
     """
 
     context_length: int
     num_slots: int
     max_rows: int
+    n_vocab: int
     max_waiting: int = 64
-    max_proposed: int = 8
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """A verdict, and when it came: a client that reads slowly is not the ring's delay."""
-
-    tokens: tuple[int, ...]
-    arrived_s: float
-
-
-@dataclass
-class _Session:
-    """One running request, as the coordinator's callbacks see it."""
-
-    id: int
-    epoch: int = 0
-    next_window_id: int = 0
-    verdicts: asyncio.Queue[_Answer | MeshError] = field(default_factory=asyncio.Queue)
+    controller: ControllerOptions = field(default_factory=ControllerOptions)
+    cancels: bool = True
 
 
 @dataclass
@@ -84,7 +70,7 @@ class Coordinator:
         options: How sessions run.
         mesh_id: Which mesh they belong to.
         mesh_key: Shared by all stages and the coordinator.
-        make_proposer: Gives each request its proposer; None for plain decoding.
+        make_proposers: Gives each request its proposers, cheapest first, or none for plain decoding.
         clock_s: Monotonic, seconds.
     """
 
@@ -95,20 +81,20 @@ class Coordinator:
         *,
         mesh_id: str,
         mesh_key: str,
-        make_proposer: Callable[[], Proposer] | None,
+        make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None,
         clock_s: Callable[[], float],
     ) -> None:
         self._stages = tuple(stages)
         self._options = options
-        self._make_proposer = make_proposer
+        self._make_proposers = make_proposers
         self._clock_s = clock_s
         self._slots = SlotPool(options.num_slots, options.max_waiting)
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, Session] = {}
         self._session_ids = itertools.count(1)
         self._lost: MeshError | None = None
         self._totals = [_StageTotals() for _ in stages]
-        self._speculation = SpeculationStatistics()
-        self._gate_account: GateAccount | None = None
+        self._past = SpeculationReport()
+        self._shared = SharedMeasures()
         self._ring = Ring(
             self._stages,
             mesh_id,
@@ -154,15 +140,21 @@ class Coordinator:
         self._check(request)
         async with self._slots.hold() as slot:
             self._raise_if_lost()
-            session = _Session(next(self._session_ids))
+            session = self._session(request)
             self._sessions[session.id] = session
             try:
                 self._ring.open_session(_open_message(session.id, slot, request))
-                async for committed in self._run(session, request):
-                    yield committed
+                session.start(request.prompt)
+                finish = None
+                while finish is None:
+                    part = await session.next_part()
+                    finish = part.finish
+                    yield part
             finally:
                 del self._sessions[session.id]
                 self._ring.close_session(session.id)
+                session.close()
+                self._past = self._past.merge(session.telemetry.report())
 
     def status(self) -> dict[str, Any]:
         """For `mesh status`: stages with their mean times, sessions, speculation."""
@@ -174,16 +166,7 @@ class Coordinator:
                 "waiting": self._slots.num_waiting,
                 "slots": self._options.num_slots,
             },
-            "speculation": {
-                "proposer": "ngram" if self._make_proposer else "off",
-                "windows": self._speculation.num_windows,
-                "proposed": self._speculation.num_proposed,
-                "accepted": self._speculation.num_accepted,
-                "tokens_per_window": round(self._speculation.mean_committed, 3),
-                "acceptance_per_position": [
-                    round(share, 3) for share in self._speculation.acceptance_per_position()
-                ],
-            },
+            "speculation": self._report().as_dict(),
             "stages": [
                 {
                     "index": index,
@@ -198,78 +181,47 @@ class Coordinator:
             ],
         }
 
-    async def _run(self, session: _Session, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
-        generation = Generation(
-            request,
-            context_length=self._options.context_length,
-            max_rows=self._options.max_rows,
-            max_proposed=self._options.max_proposed,
-            proposer=self._make_proposer() if self._make_proposer else None,
+    def _session(self, request: GenerationRequest) -> Session:
+        id = next(self._session_ids)  # noqa: A001 - an id is called id
+        options = self._options
+        return Session(
+            id,
+            Generation(request, context_length=options.context_length, max_rows=options.max_rows),
+            self._ring,
+            speculator=self._speculator(id, request),
+            cancels=options.cancels,
+            clock_ms=self._clock_ms,
         )
-        # A new session starts with what the last one learned about the ring, not about its text.
-        gate = Gate(prior=self._gate_account)
-        started_s = self._clock_s()
-        window, answer = await self._prefill(session, generation)
-        step = generation.commit(window, answer.tokens)
-        first_token_s = answer.arrived_s
-        stats = GenerationStats(prefill_ms=(first_token_s - started_s) * 1000)
-        while step.finish is None:
-            decision = gate.decide(generation.max_width)
-            # The next window leaves before the client hears of this one: the ring never waits for HTTP.
-            window = generation.next_window(decision.width)
-            sent_s = self._clock_s()
-            self._send(session, window)
-            yield Committed(step.judgement.committed, None, stats)
-            answer = await self._verdict(session)
-            step = generation.commit(window, answer.tokens)
-            judgement = step.judgement
-            if judgement.is_rejected:
-                session.epoch += 1
-            gate.record(judgement.num_proposed, len(judgement.committed), (answer.arrived_s - sent_s) * 1000)
-            self._gate_account = gate.account
-            self._speculation = self._speculation.add(judgement)
-            stats = replace(
-                stats,
-                num_windows=stats.num_windows + 1,
-                num_proposed=stats.num_proposed + judgement.num_proposed,
-                num_accepted=stats.num_accepted + judgement.num_accepted,
-                decode_ms=(answer.arrived_s - first_token_s) * 1000,
-            )
-        yield Committed(step.judgement.committed, step.finish, stats)
 
-    async def _prefill(self, session: _Session, generation: Generation) -> tuple[WindowPlan, _Answer]:
-        """Ship the prompt's chunks one behind the other; the last one's verdict is the first token."""
-        in_flight: deque[WindowPlan] = deque()
-        for window in generation.prefill():
-            if len(in_flight) >= _MAX_PREFILL_CHUNKS_IN_FLIGHT:
-                await self._verdict(session)
-                in_flight.popleft()
-            self._send(session, window)
-            in_flight.append(window)
-        while len(in_flight) > 1:
-            await self._verdict(session)
-            in_flight.popleft()
-        return in_flight[0], await self._verdict(session)
-
-    def _send(self, session: _Session, window: WindowPlan) -> None:
-        self._ring.send(
-            wire.Window(
-                session=session.id,
-                epoch=session.epoch,
-                id=session.next_window_id,
-                start=window.start,
-                tokens=window.tokens,
-                verify_rows=window.num_verified,
-            )
+    def _speculator(self, session: int, request: GenerationRequest) -> Speculator | None:
+        controller = narrowed(self._options.controller, request.speculation)
+        if self._make_proposers is None or controller is None:
+            return None
+        try:
+            proposers = self._make_proposers(request)
+        except Exception as error:  # noqa: BLE001 - an answer without speculation is an answer
+            log.warning("speculation_switched_off", session=session, reason=repr(error))
+            return None
+        if not proposers:
+            return None
+        return Speculator(
+            [GuardedProposer(each, n_vocab=self._options.n_vocab, session=session) for each in proposers],
+            controller,
+            self._shared,
+            end_tokens=request.end_tokens,
+            num_sessions=lambda: len(self._sessions),
+            clock_ms=self._clock_ms,
         )
-        session.next_window_id += 1
 
-    @staticmethod
-    async def _verdict(session: _Session) -> _Answer:
-        answer = await session.verdicts.get()
-        if isinstance(answer, MeshError):
-            raise answer
-        return answer
+    def _report(self) -> SpeculationReport:
+        """What speculation did so far, in the sessions that run as well."""
+        report = self._past
+        for session in self._sessions.values():
+            report = report.merge(session.telemetry.report())
+        return report
+
+    def _clock_ms(self) -> float:
+        return self._clock_s() * 1000
 
     def _check(self, request: GenerationRequest) -> None:
         if not request.prompt:
@@ -291,25 +243,30 @@ class Coordinator:
             raise StageFailed(self._lost.message, retry_after_s=10)
 
     def _on_verdict(self, verdict: wire.Verdict) -> None:
+        session = self._sessions.get(verdict.session)
+        if session is not None:
+            try:
+                session.on_verdict(verdict)
+            except Exception as error:
+                # The stream of verdicts serves all sessions: none may end it.
+                log.exception("session_failed", session=session.id)
+                session.fail(StageFailed(f"the coordinator failed on a verdict: {error!r}"))
         for totals, time in zip(self._totals, verdict.times, strict=False):
             totals.num_windows += 1
             totals.queue_us += time.queue_us
             totals.compute_us += time.compute_us
-        session = self._sessions.get(verdict.session)
-        if session is not None and verdict.epoch == session.epoch:
-            session.verdicts.put_nowait(_Answer(tuple(verdict.tokens), self._clock_s()))
 
     def _on_failure(self, stage_index: int, failure: wire.Failure) -> None:
         error = from_code(failure.code, f"stage {stage_index}: {failure.message}")
         if failure.session == 0:
             self._on_lost(error)
         elif (session := self._sessions.get(failure.session)) is not None:
-            session.verdicts.put_nowait(error)
+            session.on_failure(failure.epoch, error)
 
     def _on_lost(self, reason: MeshError) -> None:
         self._lost = self._lost or reason
         for session in self._sessions.values():
-            session.verdicts.put_nowait(StageFailed(reason.message, retry_after_s=10))
+            session.fail(StageFailed(reason.message, retry_after_s=10))
 
 
 def _open_message(session: int, slot: int, request: GenerationRequest) -> wire.Open:

@@ -1,38 +1,27 @@
 """One request's way from prompt to last token, as windows out and verdicts in. Pure: no I/O, no clock.
 
-Windows are in step here: one is judged before the next is made. Windows in flight change when `next_window`
-is asked and the order of verdicts, not what a window is.
+Windows fly one behind the other, as in PipeInfer (Butler et al. 2024), but by absolute positions: each
+starts where the one before it stops. Verdicts are judged in the order of the windows. The first token of the
+oldest window is always committed: a window sent while nothing flies starts with the latest committed token,
+and a window behind another one stays only if that one's free prediction is the token that it starts with.
+Otherwise all that flies is void, and the next window starts with the token that was drawn instead.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from mesh.coordinator.window_plan import WindowPlan
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import Judgement, judge
-from speculative.proposal import EMPTY
+from speculative.proposal import EMPTY, Proposal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from mesh.engine import GenerationRequest
-    from speculative.proposer import Proposer
-
-
-@dataclass(frozen=True)
-class WindowPlan:
-    """A span of tokens to compute.
-
-    Attributes:
-        start: Absolute position of the first token.
-        tokens: For a verify window a committed token, then proposed ones.
-        num_verified: How many of the last rows the tail samples.
-    """
-
-    start: int
-    tokens: tuple[int, ...]
-    num_verified: int
 
 
 @dataclass(frozen=True)
@@ -40,88 +29,153 @@ class Step:
     """What a verdict came to.
 
     Attributes:
+        window: The window that was judged.
         judgement: Which tokens joined the answer, and how far the window held.
         finish: Why the answer is over, or None.
+        voided: Windows behind it that are worth nothing now, oldest first.
     """
 
+    window: WindowPlan
     judgement: Judgement
     finish: Literal["stop", "length"] | None
+    voided: tuple[WindowPlan, ...]
+
+    @property
+    def is_unread_next(self) -> bool:
+        """Whether the window held, but the one behind it starts with another token than was drawn."""
+        return bool(self.voided) and self.finish is None and not self.judgement.is_rejected
 
 
 class Generation:
-    """Keeps prompt and committed tokens, and from them makes windows.
+    """Keeps count of committed tokens and of windows in flight, and from them makes windows.
 
     Args:
         request: What to continue.
         context_length: Positions that the session may use.
         max_rows: Most rows of one window.
-        max_proposed: Most proposed tokens in one window.
-        proposer: Where proposed tokens come from, or None for plain decoding.
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        *,
-        context_length: int,
-        max_rows: int,
-        max_proposed: int,
-        proposer: Proposer | None,
-    ) -> None:
+    def __init__(self, request: GenerationRequest, *, context_length: int, max_rows: int) -> None:
         self._request = request
         self._max_rows = max_rows
-        self._max_proposed = min(max_proposed, max_rows - 1)
-        self._proposer = proposer
-        self._num_committed = 0
-        self._last = request.prompt[-1]
         self._max_tokens = min(request.max_tokens, context_length - len(request.prompt))
-        if proposer is not None:
-            proposer.extend(request.prompt)
+        self._num_committed = 0
+        self._num_prefilled = 0
+        self._last = request.prompt[-1]
+        self._in_flight: deque[WindowPlan] = deque()
 
     @property
     def position(self) -> int:
         """Prompt and committed tokens so far."""
         return len(self._request.prompt) + self._num_committed
 
-    def prefill(self) -> Iterator[WindowPlan]:
-        """The prompt in chunks; the tail samples the last row of the last."""
-        prompt = self._request.prompt
-        for start in range(0, len(prompt), self._max_rows):
-            tokens = prompt[start : start + self._max_rows]
-            yield WindowPlan(start, tokens, int(start + len(tokens) == len(prompt)))
+    @property
+    def num_in_flight(self) -> int:
+        """Windows under way, prefill chunks too."""
+        return len(self._in_flight)
 
     @property
-    def max_width(self) -> int:
-        """Most proposed tokens that the next window has room for."""
+    def rows_in_flight(self) -> int:
+        """Tokens that they carry."""
+        return sum(len(window.tokens) for window in self._in_flight)
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Proposed tokens in flight, from behind the committed ones on."""
+        tokens = tuple(token for window in self._in_flight for token in window.proposal.tokens)
+        # The first token of the oldest window is committed, wherever it came from.
+        return tokens[1:] if self._in_flight and self._in_flight[0].is_behind else tokens
+
+    @property
+    def room(self) -> int:
+        """Most proposed tokens that a window sent now has room for; below 1 there is none."""
         # The window's last row gives one token more than were proposed.
-        return min(self._max_proposed, self._max_tokens - self._num_committed - 1)
+        wanted = self._max_tokens - self._num_committed - len(self.ahead) - 1
+        return min(wanted, self._max_rows - (not self._in_flight))
 
-    def next_window(self, width: int) -> WindowPlan:
-        """The latest committed token and up to `width` proposed ones."""
-        width = min(width, self.max_width)
-        proposal = self._proposer.propose(width) if self._proposer is not None and width > 0 else EMPTY
-        tokens = (self._last, *proposal.tokens[:width])
-        return WindowPlan(self.position - 1, tokens, len(tokens))
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the whole prompt was sent."""
+        return self._num_prefilled == len(self._request.prompt)
 
-    def commit(self, window: WindowPlan, sampled: tuple[int, ...]) -> Step:
-        """Take a verdict: the tail's ids up to the first that differs from the proposed one.
+    def prefill(self) -> WindowPlan:
+        """The next chunk of the prompt, now in flight; the tail samples the last row of the last."""
+        start = self._num_prefilled
+        tokens = self._request.prompt[start : start + self._max_rows]
+        self._num_prefilled += len(tokens)
+        return self._send(WindowPlan(start, tokens, int(self.is_prefilled), is_prompt=True))
+
+    def next_window(self, proposal: Proposal = EMPTY) -> WindowPlan:
+        """A window with the proposed tokens, now in flight.
+
+        If nothing flies, the latest committed token goes before them, and there need be none.
+
+        Args:
+            proposal: What follows the committed tokens and those ahead: at most `room` tokens.
+
+        Raises:
+            ValueError: If it is empty behind another window, or larger than the room for it.
+        """
+        count = len(proposal.tokens)
+        if (count and count > self.room) or (self._in_flight and not count):
+            raise ValueError(
+                f"a window of {count} proposed tokens behind {len(self._in_flight)} others, "
+                f"where {self.room} have room"
+            )
+        if self._in_flight:
+            return self._send(WindowPlan(self._in_flight[-1].stop, proposal.tokens, count, proposal))
+        return self._send(WindowPlan(self.position - 1, (self._last, *proposal.tokens), 1 + count, proposal))
+
+    def commit(self, sampled: Sequence[int]) -> Step | None:
+        """Take the verdict on the oldest window: the tail's ids up to the first that was not proposed.
+
+        Returns:
+            What it came to; None for a prefill chunk that asked for no ids.
 
         Raises:
             ProtocolError: If the verdict cannot belong to the window.
         """
+        if not self._in_flight:
+            raise ProtocolError("the tail answers a window, but none is under way")
+        window = self._in_flight[0]
+        if not window.num_verified:
+            if sampled:
+                raise ProtocolError(
+                    f"the tail sampled {len(sampled)} rows of a window at {window.start}, not 0"
+                )
+            self._in_flight.popleft()
+            return None
         try:
             judgement = judge(
                 window.tokens[len(window.tokens) - window.num_verified + 1 :],
                 sampled,
+                num_confirmed=int(window.is_behind),
                 end_tokens=self._request.end_tokens,
                 max_committed=self._max_tokens - self._num_committed,
             )
         except ValueError as error:
             raise ProtocolError(f"the tail's answer to a window at {window.start}: {error}") from None
+        self._in_flight.popleft()
         self._num_committed += len(judgement.committed)
         self._last = judgement.committed[-1]
-        if self._proposer is not None:
-            self._proposer.extend(judgement.committed)
+        finish = self._finish(judgement)
+        holds = finish is None and not judgement.is_rejected
+        return Step(window, judgement, finish, () if holds and self._goes_on() else self._void())
+
+    def _send(self, window: WindowPlan) -> WindowPlan:
+        self._in_flight.append(window)
+        return window
+
+    def _finish(self, judgement: Judgement) -> Literal["stop", "length"] | None:
         if judgement.has_stop:
-            return Step(judgement, "stop")
-        return Step(judgement, "length" if self._num_committed >= self._max_tokens else None)
+            return "stop"
+        return "length" if self._num_committed >= self._max_tokens else None
+
+    def _goes_on(self) -> bool:
+        """Whether the window that is the oldest now starts with the token that was just drawn."""
+        return not self._in_flight or self._in_flight[0].tokens[0] == self._last
+
+    def _void(self) -> tuple[WindowPlan, ...]:
+        voided = tuple(self._in_flight)
+        self._in_flight.clear()
+        return voided

@@ -168,10 +168,11 @@ class Bringup:
                 context_length=self._known.workload.ctx_size,
                 num_slots=self._known.workload.num_slots,
                 max_rows=numerics_for(exact=self._options.is_exact, num_threads=1).max_rows,
+                n_vocab=self._known.tokenizer.n_vocab,
             ),
             mesh_id=keys.mesh_id,
             mesh_key=keys.mesh_key,
-            make_proposer=NgramProposer if self._options.speculate == "ngram" else None,
+            make_proposers=None if self._options.speculate == "off" else lambda _request: [NgramProposer()],
             clock_s=time.monotonic,
         )
         try:

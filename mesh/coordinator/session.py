@@ -1,0 +1,286 @@
+"""One running request: a pump that is woken by verdicts and proposers, and sends at once what should fly.
+
+Everything here runs in the event loop and never waits: a verdict is judged, and the next window leaves,
+before anybody else hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from mesh.coordinator.telemetry import SessionTelemetry
+from mesh.engine import Committed
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.errors import MeshError, ProtocolError
+from speculative.acceptance import judge_unread
+from speculative.controller import Outcome, StageMeasure
+from speculative.proposal import EMPTY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mesh.coordinator.generation import Generation, Step
+    from mesh.coordinator.ring import Ring
+    from mesh.coordinator.speculator import Speculator
+    from mesh.coordinator.window_plan import WindowPlan
+    from speculative.acceptance import Judgement
+
+log = structlog.get_logger()
+
+_MAX_PREFILL_CHUNKS_IN_FLIGHT: Final = 4
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A window under way."""
+
+    id: int
+    window: WindowPlan
+    sent_ms: float
+    num_ahead: int
+
+
+class Session:
+    """Ships one generation's windows and judges their verdicts.
+
+    Args:
+        id: Never used twice.
+        generation: The request's.
+        ring: Where windows go.
+        speculator: Who says what to send beyond committed tokens; None for plain decoding.
+        cancels: Whether stages are told at once of windows that a rejection voided.
+        clock_ms: Monotonic.
+
+    Attributes:
+        id: As given.
+        telemetry: Counts and times up to now.
+    """
+
+    def __init__(
+        self,
+        id: int,
+        generation: Generation,
+        ring: Ring,
+        *,
+        speculator: Speculator | None,
+        cancels: bool,
+        clock_ms: Callable[[], float],
+    ) -> None:
+        self.id = id
+        self.telemetry = SessionTelemetry(
+            clock_ms(),
+            explain=None if speculator is None else speculator.summary,
+            draft_ms_per_token=None if speculator is None else speculator.draft_ms_per_token,
+        )
+        self._generation = generation
+        self._ring = ring
+        self._speculator = speculator
+        self._cancels = cancels
+        self._clock_ms = clock_ms
+        self._loop = asyncio.get_running_loop()
+        self._epoch = 0
+        self._num_sent = 0
+        self._flights: deque[_Flight] = deque()
+        self._parts: asyncio.Queue[Committed | MeshError] = asyncio.Queue()
+        self._is_over = False
+        self._is_woken = False
+
+    def start(self, prompt: tuple[int, ...]) -> None:
+        """Send the first chunks of the prompt; the rest follow as these are computed."""
+        for _ in range(_MAX_PREFILL_CHUNKS_IN_FLIGHT):
+            if not self._generation.is_prefilled:
+                self._send(self._generation.prefill())
+        if self._speculator is not None:
+            self._speculator.listen(self._wake)
+            self._speculator.begin(prompt)
+            self._pump()
+
+    async def next_part(self) -> Committed:
+        """The next tokens that joined the answer.
+
+        Raises:
+            MeshError: If the session failed.
+        """
+        part = await self._parts.get()
+        if isinstance(part, MeshError):
+            raise part
+        return part
+
+    def on_verdict(self, verdict: wire.Verdict) -> None:
+        """Judge the oldest window, send what should follow, then tell everybody."""
+        if self._is_over:
+            return
+        if verdict.epoch != self._epoch:
+            self.telemetry.add_stale_verdict(verdict.window_id)
+            return
+        arrived_ms = self._clock_ms()
+        if not self._flights or self._flights[0].id != verdict.window_id:
+            self.fail(ProtocolError(f"the tail answers window {verdict.window_id} of {self.id} out of turn"))
+            return
+        try:
+            step = self._generation.commit(tuple(verdict.tokens))
+        except ProtocolError as error:
+            self.fail(error)
+            return
+        flight = self._flights.popleft()
+        if step is None:
+            self._go_on_with_prompt()
+        else:
+            self._take(step, flight, verdict, arrived_ms)
+
+    def on_failure(self, epoch: int, error: MeshError) -> None:
+        """A stage could not compute a window; what happens to a void one is nobody's concern."""
+        if epoch >= self._epoch:
+            self.fail(error)
+
+    def fail(self, error: MeshError) -> None:
+        """End the answer with `error`."""
+        if not self._is_over:
+            self._is_over = True
+            self._parts.put_nowait(error)
+
+    def close(self) -> None:
+        """Send nothing more, and let go of the proposer."""
+        self._is_over = True
+        if self._speculator is not None:
+            self._speculator.close()
+
+    def _take(self, step: Step, flight: _Flight, verdict: wire.Verdict, arrived_ms: float) -> None:
+        voided = tuple(self._flights) if step.voided else ()
+        if voided or step.judgement.is_rejected:
+            self._epoch += 1
+            self._flights.clear()
+        is_plain = not flight.window.proposal.tokens
+        if self._speculator is None:
+            self._send_on(step)
+        else:
+            outcomes = self._outcomes(step, flight, voided, verdict, arrived_ms)
+            self._speculator.committed(step.judgement.committed)
+            # What a plain window taught can wait until the next has left.
+            if not is_plain:
+                self._speculator.learn(outcomes)
+            self._send_on(step)
+            if is_plain:
+                self._speculator.learn(outcomes)
+        if voided and self._cancels and step.finish is None:
+            self._ring.cancel(self.id, self._epoch)
+            self.telemetry.add_cancel()
+        self._note(step, flight, voided, verdict, arrived_ms)
+        self._is_over = step.finish is not None
+        self._parts.put_nowait(Committed(step.judgement.committed, step.finish, self.telemetry.stats()))
+
+    def _outcomes(
+        self,
+        step: Step,
+        flight: _Flight,
+        voided: tuple[_Flight, ...],
+        verdict: wire.Verdict,
+        arrived_ms: float,
+    ) -> list[Outcome]:
+        """What the controller learns: of the window, and of one that its free prediction voided unread."""
+        outcomes = []
+        if not flight.window.is_prompt:
+            stages = tuple(
+                StageMeasure(time.num_rows, time.queue_us / 1000, time.compute_us / 1000)
+                for time in verdict.times
+            )
+            outcomes.append(_outcome(step.judgement, flight, arrived_ms, stages, len(voided)))
+        if step.is_unread_next:
+            judgement = judge_unread(len(voided[0].window.tokens))
+            outcomes.append(_outcome(judgement, voided[0], arrived_ms, (), len(voided) - 1))
+        return outcomes
+
+    def _note(
+        self,
+        step: Step,
+        flight: _Flight,
+        voided: tuple[_Flight, ...],
+        verdict: wire.Verdict,
+        arrived_ms: float,
+    ) -> None:
+        telemetry = self.telemetry
+        window = flight.window
+        if window.is_prompt:
+            telemetry.add_first_token(arrived_ms)
+        else:
+            telemetry.add_window(
+                step.judgement,
+                window.proposal.proposer,
+                verdict.times,
+                sent_ms=flight.sent_ms,
+                arrived_ms=arrived_ms,
+            )
+        if step.is_unread_next:
+            unread = voided[0].window.proposal
+            telemetry.add_unread(judge_unread(len(unread.tokens)), unread.proposer)
+        for void in voided:
+            telemetry.add_void(void.id, len(void.window.tokens))
+
+    def _go_on_with_prompt(self) -> None:
+        if not self._generation.is_prefilled:
+            self._send(self._generation.prefill())
+        self._pump()
+
+    def _send_on(self, step: Step) -> None:
+        """Have at least the committed token under way."""
+        if step.finish is not None:
+            return
+        if not self._flights:
+            proposal = EMPTY
+            if self._speculator is not None:
+                proposal = self._speculator.next_proposal(self._generation)
+            self._send(self._generation.next_window(proposal))
+        self._pump()
+
+    def _pump(self) -> None:
+        """Fill the ring as far as the controller wants it."""
+        if self._speculator is None or not self._generation.is_prefilled:
+            return
+        while (proposal := self._speculator.next_proposal(self._generation)).tokens:
+            self._send(self._generation.next_window(proposal))
+
+    def _wake(self) -> None:
+        """The proposer knows more; called from any thread."""
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+                self._loop.call_soon_threadsafe(self._on_wake)
+
+    def _on_wake(self) -> None:
+        self._is_woken = False
+        if not self._is_over:
+            self._pump()
+
+    def _send(self, window: WindowPlan) -> None:
+        self._ring.send(
+            wire.Window(
+                session=self.id,
+                epoch=self._epoch,
+                id=self._num_sent,
+                start=window.start,
+                tokens=window.tokens,
+                verify_rows=window.num_verified,
+            )
+        )
+        self._flights.append(_Flight(self._num_sent, window, self._clock_ms(), len(self._flights)))
+        self._num_sent += 1
+
+
+def _outcome(
+    judgement: Judgement, flight: _Flight, arrived_ms: float, stages: tuple[StageMeasure, ...], num_stale: int
+) -> Outcome:
+    return Outcome(
+        judgement=judgement,
+        proposal=flight.window.proposal,
+        sent_ms=flight.sent_ms,
+        arrived_ms=arrived_ms,
+        num_in_flight=flight.num_ahead,
+        stages=stages,
+        num_stale=num_stale,
+    )

@@ -1,0 +1,117 @@
+"""What one session's windows came to: noted as verdicts come, added up when somebody asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mesh.engine import GenerationStats
+from mesh.speculation_report import SpeculationReport
+from speculative.statistics import SpeculationStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from spanmesh_proto import windows_pb2 as wire
+    from speculative.acceptance import Judgement
+
+
+class SessionTelemetry:
+    """Counts and times of one session.
+
+    Args:
+        started_ms: When its first window left.
+        explain: What the controller does, and why; None if nothing can be proposed.
+        draft_ms_per_token: What a token costs the draft model now, if there is one.
+    """
+
+    def __init__(
+        self,
+        started_ms: float,
+        *,
+        explain: Callable[[], Mapping[str, Any]] | None = None,
+        draft_ms_per_token: Callable[[], float | None] | None = None,
+    ) -> None:
+        self._started_ms = started_ms
+        self._first_token_ms = started_ms
+        self._latest_ms = started_ms
+        self._explain = explain
+        self._draft_ms_per_token = draft_ms_per_token
+        self._num_windows = 0
+        self._num_proposed = 0
+        self._num_accepted = 0
+        self._num_cancels = 0
+        self._num_wasted_rows = 0
+        self._round_trip_ms = 0.0
+        self._queue_us = 0
+        self._compute_us = 0
+        self._judged: dict[str, list[Judgement]] = {}
+        self._voided_rows: dict[int, int] = {}
+
+    def add_first_token(self, arrived_ms: float) -> None:
+        """The prompt's last verdict came."""
+        self._first_token_ms = self._latest_ms = arrived_ms
+
+    def add_window(
+        self,
+        judgement: Judgement,
+        proposer: str,
+        times: Sequence[wire.StageTime],
+        *,
+        sent_ms: float,
+        arrived_ms: float,
+    ) -> None:
+        """A verdict came."""
+        self._latest_ms = arrived_ms
+        self._round_trip_ms += arrived_ms - sent_ms
+        for time in times:
+            self._queue_us += time.queue_us
+            self._compute_us += time.compute_us
+        self._num_windows += 1
+        self._add(judgement, proposer)
+
+    def add_unread(self, judgement: Judgement, proposer: str) -> None:
+        """A window was judged by the free prediction before it."""
+        self._add(judgement, proposer)
+
+    def add_void(self, window_id: int, num_rows: int) -> None:
+        """A window became void on its way."""
+        self._voided_rows[window_id] = num_rows
+
+    def add_cancel(self) -> None:
+        """The stages were told."""
+        self._num_cancels += 1
+
+    def add_stale_verdict(self, window_id: int) -> None:
+        """A void window was computed to the end."""
+        self._num_wasted_rows += self._voided_rows.get(window_id, 0)
+
+    def stats(self) -> GenerationStats:
+        """Counts and times up to now."""
+        return GenerationStats(
+            num_windows=self._num_windows,
+            num_proposed=self._num_proposed,
+            num_accepted=self._num_accepted,
+            prefill_ms=self._first_token_ms - self._started_ms,
+            decode_ms=self._latest_ms - self._first_token_ms,
+            report=None if self._explain is None else self.report,
+        )
+
+    def report(self) -> SpeculationReport:
+        """What speculation did up to now."""
+        return SpeculationReport(
+            by_proposer={name: SpeculationStatistics.of(judged) for name, judged in self._judged.items()},
+            num_voided_windows=len(self._voided_rows),
+            num_voided_rows=sum(self._voided_rows.values()),
+            num_wasted_rows=self._num_wasted_rows,
+            num_cancels=self._num_cancels,
+            round_trip_ms=self._round_trip_ms,
+            queue_ms=self._queue_us / 1000,
+            compute_ms=self._compute_us / 1000,
+            draft_ms_per_token=None if self._draft_ms_per_token is None else self._draft_ms_per_token(),
+            controller={} if self._explain is None else self._explain(),
+        )
+
+    def _add(self, judgement: Judgement, proposer: str) -> None:
+        self._num_proposed += judgement.num_proposed
+        self._num_accepted += judgement.num_accepted
+        self._judged.setdefault(proposer, []).append(judgement)
