@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "join": ("mesh.commands.join:join", "Let this host take a share of a mesh."),
     "status": ("mesh.commands.status:status", "Show what a running mesh is doing."),
     "slice": ("mesh.commands.slice:slice_", "Write some layers of a model as a stage file."),
+    "draft": ("mesh.commands.draft:draft", "Make a draft model for speculation."),
     "certify": ("mesh.commands.certify:certify", "Compare a model cut into stages with the whole model."),
 }
 

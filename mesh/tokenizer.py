@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import llama_cpp
 
+from mesh.draft.vocabulary import Vocabulary
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
 from stages.llama import init_backend, last_complaint
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _MAX_PIECE_BYTES: Final = 1024
 _NO_TOKEN: Final = -1
+_UNUSED: Final = llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
 
 
 class Tokenizer:
@@ -41,6 +43,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._model = _load_vocabulary(path)
         weakref.finalize(self, llama_cpp.llama_model_free, self._model)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
@@ -101,6 +104,25 @@ class Tokenizer:
         """The one token that a text such as `<|im_end|>` stands for, if the vocabulary has it."""
         ids = self.encode(text, add_special=False, parse_special=True)
         return ids[0] if len(ids) == 1 else None
+
+    def vocabulary(self) -> Vocabulary:
+        """What each token id means, to be compared with another model's."""
+        vocab = self._vocab
+        texts = [llama_cpp.llama_vocab_get_text(vocab, token) for token in range(self.n_vocab)]
+        num_used = self.n_vocab
+        while num_used and llama_cpp.llama_vocab_get_attr(vocab, num_used - 1) & _UNUSED:
+            num_used -= 1
+        special = {
+            "bos": llama_cpp.llama_vocab_bos(vocab),
+            "eos": llama_cpp.llama_vocab_eos(vocab),
+            "eot": llama_cpp.llama_vocab_eot(vocab),
+        }
+        return Vocabulary(
+            name=self._path.name,
+            texts=texts,
+            special={purpose: None if token == _NO_TOKEN else token for purpose, token in special.items()},
+            num_used=num_used,
+        )
 
     def _token_text(self, token: int) -> str:
         return "" if token == _NO_TOKEN else self._read_piece(token, special=True).decode("utf-8", "replace")

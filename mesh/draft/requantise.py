@@ -1,0 +1,116 @@
+"""A model in fewer bits: a draft model for itself, with the same vocabulary and nearly the same mind.
+
+llama.cpp does it, in a process of its own: it takes minutes for a large model, during which Ctrl-C should be
+heard, and it aborts on some malformed files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import llama_cpp
+
+from spanmesh_proto.errors import InvalidModel
+from stages.cutting.atomic import atomic_write
+from stages.cutting.gguf_reader import read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+QUANT_TYPES: Final = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS"),
+    *("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K"),
+    *("F16", "BF16"),
+)
+"""Those of llama.cpp's types that need no importance matrix."""
+
+_TENSOR_LINE: Final = re.compile(r"\[ *(\d+)/ *(\d+)\]")
+_ERROR_LEVEL: Final = 4
+
+
+def requantise(
+    model: Path, quant_type: str, output: Path, *, progress: Callable[[float], None] | None = None
+) -> None:
+    """Write `model` with its weights in another type. The file appears whole or not at all.
+
+    Args:
+        model: A GGUF in one file, of any type.
+        quant_type: One of `QUANT_TYPES`.
+        output: Where to; what is there is replaced.
+        progress: Called with the share of tensors that are done, 0 to 1.
+
+    Raises:
+        InvalidModel: If llama.cpp cannot read or requantise the model.
+        ModelError: If `output` cannot be written.
+    """
+    read_header(model)
+    spawning = multiprocessing.get_context("spawn")
+    receiver, sender = spawning.Pipe(duplex=False)
+    with atomic_write(output) as file:
+        process = spawning.Process(
+            target=_requantise_and_tell, args=(sender, str(model), quant_type, file.name), daemon=True
+        )
+        # Ctrl-C reaches the whole process group: this process hears it, ends that one and cleans up.
+        heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+        sender.close()
+        try:
+            complaint = _listen(receiver, progress)
+        except EOFError:
+            process.join()
+            complaint = f"it aborts with exit code {process.exitcode}"
+        finally:
+            process.kill()
+            process.join()
+            receiver.close()
+        if complaint is not None:
+            raise InvalidModel(f"llama.cpp cannot requantise {model} to {quant_type}: {complaint}")
+
+
+def _listen(receiver: Connection, progress: Callable[[float], None] | None) -> str | None:
+    """Why it failed, or None once it is done."""
+    while True:
+        match receiver.recv():
+            case float(share):
+                if progress is not None:
+                    progress(share)
+            case complaint:
+                reason: str | None = complaint
+                return reason
+
+
+def _requantise_and_tell(sender: Connection, model: str, quant_type: str, output: str) -> None:
+    """What the process does. A parent that is gone breaks the pipe, which ends it too."""
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
+    complaints: list[str] = []
+
+    @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+    def on_log(level: int, text: bytes, _user_data: Any) -> None:
+        line = text.decode(errors="replace").strip()
+        if match := _TENSOR_LINE.match(line):
+            try:
+                sender.send(int(match[1]) / int(match[2]))
+            except BrokenPipeError:
+                os._exit(1)
+        elif level == _ERROR_LEVEL and line:
+            complaints.append(line)
+
+    llama_cpp.llama_log_set(on_log, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{quant_type}")
+    params.allow_requantize = True
+    status = llama_cpp.llama_model_quantize(model.encode(), output.encode(), ctypes.byref(params))
+    with suppress(BrokenPipeError):
+        sender.send((complaints or ["no reason given"])[-1] if status else None)
