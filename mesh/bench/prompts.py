@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import MeshError
@@ -27,27 +28,58 @@ BUILT_IN: Final = (
 )
 
 
+@dataclass(frozen=True)
+class SpecBenchQuestion:
+    """One line of Spec-Bench.
+
+    Attributes:
+        id: Its number, as text.
+        category: Such as `writing`.
+        prompt: Its first turn.
+    """
+
+    id: str
+    category: str
+    prompt: str
+
+
+def read_spec_bench(path: Path) -> tuple[SpecBenchQuestion, ...]:
+    """All questions of a file of JSON lines with `question_id`, `category` and `turns`.
+
+    Raises:
+        MeshError: If the file is not of that kind.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        questions = tuple(
+            SpecBenchQuestion(str(line["question_id"]), line["category"], line["turns"][0]) for line in lines
+        )
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise MeshError(f"{path} is not a Spec-Bench question file: {error}") from error
+    if not questions:
+        raise MeshError(f"{path} is not a Spec-Bench question file: it is empty")
+    return questions
+
+
 def load_prompts(path: Path | None, limit: int) -> tuple[str, ...]:
     """First turns of the chat questions of a Spec-Bench file, evenly spread over it, or the built-in ones.
 
     Args:
-        path: JSON lines with `category` and `turns`, or None for the built-in prompts.
+        path: Spec-Bench's `question.jsonl`, or None for the built-in prompts.
         limit: At most so many.
 
     Raises:
         MeshError: If the file is not of that kind.
     """
-    prompts = BUILT_IN if path is None else _read(path)
+    prompts = BUILT_IN if path is None else _chat_prompts(path)
     limit = min(limit, len(prompts))
     return tuple(prompts[index * len(prompts) // limit] for index in range(limit))
 
 
-def _read(path: Path) -> tuple[str, ...]:
-    try:
-        questions = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        prompts = tuple(item["turns"][0] for item in questions if item["category"] in CHAT_CATEGORIES)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise MeshError(f"{path} is not a Spec-Bench question file: {error}") from error
+def _chat_prompts(path: Path) -> tuple[str, ...]:
+    prompts = tuple(
+        question.prompt for question in read_spec_bench(path) if question.category in CHAT_CATEGORIES
+    )
     if not prompts:
         raise MeshError(f"{path} has no chat question")
     return prompts

@@ -10,6 +10,7 @@ from mesh.bench.server_process import start_logged, wait_healthy, wait_listening
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Sequence
     from pathlib import Path
 
     from mesh.bench.llama_rpc import LlamaRpc
@@ -19,7 +20,7 @@ _RPC_PORT: Final = 50052
 
 
 class RpcSystem:
-    """All layers on the RPC servers, evenly split, no speculation, no cache of prompts.
+    """All layers on the RPC servers, evenly split, no cache of prompts; no speculation unless told.
 
     Args:
         lab: Its host 0 is the head, every other one a stage.
@@ -27,6 +28,8 @@ class RpcSystem:
         model: The GGUF, on the head only.
         logs: Directory for the programs' output.
         num_threads: Of each program.
+        options: Further options of `llama-server`.
+        ctx_size: Positions of its one session.
     """
 
     name = "llama.cpp RPC"
@@ -34,12 +37,24 @@ class RpcSystem:
     # Both sides go on to the last token asked for, so that all answers are equally long.
     fields: Final[dict[str, Any]] = {"ignore_eos": True, "cache_prompt": False}
 
-    def __init__(self, lab: Lab, programs: LlamaRpc, model: Path, logs: Path, *, num_threads: int) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        programs: LlamaRpc,
+        model: Path,
+        logs: Path,
+        *,
+        num_threads: int,
+        options: Sequence[str] = (),
+        ctx_size: int = 2048,
+    ) -> None:
         self._lab = lab
         self._programs = programs
         self._model = model
         self._logs = logs
         self._threads = str(num_threads)
+        self._options = options
+        self._ctx_size = str(ctx_size)
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -58,8 +73,8 @@ class RpcSystem:
         argv = [str(self._programs.server), "--model", str(self._model), "--port", str(self.port)]
         argv += ["--rpc", endpoints, "--n-gpu-layers", "99", "--split-mode", "layer"]
         argv += ["--tensor-split", ",".join("1" for _ in stages)]
-        argv += ["--threads", self._threads, "--parallel", "1", "--ctx-size", "2048"]
-        argv += ["--no-cache-prompt", "--cache-ram", "0", "--offline", "--no-ui"]
+        argv += ["--threads", self._threads, "--parallel", "1", "--ctx-size", self._ctx_size]
+        argv += ["--no-cache-prompt", "--cache-ram", "0", "--offline", "--no-ui", *self._options]
         server = self._launch(0, argv)
         wait_healthy(lab, 0, self.port, server, self._log(0))
 

@@ -1,0 +1,206 @@
+"""A line of the acceptance table: what was measured, what it should be. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
+
+from mesh.bench.spec.crowd import median_ratio
+from mesh.bench.spec.pairs import pairs_with_off, pairs_with_rpc
+from mesh.bench.spec.rows import mean_speed_up
+from mesh.bench.spec.sample import MESH
+from mesh.bench.spec.setting import AUTO, DRAFT, REPLAY
+from mesh.bench.spec.spec_bench import CHAT, CODING
+from mesh.bench.spec.workloads import WARM_REPEAT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from mesh.bench.spec.crowd import Crowd
+    from mesh.bench.spec.pairs import Pair
+    from mesh.bench.spec.rows import Place, Row
+    from mesh.bench.spec.sample import Sample
+
+# Names of the servers that the acceptance plan starts.
+WITH_DRAFT: Final = "auto with draft"
+WITHOUT_DRAFT: Final = "auto without draft"
+WITH_HISTORY: Final = "auto with history"
+REPLAYING: Final = "replay"
+EXACT: Final = "exact with draft"
+
+NEVER_BELOW: Final = 0.97
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was asked for, and what came out.
+
+    Attributes:
+        title: What is measured, where.
+        measured: The figure, or None if it was not measured.
+        target: Its floor.
+        note: What one should know of the figure.
+    """
+
+    title: str
+    measured: float | None
+    target: float
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """`reached`, `missed` or `not measured`."""
+        if self.measured is None:
+            return "not measured"
+        return "reached" if self.measured >= self.target else "missed"
+
+
+def acceptance_lines(
+    samples: Sequence[Sample], rows: Sequence[Row], crowds: Sequence[Crowd], categories: Collection[str]
+) -> tuple[Line, ...]:
+    """The table of floors.
+
+    Args:
+        samples: All that were measured.
+        rows: Made of them.
+        crowds: Requests at once.
+        categories: Names of Spec-Bench's workloads among those measured.
+    """
+
+    def mean(server: str, setting: str, delay_ms: float, names: Collection[str]) -> float | None:
+        return mean_speed_up(rows, _cold(server, setting, delay_ms, names))
+
+    all_names = {row.place.workload for row in rows}
+    lines = [
+        Line(f"replay over off, {delay:g} ms", mean(REPLAYING, REPLAY.name, delay, all_names), target)
+        for delay, target in ((5.0, 6.0), (20.0, 18.0))
+    ]
+    lines += [
+        Line(
+            f"draft over off, mean of chat and coding, {delay:g} ms",
+            _mean_of([mean(WITH_DRAFT, DRAFT.name, delay, group) for group in (CHAT, CODING)]),
+            target,
+        )
+        for delay, target in ((5.0, 1.7), (20.0, 2.8))
+    ]
+    lines += [
+        Line(
+            "auto over off, mean of all Spec-Bench categories, 20 ms",
+            mean(WITH_DRAFT, AUTO.name, 20.0, categories),
+            2.5,
+        ),
+        Line(
+            "auto over llama.cpp RPC at its best, mean of all Spec-Bench categories, 20 ms",
+            _over_rpc(samples, 20.0, categories),
+            1.6,
+        ),
+        Line(
+            "auto without a draft model over off, warm-repeat with history, 5 ms",
+            mean_speed_up(
+                rows,
+                lambda place: (
+                    (place.server, place.workload, place.setting, place.delay_ms)
+                    == (WITH_HISTORY, WARM_REPEAT, AUTO.name, 5.0)
+                ),
+            ),
+            4.0,
+        ),
+        Line(
+            "auto without a draft model over off, mean of all Spec-Bench categories, 5 ms",
+            mean(WITHOUT_DRAFT, AUTO.name, 5.0, categories),
+            1.2,
+        ),
+    ]
+    for delay_ms in (0.1, 5.0, 20.0):
+        lines += _worst(rows, delay_ms, {*categories, "random-token"})
+    lines += _sampled(samples)
+    lines += [
+        Line(
+            f"auto over off, {at_once} requests at once, total tokens/s, 5 ms",
+            median_ratio(crowds, at_once, AUTO.name),
+            NEVER_BELOW,
+        )
+        for at_once in (4, 8)
+    ]
+    return tuple(lines)
+
+
+def closeness(rows: Sequence[Row]) -> dict[tuple[float, str], float]:
+    """By delay and workload: `auto`'s rate as a share of `replay`'s, both from the same run."""
+    ceilings = {
+        (row.place.delay_ms, row.place.workload): row.tokens_per_s
+        for row in rows
+        if row.place.setting == REPLAY.name
+    }
+    return {
+        key: row.tokens_per_s / ceilings[key]
+        for row in rows
+        if row.place.setting == AUTO.name and row.place.system == MESH and row.place.temperature == 0
+        if (key := (row.place.delay_ms, row.place.workload)) in ceilings
+    }
+
+
+def _cold(server: str, setting: str, delay_ms: float, names: Collection[str]) -> Callable[[Place], bool]:
+    return lambda place: (
+        (place.server, place.setting, place.delay_ms) == (server, setting, delay_ms)
+        and place.workload in names
+        and place.temperature == 0
+        and not (place.is_raw or place.is_warm)
+    )
+
+
+def _over_rpc(samples: Sequence[Sample], delay_ms: float, categories: Collection[str]) -> float | None:
+    pairs = [
+        pair
+        for pair in pairs_with_rpc(samples, AUTO.name)
+        if pair.other.delay_ms == delay_ms and pair.other.workload in categories
+    ]
+    return _mean_of_workloads(pairs)
+
+
+def _worst(rows: Sequence[Row], delay_ms: float, names: Collection[str]) -> list[Line]:
+    found = {
+        (row.place.workload, row.place.server): row.speed_up
+        for row in rows
+        if row.speed_up is not None
+        and row.place.setting == AUTO.name
+        and row.place.delay_ms == delay_ms
+        and row.place.workload in names
+        and row.place.temperature == 0
+    }
+    title = f"auto over off, the worst of the categories and random-token, {delay_ms:g} ms"
+    if not found:
+        return [Line(title, None, NEVER_BELOW)]
+    workload, server = min(found, key=lambda key: found[key])
+    return [Line(title, found[workload, server], NEVER_BELOW, f"{workload}, {server}")]
+
+
+def _sampled(samples: Sequence[Sample]) -> list[Line]:
+    """Drawn answers against greedy ones, both with and without the draft model, in exact mode."""
+    pairs = [
+        pair
+        for pair in pairs_with_off(samples)
+        if pair.other.server == EXACT and pair.other.setting == DRAFT.name
+    ]
+    drawn = [pair for pair in pairs if pair.other.temperature > 0]
+    greedy = _mean_of_workloads([pair for pair in pairs if pair.other.temperature == 0])
+    sampled = _mean_of_workloads(drawn)
+    share = sampled / greedy if sampled is not None and greedy is not None else None
+    same = fmean(not pair.is_fork for pair in drawn) if drawn else None
+    return [
+        Line("temperature 0.8, seeded, draft: answers with the text of off, exact, 20 ms", same, 1.0),
+        Line("temperature 0.8, seeded, draft: share of the greedy speed-up, 20 ms", share, 0.7),
+    ]
+
+
+def _mean_of_workloads(pairs: Sequence[Pair]) -> float | None:
+    by_workload: dict[str, list[float]] = {}
+    for pair in pairs:
+        by_workload.setdefault(pair.other.workload, []).append(pair.speed_up)
+    return _mean_of([fmean(found) for found in by_workload.values()])
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None

@@ -1,0 +1,242 @@
+"""The report as a page. Pure."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from mesh.bench.spec.pairs import pairs_with_off
+from mesh.bench.spec.sample import LLAMA_RPC, MESH
+from mesh.bench.spec.setting import OFF
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from mesh.bench.spec.acceptance import Line
+    from mesh.bench.spec.crowd import Crowd
+    from mesh.bench.spec.recommendation import Recommendation
+    from mesh.bench.spec.report import Report
+    from mesh.bench.spec.results import Circumstances, Results
+    from mesh.bench.spec.rows import Row
+
+
+def as_markdown(report: Report, plots: Sequence[str]) -> str:
+    """The whole page.
+
+    Args:
+        report: What to say.
+        plots: Names of the picture files beside the page.
+    """
+    results = report.results
+    chat = [row for row in report.rows if not (row.place.is_raw or row.place.is_warm)]
+    warm = [row for row in report.rows if row.place.is_warm]
+    raw = [row for row in report.rows if row.place.is_raw]
+    sections = [
+        ("# Speculation, measured", _circumstances(results)),
+        ("## Warnings", _warnings(results, report.rows)),
+        ("## What it must show", _lines(report.lines)),
+        ("## How close `auto` comes to `replay`", _closeness(report.closeness)),
+        ("## Chat: times faster than off", _speed_ups(chat)),
+        ("## Chat: all figures", _figures(chat)),
+        ("## Warm: asked before, all figures", _figures(warm)),
+        ("## Raw completions, without a chat template: not comparable with chat", _figures(raw)),
+        ("## Acceptance by position", _positions(report.rows)),
+        ("## Requests at once", _crowds(results.crowds)),
+        ("## llama.cpp RPC: its settings", _peer(results)),
+        ("## Pictures", "\n\n".join(f"![{name}]({name})" for name in plots)),
+        ("## Recommended for production", recommendation_text(report.recommendation, results.servers)),
+    ]
+    return "\n\n".join(f"{title}\n\n{body}" for title, body in sections if body) + "\n"
+
+
+def lines_text(lines: Sequence[Line]) -> str:
+    """The acceptance table for a terminal."""
+    return "\n".join(
+        f"{line.verdict:>12}  {_number(line.measured):>6} of {line.target:5.2f}  {line.title}"
+        + (f" ({line.note})" if line.note else "")
+        for line in lines
+    )
+
+
+def recommendation_text(found: Recommendation, servers: Mapping[str, Sequence[str]]) -> str:
+    """The choice, its grounds and how to serve it."""
+    if found.chosen is None:
+        return found.reason
+    chosen = found.chosen
+    by_delay = ", ".join(f"{speed_up:.2f}× at {delay:g} ms" for delay, speed_up in chosen.speed_ups.items())
+    mode, _, width = chosen.setting.partition("/")
+    options = ["--speculate", mode, *_without_speculate(servers.get(chosen.server, ()))]
+    if width:
+        options += ["--draft-max", width]
+    return (
+        f"`mesh serve MODEL {' '.join(options)}`: setting {chosen.setting} on the server "
+        f"“{chosen.server}”, {by_delay} of off. {found.reason}"
+    )
+
+
+def _without_speculate(options: Sequence[str]) -> list[str]:
+    """The options but for who proposes, which the setting says."""
+    kept = list(options)
+    if "--speculate" in kept:
+        index = kept.index("--speculate")
+        del kept[index : index + 2]
+    return kept
+
+
+def _circumstances(results: Results) -> str:
+    found: Circumstances = results.circumstances
+    hops = ", ".join(f"{hop:.2f} for {asked:g}" for asked, hop in sorted(results.hops_ms.items()))
+    return (
+        f"{found.model}, draft model {found.draft_model or 'none'}, {found.num_stages} stage hosts and a "
+        f"head without layers, {found.num_threads} thread(s) per stage, {found.num_tokens} tokens per "
+        f"answer, {found.numeric_mode} mode, seed {found.seed}. {found.processor}, "
+        f"{found.num_cores} cores for all hosts together. {found.software}. "
+        f"One-way delay measured, in ms: {hops or 'none'}. "
+        f"The run took {results.took_s:.0f} s.\n\n"
+        "Through the streaming chat endpoint, unless said otherwise. Speed-ups are paired: the same question "
+        "under off and under the setting, one right after the other on the same running mesh; means are "
+        "arithmetic, each workload weighing the same. First answers only, except where the workload is warm. "
+        "Answers go on to the last token asked for; those that go in circles are counted as degenerate."
+    )
+
+
+def _warnings(results: Results, rows: Sequence[Row]) -> str:
+    found = [f"- not measured: {failure}" for failure in results.failures]
+    found += [
+        f"- in exact mode the text differs: {pair.other.setting} on {pair.other.workload} "
+        f"{pair.other.question} at {pair.other.delay_ms:g} ms, equal up to {pair.common_share:.0%}"
+        for pair in pairs_with_off(results.samples)
+        if pair.is_fork and results.is_exact(pair.other.server)
+    ]
+    circling = sorted({row.place.workload for row in rows if row.degenerate_rate > 0})
+    if circling:
+        found.append(
+            f"- degenerate, repeating answers among: {', '.join(circling)}; they flatter every proposer"
+        )
+    return "\n".join(found)
+
+
+def _lines(lines: Sequence[Line]) -> str:
+    return _table(
+        ("what", "measured", "at least", "verdict", "note"),
+        (
+            (line.title, _number(line.measured), f"{line.target:.2f}", line.verdict, line.note)
+            for line in lines
+        ),
+    )
+
+
+def _closeness(shares: Mapping[tuple[float, str], float]) -> str:
+    return _table(
+        ("delay, ms", "workload", "auto's tokens/s of replay's"),
+        ((f"{delay:g}", workload, f"{share:.0%}") for (delay, workload), share in sorted(shares.items())),
+    )
+
+
+def _speed_ups(rows: Sequence[Row]) -> str:
+    """A table for each delay: workloads down, settings across, means at the end."""
+    paired = [row for row in rows if row.speed_up is not None and row.place.temperature == 0]
+    parts = []
+    for delay_ms in sorted({row.place.delay_ms for row in paired}):
+        here = [row for row in paired if row.place.delay_ms == delay_ms]
+        columns = list(dict.fromkeys((row.place.server, row.place.setting) for row in here))
+        by_cell = {(row.place.workload, row.place.server, row.place.setting): row.speed_up for row in here}
+        workloads = list(dict.fromkeys(row.place.workload for row in here))
+        lines = [
+            (workload, *(_number(by_cell.get((workload, *column))) for column in columns))
+            for workload in workloads
+        ]
+        means = [
+            fmean(value for (_w, *at), value in by_cell.items() if tuple(at) == column and value is not None)
+            for column in columns
+        ]
+        lines.append(("**mean**", *(f"**{mean:.2f}**" for mean in means)))
+        heads = ("workload", *(f"{setting} ({server})" for server, setting in columns))
+        parts.append(f"{delay_ms:g} ms one way:\n\n{_table(heads, lines)}")
+    return "\n\n".join(parts)
+
+
+def _figures(rows: Sequence[Row]) -> str:
+    return _table(
+        (
+            "delay, ms", "workload", "system", "setting", "T", "answers", "tokens/s", "over off", "from",
+            "to", "tokens per window", "accepted per draft", "acceptance", "TTFT, ms", "ITL p50", "p95",
+            "p99", "forks", "degenerate",
+        ),
+        (
+            (
+                f"{row.place.delay_ms:g}", row.place.workload, row.place.system,
+                f"{row.place.setting} ({row.place.server})", f"{row.place.temperature:g}",
+                str(row.num_answers), f"{row.tokens_per_s:.1f}", _number(row.speed_up),
+                _number(row.speed_up_low), _number(row.speed_up_high), _number(row.tokens_per_window),
+                _number(row.mean_accepted), _share(row.acceptance), f"{row.ttft_ms:.0f}",
+                *(f"{gap:.1f}" for gap in row.itl_ms), _share(row.fork_rate), _share(row.degenerate_rate),
+            )
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def _positions(rows: Sequence[Row]) -> str:
+    drafting = [row for row in rows if row.place.system == MESH and row.acceptance_per_position]
+    longest = max((len(row.acceptance_per_position) for row in drafting), default=0)
+    return _table(
+        ("delay, ms", "workload", "setting", *(str(position + 1) for position in range(longest))),
+        (
+            (
+                f"{row.place.delay_ms:g}",
+                row.place.workload,
+                f"{row.place.setting} ({row.place.server})",
+                *(f"{share:.2f}" for share in row.acceptance_per_position),
+                *("" for _ in range(longest - len(row.acceptance_per_position))),
+            )
+            for row in drafting
+        ),
+    )
+
+
+def _crowds(crowds: Sequence[Crowd]) -> str:
+    return _table(
+        ("at once", "delay, ms", "setting", "off, total tokens/s", "total tokens/s", "over off", "forks"),
+        (
+            (
+                str(crowd.num_at_once), f"{crowd.delay_ms:g}", crowd.setting, f"{crowd.off_tokens_per_s:.1f}",
+                f"{crowd.tokens_per_s:.1f}", f"{crowd.ratio:.2f}", str(crowd.num_forks),
+            )
+            for crowd in crowds
+        ),
+    )  # fmt: skip
+
+
+def _peer(results: Results) -> str:
+    rates = results.peer_rates
+    off = rates.get(OFF.name)
+    if not rates:
+        return ""
+    title = (
+        f"At {results.peer_delay_ms:g} ms one way; the fastest takes part in the turns above as {LLAMA_RPC}."
+    )
+    rows = (
+        (
+            name,
+            f"{rate:.1f}" if isinstance(rate, float) else rate,
+            f"{rate / off:.2f}" if isinstance(rate, float) and isinstance(off, float) else "",
+        )
+        for name, rate in rates.items()
+    )
+    return f"{title}\n\n{_table(('setting', 'tokens/s', 'over its own off'), rows)}"
+
+
+def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    body = ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
+    if not body:
+        return ""
+    return "\n".join(["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads), *body])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"

@@ -1,0 +1,83 @@
+"""What is measured, in which order. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mesh.bench.spec.setting import Setting
+    from mesh.bench.spec.workload import Workload
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Some questions at one delay.
+
+    Each question is one turn: it is answered under `off` and under each setting, one right after the other.
+
+    Attributes:
+        delay_ms: One way.
+        workload: What is asked.
+        settings: Besides `off`.
+        sampling: Fields of the request body that say how to draw.
+        with_peer: Whether llama.cpp RPC takes part in each turn.
+    """
+
+    delay_ms: float
+    workload: Workload
+    settings: tuple[Setting, ...]
+    sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0})
+    with_peer: bool = False
+
+    @property
+    def temperature(self) -> float:
+        """Of sampling."""
+        return float(self.sampling["temperature"])
+
+
+@dataclass(frozen=True)
+class CrowdTrial:
+    """The questions of some workloads asked together.
+
+    Attributes:
+        delay_ms: One way.
+        workload: Its questions are taken in turn until there are enough.
+        setting: Against `off`.
+        num_at_once: How many questions, all at once.
+        num_rounds: How often `off` and the setting take turns.
+    """
+
+    delay_ms: float
+    workload: Workload
+    setting: Setting
+    num_at_once: int
+    num_rounds: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A mesh, started once, and what it is asked.
+
+    Attributes:
+        server: Name of this way to start it.
+        options: Of `mesh serve`.
+        trials: In order.
+        crowds: After the trials.
+        replays: Whether the answers under `off` are what the server proposes: it is started after they were
+            recorded.
+    """
+
+    server: str
+    options: tuple[str, ...]
+    trials: tuple[Trial, ...]
+    crowds: tuple[CrowdTrial, ...] = ()
+    replays: bool = False
+
+
+def in_turn(settings: tuple[Setting, ...], turn: int) -> tuple[Setting, ...]:
+    """The settings in their order on even turns and backwards on odd ones.
+
+    So no setting always runs on what the one before it left behind, such as a warm processor.
+    """
+    return settings if turn % 2 == 0 else settings[::-1]

@@ -1,0 +1,168 @@
+"""Plans: the acceptance table, a quick look, and a sweep of whatever is asked for. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.bench.spec.acceptance import EXACT, REPLAYING, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
+from mesh.bench.spec.plan import CrowdTrial, Phase, Trial
+from mesh.bench.spec.setting import AUTO, DRAFT, NGRAM, REPLAY, Setting
+from mesh.bench.spec.spec_bench import CHAT, CODING
+from mesh.bench.spec.workload import SPEC_BENCH, Workload
+from mesh.bench.spec.workloads import WARM_REPEAT, choose
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from mesh.engine import SpeculationMode
+
+_NUM_CROWD_ROUNDS: Final = 3
+_CROWDS: Final = (4, 8)
+_SESSIONS: Final = ("--parallel", "8")
+_QUICK_DELAY_MS: Final = 5.0
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What every mesh of a plan is started with.
+
+    Attributes:
+        draft_model: A GGUF for the draft proposer, or None to go without.
+        exact: Numeric mode.
+    """
+
+    draft_model: Path | None
+    exact: bool = False
+
+    def of(
+        self, mode: SpeculationMode, *more: str, draft: bool = True, exact: bool = False
+    ) -> tuple[str, ...]:
+        """Options of `mesh serve`."""
+        model = ("--draft-model", str(self.draft_model)) if draft and self.draft_model else ()
+        numerics = ("--exact",) if exact or self.exact else ()
+        return ("--speculate", mode, *model, *numerics, *more)
+
+
+def acceptance_plan(workloads: Mapping[str, Workload], serve: ServeOptions, seed: int) -> tuple[Phase, ...]:
+    """All lines of the acceptance table, in about a quarter of an hour with one question a workload."""
+    categories = [workload for workload in workloads.values() if workload.source == SPEC_BENCH]
+    talk = [workload for workload in categories if workload.name in {*CHAT, *CODING}]
+    ours = list(choose(dict(workloads), ("repository-edit", "tool-call", "random-token")))
+    drawn: dict[str, Any] = {"temperature": 0.8, "seed": seed}
+
+    def settings(workload: Workload) -> tuple[Setting, ...]:
+        return (AUTO, DRAFT) if workload in talk else (AUTO,)
+
+    everywhere = [*categories, *ours]
+    crowd = _mixed(categories or ours)
+    return (
+        Phase(
+            WITH_DRAFT,
+            serve.of("auto", *_SESSIONS),
+            (
+                *(Trial(0.1, workload, (AUTO,)) for workload in everywhere),
+                *(Trial(5.0, workload, settings(workload)) for workload in everywhere),
+                *(
+                    Trial(20.0, workload, settings(workload), with_peer=workload.source == SPEC_BENCH)
+                    for workload in everywhere
+                ),
+            ),
+            tuple(CrowdTrial(5.0, crowd, AUTO, count, _NUM_CROWD_ROUNDS) for count in _CROWDS),
+        ),
+        Phase(
+            WITHOUT_DRAFT,
+            serve.of("auto", draft=False),
+            tuple(Trial(5.0, workload, (AUTO,)) for workload in categories),
+        ),
+        Phase(
+            WITH_HISTORY,
+            serve.of("auto", "--history", draft=False),
+            (Trial(5.0, workloads[WARM_REPEAT], (AUTO,)),),
+        ),
+        Phase(
+            EXACT,
+            serve.of("auto", exact=True),
+            tuple(
+                Trial(20.0, workload, (DRAFT,), sampling)
+                for workload in [found for found in talk if found.name in {"writing", "coding"}]
+                for sampling in ({"temperature": 0}, drawn)
+            ),
+        ),
+        Phase(
+            REPLAYING,
+            serve.of("replay", draft=False),
+            tuple(
+                Trial(delay_ms, workload, (REPLAY,))
+                for delay_ms in (5.0, 20.0)
+                for workload in [found for found in everywhere if found.name in _REPLAYED]
+            ),
+            replays=True,
+        ),
+    )
+
+
+# Replaying costs a plain answer each, and a perfect proposal is as good for one text as for another.
+_REPLAYED: Final = frozenset({"writing", "coding", "summarization", "repository-edit"})
+
+
+def quick_plan(workloads: Mapping[str, Workload], serve: ServeOptions) -> tuple[Phase, ...]:
+    """One mesh, one delay, one question of each of the project's own kinds: about a minute."""
+    names = ("built-in", "repository-edit", "tool-call", "random-token", "built-in-raw")
+    modes = (NGRAM, AUTO, *((DRAFT,) if serve.draft_model else ()))
+    return (
+        Phase(
+            "quick",
+            serve.of("auto", *_SESSIONS),
+            tuple(
+                Trial(_QUICK_DELAY_MS, workload.first(1), modes)
+                for workload in choose(dict(workloads), names)
+            ),
+            (CrowdTrial(_QUICK_DELAY_MS, workloads["built-in"], AUTO, 4, 1),),
+        ),
+    )
+
+
+def sweep_plan(
+    workloads: Sequence[Workload],
+    serve: ServeOptions,
+    *,
+    modes: Sequence[SpeculationMode],
+    widths: Sequence[int],
+    delays_ms: Sequence[float],
+    with_peer: bool,
+) -> tuple[Phase, ...]:
+    """Every proposer with every width on every workload at every delay.
+
+    Warm workloads go to a mesh of their own, which keeps a history. `replay` comes last, since it replays
+    what was answered before.
+    """
+    settings = tuple(
+        Setting(mode, width) for mode in modes if mode not in {"off", "replay"} for width in widths
+    )
+    settings += (AUTO,) * ("auto" in modes)
+    phases = []
+    for name, more, members in (
+        ("sweep", (), [workload for workload in workloads if not workload.is_warm]),
+        ("sweep with history", ("--history",), [workload for workload in workloads if workload.is_warm]),
+    ):
+        trials = tuple(
+            Trial(delay_ms, workload, settings, with_peer=with_peer and not workload.is_raw)
+            for delay_ms in delays_ms
+            for workload in members
+        )
+        phases.append(Phase(name, serve.of("auto", *more), trials))
+    replayed = tuple(
+        Trial(delay_ms, workload, (REPLAY,))
+        for delay_ms in delays_ms
+        for workload in workloads
+        if "replay" in modes and not workload.is_warm
+    )
+    phases.append(Phase(REPLAYING, serve.of("replay", draft=False), replayed, replays=True))
+    return tuple(phase for phase in phases if phase.trials)
+
+
+def _mixed(workloads: Sequence[Workload]) -> Workload:
+    """The first question of each."""
+    return replace(workloads[0], name="mixed", questions=tuple(found.questions[0] for found in workloads))

@@ -1,0 +1,243 @@
+"""Carries a plan out: starts meshes on the lab, asks, and notes what came back."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mesh.bench.mesh_system import MeshSystem
+from mesh.bench.spec.crowd import Crowd
+from mesh.bench.spec.plan import in_turn
+from mesh.bench.spec.sample import LLAMA_RPC, MESH, Sample
+from mesh.bench.spec.setting import OFF
+from mesh.bench.stream_client import Ask, Batch
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from mesh.bench.client import Client, Reply
+    from mesh.bench.rpc_system import RpcSystem
+    from mesh.bench.spec.peer_contest import Peer
+    from mesh.bench.spec.plan import CrowdTrial, Phase, Trial
+    from mesh.bench.spec.replay_file import ReplayFile
+    from mesh.bench.spec.results import Results
+    from mesh.bench.spec.setting import Setting
+    from mesh.bench.spec.workload import Question, Workload
+    from mesh.lab import Lab
+
+log = structlog.get_logger()
+
+_WARM_UP: Final = "Say hello."
+_MAX_FAILURES: Final = 3
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """What holds for all phases.
+
+    Attributes:
+        model: A GGUF.
+        split: Layers of each stage.
+        num_threads: Of each stage.
+        num_tokens: Of each answer.
+        ctx_size: Positions of a session.
+    """
+
+    model: Path
+    split: tuple[int, ...]
+    num_threads: int
+    num_tokens: int
+    ctx_size: int
+
+
+class Runner:
+    """Runs phases, one after the other, into `results`.
+
+    Args:
+        lab: Host 0 is the head, every other one a stage.
+        client: Asks on the head's host.
+        options: What holds for all phases.
+        logs: Directory for what the processes write, seen by all hosts.
+        results: What is measured goes here.
+        replay: Where answers under `off` are recorded for the phases that replay them.
+        peer: llama.cpp RPC, if trials want it.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        client: Client,
+        options: RunnerOptions,
+        logs: Path,
+        results: Results,
+        *,
+        replay: ReplayFile,
+        peer: Peer | None = None,
+    ) -> None:
+        self._lab = lab
+        self._client = client
+        self._options = options
+        self._logs = logs
+        self._results = results
+        self._replay = replay
+        self._peer = peer
+        self._turns = itertools.count()
+        self._num_failures = 0
+
+    def run(self, phase: Phase) -> None:
+        """Start the phase's mesh, measure, and stop it. What fails is noted and passed over."""
+        log.info("phase", server=phase.server, trials=len(phase.trials), crowds=len(phase.crowds))
+        self._num_failures = 0
+        self._results.servers[phase.server] = phase.options
+        folder = self._logs / phase.server.replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        options = [*phase.options, "--ctx-size", str(self._options.ctx_size)]
+        if phase.replays:
+            options += ["--replay-file", str(self._replay.path)]
+        mesh = MeshSystem(
+            self._lab,
+            self._options.model,
+            folder,
+            num_threads=self._options.num_threads,
+            split=self._options.split,
+            options=options,
+        )
+        try:
+            self._lab.set_delay_ms(0.0)
+            mesh.start()
+            self._warm_up(mesh)
+            for trial in phase.trials:
+                self._run_trial(mesh, phase.server, trial)
+            for crowd in phase.crowds:
+                self._run_crowd(mesh, crowd)
+        except MeshError as error:
+            log.warning("phase_failed", server=phase.server, reason=error.message)
+            self._results.failures.append(f"{phase.server}: {error.message}")
+        finally:
+            mesh.stop()
+
+    def _warm_up(self, mesh: MeshSystem) -> None:
+        """A first answer is slow for reasons that nobody asks about."""
+        body = {"messages": [{"role": "user", "content": _WARM_UP}], "max_tokens": 16, "temperature": 0}
+        self._client.ask(Batch(mesh.port, (Ask("/v1/chat/completions", body),)))
+
+    def _run_trial(self, mesh: MeshSystem, server: str, trial: Trial) -> None:
+        self._set_delay(trial.delay_ms)
+        workload = trial.workload
+        log.info("trial", server=server, workload=workload.name, delay_ms=trial.delay_ms)
+        for question in workload.questions:
+            with self._forgiving(f"{server}, {workload.name} {question.id} at {trial.delay_ms:g} ms"):
+                if workload.is_warm:
+                    self._ask_mesh(mesh, workload, question, trial.settings[0], trial.sampling)
+                self._turn(mesh, server, trial, question)
+
+    def _turn(self, mesh: MeshSystem, server: str, trial: Trial, question: Question) -> None:
+        turn = next(self._turns)
+        where = {
+            "turn": turn,
+            "workload": trial.workload.name,
+            "question": question.id,
+            "delay_ms": trial.delay_ms,
+            "is_raw": trial.workload.is_raw,
+            "is_warm": trial.workload.is_warm,
+            "temperature": trial.temperature,
+        }
+        samples: list[Sample] = []
+        for setting in in_turn((OFF, *trial.settings), turn):
+            reply = self._ask_mesh(mesh, trial.workload, question, setting, trial.sampling)
+            samples.append(
+                Sample.of(reply.answers[0], system=MESH, server=server, setting=setting.name, **where)
+            )
+        if trial.with_peer and self._peer is not None:
+            system, name = self._peer.best
+            with self._peer.running():
+                reply = self._ask_peer(system, trial.workload, question, trial.sampling)
+            samples.append(Sample.of(reply.answers[0], system=LLAMA_RPC, server=name, setting=name, **where))
+        self._results.samples += samples
+        log.info(
+            "turn",
+            workload=trial.workload.name,
+            question=question.id,
+            delay_ms=trial.delay_ms,
+            **{f"{sample.system} {sample.setting}": round(sample.tokens_per_s, 1) for sample in samples},
+        )
+
+    def _run_crowd(self, mesh: MeshSystem, crowd: CrowdTrial) -> None:
+        self._set_delay(crowd.delay_ms)
+        with self._forgiving(f"{crowd.num_at_once} requests at once at {crowd.delay_ms:g} ms"):
+            for number in range(crowd.num_rounds):
+                replies = {
+                    setting: self._ask_together(mesh, crowd, setting)
+                    for setting in in_turn((OFF, crowd.setting), number)
+                }
+                off, on = replies[OFF], replies[crowd.setting]
+                found = Crowd(
+                    num_at_once=crowd.num_at_once,
+                    delay_ms=crowd.delay_ms,
+                    setting=crowd.setting.name,
+                    off_tokens_per_s=_total_rate(off),
+                    tokens_per_s=_total_rate(on),
+                    num_forks=sum(a.text != b.text for a, b in zip(off.answers, on.answers, strict=True)),
+                )
+                self._results.crowds.append(found)
+                log.info("crowd", at_once=crowd.num_at_once, ratio=round(found.ratio, 3))
+
+    def _ask_together(self, mesh: MeshSystem, crowd: CrowdTrial, setting: Setting) -> Reply:
+        questions = itertools.islice(itertools.cycle(crowd.workload.questions), crowd.num_at_once)
+        asks = tuple(
+            self._ask(crowd.workload, question, {"temperature": 0, **mesh.fields, **setting.fields})
+            for question in questions
+        )
+        return self._client.ask(Batch(mesh.port, asks, num_at_once=crowd.num_at_once))
+
+    def _ask_mesh(
+        self,
+        mesh: MeshSystem,
+        workload: Workload,
+        question: Question,
+        setting: Setting,
+        sampling: dict[str, Any],
+    ) -> Reply:
+        wanted = self._ask(workload, question, {**sampling, **mesh.fields, **setting.fields})
+        reply = self._client.ask(Batch(mesh.port, (wanted,)))
+        if setting == OFF:
+            self._replay.record(wanted, reply.answers[0].text)
+        return reply
+
+    def _ask_peer(
+        self, system: RpcSystem, workload: Workload, question: Question, sampling: dict[str, Any]
+    ) -> Reply:
+        return self._client.ask(
+            Batch(system.port, (self._ask(workload, question, {**sampling, **system.fields}),))
+        )
+
+    def _ask(self, workload: Workload, question: Question, fields: dict[str, Any]) -> Ask:
+        most = {"max_tokens": self._options.num_tokens}
+        return Ask(workload.path, {**question.content, **workload.fields, **most, **fields})
+
+    def _set_delay(self, delay_ms: float) -> None:
+        self._lab.set_delay_ms(delay_ms)
+        if delay_ms not in self._results.hops_ms:
+            self._results.hops_ms[delay_ms] = self._lab.round_trip_ms(0, 1) / 2
+
+    @contextmanager
+    def _forgiving(self, what: str) -> Iterator[None]:
+        """Note a failure and go on, but not for ever."""
+        try:
+            yield
+        except MeshError as error:
+            self._num_failures += 1
+            if self._num_failures >= _MAX_FAILURES:
+                raise
+            log.warning("not_measured", what=what, reason=error.message)
+            self._results.failures.append(f"{what}: {error.message}")
+
+
+def _total_rate(reply: Reply) -> float:
+    return sum(answer.num_tokens for answer in reply.answers) / (reply.wall_ms / 1e3)

@@ -1,0 +1,216 @@
+"""`mesh bench`: measurements on a lab of several hosts on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+if TYPE_CHECKING:
+    from mesh.engine import SpeculationMode
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+_MODES: tuple[SpeculationMode, ...] = ("ngram", "draft", "auto", "replay")
+
+
+class _Numbers(click.ParamType[tuple[float, ...]]):
+    """`5,20`."""
+
+    name = "numbers"
+
+    def convert(
+        self, value: str | tuple[float, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(float(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers such as 5,20", param, ctx)
+        if min(numbers) < 0:
+            self.fail(f"{value!r} holds a negative number", param, ctx)
+        return numbers
+
+
+class _Widths(click.ParamType[tuple[int, ...]]):
+    """`1,2,4`."""
+
+    name = "widths"
+
+    def convert(
+        self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            widths = tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers such as 1,4,16", param, ctx)
+        if min(widths) < 1:
+            self.fail(f"{value!r} holds a number below 1", param, ctx)
+        return widths
+
+
+class _Modes(click.ParamType[tuple["SpeculationMode", ...]]):
+    """`ngram,auto`."""
+
+    name = "proposers"
+
+    def convert(
+        self,
+        value: str | tuple[SpeculationMode, ...],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> tuple[SpeculationMode, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = value.split(",")
+        unknown = [name for name in names if name not in _MODES]
+        if unknown:
+            self.fail(f"{unknown[0]!r} is no proposer; there are {', '.join(_MODES)}", param, ctx)
+        return tuple(mode for mode in _MODES if mode in names)
+
+
+@click.group()
+def bench() -> None:
+    """Measure on a lab: several hosts on this machine, with a delay between them. Needs root on Linux."""
+
+
+@bench.command()
+@click.argument("model", required=False, type=_FILE)
+@click.option(
+    "--preset",
+    type=click.Choice(["sweep", "acceptance"]),
+    default="sweep",
+    show_default=True,
+    help="What is measured: what the other options say, or every line of the acceptance table.",
+)
+@click.option("--quick", is_flag=True, help="A minute's look: few questions, short answers, one delay.")
+@click.option(
+    "-o", "--output", type=_FOLDER, default=Path("bench-spec"), show_default=True, help="Report folder."
+)
+@click.option(
+    "--spec-bench", type=_FILE, help="Spec-Bench's question.jsonl; adds its categories as workloads."
+)
+@click.option("--workloads", metavar="A,B,…", help="Which, for a sweep; all unless given.")
+@click.option(
+    "--proposers",
+    "modes",
+    type=_Modes(),
+    default=_MODES,
+    metavar="A,B,…",
+    help="Which, for a sweep; all unless given.",
+)
+@click.option(
+    "--draft-max",
+    "widths",
+    type=_Widths(),
+    default=(1, 2, 4, 8, 16),
+    metavar="A,B,…",
+    help="For a sweep; 1,2,4,8,16 unless given.",
+)
+@click.option(
+    "--delay-ms",
+    "delays_ms",
+    type=_Numbers(),
+    default=(5.0, 20.0),
+    metavar="A,B,…",
+    help="One way, for a sweep; 5,20 unless given.",
+)
+@click.option(
+    "--questions",
+    "per_workload",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Of each workload.",
+)
+@click.option(
+    "--tokens", "num_tokens", type=click.IntRange(2), default=128, show_default=True, help="Of each answer."
+)
+@click.option(
+    "--threads", "num_threads", type=click.IntRange(1), default=1, show_default=True, help="Of each stage."
+)
+@click.option("--draft-model", type=_FILE, help="Proposes tokens; made from MODEL unless given.")
+@click.option(
+    "--draft-type",
+    default="Q4_0",
+    show_default=True,
+    metavar="TYPE",
+    help="Of the draft model that is made; `none` makes none.",
+)
+@click.option("--exact", is_flag=True, help="Meshes in exact mode throughout.")
+@click.option(
+    "--rpc/--no-rpc", "with_rpc", default=False, show_default=True, help="Measure llama.cpp RPC beside."
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of random prompts and sampling."
+)
+@click.option("--logs", type=_FOLDER, help="Keep what the servers write.")
+def spec(
+    *,
+    model: Path | None,
+    preset: Literal["sweep", "acceptance"],
+    quick: bool,
+    output: Path,
+    spec_bench: Path | None,
+    workloads: str | None,
+    modes: tuple[SpeculationMode, ...],
+    widths: tuple[int, ...],
+    delays_ms: tuple[float, ...],
+    per_workload: int,
+    num_tokens: int,
+    num_threads: int,
+    draft_model: Path | None,
+    draft_type: str,
+    exact: bool,
+    with_rpc: bool,
+    seed: int,
+    logs: Path | None,
+) -> None:
+    """Measure what speculation is worth for MODEL, a GGUF file; without MODEL, for the demo's.
+
+    Three hosts with a third of the layers each and a head without layers, asked through the streaming chat
+    endpoint. Writes report.md, report.json and pictures. Exits with 1 if something could not be measured.
+    """
+    from mesh.bench.spec.markdown import lines_text, recommendation_text  # noqa: PLC0415 - keeps --help quick
+    from mesh.bench.spec.run import SpecOptions, run_spec  # noqa: PLC0415
+    from mesh.serve.options import demo_model  # noqa: PLC0415
+
+    if quick and preset != "sweep":
+        raise click.UsageError("--quick is a preset of its own: leave out --preset")
+    report = run_spec(
+        SpecOptions(
+            model=model or demo_model(),
+            draft_model=draft_model,
+            draft_type=None if draft_type == "none" else draft_type,
+            preset="quick" if quick else preset,
+            spec_bench=spec_bench,
+            workloads=tuple(workloads.split(",")) if workloads else (),
+            modes=modes,
+            widths=widths,
+            delays_ms=delays_ms,
+            per_workload=per_workload,
+            num_tokens=min(num_tokens, _QUICK_TOKENS) if quick else num_tokens,
+            num_threads=num_threads,
+            exact=exact,
+            with_rpc=with_rpc,
+            seed=seed,
+            output=output,
+            logs=logs,
+        )
+    )
+    if report.lines:
+        click.echo(lines_text(report.lines))
+    click.echo(recommendation_text(report.recommendation, report.results.servers))
+    click.echo(f"report: {output / 'report.md'}")
+    for failure in report.results.failures:
+        click.echo(f"not measured: {failure}", err=True)
+    if report.results.failures:
+        click.get_current_context().exit(1)
+
+
+# `--quick` cuts answers to this.
+_QUICK_TOKENS = 24

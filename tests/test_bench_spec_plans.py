@@ -1,0 +1,144 @@
+"""Workloads and plans: what a run of `mesh bench spec` will ask."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mesh.bench.spec.acceptance import EXACT, REPLAYING, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
+from mesh.bench.spec.peer import peer_settings
+from mesh.bench.spec.plan import in_turn
+from mesh.bench.spec.presets import ServeOptions, acceptance_plan, quick_plan, sweep_plan
+from mesh.bench.spec.setting import AUTO, DRAFT, OFF, Setting
+from mesh.bench.spec.workload import Workload
+from mesh.bench.spec.workloads import all_workloads, choose
+from mesh.tokenizer import Tokenizer
+from spanmesh_proto.errors import MeshError
+
+pytestmark = pytest.mark.model
+
+CATEGORIES = ("writing", "coding", "rag")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return Tokenizer(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def spec_bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("spec-bench") / "question.jsonl"
+    lines = [
+        {"question_id": number, "category": category, "turns": [f"{category} {number}", "and more"]}
+        for category in CATEGORIES
+        for number in range(4)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def workloads(tokenizer: Tokenizer, spec_bench: Path) -> dict[str, Workload]:
+    return all_workloads(tokenizer, spec_bench=spec_bench, per_workload=2, seed=1)
+
+
+def test_categories_come_first_then_our_own(workloads: dict[str, Workload]) -> None:
+    assert list(workloads) == [
+        *CATEGORIES,
+        *("built-in", "repository-edit", "tool-call", "random-token", "warm-repeat"),
+        *("built-in-raw", "random-token-raw"),
+    ]
+    assert all(len(workload.questions) == 2 for workload in workloads.values())
+    (first, second) = workloads["coding"].questions
+    assert (first.id, second.id) == ("0", "2")
+    assert first.content == {"messages": [{"role": "user", "content": "coding 0"}]}
+
+
+def test_raw_and_warm_say_so(workloads: dict[str, Workload]) -> None:
+    assert [name for name, workload in workloads.items() if workload.is_raw] == [
+        "built-in-raw",
+        "random-token-raw",
+    ]
+    assert [name for name, workload in workloads.items() if workload.is_warm] == ["warm-repeat"]
+    assert workloads["built-in-raw"].path == "/v1/completions"
+    assert workloads["built-in"].path == "/v1/chat/completions"
+
+
+def test_random_prompts_follow_the_seed(tokenizer: Tokenizer, workloads: dict[str, Workload]) -> None:
+    again = all_workloads(tokenizer, spec_bench=None, per_workload=2, seed=1)
+    other = all_workloads(tokenizer, spec_bench=None, per_workload=2, seed=2)
+    for name in ("random-token", "random-token-raw"):
+        assert again[name] == workloads[name]
+        assert other[name] != workloads[name]
+    prompt = workloads["random-token-raw"].questions[0].content["prompt"]
+    assert all(tokenizer.piece(token) for token in prompt)
+
+
+def test_an_unknown_workload_is_named(workloads: dict[str, Workload]) -> None:
+    with pytest.raises(MeshError, match=r"no workload is called poetry; there are writing,"):
+        choose(workloads, ("coding", "poetry"))
+
+
+def test_the_acceptance_plan_asks_for_every_line(workloads: dict[str, Workload]) -> None:
+    phases = {phase.server: phase for phase in acceptance_plan(workloads, ServeOptions(Path("d.gguf")), 3)}
+    assert list(phases) == [WITH_DRAFT, WITHOUT_DRAFT, WITH_HISTORY, EXACT, REPLAYING]
+    assert "--draft-model" in phases[WITH_DRAFT].options
+    assert "--draft-model" not in phases[WITHOUT_DRAFT].options
+    assert "--exact" in phases[EXACT].options
+    asked = {(trial.delay_ms, trial.workload.name) for trial in phases[WITH_DRAFT].trials}
+    assert {(delay, name) for delay in (0.1, 5.0, 20.0) for name in (*CATEGORIES, "random-token")} <= asked
+    with_peer = {trial.workload.name for trial in phases[WITH_DRAFT].trials if trial.with_peer}
+    assert with_peer == set(CATEGORIES)
+    drafted = {trial.workload.name for trial in phases[WITH_DRAFT].trials if DRAFT in trial.settings}
+    assert drafted == {"writing", "coding"}
+    assert {crowd.num_at_once for crowd in phases[WITH_DRAFT].crowds} == {4, 8}
+    assert {trial.temperature for trial in phases[EXACT].trials} == {0.0, 0.8}
+    assert {trial.sampling.get("seed") for trial in phases[EXACT].trials} == {None, 3}
+    assert phases[REPLAYING].replays
+
+
+def test_a_sweep_is_every_proposer_with_every_width(workloads: dict[str, Workload]) -> None:
+    first, second, last = sweep_plan(
+        choose(workloads, ("coding", "warm-repeat")),
+        ServeOptions(None, exact=True),
+        modes=("ngram", "auto", "replay"),
+        widths=(1, 8),
+        delays_ms=(5.0, 20.0),
+        with_peer=True,
+    )
+    names = ["ngram/1", "ngram/8", "auto/1", "auto/8", "auto"]
+    assert [setting.name for setting in first.trials[0].settings] == names
+    assert [(trial.delay_ms, trial.workload.name) for trial in first.trials] == [
+        (5.0, "coding"),
+        (20.0, "coding"),
+    ]
+    assert first.options == ("--speculate", "auto", "--exact")
+    assert {trial.workload.name for trial in second.trials} == {"warm-repeat"}
+    assert "--history" in second.options
+    assert {trial.workload.name for trial in last.trials} == {"coding"}
+    assert last.replays
+
+
+def test_a_quick_look_is_one_mesh(workloads: dict[str, Workload]) -> None:
+    (phase,) = quick_plan(workloads, ServeOptions(None))
+    assert all(len(trial.workload.questions) == 1 for trial in phase.trials)
+    assert {trial.workload.is_raw for trial in phase.trials} == {False, True}
+
+
+def test_settings_travel_in_the_request() -> None:
+    assert OFF.fields == {"speculation": {"mode": "off"}}
+    assert Setting("draft", 4, 1).fields == {"speculation": {"mode": "draft", "max_width": 4, "depth": 1}}
+    assert (AUTO.name, Setting("draft", 4, 1).name) == ("auto", "draft/4 depth 1")
+
+
+def test_every_other_turn_goes_backwards() -> None:
+    assert in_turn((OFF, AUTO, DRAFT), 0) == (OFF, AUTO, DRAFT)
+    assert in_turn((OFF, AUTO, DRAFT), 1) == (DRAFT, AUTO, OFF)
+
+
+def test_llama_cpp_drafts_only_with_a_draft_model() -> None:
+    without = [setting.name for setting in peer_settings(None)]
+    assert without == ["off", "ngram-simple", "ngram-map-k", "ngram-cache"]
+    more = peer_settings(Path("d.gguf"))[len(without) :]
+    assert [setting.name for setting in more] == ["draft/4", "draft/8", "draft/16"]
+    assert all("d.gguf" in setting.options for setting in more)
