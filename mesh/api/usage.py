@@ -32,7 +32,7 @@ def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
     """Times of one answer. The first token belongs to the prompt's time, so rates leave it out."""
     stats = last.stats
     num_prompt, num_decoded = len(job.request.prompt), max(last.num_tokens - 1, 0)
-    return {
+    times = {
         "prompt_n": num_prompt,
         "prompt_ms": round(stats.prefill_ms, 3),
         "prompt_per_token_ms": _ratio(stats.prefill_ms, num_prompt),
@@ -44,6 +44,7 @@ def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
         "draft_n": stats.num_proposed,
         "draft_n_accepted": stats.num_accepted,
     }
+    return times if stats.report is None else times | {"speculation": stats.report().as_dict()}
 
 
 def _ratio(amount: float, per: float) -> float:

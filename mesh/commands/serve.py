@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import click
 
 from mesh.commands.options import LayerCounts, MemorySize
+from mesh.commands.speculation import speculation_from, speculation_options
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -39,13 +40,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--memory", type=MemorySize(), metavar="SIZE", help="What stages on this host may use, such as 8G."
 )
-@click.option(
-    "--speculate",
-    default="ngram",
-    show_default=True,
-    type=click.Choice(["off", "ngram"]),
-    help="Who proposes tokens that the model then verifies.",
-)
+@speculation_options
 @click.option("--exact", is_flag=True, help="Compute so that a text never depends on what else is computed.")
 @click.option("--advertise", metavar="IP", help="Address where joined hosts reach this one.")
 @click.option("--name", help="What to call this host; its host name unless given.")
@@ -74,13 +69,13 @@ def serve(
     parallel: int,
     threads: int | None,
     memory: int | None,
-    speculate: Literal["off", "ngram"],
     exact: bool,
     advertise: str | None,
     name: str | None,
     join_port: int,
     token_file: Path | None,
     token_hours: float,
+    **speculation: Any,
 ) -> int:
     """Serve MODEL, a GGUF file, over this host and those that join; without MODEL, a small demo."""
     if stages is not None and split is not None:
@@ -109,7 +104,7 @@ def serve(
         num_slots=parallel,
         memory_bytes=memory,
         num_threads=threads,
-        speculate=speculate,
+        speculation=speculation_from(**speculation),
         is_exact=exact,
         api_key_path=api_key_file,
     )

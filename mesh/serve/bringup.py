@@ -18,7 +18,6 @@ from mesh.serve.cutting import cut_stages
 from mesh.serve.mesh_keys import MeshKeys, new_mesh_keys
 from mesh.serve.stage_actors import StageActors
 from spanmesh_proto.errors import StageFailed
-from speculative.ngram import NgramProposer
 from stages.actor import StageConfig
 from stages.numerics import numerics_for
 from stages.runtime import RuntimeOptions
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
+    from mesh.serve.proposers import Proposers
     from mesh.serve.state import MeshState
     from stages.cutting import StageCache, StageFile
 
@@ -48,16 +48,25 @@ class Bringup:
         state: Kept up to date; its engine answers once the ring is connected.
         head: Open.
         cache: Of this host.
+        proposers: Who proposes for a request; None if nobody does.
     """
 
     def __init__(
-        self, options: ServeOptions, known: Preflight, state: MeshState, head: Head, cache: StageCache
+        self,
+        options: ServeOptions,
+        known: Preflight,
+        state: MeshState,
+        head: Head,
+        cache: StageCache,
+        *,
+        proposers: Proposers | None,
     ) -> None:
         self._options = options
         self._known = known
         self._state = state
         self._head = head
         self._cache = cache
+        self._proposers = proposers
 
     async def run(self, on_served: Callable[[], None]) -> NoReturn:
         """All steps, then stay until cancelled.
@@ -169,10 +178,12 @@ class Bringup:
                 num_slots=self._known.workload.num_slots,
                 max_rows=numerics_for(exact=self._options.is_exact, num_threads=1).max_rows,
                 n_vocab=self._known.tokenizer.n_vocab,
+                controller=self._options.speculation.controller_options(),
+                cancels=self._options.speculation.cancels,
             ),
             mesh_id=keys.mesh_id,
             mesh_key=keys.mesh_key,
-            make_proposers=None if self._options.speculate == "off" else lambda _request: [NgramProposer()],
+            make_proposers=self._proposers,
             clock_s=time.monotonic,
         )
         try:

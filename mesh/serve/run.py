@@ -12,6 +12,7 @@ from mesh.serve.bringup import Bringup
 from mesh.serve.head import Head, open_head
 from mesh.serve.pending import PendingEngine
 from mesh.serve.preflight import check
+from mesh.serve.proposers import open_proposers
 from mesh.serve.state import MeshState
 from spanmesh_proto.errors import ClusterError
 from stages.cutting import StageCache
@@ -44,13 +45,14 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         status=state.as_dict,
         ready=lambda: engine.is_ready,
     )
-    async with (
-        serve_api(app, options.host, options.port) as url,
-        open_head(options, known.facts, cache, interruption) as head,
-    ):
-        state.members = head.members
-        bringup = Bringup(options, known, state, head, cache)
-        await first_of(bringup.run(lambda: print_served(options, state, url, head)), _watch_ray(head))
+    with open_proposers(options, known) as proposers:
+        async with (
+            serve_api(app, options.host, options.port) as url,
+            open_head(options, known.facts, cache, interruption) as head,
+        ):
+            state.members = head.members
+            bringup = Bringup(options, known, state, head, cache, proposers=proposers)
+            await first_of(bringup.run(lambda: print_served(options, state, url, head)), _watch_ray(head))
 
 
 async def _watch_ray(head: Head) -> NoReturn:

@@ -1,0 +1,73 @@
+"""Who proposes for a request, by what the server was started with and what the request narrows it to."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mesh.draft.load import load_draft
+from speculative.ngram import NgramProposer
+from stages.sampling import Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mesh.engine import GenerationRequest, SpeculationMode
+    from mesh.serve.options import ServeOptions
+    from mesh.serve.preflight import Preflight
+    from speculative.draft import DraftModel
+    from speculative.proposer import Proposer
+
+
+class Proposers:
+    """Gives each request its proposers, cheapest first.
+
+    Args:
+        mode: Who may propose.
+        draft: The draft model, or None.
+    """
+
+    def __init__(self, mode: SpeculationMode, *, draft: DraftModel | None) -> None:
+        self._mode = mode
+        self._draft = draft
+
+    def __call__(self, request: GenerationRequest) -> list[Proposer]:
+        """New proposers for one session; none if none may propose."""
+        mode = narrower(self._mode, request.speculation.mode)
+        proposers: list[Proposer] = []
+        if mode in {"auto", "ngram"}:
+            proposers.append(NgramProposer())
+        if mode in {"auto", "draft"} and self._draft is not None:
+            # The same sampler and seed as the target's: what they draw differs only where they disagree.
+            proposers.append(self._draft.open(Sampler(request.sampling).sample))
+        return proposers
+
+
+@contextmanager
+def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposers | None]:
+    """What the options ask for; None if nothing may be proposed.
+
+    Raises:
+        InvalidModel: If the draft is no GGUF, has another vocabulary or cannot draft.
+    """
+    wanted = options.speculation
+    if wanted.mode == "off":
+        yield None
+        return
+    draft = None
+    if wanted.needs_draft and wanted.draft_path is not None:
+        limits = wanted.draft_options(ctx_size=known.workload.ctx_size, num_slots=known.workload.num_slots)
+        draft = load_draft(wanted.draft_path, known.tokenizer, limits, clock_s=time.monotonic)
+    try:
+        yield Proposers(wanted.mode, draft=draft)
+    finally:
+        if draft is not None:
+            draft.close()
+
+
+def narrower(server: SpeculationMode, wanted: SpeculationMode | None) -> SpeculationMode:
+    """Who may propose when the server lets `server` and the request lets `wanted`."""
+    if wanted is None or wanted in {"auto", server}:
+        return server
+    return wanted if server == "auto" else "off"
