@@ -263,7 +263,9 @@ def test_auto_is_held_against_replay_of_the_same_place() -> None:
         *speeds(REPLAYING, "replay", {("writing", 5.0): 8.0}),
         *speeds(WITH_DRAFT, "auto", {("writing", 5.0): 2.0, ("rag", 5.0): 2.0}),
     ]
-    assert closeness(rows_of(samples)) == {(5.0, "writing"): pytest.approx(0.25)}
+    (found,) = closeness(rows_of(samples))
+    assert (found.delay_ms, found.workload, found.server) == (5.0, "writing", WITH_DRAFT)
+    assert found.share == pytest.approx(0.25)
 
 
 def test_the_median_round_speaks_for_a_crowd() -> None:

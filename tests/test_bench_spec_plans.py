@@ -82,8 +82,8 @@ def test_an_unknown_workload_is_named(workloads: dict[str, Workload]) -> None:
 def test_the_acceptance_plan_asks_for_every_line(workloads: dict[str, Workload]) -> None:
     phases = {phase.server: phase for phase in acceptance_plan(workloads, ServeOptions(Path("d.gguf")), 3)}
     assert list(phases) == [WITH_DRAFT, WITHOUT_DRAFT, WITH_HISTORY, EXACT, REPLAYING]
-    assert "--draft-model" in phases[WITH_DRAFT].options
-    assert "--draft-model" not in phases[WITHOUT_DRAFT].options
+    assert "--draft" in phases[WITH_DRAFT].options
+    assert "--draft" not in phases[WITHOUT_DRAFT].options
     assert "--exact" in phases[EXACT].options
     asked = {(trial.delay_ms, trial.workload.name) for trial in phases[WITH_DRAFT].trials}
     assert {(delay, name) for delay in (0.1, 5.0, 20.0) for name in (*CATEGORIES, "random-token")} <= asked
@@ -114,7 +114,7 @@ def test_a_sweep_is_every_proposer_with_every_width(workloads: dict[str, Workloa
     ]
     assert first.options == ("--speculate", "auto", "--exact")
     assert {trial.workload.name for trial in second.trials} == {"warm-repeat"}
-    assert "--history" in second.options
+    assert "--spec-history" in second.options
     assert {trial.workload.name for trial in last.trials} == {"coding"}
     assert last.replays
 

@@ -126,19 +126,36 @@ def acceptance_lines(
     return tuple(lines)
 
 
-def closeness(rows: Sequence[Row]) -> dict[tuple[float, str], float]:
-    """By delay and workload: `auto`'s rate as a share of `replay`'s, both from the same run."""
+@dataclass(frozen=True)
+class Closeness:
+    """How much of the ceiling `auto` reached.
+
+    Attributes:
+        delay_ms: One way.
+        workload: Its name.
+        server: How the server was started that answered under `auto`.
+        share: `auto`'s rate as a share of `replay`'s, from the same run.
+    """
+
+    delay_ms: float
+    workload: str
+    server: str
+    share: float
+
+
+def closeness(rows: Sequence[Row]) -> tuple[Closeness, ...]:
+    """For each cold workload that was replayed as well."""
     ceilings = {
         (row.place.delay_ms, row.place.workload): row.tokens_per_s
         for row in rows
         if row.place.setting == REPLAY.name
     }
-    return {
-        key: row.tokens_per_s / ceilings[key]
+    return tuple(
+        Closeness(*key, row.place.server, row.tokens_per_s / ceilings[key])
         for row in rows
         if row.place.setting == AUTO.name and row.place.system == MESH and row.place.temperature == 0
         if (key := (row.place.delay_ms, row.place.workload)) in ceilings
-    }
+    )
 
 
 def _cold(server: str, setting: str, delay_ms: float, names: Collection[str]) -> Callable[[Place], bool]:

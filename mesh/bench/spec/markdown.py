@@ -12,7 +12,7 @@ from mesh.bench.spec.setting import OFF
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from mesh.bench.spec.acceptance import Line
+    from mesh.bench.spec.acceptance import Closeness, Line
     from mesh.bench.spec.crowd import Crowd
     from mesh.bench.spec.recommendation import Recommendation
     from mesh.bench.spec.report import Report
@@ -66,10 +66,9 @@ def recommendation_text(found: Recommendation, servers: Mapping[str, Sequence[st
     by_delay = ", ".join(f"{speed_up:.2f}× at {delay:g} ms" for delay, speed_up in chosen.speed_ups.items())
     mode, _, width = chosen.setting.partition("/")
     options = ["--speculate", mode, *_without_speculate(servers.get(chosen.server, ()))]
-    if width:
-        options += ["--draft-max", width]
+    narrowed = f" with `max_width` {width} in requests" if width else ""
     return (
-        f"`mesh serve MODEL {' '.join(options)}`: setting {chosen.setting} on the server "
+        f"`mesh serve MODEL {' '.join(options)}`{narrowed}: setting {chosen.setting} on the server "
         f"“{chosen.server}”, {by_delay} of off. {found.reason}"
     )
 
@@ -126,10 +125,10 @@ def _lines(lines: Sequence[Line]) -> str:
     )
 
 
-def _closeness(shares: Mapping[tuple[float, str], float]) -> str:
+def _closeness(shares: Sequence[Closeness]) -> str:
     return _table(
-        ("delay, ms", "workload", "auto's tokens/s of replay's"),
-        ((f"{delay:g}", workload, f"{share:.0%}") for (delay, workload), share in sorted(shares.items())),
+        ("delay, ms", "workload", "server", "auto's tokens/s of replay's"),
+        ((f"{found.delay_ms:g}", found.workload, found.server, f"{found.share:.0%}") for found in shares),
     )
 
 

@@ -22,6 +22,8 @@ _NUM_CROWD_ROUNDS: Final = 3
 _CROWDS: Final = (4, 8)
 _SESSIONS: Final = ("--parallel", "8")
 _QUICK_DELAY_MS: Final = 5.0
+# Requests narrow it.
+_DRAFT_MAX: Final = 16
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,11 @@ class ServeOptions:
         self, mode: SpeculationMode, *more: str, draft: bool = True, exact: bool = False
     ) -> tuple[str, ...]:
         """Options of `mesh serve`."""
-        model = ("--draft-model", str(self.draft_model)) if draft and self.draft_model else ()
+        model = (
+            ("--draft", str(self.draft_model), "--draft-max", str(_DRAFT_MAX))
+            if draft and self.draft_model
+            else ()
+        )
         numerics = ("--exact",) if exact or self.exact else ()
         return ("--speculate", mode, *model, *numerics, *more)
 
@@ -78,7 +84,7 @@ def acceptance_plan(workloads: Mapping[str, Workload], serve: ServeOptions, seed
         ),
         Phase(
             WITH_HISTORY,
-            serve.of("auto", "--history", draft=False),
+            serve.of("auto", "--spec-history", draft=False),
             (Trial(5.0, workloads[WARM_REPEAT], (AUTO,)),),
         ),
         Phase(
@@ -145,7 +151,7 @@ def sweep_plan(
     phases = []
     for name, more, members in (
         ("sweep", (), [workload for workload in workloads if not workload.is_warm]),
-        ("sweep with history", ("--history",), [workload for workload in workloads if workload.is_warm]),
+        ("sweep with history", ("--spec-history",), [workload for workload in workloads if workload.is_warm]),
     ):
         trials = tuple(
             Trial(delay_ms, workload, settings, with_peer=with_peer and not workload.is_raw)

@@ -6,14 +6,14 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mesh.bench.spec.acceptance import Line, acceptance_lines, closeness
+from mesh.bench.spec.acceptance import Closeness, Line, acceptance_lines, closeness
 from mesh.bench.spec.markdown import as_markdown
 from mesh.bench.spec.plots import draw_plots
 from mesh.bench.spec.recommendation import Recommendation, recommend
 from mesh.bench.spec.rows import Row, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
     from pathlib import Path
 
     from mesh.bench.spec.results import Results
@@ -27,14 +27,14 @@ class Report:
         results: What was measured.
         rows: Means for each workload, setting and delay.
         lines: The acceptance table; empty if the run was not to show it.
-        closeness: By delay and workload, `auto`'s rate as a share of `replay`'s.
+        closeness: How much of `replay`'s rate `auto` reached.
         recommendation: What to serve with.
     """
 
     results: Results
     rows: tuple[Row, ...]
     lines: tuple[Line, ...]
-    closeness: Mapping[tuple[float, str], float]
+    closeness: tuple[Closeness, ...]
     recommendation: Recommendation
 
 
@@ -73,10 +73,7 @@ def _as_dict(report: Report) -> dict[str, Any]:
         "hops_ms": results.hops_ms,
         "servers": results.servers,
         "acceptance": [{**asdict(line), "verdict": line.verdict} for line in report.lines],
-        "auto_of_replay": [
-            {"delay_ms": delay_ms, "workload": workload, "share": share}
-            for (delay_ms, workload), share in report.closeness.items()
-        ],
+        "auto_of_replay": [asdict(found) for found in report.closeness],
         "recommendation": asdict(report.recommendation),
         "rows": [asdict(row) for row in report.rows],
         "crowds": [{**asdict(crowd), "ratio": crowd.ratio} for crowd in results.crowds],
