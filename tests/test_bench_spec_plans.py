@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mesh.bench.spec.acceptance import EXACT, REPLAYING, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
+from mesh.bench.spec.acceptance import EXACT, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
 from mesh.bench.spec.peer import peer_settings
 from mesh.bench.spec.plan import in_turn
 from mesh.bench.spec.presets import ServeOptions, acceptance_plan, quick_plan, sweep_plan
-from mesh.bench.spec.setting import AUTO, DRAFT, OFF, Setting
+from mesh.bench.spec.setting import AUTO, DRAFT, OFF, REPLAY, Setting
 from mesh.bench.spec.workload import Workload
 from mesh.bench.spec.workloads import all_workloads, choose
 from mesh.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ def test_an_unknown_workload_is_named(workloads: dict[str, Workload]) -> None:
 
 def test_the_acceptance_plan_asks_for_every_line(workloads: dict[str, Workload]) -> None:
     phases = {phase.server: phase for phase in acceptance_plan(workloads, ServeOptions(Path("d.gguf")), 3)}
-    assert list(phases) == [WITH_DRAFT, WITHOUT_DRAFT, WITH_HISTORY, EXACT, REPLAYING]
+    assert list(phases) == [WITH_DRAFT, WITHOUT_DRAFT, WITH_HISTORY, EXACT]
     assert "--draft" in phases[WITH_DRAFT].options
     assert "--draft" not in phases[WITHOUT_DRAFT].options
     assert "--exact" in phases[EXACT].options
@@ -94,11 +94,11 @@ def test_the_acceptance_plan_asks_for_every_line(workloads: dict[str, Workload])
     assert {crowd.num_at_once for crowd in phases[WITH_DRAFT].crowds} == {4, 8}
     assert {trial.temperature for trial in phases[EXACT].trials} == {0.0, 0.8}
     assert {trial.sampling.get("seed") for trial in phases[EXACT].trials} == {None, 3}
-    assert phases[REPLAYING].replays
+    assert [server for server, phase in phases.items() if phase.replays] == [WITH_DRAFT]
 
 
 def test_a_sweep_is_every_proposer_with_every_width(workloads: dict[str, Workload]) -> None:
-    first, second, last = sweep_plan(
+    first, second = sweep_plan(
         choose(workloads, ("coding", "warm-repeat")),
         ServeOptions(None, exact=True),
         modes=("ngram", "auto", "replay"),
@@ -106,7 +106,7 @@ def test_a_sweep_is_every_proposer_with_every_width(workloads: dict[str, Workloa
         delays_ms=(5.0, 20.0),
         with_peer=True,
     )
-    names = ["ngram/1", "ngram/8", "auto/1", "auto/8", "auto"]
+    names = ["ngram/1", "ngram/8", "auto/1", "auto/8", "auto", "replay"]
     assert [setting.name for setting in first.trials[0].settings] == names
     assert [(trial.delay_ms, trial.workload.name) for trial in first.trials] == [
         (5.0, "coding"),
@@ -115,8 +115,6 @@ def test_a_sweep_is_every_proposer_with_every_width(workloads: dict[str, Workloa
     assert first.options == ("--speculate", "auto", "--exact")
     assert {trial.workload.name for trial in second.trials} == {"warm-repeat"}
     assert "--spec-history" in second.options
-    assert {trial.workload.name for trial in last.trials} == {"coding"}
-    assert last.replays
 
 
 def test_a_quick_look_is_one_mesh(workloads: dict[str, Workload]) -> None:
@@ -134,6 +132,11 @@ def test_settings_travel_in_the_request() -> None:
 def test_every_other_turn_goes_backwards() -> None:
     assert in_turn((OFF, AUTO, DRAFT), 0) == (OFF, AUTO, DRAFT)
     assert in_turn((OFF, AUTO, DRAFT), 1) == (DRAFT, AUTO, OFF)
+
+
+def test_a_replay_follows_what_it_replays() -> None:
+    assert in_turn((OFF, AUTO, REPLAY), 0) == (OFF, AUTO, REPLAY)
+    assert in_turn((OFF, AUTO, REPLAY), 1) == (AUTO, OFF, REPLAY)
 
 
 def test_llama_cpp_drafts_only_with_a_draft_model() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mesh.bench.spec.setting import REPLAY
+
 if TYPE_CHECKING:
     from mesh.bench.spec.setting import Setting
     from mesh.bench.spec.workload import Workload
@@ -64,20 +66,24 @@ class Phase:
         options: Of `mesh serve`.
         trials: In order.
         crowds: After the trials.
-        replays: Whether the answers under `off` are what the server proposes: it is started after they were
-            recorded.
     """
 
     server: str
     options: tuple[str, ...]
     trials: tuple[Trial, ...]
     crowds: tuple[CrowdTrial, ...] = ()
-    replays: bool = False
+
+    @property
+    def replays(self) -> bool:
+        """Whether the server needs the file of recorded answers."""
+        return any(REPLAY in trial.settings for trial in self.trials)
 
 
 def in_turn(settings: tuple[Setting, ...], turn: int) -> tuple[Setting, ...]:
-    """The settings in their order on even turns and backwards on odd ones.
+    """The settings in their order on even turns and backwards on odd ones, `replay` at the end of either.
 
-    So no setting always runs on what the one before it left behind, such as a warm processor.
+    So no setting always runs on what the one before it left behind, such as a warm processor; only `replay`
+    needs what `off` answered.
     """
-    return settings if turn % 2 == 0 else settings[::-1]
+    others = tuple(setting for setting in settings if setting != REPLAY)
+    return (others if turn % 2 == 0 else others[::-1]) + (REPLAY,) * (REPLAY in settings)

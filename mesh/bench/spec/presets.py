@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from mesh.bench.spec.acceptance import EXACT, REPLAYING, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
+from mesh.bench.spec.acceptance import EXACT, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
 from mesh.bench.spec.plan import CrowdTrial, Phase, Trial
 from mesh.bench.spec.setting import AUTO, DRAFT, NGRAM, REPLAY, Setting
 from mesh.bench.spec.spec_bench import CHAT, CODING
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _NUM_CROWD_ROUNDS: Final = 3
 _CROWDS: Final = (4, 8)
+# Prose and code stand for all where drawn answers are held against greedy ones.
+_SAMPLED: Final = frozenset({"writing", "coding"})
 _SESSIONS: Final = ("--parallel", "8")
 _QUICK_DELAY_MS: Final = 5.0
 # Requests narrow it.
@@ -54,15 +56,13 @@ class ServeOptions:
 def acceptance_plan(workloads: Mapping[str, Workload], serve: ServeOptions, seed: int) -> tuple[Phase, ...]:
     """All lines of the acceptance table, in about a quarter of an hour with one question a workload."""
     categories = [workload for workload in workloads.values() if workload.source == SPEC_BENCH]
-    talk = [workload for workload in categories if workload.name in {*CHAT, *CODING}]
+    talk = {workload.name for workload in categories} & {*CHAT, *CODING}
     ours = list(choose(dict(workloads), ("repository-edit", "tool-call", "random-token")))
-    drawn: dict[str, Any] = {"temperature": 0.8, "seed": seed}
+    everywhere = [*categories, *ours]
 
     def settings(workload: Workload) -> tuple[Setting, ...]:
-        return (AUTO, DRAFT) if workload in talk else (AUTO,)
+        return (AUTO, DRAFT, REPLAY) if workload.name in talk else (AUTO, REPLAY)
 
-    everywhere = [*categories, *ours]
-    crowd = _mixed(categories or ours)
     return (
         Phase(
             WITH_DRAFT,
@@ -75,7 +75,10 @@ def acceptance_plan(workloads: Mapping[str, Workload], serve: ServeOptions, seed
                     for workload in everywhere
                 ),
             ),
-            tuple(CrowdTrial(5.0, crowd, AUTO, count, _NUM_CROWD_ROUNDS) for count in _CROWDS),
+            tuple(
+                CrowdTrial(5.0, _mixed(categories or ours), AUTO, count, _NUM_CROWD_ROUNDS)
+                for count in _CROWDS
+            ),
         ),
         Phase(
             WITHOUT_DRAFT,
@@ -92,31 +95,18 @@ def acceptance_plan(workloads: Mapping[str, Workload], serve: ServeOptions, seed
             serve.of("auto", exact=True),
             tuple(
                 Trial(20.0, workload, (DRAFT,), sampling)
-                for workload in [found for found in talk if found.name in {"writing", "coding"}]
-                for sampling in ({"temperature": 0}, drawn)
+                for workload in categories
+                if workload.name in _SAMPLED
+                for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": seed})
             ),
-        ),
-        Phase(
-            REPLAYING,
-            serve.of("replay", draft=False),
-            tuple(
-                Trial(delay_ms, workload, (REPLAY,))
-                for delay_ms in (5.0, 20.0)
-                for workload in [found for found in everywhere if found.name in _REPLAYED]
-            ),
-            replays=True,
         ),
     )
-
-
-# Replaying costs a plain answer each, and a perfect proposal is as good for one text as for another.
-_REPLAYED: Final = frozenset({"writing", "coding", "summarization", "repository-edit"})
 
 
 def quick_plan(workloads: Mapping[str, Workload], serve: ServeOptions) -> tuple[Phase, ...]:
     """One mesh, one delay, one question of each of the project's own kinds: about a minute."""
     names = ("built-in", "repository-edit", "tool-call", "random-token", "built-in-raw")
-    modes = (NGRAM, AUTO, *((DRAFT,) if serve.draft_model else ()))
+    modes = (NGRAM, AUTO, *((DRAFT,) if serve.draft_model else ()), REPLAY)
     return (
         Phase(
             "quick",
@@ -141,31 +131,26 @@ def sweep_plan(
 ) -> tuple[Phase, ...]:
     """Every proposer with every width on every workload at every delay.
 
-    Warm workloads go to a mesh of their own, which keeps a history. `replay` comes last, since it replays
-    what was answered before.
+    Warm workloads go to a mesh of their own, which keeps a history.
     """
     settings = tuple(
         Setting(mode, width) for mode in modes if mode not in {"off", "replay"} for width in widths
     )
-    settings += (AUTO,) * ("auto" in modes)
-    phases = []
-    for name, more, members in (
-        ("sweep", (), [workload for workload in workloads if not workload.is_warm]),
-        ("sweep with history", ("--spec-history",), [workload for workload in workloads if workload.is_warm]),
-    ):
-        trials = tuple(
+    settings += (AUTO,) * ("auto" in modes) + (REPLAY,) * ("replay" in modes)
+    cold = [workload for workload in workloads if not workload.is_warm]
+    warm = [workload for workload in workloads if workload.is_warm]
+
+    def trials(members: Sequence[Workload]) -> tuple[Trial, ...]:
+        return tuple(
             Trial(delay_ms, workload, settings, with_peer=with_peer and not workload.is_raw)
             for delay_ms in delays_ms
             for workload in members
         )
-        phases.append(Phase(name, serve.of("auto", *more), trials))
-    replayed = tuple(
-        Trial(delay_ms, workload, (REPLAY,))
-        for delay_ms in delays_ms
-        for workload in workloads
-        if "replay" in modes and not workload.is_warm
+
+    phases = (
+        Phase("sweep", serve.of("auto"), trials(cold)),
+        Phase("sweep with history", serve.of("auto", "--spec-history"), trials(warm)),
     )
-    phases.append(Phase(REPLAYING, serve.of("replay", draft=False), replayed, replays=True))
     return tuple(phase for phase in phases if phase.trials)
 
 
