@@ -37,6 +37,7 @@ class MeshSystem:
         num_threads: Of each stage.
         split: Layers of each stage, by default as `mesh serve` plans it.
         options: Further options of `mesh serve`.
+        api_key: What clients must show, or None for an open API.
     """
 
     name = "mesh"
@@ -53,6 +54,7 @@ class MeshSystem:
         num_threads: int = 1,
         split: Sequence[int] | None = None,
         options: Sequence[str] = (),
+        api_key: str | None = None,
     ) -> None:
         self._lab = lab
         self._num_hosts = num_hosts or lab.num_hosts
@@ -60,7 +62,12 @@ class MeshSystem:
         self._logs = logs
         self._threads = str(num_threads)
         self._split = split
-        self._options = options
+        self._options = list(options)
+        if api_key is not None:
+            key_path = logs / "api-keys"
+            key_path.touch(mode=0o600)
+            key_path.write_text(api_key + "\n", encoding="utf-8")
+            self._options += ["--api-key-file", str(key_path)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self.token_path = logs / "join-token"
 

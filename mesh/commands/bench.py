@@ -3,54 +3,48 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import click
 
 if TYPE_CHECKING:
     from mesh.engine import SpeculationMode
 
+Number = TypeVar("Number", int, float)
+
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
+# `--quick` cuts answers to this.
+_QUICK_TOKENS = 24
 _MODES: tuple[SpeculationMode, ...] = ("ngram", "draft", "auto", "replay")
 
 
-class _Numbers(click.ParamType[tuple[float, ...]]):
-    """`5,20`."""
+class _Numbers(click.ParamType[tuple[Number, ...]]):
+    """`5,20`.
+
+    Args:
+        kind: `int` or `float`.
+        least: None may be below.
+    """
 
     name = "numbers"
 
+    def __init__(self, kind: type[Number], least: Number) -> None:
+        self._kind = kind
+        self._least = least
+
     def convert(
-        self, value: str | tuple[float, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, ...]:
+        self, value: str | tuple[Number, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Number, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            numbers = tuple(float(part) for part in value.split(","))
+            numbers = tuple(self._kind(part) for part in value.split(","))
         except ValueError:
             self.fail(f"{value!r} is not a list of numbers such as 5,20", param, ctx)
-        if min(numbers) < 0:
-            self.fail(f"{value!r} holds a negative number", param, ctx)
+        if min(numbers) < self._least:
+            self.fail(f"{min(numbers)} is below {self._least}", param, ctx)
         return numbers
-
-
-class _Widths(click.ParamType[tuple[int, ...]]):
-    """`1,2,4`."""
-
-    name = "widths"
-
-    def convert(
-        self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            widths = tuple(int(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers such as 1,4,16", param, ctx)
-        if min(widths) < 1:
-            self.fail(f"{value!r} holds a number below 1", param, ctx)
-        return widths
 
 
 class _Modes(click.ParamType[tuple["SpeculationMode", ...]]):
@@ -106,7 +100,7 @@ def bench() -> None:
 @click.option(
     "--draft-max",
     "widths",
-    type=_Widths(),
+    type=_Numbers(int, 1),
     default=(1, 2, 4, 8, 16),
     metavar="A,B,…",
     help="For a sweep; 1,2,4,8,16 unless given.",
@@ -114,7 +108,7 @@ def bench() -> None:
 @click.option(
     "--delay-ms",
     "delays_ms",
-    type=_Numbers(),
+    type=_Numbers(float, 0.0),
     default=(5.0, 20.0),
     metavar="A,B,…",
     help="One way, for a sweep; 5,20 unless given.",
@@ -133,7 +127,7 @@ def bench() -> None:
 @click.option(
     "--threads", "num_threads", type=click.IntRange(1), default=1, show_default=True, help="Of each stage."
 )
-@click.option("--draft-model", type=_FILE, help="Proposes tokens; made from MODEL unless given.")
+@click.option("--draft", "draft_model", type=_FILE, help="A GGUF that drafts; made from MODEL unless given.")
 @click.option(
     "--draft-type",
     default="Q4_0",
@@ -143,7 +137,10 @@ def bench() -> None:
 )
 @click.option("--exact", is_flag=True, help="Meshes in exact mode throughout.")
 @click.option(
-    "--rpc/--no-rpc", "with_rpc", default=False, show_default=True, help="Measure llama.cpp RPC beside."
+    "--rpc/--no-rpc",
+    "with_rpc",
+    default=None,
+    help="Measure llama.cpp RPC beside; only with --preset acceptance unless given.",
 )
 @click.option(
     "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of random prompts and sampling."
@@ -166,7 +163,7 @@ def spec(
     draft_model: Path | None,
     draft_type: str,
     exact: bool,
-    with_rpc: bool,
+    with_rpc: bool | None,
     seed: int,
     logs: Path | None,
 ) -> None:
@@ -181,6 +178,8 @@ def spec(
 
     if quick and preset != "sweep":
         raise click.UsageError("--quick is a preset of its own: leave out --preset")
+    if preset == "acceptance" and spec_bench is None:
+        raise click.UsageError("--preset acceptance asks Spec-Bench's questions: name them with --spec-bench")
     report = run_spec(
         SpecOptions(
             model=model or demo_model(),
@@ -196,7 +195,7 @@ def spec(
             num_tokens=min(num_tokens, _QUICK_TOKENS) if quick else num_tokens,
             num_threads=num_threads,
             exact=exact,
-            with_rpc=with_rpc,
+            with_rpc=preset == "acceptance" if with_rpc is None else with_rpc,
             seed=seed,
             output=output,
             logs=logs,
@@ -210,7 +209,3 @@ def spec(
         click.echo(f"not measured: {failure}", err=True)
     if report.results.failures:
         click.get_current_context().exit(1)
-
-
-# `--quick` cuts answers to this.
-_QUICK_TOKENS = 24

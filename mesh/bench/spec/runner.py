@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +15,7 @@ from mesh.bench.spec.crowd import Crowd
 from mesh.bench.spec.plan import in_turn
 from mesh.bench.spec.sample import LLAMA_RPC, MESH, Sample
 from mesh.bench.spec.setting import OFF
-from mesh.bench.stream_client import Ask, Batch
+from mesh.bench.stream_client import CHAT_PATH, Ask, Batch
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class Runner:
         self._results = results
         self._replay = replay
         self._peer = peer
+        # A history belongs to a key; the other meshes do not mind one.
+        self._api_key = secrets.token_hex()
         self._turns = itertools.count()
         self._num_failures = 0
 
@@ -107,6 +110,7 @@ class Runner:
             num_threads=self._options.num_threads,
             split=self._options.split,
             options=options,
+            api_key=self._api_key,
         )
         try:
             self._lab.set_delay_ms(0.0)
@@ -125,7 +129,7 @@ class Runner:
     def _warm_up(self, mesh: MeshSystem) -> None:
         """A first answer is slow for reasons that nobody asks about."""
         body = {"messages": [{"role": "user", "content": _WARM_UP}], "max_tokens": 16, "temperature": 0}
-        self._client.ask(Batch(mesh.port, (Ask("/v1/chat/completions", body),)))
+        self._client.ask(Batch(mesh.port, (Ask(CHAT_PATH, body),), api_key=self._api_key))
 
     def _run_trial(self, mesh: MeshSystem, server: str, trial: Trial) -> None:
         self._set_delay(trial.delay_ms)
@@ -194,7 +198,7 @@ class Runner:
             self._ask(crowd.workload, question, {"temperature": 0, **mesh.fields, **setting.fields})
             for question in questions
         )
-        return self._client.ask(Batch(mesh.port, asks, num_at_once=crowd.num_at_once))
+        return self._client.ask(Batch(mesh.port, asks, num_at_once=crowd.num_at_once, api_key=self._api_key))
 
     def _ask_mesh(
         self,
@@ -205,7 +209,7 @@ class Runner:
         sampling: dict[str, Any],
     ) -> Reply:
         wanted = self._ask(workload, question, {**sampling, **mesh.fields, **setting.fields})
-        reply = self._client.ask(Batch(mesh.port, (wanted,)))
+        reply = self._client.ask(Batch(mesh.port, (wanted,), api_key=self._api_key))
         if setting == OFF:
             self._replay.record(wanted, reply.answers[0].text)
         return reply

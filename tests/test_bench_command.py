@@ -1,0 +1,28 @@
+"""What `mesh bench spec` takes, and what wrong options get."""
+
+from pathlib import Path
+
+import pytest
+
+from mesh.cli import run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--delay-ms", "5,fast"], "'5,fast' is not a list of numbers"),
+        (["--delay-ms", "-1"], "-1.0 is below 0.0"),
+        (["--draft-max", "0,4"], "0 is below 1"),
+        (["--draft-max", "2.5"], "'2.5' is not a list of numbers"),
+        (["--proposers", "ngram,oracle"], "'oracle' is no proposer; there are ngram, draft, auto, replay"),
+        (["--preset", "acceptance"], "name them with --spec-bench"),
+        (["--quick", "--preset", "acceptance"], "leave out --preset"),
+        (["--tokens", "1"], "--tokens"),
+        (["--draft", "nowhere.gguf"], "nowhere.gguf"),
+    ],
+)
+def test_wrong_options_are_named(
+    arguments: list[str], words: str, smollm2_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "spec", str(smollm2_path), *arguments]) == 2
+    assert words in capsys.readouterr().err
