@@ -20,11 +20,12 @@ from stages.runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
     from pathlib import Path
 
     from mesh.engine import Committed, GenerationRequest
     from speculative.proposer import Proposer
+    from tests.fake_stage import FakeRuntime
 
 MESH_ID = "test-mesh"
 MESH_KEY = "test-key"
@@ -44,12 +45,24 @@ async def running_stages(
     """Stages of `model`, linked to each other, stopped at the end."""
     cache = StageCache(cache_dir)
     ranges = ranges_from_cuts(cuts, read_model_facts(model).n_layers)
+    runtimes = (StageRuntime(cache.cut(model, layers).path if cuts else model, options) for layers in ranges)
+    async with running_services(runtimes) as stages:
+        yield stages
+
+
+@contextlib.asynccontextmanager
+async def running_services(
+    runtimes: Iterable[StageRuntime | FakeRuntime],
+) -> AsyncIterator[list[RunningStage]]:
+    """Stages around `runtimes`, linked to each other, stopped at the end."""
     stages: list[RunningStage] = []
     async with contextlib.AsyncExitStack() as stack:
-        for index, layers in enumerate(ranges):
-            path = cache.cut(model, layers).path if cuts else model
+        for index, runtime in enumerate(runtimes):
             service = StageService(
-                StageRuntime(path, options), stage_index=index, mesh_id=MESH_ID, mesh_key=MESH_KEY
+                runtime,  # type: ignore[arg-type]  # a fake has all that a stage uses
+                stage_index=index,
+                mesh_id=MESH_ID,
+                mesh_key=MESH_KEY,
             )
             stack.push_async_callback(service.close)
             server = grpc.aio.server(interceptors=[KeyCheck(MESH_KEY)], options=SERVER_OPTIONS)
@@ -57,7 +70,8 @@ async def running_stages(
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, 0)
-            stages.append(RunningStage(service, server, StageAddress("local", f"127.0.0.1:{port}", layers)))
+            address = StageAddress("local", f"127.0.0.1:{port}", runtime.info.layers)
+            stages.append(RunningStage(service, server, address))
         for stage, following in itertools.pairwise(stages):
             await stage.service.connect(following.address.address)
         yield stages

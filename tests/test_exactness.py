@@ -11,11 +11,12 @@ import pytest
 from mesh.engine import Engine, GenerationRequest, GenerationStats
 from mesh.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
-from speculative.ngram import NgramOptions, NgramProposer
+from speculative.ngram import NgramProposer
 from speculative.proposal import Proposal
 from speculative.proposer import Proposer
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampling
+from tests.proposers import Parrot
 from tests.ring_harness import RunningStage, running_coordinator, running_stages
 from tests.whole_model_engine import WholeModelEngine
 
@@ -139,14 +140,13 @@ async def test_one_seed_one_text(
     plain, _ = await answers(stages, wanted, None, at_once=False)
     assert plain == expected
 
-    bold = NgramOptions(min_match=1, tokens_per_match=4.0)
     cases: tuple[tuple[Callable[[], Proposer], bool, int, int], ...] = (
         (lambda: Oracle(futures), False, 8, 1),
         (lambda: Oracle(futures), True, 8, 1),
         (lambda: Oracle(futures), False, 2, 6),
         (lambda: Oracle(futures), True, 3, 4),
-        (lambda: NgramProposer(bold), True, 8, 1),
-        (lambda: NgramProposer(bold), True, 1, 4),
+        (Parrot, True, 8, 1),
+        (Parrot, True, 1, 4),
     )
     for make_proposer, at_once, width, depth in cases:
         texts, stats = await answers(stages, wanted, make_proposer, at_once=at_once, width=width, depth=depth)

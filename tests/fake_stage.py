@@ -1,0 +1,161 @@
+"""Stages without a model: a row's logits are a hash of every row before it, whatever the window's width.
+
+They hold cells as llama.cpp's KV cache does: a position and a value each. A row sees all cells up to its own
+position, so one stale cell that is left behind changes everything that follows. Each stage hashes what the
+stage before it gave, so that holds at every stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spanmesh_proto.errors import InvalidWindow
+from stages.layers import LayerRange
+from stages.runtime import Span, StageInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+# float32 holds integers up to here.
+_MAX_HASH = 1 << 24
+_ECHO = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    position: int
+    value: int
+
+
+class FakeRuntime:
+    """Stands in for `stages.runtime.StageRuntime`.
+
+    Args:
+        index: Its place in the pipeline.
+        num_stages: Of the pipeline.
+        n_vocab: Token ids are below this.
+        num_slots: Sequences that it holds at once.
+        ctx_size: Positions of each.
+        on_decode: Called before each batch, in the worker's thread.
+        is_poisoned: Whether every slot starts full of cells that no session made.
+
+    Attributes:
+        forgotten_trims: Trims, counted from 0 among those that had something to forget, that do nothing.
+        num_trims: Trims so far that had something to forget.
+    """
+
+    max_rows = 16
+
+    def __init__(
+        self,
+        index: int,
+        num_stages: int,
+        *,
+        n_vocab: int = 64,
+        num_slots: int = 4,
+        ctx_size: int = 128,
+        on_decode: Callable[[Sequence[Span]], None] = lambda _spans: None,
+        is_poisoned: bool = False,
+    ) -> None:
+        self.info = StageInfo(
+            layers=LayerRange(index, index + 1),
+            n_layers=num_stages,
+            n_embd=1,
+            n_vocab=n_vocab,
+            n_ctx_train=ctx_size,
+            num_bytes=0,
+        )
+        self.num_slots = num_slots
+        self.ctx_size = ctx_size
+        self.on_decode = on_decode
+        self.forgotten_trims: frozenset[int] = frozenset()
+        self.num_trims = 0
+        poison = [Cell(position, 77) for position in range(ctx_size)] if is_poisoned else []
+        self._cells = [list(poison) for _ in range(num_slots)]
+        self._lengths = [len(poison)] * num_slots
+
+    def check(self, span: Span) -> None:
+        if span.start > self._lengths[span.slot]:
+            raise InvalidWindow(
+                f"a window starts at position {span.start}, but slot {span.slot} ends at "
+                f"{self._lengths[span.slot]}"
+            )
+        if span.start + len(span.tokens) > self.ctx_size or len(span.tokens) > self.max_rows:
+            raise InvalidWindow(f"{len(span.tokens)} rows at {span.start} do not fit")
+        if not all(0 <= token < self.info.n_vocab for token in span.tokens):
+            raise InvalidWindow("a token is outside the vocabulary")
+
+    def decode(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+        self.on_decode(spans)
+        return [self._compute(span) for span in spans]
+
+    def free(self, slot: int) -> None:
+        self._trim(slot, 0)
+
+    def close(self) -> None:
+        pass
+
+    def _compute(self, span: Span) -> NDArray[np.float32]:
+        self._trim(span.slot, span.start)
+        cells = self._cells[span.slot]
+        values = span.tokens if span.hidden is None else [int(value) for value in span.hidden[:, 0]]
+        cells.extend(Cell(span.start + row, value) for row, value in enumerate(values))
+        self._lengths[span.slot] = span.start + len(span.tokens)
+        hashes = [self._hash(cells, span.start + row) for row in range(len(span.tokens))]
+        if not self.info.is_tail:
+            return np.array(hashes, np.float32).reshape(-1, 1)
+        first = len(span.tokens) - span.num_outputs
+        rows = [self._logits(hashes[row], span.tokens[row]) for row in range(first, len(span.tokens))]
+        return np.array(rows, np.float32).reshape(-1, self.info.n_vocab)
+
+    def _trim(self, slot: int, start: int) -> None:
+        if self._lengths[slot] <= start:
+            return
+        if self.num_trims not in self.forgotten_trims:
+            self._cells[slot] = [cell for cell in self._cells[slot] if cell.position < start]
+        self.num_trims += 1
+        self._lengths[slot] = start
+
+    @staticmethod
+    def _hash(cells: Sequence[Cell], position: int) -> int:
+        seen = sorted((cell.position, cell.value) for cell in cells if cell.position <= position)
+        digest = hashlib.blake2b(repr(seen).encode(), digest_size=8).digest()
+        return int.from_bytes(digest) % _MAX_HASH
+
+    def _logits(self, value: int, token: int) -> NDArray[np.float32]:
+        logits = np.random.default_rng(value).standard_normal(self.info.n_vocab).astype(np.float32)
+        # Often what follows a token is what followed it before: text that an n-gram proposer can guess.
+        logits[(token * 5 + 1) % self.info.n_vocab] += _ECHO
+        return logits
+
+
+def fake_ring(num_stages: int = 3, **options: bool) -> list[FakeRuntime]:
+    """The stages of one pipeline."""
+    return [FakeRuntime(index, num_stages, **options) for index in range(num_stages)]  # type: ignore[arg-type]
+
+
+def plain_answer(
+    prompt: Sequence[int], num_tokens: int, choose: Callable[[NDArray[np.float32], int], int]
+) -> list[int]:
+    """What follows the prompt, one token at a time, without a coordinator or a network."""
+    stages = fake_ring()
+    answer: list[int] = []
+    start, tokens = 0, list(prompt)
+    while len(answer) < num_tokens:
+        for begin in range(0, len(tokens), FakeRuntime.max_rows):
+            chunk = tokens[begin : begin + FakeRuntime.max_rows]
+            rows = None
+            for stage in stages:
+                span = Span(0, start + begin, chunk, rows, num_outputs=1)
+                rows = stage.decode([span])[0]
+        start += len(tokens)
+        assert rows is not None
+        answer.append(choose(rows[-1], start))
+        tokens = answer[-1:]
+    return answer
