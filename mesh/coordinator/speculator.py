@@ -89,7 +89,7 @@ class Speculator:
                 proposer=proposal.proposer,
                 in_flight=moment.num_in_flight,
             )
-        return proposal.first(decision.width)
+        return proposal.first(decision.width) if decision.width > 0 else EMPTY
 
     def committed(self, tokens: Sequence[int]) -> None:
         """Take note of tokens for the proposer; it hears of them when it is asked again."""
