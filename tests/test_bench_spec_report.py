@@ -79,7 +79,7 @@ def test_the_page_says_what_was_found(results: Results, tmp_path: Path) -> None:
     assert "| writing | 25% |" not in page
     assert f"| 5 | writing | {WITH_DRAFT} | 50% |" in section(page, "How close `auto` comes to `replay`")
     assert "| writing | 2.50 | 5.00 | 1.00 |" in section(page, "Chat: times faster than off")
-    assert "| 5 | writing | auto (auto with draft) | 0.80 | 0.50 |" in section(page, "Acceptance by position")
+    assert "| 5 | writing | auto (auto with draft) | 0.80 (5) | 0.50 (4) |" in page
     assert "| 4 | 5 | auto | 50.0 | 55.0 | 1.10 | 1 |" in section(page, "Requests at once")
     peer = section(page, "llama.cpp RPC: its settings")
     assert "| draft/8 | 12.0 | 1.50 |" in peer

@@ -30,8 +30,8 @@ class _Numbers(click.ParamType[tuple[Number, ...]]):
     name = "numbers"
 
     def __init__(self, kind: type[Number], least: Number) -> None:
-        self._kind = kind
-        self._least = least
+        self._kind: type[Number] = kind
+        self._least: Number = least
 
     def convert(
         self, value: str | tuple[Number, ...], param: click.Parameter | None, ctx: click.Context | None

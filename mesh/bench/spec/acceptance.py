@@ -147,15 +147,16 @@ class Closeness:
 
 
 def closeness(rows: Sequence[Row]) -> tuple[Closeness, ...]:
-    """For each cold workload that was replayed as well."""
+    """For each cold chat workload that was replayed as well."""
+    cold = [row for row in rows if not (row.place.is_raw or row.place.is_warm)]
     ceilings = {
         (row.place.delay_ms, row.place.workload): row.tokens_per_s
-        for row in rows
+        for row in cold
         if row.place.setting == REPLAY.name
     }
     return tuple(
         Closeness(*key, row.place.server, row.tokens_per_s / ceilings[key])
-        for row in rows
+        for row in cold
         if row.place.setting == AUTO.name and row.place.system == MESH and row.place.temperature == 0
         if (key := (row.place.delay_ms, row.place.workload)) in ceilings
     )

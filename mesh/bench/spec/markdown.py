@@ -40,7 +40,10 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         ("## Chat: all figures", _figures(chat)),
         ("## Warm: asked before, all figures", _figures(warm)),
         ("## Raw completions, without a chat template: not comparable with chat", _figures(raw)),
-        ("## Acceptance by position", _positions(report.rows)),
+        (
+            "## Acceptance by position, unconditional, and of how many windows",
+            _positions(report.rows),
+        ),
         ("## Requests at once", _crowds(results.crowds)),
         ("## llama.cpp RPC: its settings", _peer(results)),
         ("## Pictures", "\n\n".join(f"![{name}]({name})" for name in plots)),
@@ -186,7 +189,10 @@ def _positions(rows: Sequence[Row]) -> str:
                 f"{row.place.delay_ms:g}",
                 row.place.workload,
                 f"{row.place.setting} ({row.place.server})",
-                *(f"{share:.2f}" for share in row.acceptance_per_position),
+                *(
+                    f"{share:.2f} ({count})"
+                    for share, count in zip(row.acceptance_per_position, row.drafts_per_position, strict=True)
+                ),
                 *("" for _ in range(longest - len(row.acceptance_per_position))),
             )
             for row in drafting

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from mesh.bench.spec.degenerate import is_degenerate
 from mesh.bench.spec.pairs import pairs_with_off
-from mesh.bench.spec.sample import add_up
+from mesh.bench.spec.sample import MESH, add_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from mesh.bench.spec.sample import Sample
 
 
-@dataclass(frozen=True, order=True)
+_MODES: Final = ("off", "ngram", "draft", "auto", "replay")
+
+
+@dataclass(frozen=True)
 class Place:
     """What the samples of a row have in common; see `Sample`."""
 
@@ -59,6 +62,7 @@ class Row:
         acceptance: Accepted of all proposed tokens, in [0, 1]; None if none was proposed.
         acceptance_per_position: Entry `i`: of the passes with more than `i` proposed tokens, the share that
             had all up to there accepted; unconditional: what lies behind a rejected token counts as rejected.
+        drafts_per_position: Entry `i`: how many passes that is a share of.
     """
 
     place: Place
@@ -75,23 +79,35 @@ class Row:
     mean_accepted: float | None
     acceptance: float | None
     acceptance_per_position: tuple[float, ...]
+    drafts_per_position: tuple[int, ...]
 
 
 def rows_of(samples: Sequence[Sample]) -> tuple[Row, ...]:
-    """A row for every place, in the order of their first samples."""
+    """A row for every place: workloads in the order measured, `off` first and `replay` last in each."""
     pairs: dict[Place, list[Pair]] = {}
     for pair in pairs_with_off(samples):
         pairs.setdefault(Place.of(pair.other), []).append(pair)
     places: dict[Place, list[Sample]] = {}
     for sample in samples:
         places.setdefault(Place.of(sample), []).append(sample)
-    return tuple(_row(place, members, pairs.get(place, [])) for place, members in places.items())
+    workloads = list(dict.fromkeys(place.workload for place in places))
+    in_order = sorted(
+        places, key=lambda place: (place.delay_ms, workloads.index(place.workload), _rank(place))
+    )
+    return tuple(_row(place, places[place], pairs.get(place, [])) for place in in_order)
 
 
 def mean_speed_up(rows: Sequence[Row], is_wanted: Callable[[Place], bool]) -> float | None:
     """Arithmetic mean over the rows wanted, so that each workload weighs the same; None without any."""
     found = [row.speed_up for row in rows if row.speed_up is not None and is_wanted(row.place)]
     return fmean(found) if found else None
+
+
+def _rank(place: Place) -> tuple[bool, float, str, int, int]:
+    mode, _, width = place.setting.partition("/")
+    rank = _MODES.index(mode) if mode in _MODES else len(_MODES)
+    number = int(width) if width.isdigit() else 0
+    return place.system != MESH, place.temperature, place.server, rank, number
 
 
 def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
@@ -124,4 +140,5 @@ def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
         acceptance_per_position=tuple(
             part / whole for part, whole in zip_longest(accepted, drafted, fillvalue=0) if whole
         ),
+        drafts_per_position=drafted,
     )
