@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mesh.draft.load import load_draft
+from mesh.serve.recorded_answers import latest_answer
 from speculative.ngram import NgramProposer
+from speculative.replay import ReplayProposer
 from stages.sampling import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from mesh.engine import GenerationRequest, SpeculationMode
     from mesh.serve.options import ServeOptions
@@ -26,16 +29,22 @@ class Proposers:
     Args:
         mode: Who may propose.
         draft: The draft model, or None.
+        replay_path: Recorded answers, of which the latest is replayed; or None.
     """
 
-    def __init__(self, mode: SpeculationMode, *, draft: DraftModel | None) -> None:
+    def __init__(
+        self, mode: SpeculationMode, *, draft: DraftModel | None = None, replay_path: Path | None = None
+    ) -> None:
         self._mode = mode
         self._draft = draft
+        self._replay_path = replay_path
 
     def __call__(self, request: GenerationRequest) -> list[Proposer]:
         """New proposers for one session; none if none may propose."""
         mode = narrower(self._mode, request.speculation.mode)
         proposers: list[Proposer] = []
+        if mode == "replay" and self._replay_path is not None:
+            proposers.append(ReplayProposer(latest_answer(self._replay_path)))
         if mode in {"auto", "ngram"}:
             proposers.append(NgramProposer())
         if mode in {"auto", "draft"} and self._draft is not None:
@@ -50,17 +59,20 @@ def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposer
 
     Raises:
         InvalidModel: If the draft is no GGUF, has another vocabulary or cannot draft.
+        ClusterError: If the recorded answers cannot be read.
     """
     wanted = options.speculation
     if wanted.mode == "off":
         yield None
         return
+    if wanted.replay_path is not None:
+        latest_answer(wanted.replay_path)
     draft = None
     if wanted.needs_draft and wanted.draft_path is not None:
         limits = wanted.draft_options(ctx_size=known.workload.ctx_size, num_slots=known.workload.num_slots)
         draft = load_draft(wanted.draft_path, known.tokenizer, limits, clock_s=time.monotonic)
     try:
-        yield Proposers(wanted.mode, draft=draft)
+        yield Proposers(wanted.mode, draft=draft, replay_path=wanted.replay_path)
     finally:
         if draft is not None:
             draft.close()
