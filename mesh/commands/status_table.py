@@ -70,8 +70,19 @@ def _print_counts(console: Console, status: Mapping[str, Any]) -> None:
             highlight=False,
         )
     if speculation:
-        console.print(
-            f"speculation: {speculation['accepted']} of {speculation['proposed']} "
-            f"proposed tokens accepted in the last {speculation['windows']} windows",
-            highlight=False,
+        _print_speculation(console, speculation)
+
+
+def _print_speculation(console: Console, speculation: Mapping[str, Any]) -> None:
+    counts = f"{speculation['accepted']} of {speculation['proposed']} proposed tokens accepted"
+    void = f"{speculation['stale_rows']} rows void"
+    lines = [f"speculation: {speculation['mode']}, {counts} in {speculation['windows']} windows, {void}"]
+    for name, proposer in speculation["proposers"].items():
+        lines.append(
+            f"  {name}: {proposer['accepted']} of {proposer['drafted']} in {proposer['drafts']} drafts"
         )
+    times = speculation["mean_window_ms"]
+    at_stages = f"{times['verify']:.2f} ms computing, {times['queue']:.2f} ms waiting at stages"
+    lines.append(f"  a window: {at_stages}, {times['network']:.2f} ms on the way")
+    for line in lines:
+        console.print(line, highlight=False)

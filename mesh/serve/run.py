@@ -34,7 +34,12 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
     """
     known = check(options)
     engine = PendingEngine(known.workload.ctx_size)
-    state = MeshState(known.model, engine, numeric_mode="exact" if options.is_exact else "fast")
+    state = MeshState(
+        known.model,
+        engine,
+        numeric_mode="exact" if options.is_exact else "fast",
+        speculation_mode=options.speculation.mode,
+    )
     cache = StageCache()
     app = create_app(
         engine=engine,

@@ -9,6 +9,7 @@ from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 
 if TYPE_CHECKING:
     from mesh.cluster.members import Member, Members
+    from mesh.engine import SpeculationMode
     from mesh.planner import Plan
     from mesh.serve.pending import PendingEngine
     from stages.cutting import ModelFacts
@@ -25,6 +26,7 @@ class MeshState:
         members: Hosts, once the head is open.
         plan: Who holds what, once that is known.
         numeric_mode: `fast` or `exact`.
+        speculation_mode: Who may propose.
     """
 
     model: ModelFacts
@@ -33,6 +35,7 @@ class MeshState:
     members: Members | None = None
     plan: Plan | None = None
     numeric_mode: str = "fast"
+    speculation_mode: SpeculationMode = "off"
 
     def as_dict(self) -> dict[str, Any]:
         """Fit for JSON."""
@@ -53,7 +56,11 @@ class MeshState:
             "plan": self.plan.reason if self.plan is not None else None,
             "hosts": [_host_as_dict(member) for member in self.members or ()],
         }
-        return status | (coordinator.status() if coordinator is not None else {"stages": []})
+        if coordinator is None:
+            return status | {"stages": []}
+        status |= coordinator.status()
+        status["speculation"] = {"mode": self.speculation_mode, **status["speculation"]}
+        return status
 
 
 def _host_as_dict(member: Member) -> dict[str, Any]:
