@@ -1,5 +1,6 @@
-"""The suffix automaton against brute force, and the proposer on top of it."""
+"""The n-gram proposer: continuing, departing, coming back."""
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -8,150 +9,189 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculative.ngram import NgramOptions, NgramProposer
-from speculative.suffix_automaton import SuffixAutomaton
+from speculative.proposal import EMPTY
 
-# Few letters: nearly everything repeats.
 texts = st.integers(1, 4).flatmap(lambda letters: st.lists(st.integers(0, letters - 1), max_size=40))
 
 
-def index_of(text: Sequence[int]) -> SuffixAutomaton:
-    index = SuffixAutomaton()
-    for token in text:
-        index.append(token)
-    return index
+def proposer_of(prompt: Sequence[int], answer: Sequence[int] = (), **options: float) -> NgramProposer:
+    proposer = NgramProposer(NgramOptions(**options))  # type: ignore[arg-type]
+    proposer.extend(prompt)
+    for token in answer:
+        proposer.extend([token])
+    return proposer
 
 
-def longest_repeat(text: Sequence[int], after: Sequence[int] = ()) -> tuple[int, int]:
-    """Length of the longest suffix of `text + after` that ends in `text` before, and where it ends last."""
-    whole = [*text, *after]
-    for length in range(len(whole) - 1, 0, -1):
-        for end in [*range(len(text) - 1, length - 1, -1), *([len(text)] if after else [])]:
-            if end >= length and whole[end - length : end] == whole[-length:]:
-                return length, end
-    return 0, 0
+def proposed(prompt: Sequence[int], answer: Sequence[int] = (), max_tokens: int = 8) -> list[int]:
+    return list(proposer_of(prompt, answer).propose(max_tokens).tokens)
 
 
-class TestSuffixAutomaton:
-    @given(texts)
-    def test_knows_the_longest_repeated_suffix_and_where_it_was_last(self, text: list[int]) -> None:
-        index = SuffixAutomaton()
-        for count, token in enumerate(text, 1):
-            index.append(token)
-            length, end = longest_repeat(text[:count])
-            assert index.repeated.length == length
-            if length:
-                assert index.end(index.repeated) == end
-
-    @given(texts, st.lists(st.integers(0, 3), min_size=1, max_size=6))
-    def test_reads_on_behind_the_text(self, text: list[int], after: list[int]) -> None:
-        index = index_of(text)
-        match = index.repeated
-        for token in after:
-            match = index.advance(match, token)
-        length, end = longest_repeat(text, after)
-        assert match.length == length
-        if length:
-            assert index.end(match) == end
-
-    @pytest.mark.parametrize("period", [1, 2, 7])
-    def test_a_loop_stays_cheap_and_its_ends_stay_occurrences(self, period: int) -> None:
-        """In a loop every state is one link up from the next: more of them than are told of each new end."""
-        text = [place % period for place in range(2000)]
-        index = index_of(text)
-        length, end = index.repeated.length, index.end(index.repeated)
-        assert length == len(text) - period
-        assert text[end - length : end] == text[-length:]
-        match = index.repeated
-        for token in [99, *text[:5]]:
-            match = index.advance(match, token)
-        assert match.length == 5
-        assert text[index.end(match) - 5 : index.end(match)] == text[:5]
-
-
-class TestNgramProposer:
-    def proposed(self, text: Sequence[int], max_tokens: int = 8, **options: float) -> list[int]:
-        return list(self.proposer(text, **options).propose(max_tokens).tokens)
-
-    def proposer(self, text: Sequence[int], **options: float) -> NgramProposer:
-        proposer = NgramProposer(NgramOptions(**options))  # type: ignore[arg-type]
-        proposer.extend(text)
-        return proposer
-
+class TestWhatItProposes:
     def test_continues_as_it_did_the_last_time(self) -> None:
         text = [1, 2, 3, 4, 9, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3]
-        assert self.proposed(text) == [5, 6, 7]
+        assert proposed(text) == [5, 6, 7, 8, 1, 2, 3, 5]
 
     def test_a_longer_match_outweighs_a_later_one(self) -> None:
         text = [0, 1, 2, 3, 4, 9, 1, 2, 3, 5, 8, 0, 1, 2, 3]
-        assert self.proposed(text, max_tokens=2) == [4, 9]
+        assert proposed(text, max_tokens=2) == [4, 9]
 
-    @pytest.mark.parametrize(("matched", "width"), [(1, 0), (2, 2), (3, 3), (5, 5), (9, 8)])
-    def test_proposes_more_the_longer_the_match(self, matched: int, width: int) -> None:
-        text = [*range(30), 99, *range(matched)]
-        assert self.proposed(text) == list(range(matched, matched + width))
-
-    def test_options_set_the_scale(self) -> None:
-        text = [*range(30), 99, 0, 1, 2]
-        assert self.proposed(text, tokens_per_match=2.0, max_tokens=99) == [3, 4, 5, 6, 7, 8]
-        assert self.proposed(text, min_match=4, max_tokens=99) == []
+    def test_a_loop_goes_on_beyond_what_is_known(self) -> None:
+        assert proposed([1, 2, 3] * 3, max_tokens=6) == [1, 2, 3, 1, 2, 3]
 
     @pytest.mark.parametrize("text", [[], [1], [1, 2, 3], [1, 2, 3, 1]])
     def test_says_nothing_without_a_match(self, text: list[int]) -> None:
-        assert self.proposed(text) == []
+        assert proposer_of(text).propose(8) == EMPTY
 
     @pytest.mark.parametrize("max_tokens", [0, -1])
     def test_says_nothing_when_asked_for_nothing(self, max_tokens: int) -> None:
-        assert self.proposed([1, 2, 1, 2], max_tokens=max_tokens) == []
+        assert proposer_of([1, 2, 1, 2]).propose(max_tokens) == EMPTY
 
-    def test_a_loop_goes_on_beyond_what_is_known(self) -> None:
-        assert self.proposed([1, 2, 3] * 3, max_tokens=6) == [1, 2, 3, 1, 2, 3]
+    def test_proposes_more_the_longer_it_was_right(self) -> None:
+        page = list(range(1000))
+        widths = [len(proposer_of(page, page[:count]).propose(99).tokens) for count in (2, 3, 8, 20, 80)]
+        assert widths == sorted(widths)
+        assert widths[0] < 16
+        assert widths[-1] == 99
 
-    @given(texts, st.integers(0, 12))
-    def test_tokens_in_flight_chain(self, text: list[int], count: int) -> None:
-        """What is proposed after a window in flight is what would be proposed had it been longer."""
-        proposer = self.proposer(text, tokens_per_match=99.0)
-        flying = proposer.propose(count).tokens
-        assert proposer.propose(20).tokens[: len(flying)] == flying
-        both = flying + proposer.propose(5, after=flying).tokens
-        if flying:
-            assert both == proposer.propose(len(both)).tokens
+    def test_options_set_the_scale(self) -> None:
+        page = list(range(100))
+        shy = proposer_of(page, page[:3], tokens_per_evidence=0.5)
+        bold = proposer_of(page, page[:3], tokens_per_evidence=5.0)
+        assert len(shy.propose(99).tokens) < len(bold.propose(99).tokens)
 
-    def test_asking_changes_nothing(self) -> None:
-        proposer = self.proposer([1, 2, 3, 4, 1, 2, 3])
-        before = proposer.propose(8)
-        proposer.propose(4, after=[7, 7, 7])
-        assert proposer.propose(8) == before
 
-    @given(st.lists(texts, max_size=5))
-    def test_parts_add_up(self, parts: list[list[int]]) -> None:
-        at_once, in_parts = NgramProposer(), NgramProposer()
-        at_once.extend([token for part in parts for token in part])
-        for part in parts:
-            in_parts.extend(part)
-        assert in_parts.propose(8) == at_once.propose(8)
+PAGE = list(range(100, 200))
 
-    @given(texts, st.integers(2, 16))
-    def test_memory_is_bounded_and_the_recent_stays(self, text: list[int], bound: int) -> None:
-        proposer = NgramProposer(NgramOptions(max_indexed_tokens=bound))
-        for token in text:
-            proposer.extend([token])
-            assert len(proposer._index.tokens) <= bound
-        recent = proposer._index.tokens
-        assert recent == text[len(text) - len(recent) :]
-        assert len(recent) >= min(len(text), bound // 2)
 
-    def test_a_long_prompt_is_cut_to_its_end(self) -> None:
-        proposer = self.proposer(range(1000), max_indexed_tokens=100)
-        assert proposer._index.tokens == list(range(950, 1000))
+class TestComingBack:
+    """A page is given back with a change; `9` is what the page never says."""
 
     @pytest.mark.parametrize(
-        "options", [{"min_match": 0}, {"tokens_per_match": 0}, {"max_indexed_tokens": 1}]
+        ("answer", "expected"),
+        [
+            ([*PAGE[:20], 9, PAGE[21]], PAGE[22:24]),  # one token replaced
+            ([*PAGE[:20], 9, 9, 9, PAGE[20]], PAGE[21:23]),  # some inserted
+            ([*PAGE[:20], PAGE[25]], PAGE[26:28]),  # some left out
+            ([*PAGE[:20], 9, 9, PAGE[40]], PAGE[41:43]),  # many replaced by a few
+        ],
     )
-    def test_options_that_make_no_sense_are_refused(self, options: dict[str, int]) -> None:
-        with pytest.raises(ValueError, match="must be positive"):
-            NgramOptions(**options)
+    def test_one_token_of_the_page_is_enough(self, answer: list[int], expected: list[int]) -> None:
+        # Each also stands once elsewhere, later: only the place where the page was left tells them apart.
+        prompt = [*PAGE, *(7 + token for token in range(5)), *(999 - token for token in PAGE), *PAGE[::-1], 1]
+        assert proposed(prompt, answer)[:2] == expected
 
-    @given(texts)
-    def test_every_proposal_is_said_in_the_text_or_repeats_it(self, text: list[int]) -> None:
-        proposed = self.proposed(text)
-        assert set(pairwise([*text[-1:], *proposed])) <= set(pairwise([*text, *proposed[:1]]))
+    def test_a_token_far_behind_is_not_enough(self) -> None:
+        assert proposed(PAGE, [*PAGE[:3], 9, PAGE[90]]) == []
+
+    def test_a_quotation_in_between_is_followed_and_left_again(self) -> None:
+        quoted = list(range(500, 540))
+        prompt = [*quoted, 1, *PAGE]
+        answer = [*PAGE[:30], 9, *quoted[10:16]]
+        assert proposed(prompt, answer)[:2] == quoted[16:18]
+        assert proposed(prompt, [*answer, PAGE[30]])[:2] == PAGE[31:33]
+
+
+class TestConfidence:
+    def test_grows_with_what_came_true(self) -> None:
+        page = list(range(400))
+        first = [proposer_of(page, page[:count]).propose(8).confidences[0] for count in (2, 4, 16, 64, 256)]
+        assert first == sorted(first)
+        assert first[0] < 0.7
+        assert first[-1] > 0.98
+
+    def test_falls_where_nothing_comes_true(self) -> None:
+        """Every other token begins a repeat that never comes."""
+        proposer = proposer_of([1, 2, 3] * 2)
+        before = proposer.propose(1).confidences[0]
+        for token in range(100, 160):
+            proposer.extend([1])
+            proposer.extend([2])
+            proposer.extend([token])
+        proposer.extend([1])
+        proposer.extend([2])
+        assert proposer.propose(1).confidences[0] < before / 2
+
+    @given(texts, texts, st.integers(1, 30))
+    def test_is_a_chance_for_each_token(self, prompt: list[int], answer: list[int], count: int) -> None:
+        proposal = proposer_of(prompt, answer).propose(count)
+        assert len(proposal.confidences) == len(proposal.tokens) <= count
+        assert all(0.0 <= confidence <= 1.0 for confidence in proposal.confidences)
+        assert proposal.proposer == ("ngram" if proposal.tokens else "")
+
+
+@given(texts, texts, st.integers(0, 12))
+def test_tokens_in_flight_chain(prompt: list[int], answer: list[int], count: int) -> None:
+    """What is proposed after a window in flight is what would have been proposed in one longer window."""
+    proposer = proposer_of(prompt, answer, tokens_per_evidence=99.0)
+    flying = proposer.propose(count).tokens
+    both = flying + proposer.propose(5, after=flying).tokens
+    if flying:
+        assert both == proposer.propose(len(both)).tokens
+
+
+@given(texts, texts, st.lists(st.integers(0, 3), min_size=1, max_size=6))
+def test_what_is_in_flight_counts_as_said(prompt: list[int], answer: list[int], flying: list[int]) -> None:
+    """Unless it repeats itself, in which case tokens in flight are not known text yet."""
+    page = [token + 10 * (place // 4) for place, token in enumerate(prompt)]
+    asked = proposer_of(page, answer).propose(4, after=flying)
+    said = proposer_of(page, answer)
+    said.extend(flying)
+    assert asked.tokens[:1] in {said.propose(4).tokens[:1], ()} or set(flying) & set(answer)
+
+
+@given(texts, texts)
+def test_asking_changes_nothing(prompt: list[int], answer: list[int]) -> None:
+    proposer = proposer_of(prompt, answer)
+    before = proposer.propose(8)
+    proposer.propose(4, after=[7, 7, 7])
+    assert proposer.propose(8) == before
+
+
+@given(texts, texts, st.lists(texts, max_size=3))
+def test_never_proposes_what_was_never_said(
+    prompt: list[int], answer: list[int], parts: list[list[int]]
+) -> None:
+    proposer = proposer_of(prompt, answer)
+    for part in parts:
+        proposer.extend(part)
+    text = [*prompt, *answer, *(token for part in parts for token in part)]
+    tokens = list(proposer.propose(8).tokens)
+    assert set(tokens) <= set(text)
+    # Where nothing near an anchor is guessed, what is proposed was said in this very order.
+    assert set(pairwise(tokens)) <= set(pairwise([*text, *tokens[:1]]))
+
+
+@given(texts, texts, st.integers(2, 16))
+def test_memory_is_bounded(prompt: list[int], answer: list[int], bound: int) -> None:
+    proposer = NgramProposer(NgramOptions(max_indexed_tokens=bound))
+    proposer.extend(prompt)
+    for token in answer:
+        proposer.extend([token])
+        assert proposer._index.stop - proposer._index.first <= bound
+        proposer.propose(8, after=answer[:3])
+
+
+def test_a_long_text_is_followed_beyond_what_is_remembered() -> None:
+    """A page repeated for longer than the memory: text that is being copied stays known."""
+    page = list(range(500))
+    proposer = NgramProposer(NgramOptions(max_indexed_tokens=2000))
+    proposer.extend(page)
+    for start in range(0, 5000, 10):
+        proposer.extend([page[place % 500] for place in range(start, start + 10)])
+    assert list(proposer.propose(20).tokens) == page[:20]
+
+
+def test_a_token_takes_little_memory() -> None:
+    index = proposer_of(range(8000))._index
+    grams = (*index._young, *index._old)
+    entries = sum(map(len, grams))
+    num_bytes = (
+        sum(map(sys.getsizeof, grams)) + entries * 2 * sys.getsizeof(2**60) + sys.getsizeof(index._tokens)
+    )
+    assert num_bytes / 8000 < 600
+
+
+@pytest.mark.parametrize("options", [{"tokens_per_evidence": 0}, {"max_indexed_tokens": 1}])
+def test_options_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        NgramOptions(**options)
