@@ -14,6 +14,7 @@ from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, 
 from stages.layers import LayerRange
 from stages.llama import init_backend, last_complaint
 from stages.numerics import Numerics, numerics_for, prepare_process
+from stages.stop_tap import StopTap, make_stop_tap
 from stages.tap import LayerTap
 
 if TYPE_CHECKING:
@@ -249,12 +250,6 @@ class StageRuntime:
         if self._tap is not None:
             self._tap.begin()
         self._run()
-        if not self.info.is_tail and self._tap is not None and self._hidden() is None:
-            # The graph has another shape than the one that the tap learned from: once more, with open eyes.
-            for span in spans:
-                self._forget(span.slot, span.start)
-            self._tap.begin(look_everywhere=True)
-            self._run()
         for span, padding in zip(spans, paddings, strict=True):
             stop = span.start + len(span.tokens)
             self._lengths[span.slot] = stop
@@ -294,9 +289,9 @@ class StageRuntime:
         length = llama_cpp.llama_model_meta_val_str(self._model, key.encode(), buffer, len(buffer))
         return buffer.value.decode() if length >= 0 else None
 
-    def _make_tap(self) -> LayerTap | None:
+    def _make_tap(self) -> StopTap | LayerTap | None:
         if not self.info.is_tail:
-            return LayerTap([len(self.info.layers) - 1], self.info.n_embd, stop=True)
+            return make_stop_tap(len(self.info.layers) - 1, self.info.n_embd, self._numerics.max_rows)
         if self._options.observe_layers:
             return LayerTap(self._options.observe_layers, self.info.n_embd, stop=False)
         return None
@@ -318,6 +313,7 @@ class StageRuntime:
         params.no_perf = True
         if self._tap is not None:
             params.cb_eval = self._tap.callback
+            params.cb_eval_user_data = self._tap.user_data
         context = llama_cpp.llama_init_from_model(self._model, params)
         if context is None:
             raise ModelDoesNotFit(

@@ -37,29 +37,21 @@ class LayerTap:
         self._stop = stop
         self._get_name = ggml_base().ggml_get_name
         self._taken: dict[int, NDArray[np.float32]] = {}
-        self._num_asked = 0
-        # Names are read only from here on: about 300 nodes precede the one wanted, each a call out of C.
-        self._quiet_until = 0
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
+        self.user_data: int | None = None
 
-    def begin(self, *, look_everywhere: bool = False) -> None:
-        """Forget the last decode. `look_everywhere` after a graph of another shape was missed."""
+    def begin(self) -> None:
+        """Forget the last decode."""
         self._taken.clear()
-        self._num_asked = 0
-        if look_everywhere:
-            self._quiet_until = 0
 
     def take(self, layer: int) -> NDArray[np.float32] | None:
         """The layer's output in the decode since `begin`, or None if it did not come by."""
         return self._taken.get(layer)
 
     def _on_node(self, tensor: int, ask: bool, _user_data: int | None) -> bool:  # noqa: FBT001 - C calls it
-        if ask:
-            self._num_asked += 1
-            if self._num_asked < self._quiet_until:
-                return False
-            return self._get_name(tensor) in self._names
         name = self._get_name(tensor)
+        if ask:
+            return name in self._names
         num_bytes = ggml_base().ggml_nbytes(tensor)
         rows = np.empty((num_bytes // (4 * self._n_embd), self._n_embd), dtype=np.float32)
         ggml_base().ggml_backend_tensor_get(tensor, rows.ctypes.data_as(ctypes.c_void_p), 0, rows.nbytes)
@@ -69,6 +61,4 @@ class LayerTap:
             self._taken[layer] = np.concatenate((self._taken[layer], rows))
         else:
             self._taken[layer] = rows
-            if len(self._names) == 1:
-                self._quiet_until = self._num_asked * 7 // 8
         return not (self._stop and name == self._last)

@@ -1,0 +1,66 @@
+"""The compiled tap gives what the one in Python gives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stages import runtime as runtime_module
+from stages import stop_tap
+from stages.cutting import StageCache
+from stages.layers import LayerRange
+from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.stop_tap import StopTap, make_stop_tap
+from stages.tap import LayerTap
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+    from numpy.typing import NDArray
+
+OPTIONS = RuntimeOptions(num_slots=2, ctx_size=64, exact=True)
+# Prefill of two slots, a decode of both, one with fewer rows after a trim.
+BATCHES = (
+    [Span(0, 0, [5, 6, 7]), Span(1, 0, [8, 9, 10])],
+    [Span(0, 3, [11]), Span(1, 3, [12])],
+    [Span(1, 2, [13, 14])],
+)
+
+
+def hidden_states(path: Path) -> list[NDArray[np.float32]]:
+    runtime = StageRuntime(path, OPTIONS)
+    try:
+        return [rows for batch in BATCHES for rows in runtime.decode(batch)]
+    finally:
+        runtime.close()
+
+
+def test_is_compiled_where_the_tests_run() -> None:
+    assert isinstance(make_stop_tap(3, 8, 4), StopTap)
+
+
+def test_gives_the_very_rows_that_python_would(
+    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = StageCache(tmp_path).cut(smollm2_path, LayerRange(0, 4)).path
+    compiled = hidden_states(path)
+    monkeypatch.setattr(
+        runtime_module,
+        "make_stop_tap",
+        lambda layer, n_embd, _max_rows: LayerTap([layer], n_embd, stop=True),
+    )
+    interpreted = hidden_states(path)
+    assert len(compiled) == 5
+    for ours, theirs in zip(compiled, interpreted, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_python_takes_over_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_tap._compiled.cache_clear()
+    monkeypatch.setattr(stop_tap, "_EXTENSION", "stages._absent")
+    try:
+        assert isinstance(make_stop_tap(3, 8, 4), LayerTap)
+    finally:
+        stop_tap._compiled.cache_clear()
