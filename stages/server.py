@@ -25,6 +25,7 @@ from stages.link import StageLink
 from stages.runtime import Span, StageRuntime
 from stages.sampling import Sampling
 from stages.sessions import SessionTable
+from stages.wakefulness import Wakefulness
 from stages.window_queue import QueuedWindow, WindowQueue
 from stages.worker import StageWorker
 
@@ -71,6 +72,7 @@ class StageService(rpc.StageServicer):
             on_verdicts=self._from_worker(self._answer),
             on_failures=self._from_worker(self._report),
         )
+        self._wakefulness = Wakefulness()
         self._next: StageLink | None = None
         self._verdicts: set[asyncio.Queue[wire.Verdict]] = set()
         self._controls: set[asyncio.Queue[wire.ControlReply]] = set()
@@ -97,6 +99,7 @@ class StageService(rpc.StageServicer):
         if self._next is not None:
             await self._next.close()
         self._queue.close()
+        self._wakefulness.update(0)
         await asyncio.to_thread(self._worker.join)
 
     def stats(self) -> wire.StageStats:
@@ -155,6 +158,7 @@ class StageService(rpc.StageServicer):
             if not self._controls:
                 # No coordinator, nobody to answer: its sessions are over.
                 self._queue.free(self._sessions.close_all())
+                self._wakefulness.update(0)
 
     async def Verdicts(  # noqa: N802
         self, request: wire.Hello, context: grpc.aio.ServicerContext[wire.Hello, wire.Verdict]
@@ -213,6 +217,7 @@ class StageService(rpc.StageServicer):
                     slot = self._sessions.close(request.close.session)
                     if slot is not None:
                         self._queue.free([slot])
+                    self._wakefulness.update(len(self._sessions))
                 case "ping":
                     pong = wire.Pong(sent_us=request.ping.sent_us, stats=self.stats())
                     replies.put_nowait(wire.ControlReply(pong=pong))
@@ -233,6 +238,7 @@ class StageService(rpc.StageServicer):
             )
         except MeshError as error:
             self._report([_failure(message.session, 0, 0, error)])
+        self._wakefulness.update(len(self._sessions))
         if self._next is not None:
             self._next.send(wire.Frame(open=message))
 
