@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mesh.engine import GenerationRequest
+from spanmesh_proto.errors import InvalidWindow
 from speculative.controller import ControllerOptions
 from speculative.ngram import NgramProposer
 from speculative.proposer import Proposer
@@ -253,3 +254,109 @@ async def test_void_windows_die_where_they_are(*, position: int, cancels: bool) 
         assert sum(stage.num_dropped_windows for stage in after[: position + 1]) == 3 - at_tail
         num_chunks = 2
         assert after[-1].num_windows == last.stats.num_windows + num_chunks + at_tail
+
+
+async def test_a_proposer_that_knows_more_wakes_the_pump() -> None:
+    """A plain window is under way and held; what the proposer finds out meanwhile follows it at once."""
+    future = [*PROMPT, *plain_answer(PROMPT, 8, Sampler(Sampling()).sample)]
+    proposer = Awakened(future)
+    runtimes = fake_ring()
+    gate = Gate(len(PROMPT))
+    runtimes[0].on_decode = gate
+    async with (
+        running_services(runtimes) as stages,
+        running_coordinator(
+            stages,
+            context_length=128,
+            num_slots=1,
+            make_proposer=lambda: proposer,
+            controller=ControllerOptions(fixed_width=2, fixed_depth=3),
+            max_rows=FakeRuntime.max_rows,
+            n_vocab=N_VOCAB,
+        ) as coordinator,
+    ):
+        parts = coordinator.generate(GenerationRequest(PROMPT, 8))
+        first = await anext(parts)
+        (session,) = coordinator._sessions.values()
+        assert session._generation.num_in_flight == 1
+        await asyncio.to_thread(proposer.wake)
+        await asyncio.sleep(0)
+        assert session._generation.num_in_flight == 3
+        gate.open()
+        tokens = [*first.tokens, *[token async for part in parts for token in part.tokens]]
+    assert tokens == future[len(PROMPT) :]
+
+
+class Awakened(Oracle):
+    """Knows nothing until it is woken."""
+
+    is_awake = False
+
+    @property
+    def num_known(self) -> int:
+        return len(self._text) if self.is_awake else 0
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        self._on_ready = on_ready
+
+    def wake(self) -> None:
+        self.is_awake = True
+        self._on_ready()
+
+
+async def test_a_client_that_does_not_read_delays_nobody() -> None:
+    num_tokens = 12
+    async with (
+        running_services(fake_ring()) as stages,
+        running_coordinator(
+            stages, context_length=128, num_slots=1, max_rows=FakeRuntime.max_rows, n_vocab=N_VOCAB
+        ) as coordinator,
+    ):
+        parts = coordinator.generate(GenerationRequest(PROMPT, num_tokens))
+        first = await anext(parts)
+        num_windows = 0
+        async with asyncio.timeout(10):
+            while num_windows < 2 + num_tokens - 1:
+                num_windows = (await coordinator._ring.stats())[-1].num_windows
+        rest = [part async for part in parts]
+    assert len(first.tokens) + sum(len(part.tokens) for part in rest) == num_tokens
+    assert rest[-1].finish == "length"
+
+
+async def test_a_failure_of_a_void_window_is_nobody_s_concern(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that refuses a window which a rejection has voided meanwhile must not end the answer."""
+    num_tokens = 12
+    future = [*PROMPT, *plain_answer(PROMPT, num_tokens, Sampler(Sampling()).sample)]
+    wrong = len(PROMPT) + 2
+    runtimes = fake_ring()
+    gate = Gate(wrong)
+    has_failed = False
+
+    def refuse_once(span: Span) -> None:
+        nonlocal has_failed
+        gate([span])
+        if span.start >= wrong and not has_failed:
+            has_failed = True
+            raise InvalidWindow("this window is refused")
+
+    monkeypatch.setattr(runtimes[1], "check", refuse_once)
+    async with (
+        running_services(runtimes) as stages,
+        running_coordinator(
+            stages,
+            context_length=128,
+            num_slots=1,
+            make_proposer=lambda: Oracle(future, [place == wrong for place in range(len(future))]),
+            controller=ControllerOptions(fixed_width=2, fixed_depth=4),
+            max_rows=FakeRuntime.max_rows,
+            n_vocab=N_VOCAB,
+        ) as coordinator,
+    ):
+        answer = asyncio.create_task(collect(coordinator, GenerationRequest(PROMPT, num_tokens)))
+        async with asyncio.timeout(10):
+            while not any(session._epoch for session in coordinator._sessions.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        gate.open()
+        tokens, _ = await answer
+    assert has_failed
+    assert tokens == future[len(PROMPT) :]
