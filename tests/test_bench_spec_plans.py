@@ -7,7 +7,7 @@ import pytest
 
 from mesh.bench.spec.acceptance import EXACT, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
 from mesh.bench.spec.peer import peer_settings
-from mesh.bench.spec.plan import in_turn
+from mesh.bench.spec.plan import in_turn, narrowed
 from mesh.bench.spec.presets import ServeOptions, acceptance_plan, quick_plan, sweep_plan
 from mesh.bench.spec.setting import AUTO, DRAFT, OFF, REPLAY, Setting
 from mesh.bench.spec.workload import Workload
@@ -97,6 +97,17 @@ def test_the_acceptance_plan_asks_for_every_line(workloads: dict[str, Workload])
     assert [server for server, phase in phases.items() if phase.replays] == [WITH_DRAFT]
 
 
+def test_a_plan_can_be_narrowed(workloads: dict[str, Workload]) -> None:
+    plan = acceptance_plan(workloads, ServeOptions(None), 1)
+    assert narrowed(plan, delays_ms=(), workloads=()) == plan
+    phases = narrowed(plan, delays_ms=(5.0,), workloads=("coding", "warm-repeat"))
+    assert [phase.server for phase in phases] == [WITH_DRAFT, WITHOUT_DRAFT, WITH_HISTORY]
+    asked = {(trial.delay_ms, trial.workload.name) for phase in phases for trial in phase.trials}
+    assert asked == {(5.0, "coding"), (5.0, "warm-repeat")}
+    assert len(phases[0].crowds) == 2
+    assert narrowed(plan, delays_ms=(7.0,), workloads=()) == ()
+
+
 def test_a_sweep_is_every_proposer_with_every_width(workloads: dict[str, Workload]) -> None:
     first, second = sweep_plan(
         choose(workloads, ("coding", "warm-repeat")),
@@ -141,7 +152,11 @@ def test_a_replay_follows_what_it_replays() -> None:
 
 def test_llama_cpp_drafts_only_with_a_draft_model() -> None:
     without = [setting.name for setting in peer_settings(None)]
-    assert without == ["off", "ngram-simple", "ngram-map-k", "ngram-cache"]
+    assert without == ["off", "ngram-simple", "ngram-cache"]
     more = peer_settings(Path("d.gguf"))[len(without) :]
-    assert [setting.name for setting in more] == ["draft/4", "draft/8", "draft/16"]
+    assert [setting.name for setting in more] == [
+        "draft/2 p_min 0.0",
+        "draft/4 p_min 0.0",
+        "draft/8 p_min 0.5",
+    ]
     assert all("d.gguf" in setting.options for setting in more)

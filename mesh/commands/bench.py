@@ -88,7 +88,7 @@ def bench() -> None:
 @click.option(
     "--spec-bench", type=_FILE, help="Spec-Bench's question.jsonl; adds its categories as workloads."
 )
-@click.option("--workloads", metavar="A,B,…", help="Which, for a sweep; all unless given.")
+@click.option("--workloads", metavar="A,B,…", help="Which; all unless given.")
 @click.option(
     "--proposers",
     "modes",
@@ -109,9 +109,9 @@ def bench() -> None:
     "--delay-ms",
     "delays_ms",
     type=_Numbers(float, 0.0),
-    default=(5.0, 20.0),
+    default=(),
     metavar="A,B,…",
-    help="One way, for a sweep; 5,20 unless given.",
+    help="One way; for a sweep 5,20 unless given, for the acceptance table all of its own.",
 )
 @click.option(
     "--questions",

@@ -35,18 +35,21 @@ def peer_settings(draft_model: Path | None) -> tuple[PeerSetting, ...]:
             "ngram-simple",
             _spec("ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8"),
         ),
-        PeerSetting(
-            "ngram-map-k",
-            _spec("ngram-map-k", "--spec-ngram-map-k-size-n", "3", "--spec-ngram-map-k-size-m", "8"),
-        ),
         PeerSetting("ngram-cache", _spec("ngram-cache")),
     ]
     if draft_model is not None:
         model = ("--spec-draft-model", str(draft_model))
         draft = (*model, "--spec-draft-device", "none", "--spec-draft-threads", "1")
         found += [
-            PeerSetting(f"draft/{length}", _spec("draft-simple", *draft, "--spec-draft-n-max", str(length)))
-            for length in (4, 8, 16)
+            PeerSetting(
+                f"draft/{length} p_min {p_min}",
+                _spec(
+                    "draft-simple",
+                    *draft,
+                    *("--spec-draft-n-max", str(length), "--spec-draft-p-min", str(p_min)),
+                ),
+            )
+            for length, p_min in ((2, 0.0), (4, 0.0), (8, 0.5))
         ]
     return tuple(found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from mesh.lab import Lab
 
 log = structlog.get_logger()
+
+# Of each answer while settings are compared: enough to tell them apart.
+_NUM_TOKENS: Final = 48
 
 
 class Peer:
@@ -121,7 +124,8 @@ class Peer:
         self._lab.set_delay_ms(delay_ms)
 
     def _rate(self, system: RpcSystem, workloads: Sequence[Workload]) -> float:
-        fields = {"temperature": 0, "max_tokens": self._options.num_tokens, **system.fields}
+        most = min(self._options.num_tokens, _NUM_TOKENS)
+        fields = {"temperature": 0, "max_tokens": most, **system.fields}
         asks = [
             Ask(workload.path, {**workload.questions[0].content, **workload.fields, **fields})
             for workload in workloads

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mesh.bench.spec.setting import REPLAY
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from mesh.bench.spec.setting import Setting
     from mesh.bench.spec.workload import Workload
 
@@ -77,6 +79,30 @@ class Phase:
     def replays(self) -> bool:
         """Whether the server needs the file of recorded answers."""
         return any(REPLAY in trial.settings for trial in self.trials)
+
+
+def narrowed(
+    phases: tuple[Phase, ...], *, delays_ms: Collection[float], workloads: Collection[str]
+) -> tuple[Phase, ...]:
+    """The part of a plan at these delays, on these workloads; all of them where none is named.
+
+    Requests at once keep their workload, which is a mixture.
+    """
+
+    def is_wanted(delay_ms: float, workload: str | None) -> bool:
+        return (not delays_ms or delay_ms in delays_ms) and (
+            not workloads or workload is None or workload in workloads
+        )
+
+    kept = (
+        replace(
+            phase,
+            trials=tuple(trial for trial in phase.trials if is_wanted(trial.delay_ms, trial.workload.name)),
+            crowds=tuple(crowd for crowd in phase.crowds if is_wanted(crowd.delay_ms, None)),
+        )
+        for phase in phases
+    )
+    return tuple(phase for phase in kept if phase.trials or phase.crowds)
 
 
 def in_turn(settings: tuple[Setting, ...], turn: int) -> tuple[Setting, ...]:

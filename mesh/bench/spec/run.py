@@ -19,6 +19,7 @@ from mesh.bench.contest import even_split
 from mesh.bench.llama_rpc import build_llama_rpc
 from mesh.bench.spec.peer import peer_settings
 from mesh.bench.spec.peer_contest import Peer
+from mesh.bench.spec.plan import narrowed
 from mesh.bench.spec.presets import ServeOptions, acceptance_plan, quick_plan, sweep_plan
 from mesh.bench.spec.replay_file import ReplayFile
 from mesh.bench.spec.report import Report, work_out, write_report
@@ -45,6 +46,7 @@ Preset = Literal["sweep", "acceptance", "quick"]
 
 _NUM_STAGES: Final = 3
 _CTX_SIZE: Final = 2560
+_SWEEP_DELAYS_MS: Final = (5.0, 20.0)
 _PEER_DELAY_MS: Final = 20.0
 # Three questions tell the settings apart: prose, code, and text to be copied from.
 _PEER_WORKLOADS: Final = ("writing", "coding", "summarization", "built-in", "repository-edit", "tool-call")
@@ -61,10 +63,10 @@ class SpecOptions:
         draft_type: Type of its weights, if it is made; None goes without a draft model.
         preset: Which plan.
         spec_bench: Spec-Bench's `question.jsonl`, or None for the project's own workloads alone.
-        workloads: Names, for a sweep; empty takes all.
+        workloads: Names; empty takes all.
         modes: Proposers, for a sweep.
         widths: Values of `--draft-max`, for a sweep.
-        delays_ms: One way, for a sweep.
+        delays_ms: One way; empty takes those of the plan, for a sweep 5 and 20.
         per_workload: Questions of each workload.
         num_tokens: Of each answer.
         num_threads: Of each stage.
@@ -151,7 +153,11 @@ def _plan(
     serve: ServeOptions,
 ) -> tuple[Phase, ...]:
     if options.preset == "acceptance":
-        return acceptance_plan(workloads, serve, options.seed)
+        return narrowed(
+            acceptance_plan(workloads, serve, options.seed),
+            delays_ms=options.delays_ms,
+            workloads=options.workloads,
+        )
     if options.preset == "quick":
         return quick_plan(workloads, serve)
     return sweep_plan(
@@ -159,7 +165,7 @@ def _plan(
         serve,
         modes=options.modes,
         widths=options.widths,
-        delays_ms=options.delays_ms,
+        delays_ms=options.delays_ms or _SWEEP_DELAYS_MS,
         with_peer=options.with_rpc,
     )
 
