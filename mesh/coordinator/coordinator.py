@@ -19,6 +19,7 @@ from mesh.speculation_report import SpeculationReport
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, MeshError, StageFailed, from_code
 from speculative.controller import ControllerOptions, SharedMeasures
+from stages.wakefulness import Wakefulness
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -95,6 +96,7 @@ class Coordinator:
         self._totals = [_StageTotals() for _ in stages]
         self._past = SpeculationReport()
         self._shared = SharedMeasures()
+        self._wakefulness = Wakefulness()
         self._ring = Ring(
             self._stages,
             mesh_id,
@@ -142,6 +144,7 @@ class Coordinator:
             self._raise_if_lost()
             session = self._session(request)
             self._sessions[session.id] = session
+            self._wakefulness.update(len(self._sessions))
             try:
                 self._ring.open_session(_open_message(session.id, slot, request))
                 session.start(request.prompt)
@@ -152,6 +155,7 @@ class Coordinator:
                     yield part
             finally:
                 del self._sessions[session.id]
+                self._wakefulness.update(len(self._sessions))
                 self._ring.close_session(session.id)
                 session.close()
                 self._past = self._past.merge(session.telemetry.report())
