@@ -22,14 +22,10 @@ class DraftSlots:
     def __init__(self, num_slots: int) -> None:
         self._held: dict[int, list[int]] = {slot: [] for slot in range(num_slots)}
 
-    def take(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """The free slot that holds most of how `tokens` begins, and how many that is.
-
-        Raises:
-            IndexError: If no slot is free.
-        """
+    def take(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """The free slot that holds most of how `tokens` begins, and how much; None if none is free."""
         if not self._held:
-            raise IndexError("every slot of the draft model is taken")
+            return None
         slot = max(self._held, key=lambda slot: _num_shared(self._held[slot], tokens))
         return slot, _num_shared(self._held.pop(slot), tokens)
 

@@ -143,12 +143,15 @@ class DraftThread:
         granted = share_rows([session.line.num_wanted_rows for session in able], MAX_ROWS)
         parts = []
         for session, num_rows in zip(able, granted, strict=True):
-            if num_rows and session.slot is None:
-                session.slot, num_shared = self._slots.take(session.line.tokens)
-                session.line.adopt(num_shared)
-            if num_rows and (span := session.line.next_span(num_rows)) is not None:
+            if num_rows and self._has_slot(session) and (span := session.line.next_span(num_rows)):
                 parts.append(_Part(session, span))
         return parts
+
+    def _has_slot(self, session: DraftSession) -> bool:
+        if session.slot is None and (taken := self._slots.take(session.line.tokens)) is not None:
+            session.slot, num_shared = taken
+            session.line.adopt(num_shared)
+        return session.slot is not None
 
     def _compute(self, parts: Sequence[_Part]) -> None:
         started_s = self._clock_s()

@@ -1,0 +1,75 @@
+"""How sessions share a draft model: rows of a batch, and slots of its KV cache."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculative.draft_confidence import probability
+from speculative.draft_options import DraftOptions
+from speculative.draft_schedule import share_rows
+from speculative.draft_slots import DraftSlots
+
+
+@pytest.mark.parametrize(
+    ("wanted", "granted"),
+    [
+        ([], []),
+        ([0, 0], [0, 0]),
+        ([1, 1, 2], [1, 1, 2]),
+        ([300], [128]),
+        ([300, 300], [128, 0]),
+        ([60, 300], [60, 68]),
+        ([300, 1], [8, 1]),
+        ([1, 300, 2, 300], [1, 8, 2, 0]),
+    ],
+)
+def test_rows(wanted: list[int], granted: list[int]) -> None:
+    assert share_rows(wanted, 128) == granted
+
+
+@given(st.lists(st.integers(0, 500), max_size=8), st.integers(4, 128))
+def test_a_batch_is_never_overfull_and_never_empty(wanted: list[int], max_rows: int) -> None:
+    granted = share_rows(wanted, max_rows)
+    assert sum(granted) <= max_rows
+    assert all(0 <= given <= asked for given, asked in zip(granted, wanted, strict=True))
+    assert any(granted) == any(wanted)
+
+
+def test_a_slot_with_the_same_beginning_is_found_again() -> None:
+    slots = DraftSlots(2)
+    assert slots.take([1, 2, 3]) == (0, 0)
+    assert slots.take([7, 8]) == (1, 0)
+    assert slots.take([1]) is None
+    slots.give_back(0, [7, 8])
+    slots.give_back(1, [1, 2, 3])
+    assert slots.take([1, 2, 4, 5]) == (1, 2)
+    assert slots.take([7, 8, 9]) == (0, 2)
+
+
+def test_probability() -> None:
+    logits = np.log(np.array([0.2, 0.7, 0.1], np.float32)) + 50
+    before = logits.copy()
+    assert [round(probability(logits, token), 5) for token in range(3)] == [0.2, 0.7, 0.1]
+    assert (logits == before).all()
+    with pytest.raises(ValueError, match="probability of nan"):
+        probability(np.array([1.0, np.nan], np.float32), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "need"),
+    [
+        ("draft_max", 0, "1 or more"),
+        ("draft_max", -3, "1 or more"),
+        ("draft_min", 9, "from 1 to draft_max, 8"),
+        ("p_min", 1.5, "from 0 (off) to 1"),
+        ("p_min", -0.1, "from 0 (off) to 1"),
+        ("p_min", float("nan"), "from 0 (off) to 1"),
+        ("num_threads", 0, "1 or more"),
+        ("kv_type", "f8", "one of f32, f16"),
+    ],
+)
+def test_options_out_of_range(name: str, value: float, need: str) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the text is compared below
+        DraftOptions(**{name: value})  # type: ignore[arg-type]
+    assert str(raised.value).startswith(f"{name} is {value}: it must be {need}")
