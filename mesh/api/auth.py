@@ -71,6 +71,12 @@ class ApiKeys:
         return found
 
 
+def key_name_of(scope: Scope) -> str | None:
+    """The name of the key that a request came with; None where the API is open."""
+    name: str | None = scope.get(KEY_NAME)
+    return name
+
+
 class KeyGate:
     """Middleware that lets a request through with a valid key only, whether its route exists or not.
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
+from mesh.api.auth import key_name_of
 from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
 from mesh.api.job import make_job
@@ -19,6 +20,7 @@ from mesh.chat_template import encode_prompt
 
 if TYPE_CHECKING:
     from mesh.api.answer import FinishReason
+    from mesh.api.job import Job
 
 router = APIRouter()
 
@@ -31,15 +33,15 @@ async def chat_completions(request: Request) -> Response:
     backend.require_ready()
     backend.require_model(body.model)
     # A long conversation takes a while, during which other answers must go on.
-    prompt = await asyncio.to_thread(_encode, backend, body)
-    job = make_job(backend, body, prompt, prompt_param="messages")
+    job = await asyncio.to_thread(_job, backend, body, key_name_of(request.scope))
     return await respond(request, backend, body, ChatShape(), [job])
 
 
-def _encode(backend: Backend, body: ChatBody) -> list[int]:
+def _job(backend: Backend, body: ChatBody, key_name: str | None) -> Job:
     messages = [message.for_template() for message in body.messages]
     rendered = backend.chat_template.render(messages, body.chat_template_kwargs)
-    return encode_prompt(backend.tokenizer, rendered)
+    prompt = encode_prompt(backend.tokenizer, rendered)
+    return make_job(backend, body, prompt, prompt_param="messages", history_key=key_name)
 
 
 class ChatShape:

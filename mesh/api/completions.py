@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
+from mesh.api.auth import key_name_of
 from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
 from mesh.api.job import Job, make_job
@@ -34,11 +35,12 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionBody, backend.unknown_fields)
     backend.require_ready()
     backend.require_model(body.model)
-    jobs = [await asyncio.to_thread(_job, backend, body, prompt) for prompt in body.prompt]
+    key_name = key_name_of(request.scope)
+    jobs = [await asyncio.to_thread(_job, backend, body, prompt, key_name) for prompt in body.prompt]
     return await respond(request, backend, body, CompletionShape(), jobs)
 
 
-def _job(backend: Backend, body: CompletionBody, prompt: Prompt) -> Job:
+def _job(backend: Backend, body: CompletionBody, prompt: Prompt, key_name: str | None) -> Job:
     tokenizer = backend.tokenizer
     if isinstance(prompt, str):
         tokens = tokenizer.encode(prompt, add_special=True, parse_special=True)
@@ -57,6 +59,7 @@ def _job(backend: Backend, body: CompletionBody, prompt: Prompt) -> Job:
         body,
         tokens,
         prompt_param="prompt",
+        history_key=key_name,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         echo=echo if body.echo else "",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mesh.api.prediction import encode_prediction
 from mesh.engine import GenerationRequest, SpeculationLimits
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
 from stages.sampling import Sampling
@@ -39,6 +40,7 @@ def make_job(
     prompt: Sequence[int],
     *,
     prompt_param: str,
+    history_key: str | None,
     default_max_tokens: int | None = None,
     echo: str = "",
 ) -> Job:
@@ -52,11 +54,12 @@ def make_job(
         body: The checked body.
         prompt: Token ids.
         prompt_param: The field that the prompt came from, for errors.
+        history_key: The name of the caller's API key, or None.
         default_max_tokens: The limit if the request names none; None is all the room there is.
         echo: Text that goes before the answer.
 
     Raises:
-        InvalidRequest: If the prompt is empty.
+        InvalidRequest: If the prompt is empty, or the prediction longer than the context.
         ContextLengthExceeded: If it leaves no room for an answer.
     """
     if not prompt:
@@ -76,6 +79,8 @@ def make_job(
         end_tokens=frozenset() if body.ignore_eos else backend.tokenizer.end_tokens,
         sampling=sampling_of(body, backend.random_bits),
         speculation=SpeculationLimits() if body.speculation is None else body.speculation.as_limits(),
+        prediction=encode_prediction(backend.tokenizer, body.prediction, context_length),
+        history_key=history_key,
     )
     return Job(request, body.stop, echo)
 

@@ -47,6 +47,15 @@ def parse_content(value: Any, message: ValidationInfo) -> str:
     return "\n".join(_part_text(part, index) for index, part in enumerate(value))
 
 
+def parse_prediction(value: Any) -> str:
+    """An expected answer: a string, or a list of text parts that follow one another without a gap."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    return "".join(_part_text(part, index) for index, part in enumerate(value))
+
+
 def _part_text(part: Any, index: int) -> str:
     if not isinstance(part, dict):
         raise PydanticCustomError("content", "part {index} must be an object", {"index": index})
@@ -110,6 +119,13 @@ class SpeculationBody(BaseModel):
         return SpeculationLimits(self.mode, self.max_width, self.depth)
 
 
+class PredictionBody(_Body):
+    """What the client expects the answer to be, all of it (OpenAI's predicted outputs)."""
+
+    type: Literal["content"]
+    content: Annotated[str, PlainValidator(parse_prediction)]
+
+
 class GenerationBody(_Body):
     """What both endpoints take."""
 
@@ -125,6 +141,7 @@ class GenerationBody(_Body):
     stop: Annotated[tuple[str, ...], PlainValidator(parse_stop)] = ()
     ignore_eos: bool | None = None
     speculation: SpeculationBody | None = None
+    prediction: PredictionBody | None = None
 
     @property
     def includes_usage(self) -> bool:
