@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from speculative.chain import ChainProposer
 from speculative.controller import Controller, Decision, Moment
 from speculative.proposal import EMPTY
 
@@ -44,7 +45,7 @@ class Speculator:
         clock_ms: Callable[[], float],
     ) -> None:
         self._guarded = tuple(proposers)
-        self._proposer: Proposer = proposers[0] if len(proposers) == 1 else _FirstOf(proposers)
+        self._proposer: Proposer = proposers[0] if len(proposers) == 1 else ChainProposer(proposers)
         self._controller = Controller(options, shared)
         self._timing = shared.timing
         self._end_tokens = end_tokens
@@ -127,28 +128,3 @@ class Speculator:
             if token in self._end_tokens:
                 return proposal.first(index)
         return proposal
-
-
-class _FirstOf:
-    """The first proposer that knows anything. See `speculative.proposer.Proposer`."""
-
-    name = "chain"
-
-    def __init__(self, proposers: Sequence[Proposer]) -> None:
-        self._proposers = tuple(proposers)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        for proposer in self._proposers:
-            proposer.extend(tokens)
-
-    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
-        proposals = [proposer.propose(max_tokens, after) for proposer in self._proposers]
-        return next((proposal for proposal in proposals if proposal.tokens), EMPTY)
-
-    def listen(self, on_ready: Callable[[], None]) -> None:
-        for proposer in self._proposers:
-            proposer.listen(on_ready)
-
-    def close(self) -> None:
-        for proposer in self._proposers:
-            proposer.close()

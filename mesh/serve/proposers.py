@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from mesh.draft.load import load_draft
 from mesh.serve.recorded_answers import latest_answer
+from speculative.history import Histories
 from speculative.ngram import NgramProposer
+from speculative.prediction import PredictionProposer
 from speculative.replay import ReplayProposer
 from stages.sampling import Sampler
 
@@ -30,14 +32,21 @@ class Proposers:
         mode: Who may propose.
         draft: The draft model, or None.
         replay_path: Recorded answers, of which the latest is replayed; or None.
+        keeps_history: Whether earlier answers to the same API key are proposed again.
     """
 
     def __init__(
-        self, mode: SpeculationMode, *, draft: DraftModel | None = None, replay_path: Path | None = None
+        self,
+        mode: SpeculationMode,
+        *,
+        draft: DraftModel | None = None,
+        replay_path: Path | None = None,
+        keeps_history: bool = False,
     ) -> None:
         self._mode = mode
         self._draft = draft
         self._replay_path = replay_path
+        self._histories = Histories() if keeps_history else None
 
     def __call__(self, request: GenerationRequest) -> list[Proposer]:
         """New proposers for one session; none if none may propose."""
@@ -46,6 +55,10 @@ class Proposers:
         if mode == "replay" and self._replay_path is not None:
             proposers.append(ReplayProposer(latest_answer(self._replay_path)))
         if mode in {"auto", "ngram"}:
+            if request.prediction:
+                proposers.append(PredictionProposer(request.prediction))
+            if self._histories is not None and request.history_key is not None:
+                proposers.append(self._histories.open(request.history_key))
             proposers.append(NgramProposer())
         if mode in {"auto", "draft"} and self._draft is not None:
             # The same sampler and seed as the target's: what they draw differs only where they disagree.
@@ -72,7 +85,12 @@ def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposer
         limits = wanted.draft_options(ctx_size=known.workload.ctx_size, num_slots=known.workload.num_slots)
         draft = load_draft(wanted.draft_path, known.tokenizer, limits, clock_s=time.monotonic)
     try:
-        yield Proposers(wanted.mode, draft=draft, replay_path=wanted.replay_path)
+        yield Proposers(
+            wanted.mode,
+            draft=draft,
+            replay_path=wanted.replay_path,
+            keeps_history=wanted.keeps_history,
+        )
     finally:
         if draft is not None:
             draft.close()
