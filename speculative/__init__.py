@@ -1,5 +1,5 @@
-"""Pure policy of speculation: proposers, acceptance, span classes. No I/O, no clock, no dice.
+"""Pure policy of speculation: proposers, acceptance, the controller. No I/O, no clock, no dice.
 
-A proposer guesses what follows (`ngram`), the gate says how much of it is worth sending (`gate`), the tail
-verifies, `acceptance` says what became of it, `statistics` counts.
+Proposers guess what follows (`proposer`), the controller says how much of it is worth sending (`controller`),
+the tail verifies, `acceptance` says what became of it, `statistics` counts.
 """

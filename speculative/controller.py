@@ -1,13 +1,26 @@
-"""How many proposed tokens to send now: width and depth of speculation, zero included."""
+"""How many proposed tokens to send now: width and depth of speculation, zero included.
+
+Three judges, from quick to slow. Each proposed token must be likelier to be reached than its row costs
+(`calibration`, `row_price`). The widths and the depth are those with the most expected tokens per second
+(`pace`). And what was measured has the last word: a session's `account`, or the `crowd` where several
+sessions share the ring, stops speculation that brings fewer tokens than plain windows, and tries again ever
+more rarely.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from speculative.account import Account
+from speculative.calibration import Calibration
+from speculative.controller_options import ControllerOptions
 from speculative.moment import Decision, Moment, Outcome, StageMeasure
+from speculative.pace import Pace, best_pace
+from speculative.row_price import row_price
 from speculative.shared import SharedMeasures
+from speculative.staircase import smoothed
 from speculative.timing import Timing
 
 if TYPE_CHECKING:
@@ -24,36 +37,15 @@ __all__ = [
     "Timing",
 ]
 
-
-@dataclass(frozen=True)
-class ControllerOptions:
-    """Limits, and switches that take a mechanism away to find a fault.
-
-    Attributes:
-        max_width: Most proposed tokens in one window.
-        max_depth: Most windows of a session under way; 1 keeps them in step.
-        fixed_width: Always this many proposed tokens, or as many as there are; 0 speculates never.
-        fixed_depth: Always this many windows under way.
-        p_min: Tokens that are likely to be reached with less than this are not sent; None leaves it to the
-            controller.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
-
-    max_width: int = 16
-    max_depth: int = 16
-    fixed_width: int | None = None
-    fixed_depth: int | None = None
-    p_min: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_width < 1 or self.max_depth < 1:
-            raise ValueError(f"{self}: max_width and max_depth must be 1 or more")
-        if (self.fixed_width or 0) < 0 or (self.fixed_depth is not None and self.fixed_depth < 1):
-            raise ValueError(f"{self}: fixed_width must not be negative, fixed_depth 1 or more")
-        if self.p_min is not None and not 0.0 <= self.p_min <= 1.0:
-            raise ValueError(f"{self}: p_min must lie in [0, 1]")
+# Rows of one batch that all sessions together may propose.
+_ROW_BUDGET: Final = 48
+# Judged windows between two looks for a better pace.
+_PACE_EVERY: Final = 8
+_PLAIN_WEIGHT: Final = 0.25
+# The proposer whose tokens take time; see `speculative.draft`.
+_DRAFT: Final = "draft"
+_FIRST_PROBE: Final = 32
+_MAX_PROBE: Final = 512
 
 
 class Controller:
@@ -66,66 +58,220 @@ class Controller:
 
     def __init__(self, options: ControllerOptions, shared: SharedMeasures) -> None:
         self._options = options
+        self._shared = shared
         self._timing = shared.timing
-        self._balance = 0.0
-        self._wait = 0
-        self._pause = 8
-        self._last_arrived_ms = float("-inf")
-        self._pending: deque[bool] = deque()
+        self._calibration = Calibration(shared.acceptance)
+        self._account = Account(is_in_doubt=shared.is_in_doubt)
+        self._num_sessions = 1
+        # The chance of each window under way to be right, given those ahead of it.
+        self._flying: deque[float] = deque()
+        self._last_arrived_ms: float | None = None
+        self._last_behind_ms = -math.inf
+        self._is_after_stale = False
+        self._is_plain_turn = True
+        self._paces: dict[tuple[int, float], Pace] = {}
+        self._num_judged = 0
+        self._probe_in = self._probe_every = _FIRST_PROBE
+        self._pace: Pace | None = None
+        self._width = 0
         self._reason = "nothing decided yet"
 
     def wanted(self, moment: Moment) -> int:
         """How many tokens to ask the proposer for now; 0: none are wanted."""
+        self._num_sessions = moment.num_sessions
+        if moment.num_in_flight == 0:
+            self._flying.clear()
         options = self._options
-        if moment.num_in_flight >= (options.fixed_depth or options.max_depth):
-            self._reason = f"{moment.num_in_flight} windows are under way"
+        if options.fixed_width is not None:
+            self._is_plain_turn = options.fixed_width == 0
+            limit = options.fixed_depth or options.max_depth
+            width = options.fixed_width
+            self._reason = f"width is fixed at {width}"
+        else:
+            closed = self._why_closed()
+            self._is_plain_turn = closed is not None
+            if closed is not None:
+                self._reason = closed
+                return 0
+            limit = options.fixed_depth or options.max_depth
+            width = min(options.max_width, max(1, _ROW_BUDGET // moment.num_sessions))
+        if moment.num_in_flight >= limit:
+            self._reason = f"{moment.num_in_flight} windows fill the ring"
             return 0
-        if options.fixed_width is None:
-            if self._timing.plain_ms is None:
-                self._reason = "measuring a plain window first"
-                return 0
-            if self._wait:
-                self._reason = f"proposing lost time: trying again in {self._wait} windows"
-                return 0
-        width = options.max_width if options.fixed_width is None else options.fixed_width
         return max(0, min(width, moment.room))
 
     def decide(self, moment: Moment, proposal: Proposal) -> Decision:
         """How many of the proposed tokens to send now."""
-        width = min(self.wanted(moment), len(proposal.tokens))
-        if width and self._options.fixed_width is None:
-            width = self._worthwhile(proposal, width)
-            self._reason = f"{width} of {len(proposal.tokens)} proposed by {proposal.proposer}"
+        limit = min(self.wanted(moment), len(proposal.tokens))
+        if limit == 0:
+            width = 0
+        elif self._options.fixed_width is not None and self._options.p_min is None:
+            width = limit
+        else:
+            width = self._worthwhile(moment, proposal, limit)
+        if width or moment.num_in_flight == 0:
+            sure = self._calibration.acceptances(proposal.first(width))
+            self._flying.append(math.prod(sure))
+        if width and moment.num_in_flight:
+            self._last_behind_ms = moment.now_ms
+        self._width = width or self._width
         return Decision(width, self._reason)
 
     def judged(self, outcome: Outcome) -> None:
         """Learn from a judged window."""
-        is_alone = outcome.num_in_flight == 0 and outcome.num_stale == 0
-        if not outcome.proposal.tokens and is_alone:
-            self._timing.add_plain(outcome)
-            self._wait = max(0, self._wait - 1)
-        elif self._timing.plain_ms:
-            elapsed_ms = outcome.arrived_ms - max(outcome.sent_ms, self._last_arrived_ms)
-            won = len(outcome.judgement.committed) - elapsed_ms / self._timing.plain_ms
-            self._balance = min(self._balance + won, 4.0)
-            if self._balance < -2.0:
-                self._balance, self._wait, self._pause = -1.0, self._pause, min(2 * self._pause, 256)
-            elif self._balance >= 0.0:
-                self._pause = 8
+        is_alone = (
+            outcome.num_in_flight == 0
+            and outcome.sent_ms > self._last_behind_ms
+            and not self._is_after_stale
+            and self._num_sessions == 1
+        )
+        self._num_judged += 1
+        if self._num_judged % _PACE_EVERY == 0:
+            self._paces.clear()
+        if self._flying:
+            self._flying.popleft()
+        self._timing.add(outcome, is_alone=is_alone)
+        self._calibration.judged(outcome.proposal, outcome.judgement.num_accepted)
+        self._keep_account(outcome, is_alone=is_alone)
         self._last_arrived_ms = outcome.arrived_ms
+        self._is_after_stale = outcome.num_stale > 0
+        if outcome.num_stale:
+            self._flying.clear()
 
     def close(self) -> None:
-        """The session is over."""
+        """The session is over: what it learned about speculating stays."""
+        if self._num_sessions == 1 and self._shared.plain_ms and self._account.num_tokens >= _FIRST_PROBE:
+            plain_ms = self._account.num_tokens * self._shared.plain_ms
+            self._shared.is_in_doubt = self._account.elapsed_ms > plain_ms
 
     def summary(self) -> dict[str, Any]:
         """For `timings`: what the controller does, and why."""
-        return {"mode": "auto", "reason": self._reason}
+        account, plain_ms = self._account, self._plain_ms()
+        measured = 1000 * account.num_tokens / account.elapsed_ms if account.elapsed_ms else None
+        return {
+            "policy": "auto" if self._options.fixed_width is None else "fixed",
+            "width": self._width,
+            "depth": self._options.fixed_depth or (self._pace.depth if self._pace else None),
+            "expected_tokens_per_s": _rounded(self._pace.tokens_per_s if self._pace else None),
+            "measured_tokens_per_s": _rounded(measured),
+            "plain_tokens_per_s": _rounded(1000 / plain_ms if plain_ms else None),
+            "won_tokens": _rounded(account.num_tokens - account.elapsed_ms / plain_ms if plain_ms else None),
+            "contention": _rounded(self._timing.contention),
+            "reason": self._reason,
+        }
 
-    def _worthwhile(self, proposal: Proposal, width: int) -> int:
-        p_min = 0.3 if self._options.p_min is None else self._options.p_min
-        reached = 1.0
-        for index, confidence in enumerate(proposal.confidences[:width]):
-            reached *= confidence
-            if reached < p_min:
+    def _why_closed(self) -> str | None:
+        """Why nothing is proposed now; None if something may be."""
+        if self._num_sessions > 1:
+            crowd = self._shared.crowd
+            if not crowd.allows(self._num_sessions):
+                if crowd.gain is None:
+                    return f"measuring plain windows of {self._num_sessions} sessions"
+                return f"{self._num_sessions} sessions got {crowd.gain:.2f} times the plain tokens: waiting"
+        elif self._shared.plain_ms is None:
+            return "measuring a plain window first"
+        if not self._account.is_open:
+            return f"proposing lost time: trying again in {self._account.wait} tokens"
+        return None
+
+    def _worthwhile(self, moment: Moment, proposal: Proposal, limit: int) -> int:
+        """How many of the first `limit` tokens are likely enough, and fit the best pace."""
+        options = self._options
+        sure = self._calibration.acceptances(proposal)[:limit]
+        is_behind = moment.num_in_flight > 0
+        if options.fixed_width is None:
+            drafting_ms = self._timing.draft_ms_per_token if proposal.proposer == _DRAFT else None
+            # The mean that a run of such tokens would have.
+            pace = self._pace = self._best_pace(math.prod(sure) ** (1 / len(sure)), drafting_ms or 0.0)
+            if options.fixed_depth is None and moment.num_in_flight >= pace.depth:
+                self._reason = f"{moment.num_in_flight} windows of {pace.width} fill the ring"
+                return 0
+            limit = min(limit, pace.width if is_behind else pace.front)
+            if limit == 0:
+                self._reason = "more tokens per second if proposed ones follow in windows of their own"
+                return 0
+        reached = math.prod(self._flying) if is_behind else 1.0
+        for index in range(limit):
+            reached *= sure[index]
+            price = self._price(index, is_behind=is_behind)
+            if reached < price:
+                if index == 0 and self._is_probe_due(moment, proposal, price):
+                    self._reason = f"probing {proposal.proposer}, which was right too rarely"
+                    return 1
+                self._reason = (
+                    f"{proposal.proposer}: token {index + 1} is likely to {reached:.2f}, costs {price:.2f}"
+                )
                 return index
-        return width
+        self._reason = f"{proposal.proposer}: {limit} tokens, all of them likely to {reached:.2f}"
+        return limit
+
+    def _price(self, index: int, *, is_behind: bool) -> float:
+        if self._options.p_min is not None:
+            return self._options.p_min
+        plain_ms = self._plain_ms()
+        if plain_ms is None:
+            return 0.5
+        # Behind others the first token makes a window necessary; in front a committed token has made it so.
+        others = self._num_sessions - 1
+        num_rows = index + 1 + others if is_behind else index + 2 + others
+        is_new_window = is_behind and index == 0 and others == 0
+        tokens_per_ms = self._num_sessions / plain_ms
+        return row_price(self._timing, tokens_per_ms, num_rows=num_rows, is_new_window=is_new_window)
+
+    def _is_probe_due(self, moment: Moment, proposal: Proposal, price: float) -> bool:
+        """Whether to send a token that its proposer believes in and experience does not."""
+        if self._probe_in > 0 or moment.num_in_flight != 1 or proposal.confidences[0] < price:
+            return False
+        self._probe_every = min(2 * self._probe_every, _MAX_PROBE)
+        self._probe_in = self._probe_every
+        return True
+
+    def _best_pace(self, acceptance: float, token_ms: float = 0.0) -> Pace:
+        # A little coarse, so that few paces need working out.
+        key = (round(20 * acceptance), token_ms)
+        if key not in self._paces:
+            options = self._options
+            self._paces[key] = best_pace(
+                self._timing,
+                key[0] / 20,
+                max_width=min(options.max_width, max(1, _ROW_BUDGET // self._num_sessions)),
+                max_depth=options.fixed_depth or options.max_depth,
+                token_ms=token_ms,
+            )
+        return self._paces[key]
+
+    def _plain_ms(self) -> float | None:
+        return self._shared.plain_ms if self._num_sessions == 1 else self._shared.crowd.plain_ms
+
+    def _keep_account(self, outcome: Outcome, *, is_alone: bool) -> None:
+        num_tokens = len(outcome.judgement.committed)
+        shared, account = self._shared, self._account
+        self._probe_in -= num_tokens
+        # What flew behind the prompt waited for the prompt, for nobody knows how long.
+        since_ms = outcome.sent_ms if outcome.num_in_flight == 0 else math.inf
+        if self._last_arrived_ms is not None:
+            since_ms = max(outcome.sent_ms, self._last_arrived_ms)
+        elapsed_ms = outcome.arrived_ms - since_ms
+        is_plain = not outcome.proposal.tokens
+        if self._num_sessions > 1 and elapsed_ms >= 0.0:
+            shared.crowd.add(num_tokens, elapsed_ms)
+        elif is_plain and is_alone and elapsed_ms > 0.0:
+            self._note_plain(elapsed_ms)
+        plain_ms = self._plain_ms()
+        if self._is_plain_turn:
+            account.add_plain(num_tokens)
+        elif plain_ms is not None and elapsed_ms >= 0.0 and (self._num_sessions == 1 or not is_plain):
+            # With others about, what slows a plain window is their doing.
+            account.add(num_tokens, elapsed_ms, plain_ms)
+
+    def _note_plain(self, elapsed_ms: float) -> None:
+        shared = self._shared
+        if shared.plain_ms is None:
+            shared.plain_ms = elapsed_ms
+        elif self._is_plain_turn or elapsed_ms < shared.plain_ms:
+            # While speculation is on, a drafter may slow a plain window: that must not become the norm.
+            shared.plain_ms = smoothed(shared.plain_ms, elapsed_ms, _PLAIN_WEIGHT)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)

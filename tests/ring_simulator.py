@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from speculative.acceptance import judge, judge_unread
@@ -42,6 +44,7 @@ class RingShape:
         overhead_ms: Around each batch, on top of computing: waking, serialising.
         num_cores: Cores that stages and drafters share; None gives each its own.
         draft_ms: Core time of a drafted token.
+        jitter: Computing takes up to this share more or less, drawn anew for each batch.
     """
 
     staircase_ms: tuple[float, ...] = (4.0, 7.5, 10.4, 12.8, 16.8, 19.2)
@@ -50,6 +53,7 @@ class RingShape:
     overhead_ms: float = 0.3
     num_cores: int | None = None
     draft_ms: float = 6.0
+    jitter: float = 0.1
 
     def compute_ms(self, num_rows: int) -> float:
         stairs = self.staircase_ms
@@ -160,7 +164,7 @@ class _Stage:
             num_rows = sum(len(window.tokens) for window in batch)
             started_ms = self._ring.machine.now_ms
             shape = self._ring.shape
-            work_ms = shape.compute_ms(num_rows) + shape.overhead_ms
+            work_ms = shape.compute_ms(num_rows) * self._ring.wobble() + shape.overhead_ms
             self._ring.machine.compute(work_ms, lambda: self._done(batch, num_rows, started_ms))
 
     def _done(self, batch: list[_Window], num_rows: int, started_ms: float) -> None:
@@ -171,9 +175,9 @@ class _Stage:
             window.measures.append(StageMeasure(num_rows, started_ms - window.arrived_ms, compute_ms))
             if self._index + 1 < len(ring.stages):
                 following = ring.stages[self._index + 1]
-                ring.machine.at(ring.shape.one_way_ms, lambda w=window, s=following: s.put(w))
+                ring.machine.at(ring.shape.one_way_ms, partial(following.put, window))
             else:
-                ring.machine.at(ring.shape.one_way_ms, lambda w=window: w.session.judge(w))
+                ring.machine.at(ring.shape.one_way_ms, partial(window.session.judge, window))
         self.work()
 
 
@@ -187,6 +191,10 @@ class Ring:
         self.sessions: set[int] = set()
         self.is_drafting = False
         self.draft_line: deque[Callable[[], None]] = deque()
+        self._dice = random.Random(7)
+
+    def wobble(self) -> float:
+        return 1.0 + self.shape.jitter * self._dice.uniform(-1.0, 1.0)
 
     def send(self, window: _Window) -> None:
         self.machine.at(self.shape.one_way_ms, lambda: self.stages[0].put(window))
@@ -196,7 +204,7 @@ class Ring:
             stage.epochs[id(session)] = max(stage.epochs.get(id(session), 0), epoch)
 
         for stage in self.stages:
-            self.machine.at(self.shape.one_way_ms, lambda s=stage: void(s))
+            self.machine.at(self.shape.one_way_ms, partial(void, stage))
 
     def draft(self, done: Callable[[], None]) -> None:
         """One draft thread for all sessions."""
@@ -206,7 +214,7 @@ class Ring:
     def _draft_next(self) -> None:
         if not self.is_drafting and self.draft_line:
             self.is_drafting = True
-            self.machine.compute(self.shape.draft_ms, self._drafted)
+            self.machine.compute(self.shape.draft_ms * self.wobble(), self._drafted)
 
     def _drafted(self) -> None:
         self.is_drafting = False
@@ -435,17 +443,20 @@ def simulate(
     options: ControllerOptions | None,
     shared: SharedMeasures | None = None,
     num_tokens: int = 128,
+    stagger_ms: float = 15.0,
 ) -> Run:
-    """Sessions that start together, one for each text; plain decoding without `options`."""
+    """Sessions that start one soon after the other, one for each text; plain decoding without `options`."""
     ring = Ring(shape)
     shared = shared or SharedMeasures()
+    if any(text.drafts is not None for text in texts):
+        shared.timing.draft_ms_per_token = shape.draft_ms
     sessions = [
         SimulatedSession(ring, text, num_tokens, Controller(options, shared) if options else None)
         for text in texts
     ]
     for session in sessions:
         ring.sessions.add(id(session))
-    for session in sessions:
-        session.start()
+    for index, session in enumerate(sessions):
+        ring.machine.at(index * stagger_ms, session.start)
     ring.machine.run(lambda: all(session.is_over for session in sessions))
     return Run(ring.machine.now_ms, len(sessions) * num_tokens / ring.machine.now_ms * 1000, tuple(sessions))

@@ -1,0 +1,89 @@
+"""Whether speculating pays, by the time it took: an account of tokens won and lost.
+
+While a session speculates, what it commits is set against what plain windows would have committed in the
+same time. The account starts even. Once it is overdrawn the session goes on plainly, and after a pause it
+may try again; each try in vain doubles the pause. So speculation that does not pay costs a few tokens per
+answer whatever a model of it may have promised, and text that turns predictable is noticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AccountOptions:
+    """How patient it is. Amounts are tokens, or plain windows, which bring one token each.
+
+    Attributes:
+        max_loss: Speculation stops when the account falls this far below zero.
+        retry_loss: And again when a new try has lost this much.
+        max_credit: Gains beyond this are not remembered, or a good start would pay for a long bad end.
+        first_pause: Tokens to wait before the first new try.
+        max_pause: The longest wait.
+        max_excess: Waiting longer for one verdict is a hiccup of the machine; it counts as this much.
+    """
+
+    max_loss: float = 1.5
+    retry_loss: float = 0.75
+    max_credit: float = 2.0
+    first_pause: int = 32
+    max_pause: int = 512
+    max_excess: float = 2.5
+
+
+class Account:
+    """One session's account.
+
+    Args:
+        options: How patient it is.
+        is_in_doubt: Whether speculating did not pay for the session before: then this one has less to lose.
+
+    Attributes:
+        balance: Tokens won (above zero) or lost, as far as remembered.
+        wait: Tokens until the next try; 0 while speculating is allowed.
+        num_tokens: Committed while speculating was allowed.
+        elapsed_ms: And the time they took.
+    """
+
+    def __init__(self, options: AccountOptions | None = None, *, is_in_doubt: bool = False) -> None:
+        self._options = options or AccountOptions()
+        self._pause = self._options.first_pause
+        self.balance = self._overdrawn if is_in_doubt else 0.0
+        self.wait = 0
+        self.num_tokens = 0
+        self.elapsed_ms = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether speculating is allowed now."""
+        return self.wait == 0
+
+    def add_plain(self, num_tokens: int) -> None:
+        """Tokens were committed while it was not."""
+        self.wait = max(0, self.wait - num_tokens)
+
+    def add(self, num_tokens: int, elapsed_ms: float, plain_ms: float) -> None:
+        """Enter what was committed while speculating.
+
+        Args:
+            num_tokens: Committed, perhaps none.
+            elapsed_ms: Since the verdict before.
+            plain_ms: What a plain window takes.
+        """
+        options = self._options
+        self.num_tokens += num_tokens
+        self.elapsed_ms += elapsed_ms
+        self.balance += max(num_tokens - elapsed_ms / plain_ms, -options.max_excess)
+        if self.balance >= options.max_credit:
+            self.balance = options.max_credit
+            self._pause = options.first_pause
+        elif self.balance <= -options.max_loss:
+            # The next try starts overdrawn: a little more loss stops it again.
+            self.balance = self._overdrawn
+            self.wait = self._pause
+            self._pause = min(2 * self._pause, options.max_pause)
+
+    @property
+    def _overdrawn(self) -> float:
+        return self._options.retry_loss - self._options.max_loss

@@ -1,0 +1,81 @@
+"""Expected tokens per millisecond of windows in flight, and the widths that make it highest.
+
+A run lasts from one rejection to the next. Its first window takes the whole way, T; each one that follows
+brings its tokens a *beat* later, since it flew behind. With acceptance `a` per token, `front` proposed tokens
+in the first window and `width` in each other one, a run commits 1 / (1 - a) tokens and takes
+T + beat · a^(front + 1) / (1 - a^width).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from speculative.timing import Timing
+
+_WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+# Certainty makes runs endless; answers are not.
+_MAX_ACCEPTANCE: Final = 0.99
+# Windows under way beyond those that fill the ring: one waits at the door.
+_SPARE_DEPTH: Final = 1
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A way to send windows, and what it should bring.
+
+    Attributes:
+        front: Proposed tokens of a window that nothing flies ahead of.
+        width: Proposed tokens of one that flies behind others.
+        depth: Windows under way that fill the ring.
+        tokens_per_s: Expected.
+    """
+
+    front: int
+    width: int
+    depth: int
+    tokens_per_s: float
+
+
+def best_pace(
+    timing: Timing, acceptance: float, *, max_width: int, max_depth: int, token_ms: float = 0.0
+) -> Pace:
+    """The widths with the most expected tokens per second.
+
+    Args:
+        timing: What is known of the ring; nothing known gives a moderate guess.
+        acceptance: Chance of each proposed token, in [0, 1].
+        max_width: Most proposed tokens in a window.
+        max_depth: Most windows under way; 1 for windows in step.
+        token_ms: What a proposed token takes to come about: a draft model's are made one after the other.
+
+    Raises:
+        ValueError: If `max_width` is below 1.
+    """
+    network_ms = timing.network_ms
+    if network_ms is None:
+        return Pace(min(4, max_width), min(4, max_width), max_depth, 0.0)
+    acceptance = min(max(acceptance, 0.0), _MAX_ACCEPTANCE)
+    widths = [width for width in _WIDTHS if width <= max_width]
+    whole_ms = {rows: sum(timing.stages_ms(rows, is_alone=True)) for rows in [1, *(w + 1 for w in widths)]}
+    best: Pace | None = None
+    for width in widths:
+        crowded_ms = timing.stages_ms(width, is_alone=False)
+        beat_ms = max(1e-3, *crowded_ms)
+        # Enough windows to fill the ring; fewer would leave a hole in each beat, more only wait.
+        depth = min(max_depth, math.ceil((network_ms + sum(crowded_ms)) / beat_ms) + _SPARE_DEPTH)
+        beat_ms = max(beat_ms, width * token_ms, (network_ms + sum(crowded_ms)) / max(1, depth))
+        tail = 0.0 if max_depth == 1 else beat_ms / (1.0 - acceptance**width)
+        for front in [0, *widths]:
+            run_ms = network_ms + whole_ms[front + 1] + tail * acceptance ** (front + 1)
+            num_tokens = 1.0 / (1.0 - acceptance)
+            if max_depth == 1:
+                num_tokens = (1.0 - acceptance ** (front + 1)) / (1.0 - acceptance)
+            tokens_per_s = 1000.0 * num_tokens / run_ms
+            if best is None or tokens_per_s > best.tokens_per_s * 1.005:
+                best = Pace(front, width, depth, tokens_per_s)
+    if best is None:
+        raise ValueError(f"max_width is {max_width}; it must be 1 or more")
+    return best

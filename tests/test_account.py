@@ -1,0 +1,77 @@
+"""The account: speculation that does not pay costs a few tokens, speculation that pays is left alone."""
+
+import pytest
+
+from speculative.account import Account, AccountOptions
+
+PLAIN_MS = 10.0
+
+
+def tokens_speculated(account: Account, num_tokens: int, *, num_committed: int, elapsed_ms: float) -> int:
+    """Tokens committed while speculating was allowed; windows bring and take what is said."""
+    speculated = done = 0
+    while done < num_tokens:
+        if account.is_open:
+            account.add(num_committed, elapsed_ms, PLAIN_MS)
+            speculated += num_committed
+            done += num_committed
+        else:
+            account.add_plain(1)
+            done += 1
+    return speculated
+
+
+@pytest.mark.parametrize(("num_committed", "elapsed_ms"), [(2, 19.0), (5, 20.0), (1, 10.0)])
+def test_it_stays_open_while_speculating_pays(num_committed: int, elapsed_ms: float) -> None:
+    account = Account()
+    assert tokens_speculated(account, 200, num_committed=num_committed, elapsed_ms=elapsed_ms) >= 200
+    assert account.balance >= 0.0
+
+
+@pytest.mark.parametrize(("num_committed", "elapsed_ms"), [(1, 20.0), (1, 12.0), (3, 35.0)])
+def test_losses_are_bounded(num_committed: int, elapsed_ms: float) -> None:
+    """A thousand tokens lose what the account allows, a window's excess, and a few tries."""
+    account, options = Account(), AccountOptions()
+    speculated = tokens_speculated(account, 1000, num_committed=num_committed, elapsed_ms=elapsed_ms)
+    loss_each = elapsed_ms / PLAIN_MS - num_committed
+    tries = 5  # pauses of 32, 64, 128, 256, 512: no more fit
+    assert speculated / num_committed * loss_each <= (
+        options.max_loss + loss_each + tries * (options.retry_loss + loss_each)
+    )
+
+
+def test_pauses_double_and_winning_back_ends_them() -> None:
+    account = Account(AccountOptions(first_pause=2, max_pause=8))
+    pauses = []
+    for _ in range(4):
+        while account.is_open:
+            account.add(1, 30.0, PLAIN_MS)
+        pauses.append(account.wait)
+        account.add_plain(account.wait)
+    assert pauses == [2, 4, 8, 8]
+    for _ in range(4):
+        account.add(3, 10.0, PLAIN_MS)
+    while account.is_open:
+        account.add(1, 30.0, PLAIN_MS)
+    assert account.wait == 2
+
+
+def test_a_good_start_pays_for_few_bad_windows() -> None:
+    account = Account()
+    tokens_speculated(account, 500, num_committed=5, elapsed_ms=20.0)
+    assert tokens_speculated(account, 30, num_committed=1, elapsed_ms=20.0) < 10
+
+
+def test_a_hiccup_is_no_reason_to_stop_for_long() -> None:
+    account = Account()
+    tokens_speculated(account, 100, num_committed=5, elapsed_ms=20.0)
+    account.add(1, 60_000.0, PLAIN_MS)
+    assert account.is_open
+
+
+def test_one_in_doubt_has_less_to_lose() -> None:
+    doubtful, fresh = Account(is_in_doubt=True), Account()
+    for account in (doubtful, fresh):
+        account.add(0, 8.0, PLAIN_MS)
+    assert not doubtful.is_open
+    assert fresh.is_open
