@@ -20,7 +20,7 @@ from stages.runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
     from pathlib import Path
 
     from mesh.engine import Committed, GenerationRequest
@@ -84,6 +84,7 @@ async def running_coordinator(
     context_length: int,
     num_slots: int,
     make_proposer: Callable[[], Proposer] | None = None,
+    make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None = None,
     controller: ControllerOptions | None = None,
     cancels: bool = True,
     max_rows: int = 63,
@@ -107,7 +108,7 @@ async def running_coordinator(
         options,
         mesh_id=MESH_ID,
         mesh_key=mesh_key,
-        make_proposers=None if make_proposer is None else lambda _request: [make_proposer()],
+        make_proposers=make_proposers if make_proposer is None else lambda _request: [make_proposer()],
         clock_s=clock_s,
     )
     await coordinator.start()

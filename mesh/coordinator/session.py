@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
 
@@ -36,8 +35,7 @@ log = structlog.get_logger()
 _MAX_PREFILL_CHUNKS_IN_FLIGHT: Final = 4
 
 
-@dataclass(frozen=True)
-class _Flight:
+class _Flight(NamedTuple):
     """A window under way."""
 
     id: int
@@ -171,6 +169,8 @@ class Session:
         if voided and self._cancels and step.finish is None:
             self._ring.cancel(self.id, self._epoch)
             self.telemetry.add_cancel()
+        if voided:
+            log.debug("windows_voided", session=self.id, epoch=self._epoch, num_windows=len(voided))
         self._note(step, flight, voided, verdict, arrived_ms)
         self._is_over = step.finish is not None
         self._parts.put_nowait(Committed(step.judgement.committed, step.finish, self.telemetry.stats()))

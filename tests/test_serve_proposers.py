@@ -1,0 +1,44 @@
+"""Who proposes for a request, in which order."""
+
+import pytest
+
+from mesh.engine import GenerationRequest, SpeculationLimits, SpeculationMode
+from mesh.serve.proposers import Proposers
+
+ASKED = GenerationRequest((1, 2, 3), 8)
+
+
+@pytest.mark.parametrize(
+    ("server", "wanted", "names"),
+    [
+        ("auto", None, ["prediction", "history", "ngram"]),
+        ("auto", "ngram", ["prediction", "history", "ngram"]),
+        ("auto", "draft", []),
+        ("auto", "off", []),
+        ("ngram", "auto", ["prediction", "history", "ngram"]),
+        ("draft", None, []),
+    ],
+)
+def test_cheapest_first(server: SpeculationMode, wanted: SpeculationMode | None, names: list[str]) -> None:
+    request = GenerationRequest(
+        (1, 2, 3), 8, speculation=SpeculationLimits(wanted), prediction=(4, 5), history_key="ann"
+    )
+    assert [proposer.name for proposer in Proposers(server, keeps_history=True)(request)] == names
+
+
+def test_only_what_was_given() -> None:
+    assert [proposer.name for proposer in Proposers("auto", keeps_history=True)(ASKED)] == ["ngram"]
+    known = GenerationRequest((1, 2, 3), 8, history_key="ann")
+    assert [proposer.name for proposer in Proposers("auto")(known)] == ["ngram"]
+
+
+def test_an_answer_is_proposed_again_to_the_same_key_alone() -> None:
+    proposers = Proposers("ngram", keeps_history=True)
+    answer = [7, 8, 9, 10, 11]
+    for key, known in (("ann", False), ("ann", True), ("bob", False)):
+        request = GenerationRequest((1, 2, 3), 8, history_key=key)
+        history = proposers(request)[0]
+        history.extend(request.prompt)
+        assert list(history.propose(5).tokens) == (answer if known else [])
+        history.extend(answer)
+        history.close()
