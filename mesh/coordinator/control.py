@@ -15,7 +15,7 @@ from stages.channels import CLIENT_OPTIONS, key_metadata
 from stages.link import explain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
 
 class ControlStream:
@@ -57,14 +57,9 @@ class ControlStream:
             ProtocolVersionMismatch: If the stage speaks another version.
             HostUnreachable: If the stage does not answer in time.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._call.write(wire.ControlRequest(hello=self._hello))
-                reply = await self._call.read()
-        except TimeoutError:
-            raise HostUnreachable(f"{self._address} does not answer within {timeout_s:g} s") from None
-        except grpc.aio.AioRpcError as error:
-            raise explain(error, self._address) from None
+        async with _answer_of(self._address, timeout_s):
+            await self._call.write(wire.ControlRequest(hello=self._hello))
+            reply = await self._call.read()
         if not isinstance(reply, wire.ControlReply):
             raise StageFailed(f"{self._address} closed the control stream: {await self._call.details()}")
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
@@ -149,13 +144,8 @@ class VerdictStream:
             HostUnreachable: If the tail does not answer in time.
             ProtocolError: If it refuses.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._call.initial_metadata()
-        except TimeoutError:
-            raise HostUnreachable(f"{self._address} does not answer within {timeout_s:g} s") from None
-        except grpc.aio.AioRpcError as error:
-            raise explain(error, self._address) from None
+        async with _answer_of(self._address, timeout_s):
+            await self._call.initial_metadata()
         self._tasks = [asyncio.create_task(self._read())]
 
     async def close(self) -> None:
@@ -172,6 +162,18 @@ class VerdictStream:
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)
         self._on_lost(reason)
+
+
+@contextlib.asynccontextmanager
+async def _answer_of(address: str, timeout_s: float) -> AsyncIterator[None]:
+    """Wait for a peer's first words; if none come, the error names it."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise HostUnreachable(f"{address} does not answer within {timeout_s:g} s") from None
+    except grpc.aio.AioRpcError as error:
+        raise explain(error, address) from None
 
 
 async def _finish(
