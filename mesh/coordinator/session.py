@@ -193,7 +193,8 @@ class Session:
             outcomes.append(_outcome(step.judgement, flight, arrived_ms, stages, len(voided)))
         if step.is_unread_next:
             judgement = judge_unread(len(voided[0].window.tokens))
-            outcomes.append(_outcome(judgement, voided[0], arrived_ms, (), len(voided) - 1))
+            # It is stale itself: the rows of it are still computed somewhere.
+            outcomes.append(_outcome(judgement, voided[0], arrived_ms, (), len(voided)))
         return outcomes
 
     def _note(
