@@ -123,37 +123,34 @@ class GramIndex:
         return length
 
     def _append(self, tokens: Sequence[int], num_copied: int) -> None:
-        start = self.stop
+        start = self.first + len(self._tokens)
         self._tokens.extend(tokens)
-        stop = self.stop
+        stop = start + len(tokens)
         news = start + num_copied
-        if num_copied:
-            if self._copied_from is None:
-                self._copied_from = start
-            elif news == stop and start >= self._copied_from + ORDERS[-1]:
-                return
-        for order, young in zip(ORDERS, self._young, strict=True):
-            # N-grams that lie within a copy are known from where it was copied.
-            known = news if self._copied_from is None else min(self._copied_from + order, news)
-            if known < news:
-                self._enter(order, young, start, known)
-                self._enter(order, young, news, stop)
-            else:
-                self._enter(order, young, start, stop)
+        if num_copied and self._copied_from is None:
+            self._copied_from = start
+        if self._copied_from is None:
+            self._enter(start, stop)
+            return
+        # N-grams that lie within a copy are known from where it was copied.
+        if start < self._copied_from + ORDERS[-1]:
+            self._enter(start, news, self._copied_from)
         if news < stop:
+            self._enter(news, stop)
             self._copied_from = None
 
-    def _enter(self, order: int, young: dict[int, int], start: int, stop: int) -> None:
-        """Note the n-grams that end before the positions `[start, stop)`."""
+    def _enter(self, start: int, stop: int, copied_from: int | None = None) -> None:
+        """Note the n-grams that end before the positions `[start, stop)`, but none within a copy."""
         tokens, first = self._tokens, self.first
-        start = max(start - first, order)
-        stop -= first
-        if stop - start > _FEW:
-            grams = zip(*(tokens[start - back : stop - back] for back in range(order, 0, -1)), strict=True)
-            young.update(zip(map(hash, grams), range(start + first, stop + first), strict=True))
-        else:
-            for end in range(start, stop):
-                young[hash(tuple(tokens[end - order : end]))] = end + first
+        for order, young in zip(ORDERS, self._young, strict=True):
+            begin = max(start - first, order)
+            end = (stop if copied_from is None else min(stop, copied_from + order)) - first
+            if end - begin > _FEW:
+                grams = zip(*(tokens[begin - back : end - back] for back in range(order, 0, -1)), strict=True)
+                young.update(zip(map(hash, grams), range(begin + first, end + first), strict=True))
+            else:
+                for place in range(begin, end):
+                    young[hash(tuple(tokens[place - order : place]))] = place + first
 
     def _forget(self) -> None:
         """Drop the older generation; the younger one takes its place."""

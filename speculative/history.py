@@ -92,7 +92,7 @@ class HistoryProposer:
 
     name = "history"
 
-    def __init__(self, history: History, tokens_per_evidence: float = 2.0) -> None:
+    def __init__(self, history: History, tokens_per_evidence: float = 1.0) -> None:
         self._history = history
         self._follower = Follower(history.answers, is_own_text=False, tokens_per_evidence=tokens_per_evidence)
         self._prompt_hash: int | None = None

@@ -32,7 +32,7 @@ class NgramOptions:
         ValueError: If a value is not positive.
     """
 
-    tokens_per_evidence: float = 2.0
+    tokens_per_evidence: float = 0.85
     max_indexed_tokens: int = 32768
 
     def __post_init__(self) -> None:

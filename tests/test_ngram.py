@@ -23,7 +23,7 @@ def proposer_of(prompt: Sequence[int], answer: Sequence[int] = (), **options: fl
 
 
 def proposed(prompt: Sequence[int], answer: Sequence[int] = (), max_tokens: int = 8) -> list[int]:
-    return list(proposer_of(prompt, answer).propose(max_tokens).tokens)
+    return list(proposer_of(prompt, answer, tokens_per_evidence=2.0).propose(max_tokens).tokens)
 
 
 class TestWhatItProposes:
