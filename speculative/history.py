@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 _MAX_PROMPTS: Final = 1024
 # The very same question: what was answered before is very likely said again.
-_ASKED_BEFORE: Final = 24
+_ASKED_BEFORE: Final = 64
 
 
 class History:
     """The answers to one key.
 
     Args:
-        max_tokens: Beyond this many, the older half is forgotten. Each takes about 0.4 KB.
+        max_tokens: Beyond this many, the older half is forgotten. Each takes about 0.5 KB.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -64,7 +64,7 @@ class Histories:
         ValueError: If a value is out of range.
     """
 
-    def __init__(self, max_keys: int = 32, max_tokens: int = 16384) -> None:
+    def __init__(self, max_keys: int = 16, max_tokens: int = 16384) -> None:
         if max_keys < 1 or max_tokens < 2:
             raise ValueError(f"max_keys is {max_keys} and max_tokens {max_tokens}: give at least 1 and 2")
         self._max_keys = max_keys
