@@ -25,6 +25,8 @@ _MAX_ASTRAY: Final = 4096
 # A continuation that held for this many tokens, or that began this close to the anchor, moves the anchor.
 _SETTLED: Final = 8
 _CLOSE: Final = 16
+# Prompts end alike because a chat template ends them: at most so much evidence that answers begin alike.
+_AT_START: Final = 4
 
 
 class Place(NamedTuple):
@@ -71,7 +73,10 @@ class Follower:
             place: Where the sequence stands after them; None to look for it.
         """
         self._tail = list(tokens[-MAX_ORDER:])
-        self._place = self._find(self._tail, None, 0) if place is None else place
+        if place is None:
+            place = self._find(self._tail, None, 0)
+            place = place._replace(evidence=min(place.evidence, _AT_START))
+        self._place = place
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Follow committed tokens, and learn from how well they were foretold.
