@@ -59,6 +59,13 @@ class TestWhatItProposes:
         bold = proposer_of(page, page[:3], tokens_per_evidence=5.0)
         assert len(shy.propose(99).tokens) < len(bold.propose(99).tokens)
 
+    def test_how_a_prompt_ends_says_little_of_how_the_answer_begins(self) -> None:
+        """A chat template ends every turn alike."""
+        template = list(range(30))
+        proposal = proposer_of([*template, 50, 51, 52, *template]).propose(16)
+        assert len(proposal.tokens) < 8
+        assert proposal.confidences[0] < 0.5
+
 
 PAGE = list(range(100, 200))
 
