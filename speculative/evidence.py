@@ -22,8 +22,8 @@ NEARBY: Final = (4, *[2] * 3, *[1] * 12)
 _STEPS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 16, 24, 40, 64, 128)
 _CHANCES: Final = (0.10, 0.19, 0.33, 0.46, 0.58, 0.67, 0.78, 0.86, 0.93, 0.96, 0.98, 0.991, 0.998)
 _LAST: Final = len(_STEPS) - 1
-# The last step has no end; its chance is kept once.
-_STOPS: Final = (*_STEPS[1:], _STEPS[-1] + 1)
+# The step of each amount of evidence, up to where the last one begins.
+_STEP_OF: Final = tuple(max(bisect_right(_STEPS, evidence) - 1, 0) for evidence in range(_STEPS[-1]))
 
 
 class EvidenceTable:
@@ -36,15 +36,13 @@ class EvidenceTable:
     def __init__(self, prior_weight: float = 8.0) -> None:
         self._hits = [chance * prior_weight for chance in _CHANCES]
         self._trials = [prior_weight] * len(_STEPS)
-        # By evidence; the last entry stands for all beyond.
-        self._chances = [0.0] * (_STEPS[-1] + 1)
-        for step in range(len(_STEPS)):
-            self._publish(step)
+        self._chances = list(_CHANCES)
 
     def chances(self, evidence: int, count: int) -> tuple[float, ...]:
         """For each of the next `count` tokens the chance that it is right if those before it were."""
-        known = tuple(self._chances[evidence : evidence + PER_TOKEN * count : PER_TOKEN])
-        return known + (self._chances[-1],) * (count - len(known))
+        chances = self._chances
+        steps = _STEP_OF[evidence : evidence + PER_TOKEN * count : PER_TOKEN]
+        return tuple([chances[step] for step in steps]) + (chances[_LAST],) * (count - len(steps))
 
     def learn(self, evidence: int, num_right: int, *, is_missed: bool) -> None:
         """Note what became of a continuation.
@@ -55,21 +53,21 @@ class EvidenceTable:
             is_missed: Whether then one did not.
         """
         while num_right:
-            step = bisect_right(_STEPS, evidence) - 1
+            step = _step_of(evidence)
             num_here = num_right
             if step < _LAST:
-                num_here = min(num_right, -((evidence - _STOPS[step]) // PER_TOKEN))
+                num_here = min(num_right, -((evidence - _STEPS[step + 1]) // PER_TOKEN))
             self._note(step, num_here, num_here)
             num_right -= num_here
             evidence += PER_TOKEN * num_here
         if is_missed:
-            self._note(bisect_right(_STEPS, evidence) - 1, 0, 1)
+            self._note(_step_of(evidence), 0, 1)
 
     def _note(self, step: int, num_hits: int, num_trials: int) -> None:
         self._hits[step] += num_hits
         self._trials[step] += num_trials
-        self._publish(step)
+        self._chances[step] = self._hits[step] / self._trials[step]
 
-    def _publish(self, step: int) -> None:
-        start, stop = _STEPS[step], _STOPS[step]
-        self._chances[start:stop] = [self._hits[step] / self._trials[step]] * (stop - start)
+
+def _step_of(evidence: int) -> int:
+    return _STEP_OF[evidence] if evidence < len(_STEP_OF) else _LAST
