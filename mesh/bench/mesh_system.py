@@ -133,6 +133,14 @@ class MeshSystem:
         self._processes.clear()
         return codes
 
+    def kill(self) -> None:
+        """End what is left, without a word."""
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._processes.clear()
+
     def stage_totals(self) -> StageTotals:
         """What the stages computed so far, by `/mesh/status`."""
         return StageTotals.from_status(get_json(self._lab, 0, self.port, "/mesh/status"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -180,6 +181,8 @@ def spec(
         raise click.UsageError("--quick is a preset of its own: leave out --preset")
     if preset == "acceptance" and spec_bench is None:
         raise click.UsageError("--preset acceptance asks Spec-Bench's questions: name them with --spec-bench")
+    # Whoever sets a time limit gets what was measured until then.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = run_spec(
         SpecOptions(
             model=model or demo_model(),

@@ -97,7 +97,7 @@ class SpecOptions:
 
 
 def run_spec(options: SpecOptions) -> Report:
-    """Measure and write the report, of as much as could be measured.
+    """Measure and write the report, of as much as could be measured, also when Ctrl-C ends it.
 
     Raises:
         MeshError: If no lab can be made here, or an input is wrong.
@@ -137,12 +137,15 @@ def run_spec(options: SpecOptions) -> Report:
             )
         replay = ReplayFile(logs / "replay.jsonl", tokenizer)
         runner = Runner(lab, client, runner_options, logs, results, replay=replay, peer=peer)
-        for phase in phases:
-            runner.run(phase)
-    results.took_s = time.monotonic() - started_s
-    categories = {workload.name for workload in workloads.values() if workload.source == SPEC_BENCH}
-    report = work_out(results, categories=categories, with_acceptance=options.preset == "acceptance")
-    write_report(report, options.output)
+        try:
+            for phase in phases:
+                runner.run(phase)
+        except KeyboardInterrupt:
+            results.failures.append("interrupted: what was to come after this is missing")
+        results.took_s = time.monotonic() - started_s
+        categories = {workload.name for workload in workloads.values() if workload.source == SPEC_BENCH}
+        report = work_out(results, categories=categories, with_acceptance=options.preset == "acceptance")
+        write_report(report, options.output)
     return report
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -94,7 +94,10 @@ class Runner:
         self._num_failures = 0
 
     def run(self, phase: Phase) -> None:
-        """Start the phase's mesh, measure, and stop it. What fails is noted and passed over."""
+        """Start the phase's mesh, measure, and stop it. What fails is noted and passed over.
+
+        On Ctrl-C it leaves the mesh to the lab, which ends every process anyway: there is a report to write.
+        """
         log.info("phase", server=phase.server, trials=len(phase.trials), crowds=len(phase.crowds))
         self._num_failures = 0
         self._results.servers[phase.server] = phase.options
@@ -113,18 +116,23 @@ class Runner:
             api_key=self._api_key,
         )
         try:
-            self._lab.set_delay_ms(0.0)
-            mesh.start()
-            self._warm_up(mesh)
-            for trial in phase.trials:
-                self._run_trial(mesh, phase.server, trial)
-            for crowd in phase.crowds:
-                self._run_crowd(mesh, crowd)
+            self._measure(mesh, phase)
+            mesh.stop()
         except MeshError as error:
             log.warning("phase_failed", server=phase.server, reason=error.message)
             self._results.failures.append(f"{phase.server}: {error.message}")
-        finally:
-            mesh.stop()
+            with suppress(MeshError):
+                mesh.stop()
+            mesh.kill()
+
+    def _measure(self, mesh: MeshSystem, phase: Phase) -> None:
+        self._lab.set_delay_ms(0.0)
+        mesh.start()
+        self._warm_up(mesh)
+        for trial in phase.trials:
+            self._run_trial(mesh, phase.server, trial)
+        for crowd in phase.crowds:
+            self._run_crowd(mesh, crowd)
 
     def _warm_up(self, mesh: MeshSystem) -> None:
         """A first answer is slow for reasons that nobody asks about."""
