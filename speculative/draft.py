@@ -9,6 +9,7 @@ temperature.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -90,7 +91,7 @@ class DraftProposer:
         return self._thread.ms_per_token
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take note of committed tokens; costs no computing until a proposal is asked for."""
+        """Take note of committed tokens; costs little computing until a proposal is asked for."""
         with self._thread.text_of(self._session) as line:
             line.extend(tokens)
 
@@ -114,7 +115,7 @@ def _time_token_ms(context: DraftContext, clock_s: Callable[[], float]) -> float
     times_ms = []
     for position in range(_NUM_TIMED_TOKENS):
         started_s = clock_s()
-        for logits in context.decode([DraftRows(0, position, (0,), has_output=True)]) or ():
+        for logits in context.decode([DraftRows(0, position, (0,), has_output=True)], nullcontext()) or ():
             if logits is not None:
                 probability(logits, int(np.argmax(logits)))
         times_ms.append((clock_s() - started_s) * 1000)

@@ -16,6 +16,7 @@ from speculative.draft_options import DraftOptions, DraftUnusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -79,8 +80,14 @@ class DraftContext:
         self._num_tokens = min(num_tokens, self._n_vocab)
         self._batch = llama_cpp.llama_batch_init(MAX_ROWS, 0, 1)
 
-    def decode(self, spans: Sequence[DraftRows]) -> list[NDArray[np.float32] | None] | None:
+    def decode(
+        self, spans: Sequence[DraftRows], while_computing: AbstractContextManager[None]
+    ) -> list[NDArray[np.float32] | None] | None:
         """Compute rows of different slots together, `MAX_ROWS` at most.
+
+        Args:
+            spans: The rows.
+            while_computing: Entered for as long as llama.cpp computes.
 
         Returns:
             For each span, None or the logits of its last row: float32, shape (n_vocab,), a view that the next
@@ -92,7 +99,8 @@ class DraftContext:
         for span in spans:
             llama_cpp.llama_memory_seq_rm(self._memory, span.slot, span.start, -1)
         self._fill(spans)
-        status = llama_cpp.llama_decode(self._context, self._batch)
+        with while_computing:
+            status = llama_cpp.llama_decode(self._context, self._batch)
         if status == _ABORTED:
             return None
         if status != 0:

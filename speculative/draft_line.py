@@ -58,18 +58,24 @@ class DraftedToken:
 class DraftLine:
     """One session's text, with as much drafted as was asked for.
 
-    It wants nothing computed until it is asked for a proposal: a session that does not speculate costs
-    nothing.
+    Until it is first asked for a proposal it only wants the prompt read, and that not urgently; beyond what
+    was asked for it wants little. So a session that does not speculate costs next to nothing.
 
     Args:
         name: Signs its proposals.
         options: How far it drafts.
         is_end: Whether a token ends an answer; nothing is drafted behind one.
+
+    Attributes:
+        tokens: The text.
+        num_cached: How many of its first tokens the KV cache holds.
+        is_urgent: Whether anybody waits for what it wants computed.
     """
 
     def __init__(self, name: str, options: DraftOptions, is_end: Callable[[int], bool]) -> None:
         self.tokens: list[int] = []
         self.num_cached = 0
+        self.is_urgent = False
         self._name = name
         self._options = options
         self._is_end = is_end
@@ -102,7 +108,9 @@ class DraftLine:
         self.num_cached = num_cached
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take note of committed tokens."""
+        """Take note of committed tokens: the prompt first."""
+        if not self.tokens:
+            self._follow_until = len(tokens)
         self._agree(tokens)
         self._num_committed += len(tokens)
         del self._confidences[: len(tokens)]
@@ -114,6 +122,7 @@ class DraftLine:
             max_tokens: At most this many; 0 or fewer only follows `after`.
             after: Tokens in flight.
         """
+        self.is_urgent = True
         self._agree(after)
         begin = self._num_committed + len(after)
         self._follow_until = begin

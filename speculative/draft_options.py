@@ -26,7 +26,7 @@ class DraftOptions:
         num_threads: Threads of llama.cpp; they spin, so no more than cores that no stage uses.
         num_gpu_layers: Layers on the GPU, if there is one; -1 for all.
         kv_type: Format of the KV cache, one of `KV_TYPES`.
-        niceness: How much the thread yields to others on its host, 0 to 19 (Linux only).
+        niceness: How much the thread yields to others on its host, 0 to 18 (Linux only).
 
     Raises:
         ValueError: If a value is out of its range; the text names it.
@@ -56,7 +56,7 @@ class DraftOptions:
         _require("num_threads", self.num_threads, self.num_threads >= 1, "1 or more")
         _require("num_gpu_layers", self.num_gpu_layers, self.num_gpu_layers >= -1, "-1 (all) or more")
         _require("kv_type", self.kv_type, self.kv_type in KV_TYPES, f"one of {', '.join(KV_TYPES)}")
-        _require("niceness", self.niceness, 0 <= self.niceness <= 19, "from 0 to 19")
+        _require("niceness", self.niceness, 0 <= self.niceness <= 18, "from 0 to 18")
 
 
 def _require(name: str, value: object, holds: bool, need: str) -> None:  # noqa: FBT001 - reads as an assertion

@@ -11,6 +11,10 @@ _FEW_ROWS: Final = 4
 _MAX_ROWS_BESIDE_DRAFTS: Final = 8
 
 
+MAX_ROWS_UNASKED: Final = 64
+"""Most rows of a batch that nobody waits for yet: it delays whoever asks meanwhile."""
+
+
 def share_rows(wanted: Sequence[int], max_rows: int) -> list[int]:
     """Rows for each session.
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -13,7 +11,8 @@ from speculative.draft_confidence import probability
 from speculative.draft_context import MAX_ROWS, DraftRows
 from speculative.draft_line import DraftedToken
 from speculative.draft_options import DraftUnusable
-from speculative.draft_schedule import share_rows
+from speculative.draft_priority import ThreadPriority
+from speculative.draft_schedule import MAX_ROWS_UNASKED, share_rows
 from speculative.draft_slots import DraftSlots
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ class DraftThread:
     ) -> None:
         self.ms_per_token = ms_per_token
         self._context = context
-        self._niceness = options.niceness
         self._clock_s = clock_s
         self._slots = DraftSlots(options.num_sessions)
         self._sessions: list[DraftSession] = []
@@ -76,7 +74,10 @@ class DraftThread:
         self._is_closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
-        self._thread.start()
+        # A thread has no id before it runs, and must not run before its priority is known.
+        with self._changed:
+            self._thread.start()
+            self._priority = ThreadPriority(self._thread.native_id or 0, options.niceness)
 
     def add(self, session: DraftSession) -> None:
         """Let a session take part."""
@@ -106,6 +107,8 @@ class DraftThread:
                 raise session.error
             yield session.line
             self._abort_if_in_vain()
+            if session.line.is_urgent:
+                self._priority.raise_again()
             self._changed.notify()
 
     def close(self) -> None:
@@ -125,7 +128,6 @@ class DraftThread:
             self._context.abort()
 
     def _run(self) -> None:
-        _be_nice(self._niceness)
         while True:
             with self._changed:
                 while not (parts := self._next_parts()) and not self._is_closing:
@@ -140,7 +142,13 @@ class DraftThread:
         # The one that came first last time comes last.
         self._sessions[:] = [*self._sessions[1:], *self._sessions[:1]]
         able = [session for session in self._sessions if session.error is None]
-        granted = share_rows([session.line.num_wanted_rows for session in able], MAX_ROWS)
+        parts = self._parts_of([session for session in able if session.line.is_urgent], MAX_ROWS)
+        if parts or not self._priority.can_be_lowered:
+            return parts
+        return self._parts_of(able, MAX_ROWS_UNASKED)
+
+    def _parts_of(self, able: Sequence[DraftSession], max_rows: int) -> list[_Part]:
+        granted = share_rows([session.line.num_wanted_rows for session in able], max_rows)
         parts = []
         for session, num_rows in zip(able, granted, strict=True):
             if num_rows and self._has_slot(session) and (span := session.line.next_span(num_rows)):
@@ -181,8 +189,11 @@ class DraftThread:
             DraftRows(part.session.slot or 0, part.span.start, part.span.tokens, part.span.is_drafting)
             for part in parts
         ]
+        is_awaited = any(part.session.line.is_urgent for part in parts)
         try:
-            outputs = self._context.decode(rows)
+            outputs = self._context.decode(
+                rows, contextlib.nullcontext() if is_awaited else self._priority.lowered()
+            )
         except DraftUnusable as error:
             return None, error
         if outputs is None:
@@ -208,9 +219,3 @@ def _tell(session: DraftSession) -> None:
             session.on_ready()
     except Exception as error:  # noqa: BLE001 - as above
         session.error = error
-
-
-def _be_nice(niceness: int) -> None:
-    # Linux gives each thread its own niceness; elsewhere this would be the whole process's.
-    if niceness and sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -68,11 +68,19 @@ def test_it_says_what_the_model_says_and_how_sure_it_is() -> None:
     assert proposal.proposer == "draft"
 
 
-def test_nothing_is_computed_before_anybody_asks() -> None:
+def test_before_anybody_asks_the_prompt_is_read_and_no_more() -> None:
     machine = Machine()
     machine.line.extend([1, 2, 3])
+    assert not machine.line.is_urgent
     machine.run()
-    assert machine.num_computed == 0
+    assert machine.cache == machine.line.tokens == [1, 2, 3]
+    machine.line.extend([4, 5, 6])
+    machine.run()
+    assert machine.num_computed == 3
+    machine.line.propose(1, ())
+    assert machine.line.is_urgent
+    machine.run(most=1)
+    assert machine.num_computed == 6
 
 
 def test_asking_for_nothing_only_follows() -> None:

@@ -23,14 +23,23 @@ def model(tmp_path: Path) -> Path:
 def test_make(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "draft.gguf"
     assert run(["draft", "make", str(model), "--type", "q4_0", "-o", str(output)]) == 0
-    types = {tensor.type.name for tensor in read_header(output).tensors.values()}
-    assert "Q4_0" in types
+    types = {name: tensor.type.name for name, tensor in read_header(output).tensors.items()}
+    assert types["blk.2.attn_q.weight"] == types["blk.2.ffn_up.weight"] == "Q4_0"
+    assert types["blk.2.attn_v.weight"] == types["blk.2.attn_output.weight"] == "Q8_0"
+    assert types["blk.2.ffn_down.weight"] == "Q4_1"
     assert Tokenizer(output).vocabulary().texts == Tokenizer(model).vocabulary().texts
     assert output.stat().st_size < model.stat().st_size
     assert capsys.readouterr().out.startswith(
         f"{output}: model.gguf as Q4_0, {output.stat().st_size:,} bytes, "
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft.gguf", "model.gguf"]
+
+
+def test_plain(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "draft.gguf"
+    assert run(["draft", "make", str(model), "--plain", "-o", str(output)]) == 0
+    types = {name: tensor.type.name for name, tensor in read_header(output).tensors.items()}
+    assert types["blk.2.attn_v.weight"] == types["blk.2.ffn_down.weight"] == "Q4_0"
 
 
 def test_it_replaces_nothing_unasked(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,9 @@
 """How sessions share a draft model: rows of a batch, and slots of its KV cache."""
 
+import os
+import sys
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +11,7 @@ from hypothesis import strategies as st
 
 from speculative.draft_confidence import probability
 from speculative.draft_options import DraftOptions
+from speculative.draft_priority import ThreadPriority
 from speculative.draft_schedule import share_rows
 from speculative.draft_slots import DraftSlots
 
@@ -73,3 +78,33 @@ def test_options_out_of_range(name: str, value: float, need: str) -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the text is compared below
         DraftOptions(**{name: value})  # type: ignore[arg-type]
     assert str(raised.value).startswith(f"{name} is {value}: it must be {need}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives each thread its own niceness")
+def test_a_thread_gives_way_until_somebody_waits_for_it() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    seen: list[int] = []
+    can_be_lowered: list[bool] = []
+
+    def work() -> None:
+        priority = ThreadPriority(threading.get_native_id(), 7)
+        can_be_lowered.append(priority.can_be_lowered)
+        seen.append(niceness())
+        with priority.lowered():
+            seen.append(niceness())
+            priority.raise_again()
+            seen.append(niceness())
+        with priority.lowered():
+            pass
+        seen.append(niceness())
+
+    before = niceness()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert niceness() == before
+    if not can_be_lowered[0]:
+        pytest.skip("this process may not take a niceness back")
+    assert seen == [7, 19, 7, 7]

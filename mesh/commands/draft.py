@@ -30,8 +30,9 @@ def draft() -> None:
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="OUT", help="The draft model."
 )
+@click.option("--plain", is_flag=True, help="Spare no weights: Q4_0 and IQ4_NL as llama.cpp makes them.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-def make(model: Path, quant_type: str, output: Path, *, force: bool) -> None:
+def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool) -> None:
     """Write MODEL, a GGUF file, once more in fewer bits: a draft model that thinks as MODEL does.
 
     It suits any MODEL of 8 bits or more; of a smaller one it is hardly quicker.
@@ -43,6 +44,6 @@ def make(model: Path, quant_type: str, output: Path, *, force: bool) -> None:
             raise ModelError(f"{output} is the model itself: name another file")
     with progress_bars() as bars:
         bar = bars.add(f"writing {model.name} as {quant_type}")
-        requantise(model, quant_type, output, progress=bar)
+        requantise(model, quant_type, output, is_plain=plain, progress=bar)
     before, after = model.stat().st_size, output.stat().st_size
     click.echo(f"{output}: {model.name} as {quant_type}, {after:,} bytes, {after / before:.0%} of the model")

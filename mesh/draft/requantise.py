@@ -32,12 +32,22 @@ QUANT_TYPES: Final = (
 )
 """Those of llama.cpp's types that need no importance matrix."""
 
+# With four bits everywhere SmolLM2 (Q4_1) says 76 % of its own greedy tokens in chat and coding, with these
+# more precise 85 %, for some 5 % more time. Elsewhere llama.cpp's own mixes spend their bits alike.
+_SPARED: Final = {r"\.attn_(v|output)\.": "Q8_0", r"\.ffn_down\.": "Q4_1"}
+_SPARING_TYPES: Final = ("Q4_0", "IQ4_NL")
+
 _TENSOR_LINE: Final = re.compile(r"\[ *(\d+)/ *(\d+)\]")
 _ERROR_LEVEL: Final = 4
 
 
 def requantise(
-    model: Path, quant_type: str, output: Path, *, progress: Callable[[float], None] | None = None
+    model: Path,
+    quant_type: str,
+    output: Path,
+    *,
+    is_plain: bool = False,
+    progress: Callable[[float], None] | None = None,
 ) -> None:
     """Write `model` with its weights in another type. The file appears whole or not at all.
 
@@ -45,6 +55,8 @@ def requantise(
         model: A GGUF in one file, of any type.
         quant_type: One of `QUANT_TYPES`.
         output: Where to; what is there is replaced.
+        is_plain: Leave it to llama.cpp which weights get more bits. If not, Q4_0 and IQ4_NL spare those that
+            suffer most: attention's values and output, and the way down out of the feed-forward network.
         progress: Called with the share of tensors that are done, 0 to 1.
 
     Raises:
@@ -56,7 +68,9 @@ def requantise(
     receiver, sender = spawning.Pipe(duplex=False)
     with atomic_write(output) as file:
         process = spawning.Process(
-            target=_requantise_and_tell, args=(sender, str(model), quant_type, file.name), daemon=True
+            target=_requantise_and_tell,
+            args=(sender, str(model), quant_type, file.name, is_plain),
+            daemon=True,
         )
         # Ctrl-C reaches the whole process group: this process hears it, ends that one and cleans up.
         heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -90,7 +104,13 @@ def _listen(receiver: Connection, progress: Callable[[float], None] | None) -> s
                 return reason
 
 
-def _requantise_and_tell(sender: Connection, model: str, quant_type: str, output: str) -> None:
+def _requantise_and_tell(
+    sender: Connection,
+    model: str,
+    quant_type: str,
+    output: str,
+    is_plain: bool,  # noqa: FBT001 - goes by position
+) -> None:
     """What the process does. A parent that is gone breaks the pipe, which ends it too."""
     os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
     complaints: list[str] = []
@@ -111,6 +131,17 @@ def _requantise_and_tell(sender: Connection, model: str, quant_type: str, output
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{quant_type}")
     params.allow_requantize = True
+    overrides = _overrides() if quant_type in _SPARING_TYPES and not is_plain else None
+    params.tt_overrides = overrides
     status = llama_cpp.llama_model_quantize(model.encode(), output.encode(), ctypes.byref(params))
     with suppress(BrokenPipeError):
         sender.send((complaints or ["no reason given"])[-1] if status else None)
+
+
+def _overrides() -> Any:
+    """`_SPARED` as llama.cpp takes it: an array that ends with an empty entry."""
+    overrides = (llama_cpp.llama_model_tensor_override * (len(_SPARED) + 1))()
+    for override, (pattern, quant_type) in zip(overrides, _SPARED.items(), strict=False):
+        override.pattern = pattern.encode()
+        override.type = getattr(llama_cpp, f"GGML_TYPE_{quant_type}")
+    return overrides
