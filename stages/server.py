@@ -117,19 +117,17 @@ class StageService(rpc.StageServicer):
 
     async def Link(  # noqa: N802 - the name in the .proto
         self,
-        request_iterator: AsyncIterator[wire.Frame],
+        _requests: AsyncIterator[wire.Frame],
         context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome],
-    ) -> AsyncIterator[wire.Welcome]:
+    ) -> None:
         """Frames from upstream."""
-        greeted = False
-        async for frame in request_iterator:
-            kind = frame.WhichOneof("kind")
-            if not greeted:
-                yield await self._greet(frame.hello if kind == "hello" else None, context)
-                greeted = True
-            elif kind == "window":
+        first = await context.read()
+        is_hello = isinstance(first, wire.Frame) and first.WhichOneof("kind") == "hello"
+        await context.write(await self._greet(first.hello if is_hello else None, context))
+        while isinstance(frame := await context.read(), wire.Frame):
+            if frame.HasField("window"):
                 self._on_window(frame.window)
-            elif kind == "open":
+            elif frame.HasField("open"):
                 self._on_open(frame.open)
 
     async def Control(  # noqa: N802

@@ -5,7 +5,7 @@ Filled by the event loop, emptied by the thread that owns llama.cpp.
 
 from __future__ import annotations
 
-import threading
+import queue
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,6 +49,13 @@ class Work:
     windows: tuple[QueuedWindow, ...]
 
 
+@dataclass(frozen=True)
+class _Freed:
+    """Slots to forget."""
+
+    slots: tuple[int, ...]
+
+
 class WindowQueue:
     """First come, first served; windows of different sessions share a batch while their rows fit.
 
@@ -62,51 +69,56 @@ class WindowQueue:
     def __init__(self, max_rows: int, is_live: Callable[[int, int], bool]) -> None:
         self._max_rows = max_rows
         self._is_live = is_live
-        self._windows: deque[QueuedWindow] = deque()
+        # Everything comes by this queue: unlike a condition variable it wakes the taker without Python on
+        # either side, and what was taken from it is the taker's alone.
+        self._arrivals: queue.SimpleQueue[QueuedWindow | _Freed | None] = queue.SimpleQueue()
+        self._waiting: deque[QueuedWindow] = deque()
         self._freed_slots: list[int] = []
-        self._changed = threading.Condition()
         self._is_closed = False
         self.num_dropped = 0
 
     def __len__(self) -> int:
-        return len(self._windows)
+        return len(self._waiting) + self._arrivals.qsize()
 
     def put(self, window: QueuedWindow) -> None:
         """Append a window."""
-        with self._changed:
-            self._windows.append(window)
-            self._changed.notify()
+        self._arrivals.put(window)
 
     def free(self, slots: list[int]) -> None:
         """Have slots forgotten before the next batch."""
-        with self._changed:
-            self._freed_slots.extend(slots)
-            self._changed.notify()
+        self._arrivals.put(_Freed(tuple(slots)))
 
     def close(self) -> None:
         """Wake the taker for the last time."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
+        self._arrivals.put(None)
 
     def take(self) -> Work | None:
-        """Wait for work; None once the queue is closed."""
-        with self._changed:
-            while True:
-                if self._is_closed:
-                    return None
-                windows = self._take_batch()
-                if windows or self._freed_slots:
-                    freed, self._freed_slots = tuple(self._freed_slots), []
-                    return Work(freed, windows)
-                self._changed.wait()
+        """Wait for work; None once the queue is closed. For one thread."""
+        while True:
+            while not self._arrivals.empty():
+                self._note(self._arrivals.get())
+            if self._is_closed:
+                return None
+            windows = self._take_batch()
+            if windows or self._freed_slots:
+                freed, self._freed_slots = tuple(self._freed_slots), []
+                return Work(freed, windows)
+            self._note(self._arrivals.get())
+
+    def _note(self, arrival: QueuedWindow | _Freed | None) -> None:
+        if arrival is None:
+            self._is_closed = True
+        elif isinstance(arrival, _Freed):
+            self._freed_slots.extend(arrival.slots)
+        else:
+            self._waiting.append(arrival)
 
     def _take_batch(self) -> tuple[QueuedWindow, ...]:
         taken: list[QueuedWindow] = []
         waiting: deque[QueuedWindow] = deque()
         sessions: set[int] = set()
         rows_left = self._max_rows
-        for window in self._windows:
+        for window in self._waiting:
             if not self._is_live(window.session, window.epoch):
                 self.num_dropped += 1
             elif window.session not in sessions and len(window.span.tokens) <= rows_left:
@@ -117,5 +129,5 @@ class WindowQueue:
                 waiting.append(window)
                 # Whatever this session sent later has to wait as well.
                 sessions.add(window.session)
-        self._windows = waiting
+        self._waiting = waiting
         return tuple(taken)

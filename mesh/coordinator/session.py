@@ -171,9 +171,9 @@ class Session:
             self.telemetry.add_cancel()
         if voided:
             log.debug("windows_voided", session=self.id, epoch=self._epoch, num_windows=len(voided))
-        self._note(step, flight, voided, verdict, arrived_ms)
         self._is_over = step.finish is not None
-        self._parts.put_nowait(Committed(step.judgement.committed, step.finish, self.telemetry.stats()))
+        # One turn of the loop later, so that what was sent is on the wire before anybody reads or counts.
+        self._loop.call_soon(self._tell, step, flight, voided, verdict, arrived_ms)
 
     def _outcomes(
         self,
@@ -197,7 +197,7 @@ class Session:
             outcomes.append(_outcome(judgement, voided[0], arrived_ms, (), len(voided)))
         return outcomes
 
-    def _note(
+    def _tell(
         self,
         step: Step,
         flight: _Flight,
@@ -222,6 +222,7 @@ class Session:
             telemetry.add_unread(judge_unread(len(unread.tokens)), unread.proposer)
         for void in voided:
             telemetry.add_void(void.id, len(void.window.tokens))
+        self._parts.put_nowait(Committed(step.judgement.committed, step.finish, telemetry.stats()))
 
     def _go_on_with_prompt(self) -> None:
         if not self._generation.is_prefilled:
