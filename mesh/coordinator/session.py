@@ -141,7 +141,8 @@ class Session:
         """End the answer with `error`."""
         if not self._is_over:
             self._is_over = True
-            self._parts.put_nowait(error)
+            # Behind the tokens that were committed before and are still to be told.
+            self._loop.call_soon(self._parts.put_nowait, error)
 
     def close(self) -> None:
         """Send nothing more, and let go of the proposer."""
