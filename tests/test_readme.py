@@ -22,7 +22,8 @@ from spanmesh_proto import SOFTWARE_VERSION
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/three_hosts.md")
-COMMANDS = ("serve", "join", "status", "slice", "certify")
+COMMANDS = ("serve", "join", "status", "slice", "certify", "draft make", "bench spec")
+GROUPS = ("draft", "bench")
 BIN = Path(sys.executable).parent
 
 
@@ -39,7 +40,7 @@ def quoted(document: str) -> list[str]:
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert run([command, "--help"]) == 0
+    assert run([*command.split(), "--help"]) == 0
     return capsys.readouterr().out
 
 
@@ -50,7 +51,9 @@ def mesh_lines(document: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_mesh_command_and_its_flags_exist(document: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for _, command, *arguments in mesh_lines(document):
+    for _, *words in mesh_lines(document):
+        num_words = 2 if words[0] in GROUPS else 1
+        command, arguments = " ".join(words[:num_words]), words[num_words:]
         assert command in COMMANDS
         known = help_of(command, capsys)
         for flag in (argument for argument in arguments if argument.startswith("-")):
@@ -128,6 +131,7 @@ def folder(tmp_path: Path, smollm2_path: Path) -> Path:
         ("README.md", "mesh certify", "15"),
         ("examples/three_hosts.md", "mesh certify", "10"),
         ("examples/three_hosts.md", "mesh slice", ""),
+        ("README.md", "mesh draft make", "draft.gguf"),
     ],
 )
 def test_model_commands_run_as_told(document: str, command: str, says: str, folder: Path) -> None:
@@ -138,6 +142,8 @@ def test_model_commands_run_as_told(document: str, command: str, says: str, fold
     assert says in done.stdout
     if command == "mesh slice":
         assert (folder / "share.gguf").read_bytes()[:4] == b"GGUF"
+    if command == "mesh draft make":
+        assert (folder / "draft.gguf").read_bytes()[:4] == b"GGUF"
 
 
 def test_status_without_a_mesh_says_how_to_get_one(tmp_path: Path) -> None:
