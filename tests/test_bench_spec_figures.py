@@ -89,6 +89,7 @@ def test_a_row_holds_what_was_measured() -> None:
     assert found.acceptance == pytest.approx(6 / 9)
     assert found.acceptance_per_position == pytest.approx((4 / 5, 2 / 3, 0.0))
     assert (found.fork_rate, found.degenerate_rate) == (0.5, 0.5)
+    assert found.sound_speed_up == pytest.approx(2.0)
 
 
 def test_a_row_of_off_has_nothing_to_be_compared_with() -> None:

@@ -96,6 +96,25 @@ def test_raw_figures_are_apart_from_chat(results: Results, tmp_path: Path) -> No
     assert "What it must show" not in page
 
 
+def test_degenerate_answers_are_marked_and_left_out_of_a_second_mean(
+    results: Results, tmp_path: Path
+) -> None:
+    where = {"workload": "writing", "server": WITH_DRAFT}
+    loop = "and so on " * 9
+    other = {**where, "workload": "coding"}
+    results.samples = [
+        sample(0, "off", 10, **where),
+        sample(0, "auto", 20, **where),
+        sample(1, "off", 10, text=loop, **other),
+        sample(1, "auto", 60, text=loop, **other),
+    ]
+    write_report(work_out(results, categories=(), with_acceptance=False), tmp_path)
+    speed_ups = section((tmp_path / "report.md").read_text(), "Chat: times faster than off")
+    assert "| coding | 6.00* |" in speed_ups
+    assert "| **mean** | **4.00** |" in speed_ups
+    assert "| **mean without degenerate answers** | **2.00** |" in speed_ups
+
+
 def test_the_figures_can_be_read_by_programs(results: Results, tmp_path: Path) -> None:
     write_report(work_out(results, categories={"writing"}, with_acceptance=True), tmp_path)
     figures = json.loads((tmp_path / "report.json").read_text())

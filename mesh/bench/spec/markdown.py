@@ -97,7 +97,8 @@ def _circumstances(results: Results) -> str:
         f"The run took {results.took_s:.0f} s.\n\n"
         "Through the streaming chat endpoint, unless said otherwise. Speed-ups are paired: the same question "
         "under off and under the setting, one right after the other on the same running mesh; means are "
-        "arithmetic, each workload weighing the same. First answers only, except where the workload is warm. "
+        "arithmetic, each workload weighing the same; an asterisk marks workloads with "
+        "degenerate answers. First answers only, except where the workload is warm. "
         "Answers go on to the last token asked for; those that go in circles are counted as degenerate."
     )
 
@@ -136,26 +137,37 @@ def _closeness(shares: Sequence[Closeness]) -> str:
 
 
 def _speed_ups(rows: Sequence[Row]) -> str:
-    """A table for each delay: workloads down, settings across, means at the end."""
+    """A table for each delay: workloads down, settings across, means at the end; `*` marks degenerate."""
     paired = [row for row in rows if row.speed_up is not None and row.place.temperature == 0]
     parts = []
     for delay_ms in sorted({row.place.delay_ms for row in paired}):
         here = [row for row in paired if row.place.delay_ms == delay_ms]
         columns = list(dict.fromkeys((row.place.server, row.place.setting) for row in here))
-        by_cell = {(row.place.workload, row.place.server, row.place.setting): row.speed_up for row in here}
+        by_cell = {(row.place.workload, row.place.server, row.place.setting): row for row in here}
         workloads = list(dict.fromkeys(row.place.workload for row in here))
         lines = [
-            (workload, *(_number(by_cell.get((workload, *column))) for column in columns))
+            (workload, *(_speed_up(by_cell.get((workload, *column))) for column in columns))
             for workload in workloads
         ]
-        means = [
-            fmean(value for (_w, *at), value in by_cell.items() if tuple(at) == column and value is not None)
-            for column in columns
+        members = [
+            [row for row in here if (row.place.server, row.place.setting) == column] for column in columns
         ]
-        lines.append(("**mean**", *(f"**{mean:.2f}**" for mean in means)))
+        lines.append(("**mean**", *(_mean(row.speed_up for row in rows) for rows in members)))
+        if any(row.degenerate_rate > 0 for row in here):
+            sound = (_mean(row.sound_speed_up for row in rows) for rows in members)
+            lines.append(("**mean without degenerate answers**", *sound))
         heads = ("workload", *(f"{setting} ({server})" for server, setting in columns))
         parts.append(f"{delay_ms:g} ms one way:\n\n{_table(heads, lines)}")
     return "\n\n".join(parts)
+
+
+def _speed_up(row: Row | None) -> str:
+    return "" if row is None else _number(row.speed_up) + "*" * (row.degenerate_rate > 0)
+
+
+def _mean(values: Iterable[float | None]) -> str:
+    found = [value for value in values if value is not None]
+    return f"**{fmean(found):.2f}**" if found else ""
 
 
 def _figures(rows: Sequence[Row]) -> str:

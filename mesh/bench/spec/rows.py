@@ -53,6 +53,7 @@ class Row:
         speed_up: Mean over the pairs with `off`; None for `off` itself and for other systems.
         speed_up_low: Of the slowest pair.
         speed_up_high: Of the fastest pair.
+        sound_speed_up: Mean over the pairs of which neither answer goes in circles; None without any.
         fork_rate: Share of the answers whose text differs from that of `off`; None like `speed_up`.
         degenerate_rate: Share of the answers that go in circles.
         ttft_ms: Median.
@@ -71,6 +72,7 @@ class Row:
     speed_up: float | None
     speed_up_low: float | None
     speed_up_high: float | None
+    sound_speed_up: float | None
     fork_rate: float | None
     degenerate_rate: float
     ttft_ms: float
@@ -112,6 +114,11 @@ def _rank(place: Place) -> tuple[bool, float, str, int, int]:
 
 def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
     speed_ups = [pair.speed_up for pair in pairs]
+    sound = [
+        pair.speed_up
+        for pair in pairs
+        if not (is_degenerate(pair.base.text) or is_degenerate(pair.other.text))
+    ]
     gaps_ms = [gap for sample in samples for gap in sample.gaps_ms]
     low, middle, high = np.percentile(gaps_ms, [50, 95, 99]) if gaps_ms else (0.0, 0.0, 0.0)
     counts = [sample.counts for sample in samples]
@@ -129,6 +136,7 @@ def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
         speed_up=fmean(speed_ups) if speed_ups else None,
         speed_up_low=min(speed_ups, default=None),
         speed_up_high=max(speed_ups, default=None),
+        sound_speed_up=fmean(sound) if sound else None,
         fork_rate=fmean(pair.is_fork for pair in pairs) if pairs else None,
         degenerate_rate=fmean(is_degenerate(sample.text) for sample in samples),
         ttft_ms=median(sample.ttft_ms for sample in samples),
