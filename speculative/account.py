@@ -24,8 +24,8 @@ class AccountOptions:
         max_excess: Waiting longer for one verdict is a hiccup of the machine; it counts as this much.
     """
 
-    max_loss: float = 1.5
-    retry_loss: float = 0.75
+    max_loss: float = 1.25
+    retry_loss: float = 0.6
     max_credit: float = 2.0
     first_pause: int = 32
     max_pause: int = 512

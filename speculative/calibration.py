@@ -28,6 +28,12 @@ class AcceptanceTable:
         self._accepted[bucket] = self._accepted.get(bucket, 0.0) * self._keep + is_accepted
         self._judged[bucket] = self._judged.get(bucket, 0.0) * self._keep + 1.0
 
+    def mean(self, proposer: str) -> float | None:
+        """The acceptance seen at any confidence; None if nothing was judged."""
+        judged = sum(self._judged.get((proposer, bucket), 0.0) for bucket in range(NUM_BUCKETS))
+        accepted = sum(self._accepted.get((proposer, bucket), 0.0) for bucket in range(NUM_BUCKETS))
+        return accepted / judged if judged else None
+
     def estimate(self, proposer: str, confidence: float, prior: float, prior_weight: float) -> float:
         """The acceptance seen at this confidence; few judgements leave it near `prior`."""
         bucket = (proposer, bucket_of(confidence))
@@ -60,6 +66,10 @@ class Calibration:
         word = min(max(confidence, 0.0), 1.0)
         prior = self._shared.estimate(proposer, word, word, self._WORD_WEIGHT)
         return self._own.estimate(proposer, word, prior, self._SHARED_WEIGHT)
+
+    def mean(self, proposer: str) -> float | None:
+        """How often the proposer's tokens are right in this session; None if none was judged."""
+        return self._own.mean(proposer)
 
     def judged(self, proposal: Proposal, num_accepted: int) -> None:
         """A window's tokens were judged, up to the first that was wrong."""

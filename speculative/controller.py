@@ -18,7 +18,7 @@ from speculative.calibration import Calibration
 from speculative.controller_options import ControllerOptions
 from speculative.moment import Decision, Moment, Outcome, StageMeasure
 from speculative.pace import Pace, best_pace
-from speculative.row_price import row_price
+from speculative.row_price import row_ms, row_price
 from speculative.shared import SharedMeasures
 from speculative.staircase import smoothed
 from speculative.timing import Timing
@@ -41,9 +41,16 @@ __all__ = [
 _ROW_BUDGET: Final = 48
 # Judged windows between two looks for a better pace.
 _PACE_EVERY: Final = 8
-_PLAIN_WEIGHT: Final = 0.25
+_QUICKER_WEIGHT: Final = 0.3
+_SLOWER_WEIGHT: Final = 0.06
+# Plain windows of the first session, before anything is proposed.
+_NUM_FIRST_PLAIN: Final = 2
+# Tokens that a draft model may still be at when nothing is wanted any more.
+_NUM_DRAFTED_ON: Final = 8
 # The proposer whose tokens take time; see `speculative.draft`.
 _DRAFT: Final = "draft"
+# Others' tokens may be this much less likely than a draft model's usually are: they are there at once.
+_HASTE: Final = 0.6
 _FIRST_PROBE: Final = 32
 _MAX_PROBE: Final = 512
 
@@ -69,6 +76,10 @@ class Controller:
         self._last_behind_ms = -math.inf
         self._is_after_stale = False
         self._is_plain_turn = True
+        # Whether a draft model computes for this session: it may slow plain windows.
+        self._is_drafting = False
+        # Tokens committed since anything was wanted.
+        self._num_plain = 0
         self._paces: dict[tuple[int, float], Pace] = {}
         self._num_judged = 0
         self._probe_in = self._probe_every = _FIRST_PROBE
@@ -103,6 +114,7 @@ class Controller:
     def decide(self, moment: Moment, proposal: Proposal) -> Decision:
         """How many of the proposed tokens to send now."""
         limit = min(self.wanted(moment), len(proposal.tokens))
+        self._is_drafting = self._is_drafting or proposal.proposer == _DRAFT
         if limit == 0:
             width = 0
         elif self._options.fixed_width is not None and self._options.p_min is None:
@@ -168,7 +180,7 @@ class Controller:
                 if crowd.gain is None:
                     return f"measuring plain windows of {self._num_sessions} sessions"
                 return f"{self._num_sessions} sessions got {crowd.gain:.2f} times the plain tokens: waiting"
-        elif self._shared.plain_ms is None:
+        elif self._shared.num_plain < _NUM_FIRST_PLAIN:
             return "measuring a plain window first"
         if not self._account.is_open:
             return f"proposing lost time: trying again in {self._account.wait} tokens"
@@ -191,7 +203,13 @@ class Controller:
                 self._reason = "more tokens per second if proposed ones follow in windows of their own"
                 return 0
         reached = math.prod(self._flying) if is_behind else 1.0
+        rival = self._rival(proposal)
         for index in range(limit):
+            if sure[index] < rival:
+                self._reason = (
+                    f"{proposal.proposer}: the draft model is right more often than {sure[index]:.2f}"
+                )
+                return index
             reached *= sure[index]
             price = self._price(index, is_behind=is_behind)
             if reached < price:
@@ -204,6 +222,11 @@ class Controller:
                 return index
         self._reason = f"{proposal.proposer}: {limit} tokens, all of them likely to {reached:.2f}"
         return limit
+
+    def _rival(self, proposal: Proposal) -> float:
+        """How likely a token must be for a draft model not to know better, which would have to start anew."""
+        mean = self._calibration.mean(_DRAFT) if proposal.proposer != _DRAFT else None
+        return 0.0 if mean is None or self._options.p_min is not None else _HASTE * mean
 
     def _price(self, index: int, *, is_behind: bool) -> float:
         if self._options.p_min is not None:
@@ -247,6 +270,7 @@ class Controller:
         num_tokens = len(outcome.judgement.committed)
         shared, account = self._shared, self._account
         self._probe_in -= num_tokens
+        self._num_plain = self._num_plain + num_tokens if self._is_plain_turn else 0
         # What flew behind the prompt waited for the prompt, for nobody knows how long.
         since_ms = outcome.sent_ms if outcome.num_in_flight == 0 else math.inf
         if self._last_arrived_ms is not None:
@@ -254,23 +278,35 @@ class Controller:
         elapsed_ms = outcome.arrived_ms - since_ms
         is_plain = not outcome.proposal.tokens
         if self._num_sessions > 1 and elapsed_ms >= 0.0:
-            shared.crowd.add(num_tokens, elapsed_ms)
+            added_ms = row_ms(self._timing, self._num_sessions + 1)
+            shared.crowd.add(num_tokens, elapsed_ms, row_ms=added_ms)
         elif is_plain and is_alone and elapsed_ms > 0.0:
             self._note_plain(elapsed_ms)
         plain_ms = self._plain_ms()
+        # Silence is neither gain nor loss, unless a draft model works meanwhile. With others about, what
+        # slows a plain window is their doing.
+        is_idle = is_plain and is_alone and not self._is_drafting
+        is_others = is_plain and self._num_sessions > 1
         if self._is_plain_turn:
             account.add_plain(num_tokens)
-        elif plain_ms is not None and elapsed_ms >= 0.0 and (self._num_sessions == 1 or not is_plain):
-            # With others about, what slows a plain window is their doing.
+        elif plain_ms is not None and elapsed_ms >= 0.0 and not is_idle and not is_others:
             account.add(num_tokens, elapsed_ms, plain_ms)
 
     def _note_plain(self, elapsed_ms: float) -> None:
+        """Learn what a plain window takes where nothing is proposed.
+
+        What disturbs one makes it slower, never quicker, so quick ones count for more. Taking plain windows
+        for slow would make speculation seem to pay where it does not.
+        """
         shared = self._shared
+        if self._is_drafting and self._num_plain < _NUM_DRAFTED_ON:
+            return
         if shared.plain_ms is None:
             shared.plain_ms = elapsed_ms
-        elif self._is_plain_turn or elapsed_ms < shared.plain_ms:
-            # While speculation is on, a drafter may slow a plain window: that must not become the norm.
-            shared.plain_ms = smoothed(shared.plain_ms, elapsed_ms, _PLAIN_WEIGHT)
+        else:
+            weight = _QUICKER_WEIGHT if elapsed_ms < shared.plain_ms else _SLOWER_WEIGHT
+            shared.plain_ms = smoothed(shared.plain_ms, elapsed_ms, weight)
+        shared.num_plain += 1
 
 
 def _rounded(value: float | None) -> float | None:

@@ -32,29 +32,32 @@ class Turn(StrEnum):
 
 @dataclass(frozen=True)
 class CrowdOptions:
-    """How long turns are, in tokens of each session.
+    """How long turns are: measured ones in tokens of all sessions, the others in tokens of each.
 
     Attributes:
-        settle: Tokens after a change of turn that are not counted: windows of the old turn still fly.
-        before: Of the plain turn before a trial.
+        before: Tokens of the plain turn before a trial.
         trial: Of a trial.
         after: Of the plain turn behind it.
-        first_stay: Of the turn that follows the first verdict in favour.
-        max_stay: The longest such turn.
-        first_pause: Of the turn that follows the first verdict against.
-        max_pause: The longest such turn.
+        settle: Tokens of each after a change of turn that are not counted: windows of the old turn still fly.
+        first_stay: Tokens of each in the turn that follows the first verdict in favour.
+        max_stay: In the longest such turn.
+        first_pause: In the turn that follows the first verdict against.
+        max_pause: In the longest such turn.
         min_gain: How many times more tokens than plain windows speculation must bring.
+        max_row_price: Where a row takes as long as this many tokens of all sessions do, stages have no time
+            to spare: no trial is made.
     """
 
-    settle: int = 2
-    before: int = 8
-    trial: int = 4
-    after: int = 4
+    before: int = 32
+    trial: int = 16
+    after: int = 16
+    settle: int = 1
     first_stay: int = 16
     max_stay: int = 128
     first_pause: int = 64
     max_pause: int = 1024
     min_gain: float = 1.05
+    max_row_price: float = 0.35
 
 
 @dataclass
@@ -110,23 +113,32 @@ class Crowd:
             self._begin()
         return self.turn in {Turn.TRIAL, Turn.ON}
 
-    def add(self, num_tokens: int, elapsed_ms: float) -> None:
-        """A session committed tokens, and that is how long it took since those before."""
+    def add(self, num_tokens: int, elapsed_ms: float, *, row_ms: float = 0.0) -> None:
+        """A session committed tokens.
+
+        Args:
+            num_tokens: How many.
+            elapsed_ms: Since those before.
+            row_ms: What one more row adds to a batch, as far as is known.
+        """
         if self._settling > 0:
             self._settling -= num_tokens
             return
         self._num_tokens += num_tokens
         self._elapsed_ms += elapsed_ms
-        if self._num_tokens >= self._length() * self._num_sessions:
-            self._finish(self._elapsed_ms / self._num_tokens)
+        if self._num_tokens >= self._length():
+            self._finish(self._elapsed_ms / self._num_tokens, row_ms)
             self._begin()
 
-    def _finish(self, token_ms: float) -> None:
+    def _finish(self, token_ms: float, row_ms: float) -> None:
         standing = self._standing
         match standing.turn:
             case Turn.BEFORE | Turn.OFF:
                 standing.plain_ms = token_ms
-                standing.turn = Turn.TRIAL
+                if self._num_sessions * row_ms <= self._options.max_row_price * token_ms:
+                    standing.turn = Turn.TRIAL
+                else:
+                    self._pause()
             case Turn.TRIAL:
                 standing.trial_ms = token_ms
                 standing.turn = Turn.AFTER
@@ -142,15 +154,18 @@ class Crowd:
     def _conclude(self, gain: float) -> None:
         standing, options = self._standing, self._options
         standing.gain = gain
-        before, standing.turn = standing.turn, Turn.ON if gain >= options.min_gain else Turn.OFF
-        if standing.turn is Turn.ON:
-            is_confirmed = before is Turn.ON
-            standing.length = (
-                min(2 * standing.length, options.max_stay) if is_confirmed else options.first_stay
-            )
+        was_on = standing.turn is Turn.ON
+        if gain >= options.min_gain:
+            standing.turn = Turn.ON
+            standing.length = min(2 * standing.length, options.max_stay) if was_on else options.first_stay
         else:
-            is_first = before is Turn.ON or standing.length < options.first_pause
-            standing.length = options.first_pause if is_first else min(2 * standing.length, options.max_pause)
+            self._pause(is_first=was_on)
+
+    def _pause(self, *, is_first: bool = False) -> None:
+        standing, options = self._standing, self._options
+        standing.turn = Turn.OFF
+        is_first = is_first or standing.length < options.first_pause
+        standing.length = options.first_pause if is_first else min(2 * standing.length, options.max_pause)
 
     def _begin(self) -> None:
         self._settling = self._options.settle * self._num_sessions
@@ -167,7 +182,7 @@ class Crowd:
             case Turn.AFTER:
                 return options.after
             case Turn.ON | Turn.OFF:
-                return self._standing.length
+                return self._standing.length * self._num_sessions
 
     @property
     def _standing(self) -> _Standing:

@@ -22,6 +22,7 @@ class SharedMeasures:
         crowd: Whether speculating pays while several sessions run.
         plain_ms: What a plain window takes a session that runs by itself and does not speculate; None before
             the first.
+        num_plain: Windows that this was measured on.
         is_in_doubt: Whether speculating lost time in the session that ended last.
     """
 
@@ -29,4 +30,5 @@ class SharedMeasures:
     acceptance: AcceptanceTable = field(default_factory=lambda: AcceptanceTable(_ACCEPTANCE_MEMORY))
     crowd: Crowd = field(default_factory=Crowd)
     plain_ms: float | None = None
+    num_plain: int = 0
     is_in_doubt: bool = False

@@ -88,8 +88,10 @@ class TestReasons:
         controller = Controller(ControllerOptions(), SharedMeasures())
         assert controller.wanted(moment()) == 0
         assert controller.summary()["reason"] == "measuring a plain window first"
-        controller.judged(plain(0.0))
-        assert controller.wanted(moment(50.0)) > 0
+        for index in range(2):
+            controller.wanted(moment(50.0 * index))
+            controller.judged(plain(50.0 * index))
+        assert controller.wanted(moment(100.0)) > 0
 
     def test_it_says_which_token_is_not_worth_its_row(self) -> None:
         decision = warm().decide(moment(200.0, num_in_flight=1), sure(4, confidence=0.01))
@@ -100,8 +102,9 @@ class TestReasons:
         controller = warm()
         for index in range(4):
             now_ms = 1000.0 + 400.0 * index
-            controller.wanted(moment(now_ms))
-            controller.judged(plain(now_ms, elapsed_ms=400.0))
+            controller.decide(moment(now_ms), sure(1))
+            rejected = Judgement((1,), 1, 0, SpanClass.TAIL_REJECT)
+            controller.judged(Outcome(rejected, sure(1), now_ms, now_ms + 400.0, 0, (), 0))
         assert controller.wanted(moment(9000.0)) == 0
         assert "trying again in" in controller.summary()["reason"]
 
@@ -123,20 +126,21 @@ class TestLearning:
     def test_sessions_share_what_they_know_of_the_ring(self) -> None:
         shared = SharedMeasures()
         first, second = Controller(ControllerOptions(), shared), Controller(ControllerOptions(), shared)
-        first.wanted(moment())
-        first.judged(plain(0.0))
+        for index in range(2):
+            first.wanted(moment(50.0 * index))
+            first.judged(plain(50.0 * index))
         assert second.wanted(moment()) > 0
 
     def test_a_window_voided_unread_counts_against_its_first_token(self) -> None:
         controller = warm()
-        for _ in range(12):
+        for _ in range(40):
             controller.judged(Outcome(judge_unread(4), sure(4), 300.0, 350.0, 1, (), 0))
         decision = controller.decide(moment(400.0, num_in_flight=1), sure(4))
         assert decision.width == 0
 
     def test_what_flew_behind_a_prompt_is_not_billed_for_it(self) -> None:
         shared = SharedMeasures()
-        shared.plain_ms = 50.0
+        shared.plain_ms, shared.num_plain = 50.0, 2
         controller = Controller(ControllerOptions(), shared)
         controller.decide(moment(0.0, num_in_flight=3), sure(2))
         judgement = Judgement((1, 2), 2, 2, SpanClass.FULL_ACCEPT)

@@ -87,8 +87,8 @@ class TestRowPrice:
         timing = ring(LINEAR)
         near = row_price(timing, 1 / 12, num_rows=1, is_new_window=True)
         far = row_price(timing, 1 / 92, num_rows=1, is_new_window=True)
-        assert near == pytest.approx(4 / 12)
-        assert far == pytest.approx(4 / 92)
+        assert near == pytest.approx(0.6 * 4 / 12)
+        assert far == pytest.approx(0.6 * 4 / 92)
 
     def test_a_flat_stair_makes_further_rows_cheap(self) -> None:
         assert row_price(ring(FLAT), 1 / 32, num_rows=2, is_new_window=False) == 0.02
