@@ -64,7 +64,7 @@ class DraftLine:
     Args:
         name: Signs its proposals.
         options: How far it drafts.
-        is_end: Whether a token ends an answer; nothing is drafted behind one.
+        is_end: Whether a token ends an answer; nothing is drafted behind one that is not in flight.
 
     Attributes:
         tokens: The text.
@@ -80,12 +80,12 @@ class DraftLine:
         self._options = options
         self._is_end = is_end
         self._num_committed = 0
-        # Of the tokens behind the committed ones.
-        self._confidences: list[float] = []
+        # Of the tokens behind the committed ones; None for those that others proposed.
+        self._confidences: list[float | None] = []
         # Positions up to which it follows what others say, and drafts on by itself.
         self._follow_until = 0
         self._draft_until = 0
-        self._has_ended = False
+        self._is_unsure = False
         # By the latest proposal.
         self._num_asked = 0
         self._running: DraftSpan | None = None
@@ -124,6 +124,7 @@ class DraftLine:
         """
         self.is_urgent = True
         self._agree(after)
+        self._forget_others(len(after))
         begin = self._num_committed + len(after)
         self._follow_until = begin
         if max_tokens <= 0:
@@ -136,8 +137,9 @@ class DraftLine:
         if num_ready < min(self._options.draft_min, max_tokens):
             return EMPTY
         stop = begin + num_ready
-        confidences = self._confidences[len(after) : len(after) + num_ready]
-        return Proposal(tuple(self.tokens[begin:stop]), tuple(confidences), self._name)
+        ours = self._confidences[len(after) : len(after) + num_ready]
+        confidences = tuple(own for own in ours if own is not None)
+        return Proposal(tuple(self.tokens[begin:stop]), confidences, self._name)
 
     def next_span(self, max_rows: int) -> DraftSpan | None:
         """What to compute now, at most `max_rows` rows; None if there is nothing to do.
@@ -169,11 +171,10 @@ class DraftLine:
         if drafted is None or self._num_unchanged < stop or len(self.tokens) > stop:
             return False
         if drafted.probability < self._options.p_min:
-            self._has_ended = True
+            self._is_unsure = True
             return False
         self.tokens.append(drafted.id)
         self._confidences.append(drafted.probability)
-        self._has_ended = self._is_end(drafted.id)
         return self._is_worth_telling()
 
     def dropped(self) -> None:
@@ -185,8 +186,10 @@ class DraftLine:
     @property
     def _is_drafting(self) -> bool:
         num_tokens = len(self.tokens)
-        has_room = num_tokens <= self._options.ctx_size
-        return 0 < num_tokens < self._draft_until and has_room and not self._has_ended
+        if not 0 < num_tokens < self._draft_until or num_tokens > self._options.ctx_size or self._is_unsure:
+            return False
+        # Only whoever sends an end token, or commits it, means to go on behind it.
+        return num_tokens <= self._follow_until or not self._is_end(self.tokens[-1])
 
     def _missing_rows(self) -> tuple[int, int]:
         """Positions of the rows to compute, start and stop."""
@@ -209,11 +212,22 @@ class DraftLine:
             num_known += 1
         if num_known == len(tokens):
             return
-        cut = begin + num_known
-        del self.tokens[cut:]
-        del self._confidences[num_known:]
+        self._cut(num_known)
         self.tokens.extend(tokens[num_known:])
-        self._confidences.extend([1.0] * (len(tokens) - num_known))
+        self._confidences.extend([None] * (len(tokens) - num_known))
+
+    def _forget_others(self, num_ahead: int) -> None:
+        """Drop what others proposed and what is not in flight any more: it was never said here."""
+        for index, own in enumerate(self._confidences[num_ahead:], num_ahead):
+            if own is None:
+                self._cut(index)
+                return
+
+    def _cut(self, num_ahead: int) -> None:
+        """Keep only so many tokens behind the committed ones."""
+        cut = self._num_committed + num_ahead
+        del self.tokens[cut:]
+        del self._confidences[num_ahead:]
         self.num_cached = min(self.num_cached, cut)
         self._num_unchanged = min(self._num_unchanged, cut)
-        self._has_ended = False
+        self._is_unsure = False

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_LOWEST: Final = 19
 
 
 class ThreadPriority:
     """The priority of one thread.
 
-    Linux gives each thread its own niceness, but lets only privileged processes (or those with a limit that
-    allows it) take one back. Where that is not so, the thread stays as it is.
+    Linux schedules each thread on its own terms, but lets only privileged processes (or those with a limit
+    that allows it) take a concession back. Where that is not so, the thread stays as it is.
 
     Args:
         thread_id: The kernel's.
@@ -29,20 +27,22 @@ class ThreadPriority:
 
     def __init__(self, thread_id: int, niceness: int) -> None:
         self._thread_id = thread_id
-        self._niceness = niceness
         self._is_low = False
         # Where the second step is refused the first remains; so it is a small one.
-        self.can_be_lowered = sys.platform == "linux" and self._set(niceness + 1) and self._set(niceness)
+        self.can_be_lowered = (
+            self._be_nice(niceness) and self._be_nice(niceness + 1) and self._be_nice(niceness)
+        )
 
     @contextmanager
     def lowered(self) -> Iterator[None]:
-        """Run behind everything else while in the block, or until `raise_again`.
+        """Run only where nobody else would while in the block, or until `raise_again`.
 
         Hold no lock in it, the interpreter's included, for longer than a moment: whoever wanted it would wait
-        behind everything else too.
+        behind everybody else too.
         """
-        self._is_low = True
-        self._set(_LOWEST)
+        if self.can_be_lowered:
+            self._is_low = True
+            self._schedule(is_idle=True)
         try:
             yield
         finally:
@@ -52,11 +52,19 @@ class ThreadPriority:
         """End the block's effect; any thread may call it."""
         if self._is_low:
             self._is_low = False
-            self._set(self._niceness)
+            self._schedule(is_idle=False)
 
-    def _set(self, niceness: int) -> bool:
+    def _be_nice(self, niceness: int) -> bool:
+        if sys.platform != "linux":
+            return False
         try:
             os.setpriority(os.PRIO_PROCESS, self._thread_id, niceness)
         except OSError:
             return False
         return True
+
+    def _schedule(self, *, is_idle: bool) -> None:
+        # Unlike a thread that is merely nice, an idle one is interrupted at once.
+        if sys.platform == "linux":
+            policy = os.SCHED_IDLE if is_idle else os.SCHED_OTHER
+            os.sched_setscheduler(self._thread_id, policy, os.sched_param(0))

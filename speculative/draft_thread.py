@@ -115,7 +115,7 @@ class DraftThread:
         """End the thread, whatever it is doing. The context may be closed afterwards."""
         with self._changed:
             self._is_closing = True
-            self._context.abort()
+            self._abort()
             self._changed.notify()
         self._thread.join()
 
@@ -125,7 +125,12 @@ class DraftThread:
         if running and all(
             session not in self._sessions or session.line.is_running_in_vain for session in running
         ):
-            self._context.abort()
+            self._abort()
+
+    def _abort(self) -> None:
+        self._context.abort()
+        # Or it may be long before the thread notices.
+        self._priority.raise_again()
 
     def _run(self) -> None:
         while True:

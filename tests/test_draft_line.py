@@ -92,6 +92,17 @@ def test_asking_for_nothing_only_follows() -> None:
     assert len(machine.line.tokens) == 5
 
 
+def test_what_others_proposed_is_not_said_again() -> None:
+    machine = Machine()
+    machine.line.extend([1, 2, 3])
+    machine.line.propose(4, [5, 6, 7])
+    machine.run()
+    machine.line.extend([5])
+    assert machine.line.propose(4, ()) == EMPTY
+    machine.run()
+    assert list(machine.line.propose(4, ()).tokens) == continued([1, 2, 3, 5], 4)
+
+
 def test_it_drafts_on_beyond_what_is_in_flight() -> None:
     machine = Machine()
     machine.line.extend([1, 2, 3])
@@ -194,8 +205,7 @@ def test_nothing_is_drafted_behind_an_end_token() -> None:
     assert line.computed(DraftedToken(END, 1.0))
     assert line.next_span(8) is None
     assert line.propose(4, ()).tokens == (END,)
-    line.extend([END])
-    line.propose(4, ())
+    line.propose(4, [END])
     assert line.next_span(8) is not None, "a client may ignore end tokens"
 
 

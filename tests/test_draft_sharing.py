@@ -82,29 +82,28 @@ def test_options_out_of_range(name: str, value: float, need: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives each thread its own niceness")
 def test_a_thread_gives_way_until_somebody_waits_for_it() -> None:
-    def niceness() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
+    thread_id = []
     seen: list[int] = []
     can_be_lowered: list[bool] = []
 
     def work() -> None:
-        priority = ThreadPriority(threading.get_native_id(), 7)
+        thread_id.append(threading.get_native_id())
+        priority = ThreadPriority(thread_id[0], 7)
         can_be_lowered.append(priority.can_be_lowered)
-        seen.append(niceness())
+        seen.append(os.getpriority(os.PRIO_PROCESS, thread_id[0]))
         with priority.lowered():
-            seen.append(niceness())
+            seen.append(os.sched_getscheduler(thread_id[0]))
             priority.raise_again()
-            seen.append(niceness())
+            seen.append(os.sched_getscheduler(thread_id[0]))
         with priority.lowered():
             pass
-        seen.append(niceness())
+        seen.append(os.sched_getscheduler(thread_id[0]))
 
-    before = niceness()
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert niceness() == before
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
     if not can_be_lowered[0]:
         pytest.skip("this process may not take a niceness back")
-    assert seen == [7, 19, 7, 7]
+    assert seen == [7, os.SCHED_IDLE, os.SCHED_OTHER, os.SCHED_OTHER]
