@@ -55,13 +55,21 @@ class Follower:
         is_own_text: Whether the index holds the sequence itself and grows with it: then a continuation may
             run into the end and repeat what it says itself.
         tokens_per_evidence: How much is foretold for each unit of evidence.
+        table: Learns how likely texts like this go on; None for one of its own.
     """
 
-    def __init__(self, index: GramIndex, *, is_own_text: bool, tokens_per_evidence: float) -> None:
+    def __init__(
+        self,
+        index: GramIndex,
+        *,
+        is_own_text: bool,
+        tokens_per_evidence: float,
+        table: EvidenceTable | None = None,
+    ) -> None:
         self._index = index
         self._is_own_text = is_own_text
         self._tokens_per_evidence = tokens_per_evidence
-        self._table = EvidenceTable()
+        self._table = table or EvidenceTable()
         self._place = Place()
         self._tail: list[int] = []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
+from speculative.evidence import EvidenceTable
 from speculative.follower import Follower, Place
 from speculative.gram_index import GramIndex
 
@@ -27,10 +28,16 @@ class History:
 
     Args:
         max_tokens: Beyond this many, the older half is forgotten. Each takes about 0.5 KB.
+
+    Attributes:
+        answers: All of them, one behind the other.
+        table: How likely an answer goes on like an earlier one, learned by all sessions: answers to different
+            questions share their phrases more than their course.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.answers = GramIndex(max_tokens)
+        self.table = EvidenceTable()
         # Where the answer to a prompt begins, the latest last. Prompts are told apart by their hash: were two
         # taken for one, a proposal would be wrong, nothing else.
         self._starts: OrderedDict[int, int] = OrderedDict()
@@ -94,7 +101,12 @@ class HistoryProposer:
 
     def __init__(self, history: History, tokens_per_evidence: float = 1.0) -> None:
         self._history = history
-        self._follower = Follower(history.answers, is_own_text=False, tokens_per_evidence=tokens_per_evidence)
+        self._follower = Follower(
+            history.answers,
+            is_own_text=False,
+            tokens_per_evidence=tokens_per_evidence,
+            table=history.table,
+        )
         self._prompt_hash: int | None = None
         self._answer: list[int] = []
 

@@ -107,6 +107,24 @@ def test_a_session_that_never_began_leaves_nothing() -> None:
     assert histories._histories["alice"].answers.stop == 0
 
 
+def test_a_key_s_sessions_learn_together_what_its_history_is_worth() -> None:
+    """Answers that share two tokens with earlier ones and then differ, session after session."""
+
+    def confidence() -> float:
+        proposer = histories.open("alice")
+        proposer.extend([1000])
+        proposer.extend(ANSWER[50:52])
+        (first,) = proposer.propose(1).confidences
+        return first
+
+    histories = Histories()
+    answer_once(histories, "alice", [1, 2, 3], ANSWER)
+    before = confidence()
+    for prompt in range(20):
+        answer_once(histories, "alice", [prompt], [*ANSWER[50:52], 2000 + prompt])
+    assert confidence() < before / 2
+
+
 @pytest.mark.parametrize("bounds", [{"max_keys": 0}, {"max_tokens": 1}])
 def test_bounds_that_keep_nothing_are_refused(bounds: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least"):
