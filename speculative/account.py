@@ -27,7 +27,7 @@ class AccountOptions:
     max_loss: float = 1.25
     retry_loss: float = 0.6
     max_credit: float = 2.0
-    first_pause: int = 32
+    first_pause: int = 48
     max_pause: int = 512
     max_excess: float = 2.5
 

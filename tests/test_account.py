@@ -34,7 +34,7 @@ def test_losses_are_bounded(num_committed: int, elapsed_ms: float) -> None:
     account, options = Account(), AccountOptions()
     speculated = tokens_speculated(account, 1000, num_committed=num_committed, elapsed_ms=elapsed_ms)
     loss_each = elapsed_ms / PLAIN_MS - num_committed
-    tries = 5  # pauses of 32, 64, 128, 256, 512: no more fit
+    tries = 5  # pauses of 48, 96, 192, 384, 512: no more fit
     assert speculated / num_committed * loss_each <= (
         options.max_loss + loss_each + tries * (options.retry_loss + loss_each)
     )
