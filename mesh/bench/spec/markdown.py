@@ -98,7 +98,8 @@ def _circumstances(results: Results) -> str:
         "Through the streaming chat endpoint, unless said otherwise. Speed-ups are paired: the same question "
         "under off and under the setting, one right after the other on the same running mesh; means are "
         "arithmetic, each workload weighing the same; an asterisk marks workloads with "
-        "degenerate answers. First answers only, except where the workload is warm. "
+        "degenerate answers. Before the first question at a delay each setting gives an answer that does not "
+        "count. First answers only, except where the workload is warm. "
         "Answers go on to the last token asked for; those that go in circles are counted as degenerate."
     )
 

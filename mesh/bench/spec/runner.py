@@ -14,12 +14,12 @@ from mesh.bench.mesh_system import MeshSystem
 from mesh.bench.spec.crowd import Crowd
 from mesh.bench.spec.plan import in_turn
 from mesh.bench.spec.sample import LLAMA_RPC, MESH, Sample
-from mesh.bench.spec.setting import OFF
-from mesh.bench.stream_client import CHAT_PATH, Ask, Batch
+from mesh.bench.spec.setting import OFF, REPLAY
+from mesh.bench.stream_client import Ask, Batch, chat
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from mesh.bench.client import Client, Reply
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_WARM_UP: Final = "Say hello."
+_WARM_UP: Final = "Describe a house by the sea."
+_WARM_UP_TOKENS: Final = 48
 _MAX_FAILURES: Final = 3
 
 
@@ -91,6 +92,8 @@ class Runner:
         # A history belongs to a key; the other meshes do not mind one.
         self._api_key = secrets.token_hex()
         self._turns = itertools.count()
+        self._delay_ms = 0.0
+        self._settled: set[Setting] = set()
         self._num_failures = 0
 
     def run(self, phase: Phase) -> None:
@@ -100,6 +103,7 @@ class Runner:
         """
         log.info("phase", server=phase.server, trials=len(phase.trials), crowds=len(phase.crowds))
         self._num_failures = 0
+        self._settled.clear()
         self._results.servers[phase.server] = phase.options
         folder = self._logs / phase.server.replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,19 +132,25 @@ class Runner:
     def _measure(self, mesh: MeshSystem, phase: Phase) -> None:
         self._lab.set_delay_ms(0.0)
         mesh.start()
-        self._warm_up(mesh)
+        self._warm_up(mesh, (OFF,))
         for trial in phase.trials:
             self._run_trial(mesh, phase.server, trial)
         for crowd in phase.crowds:
             self._run_crowd(mesh, crowd)
 
-    def _warm_up(self, mesh: MeshSystem) -> None:
-        """A first answer is slow for reasons that nobody asks about."""
-        body = {"messages": [{"role": "user", "content": _WARM_UP}], "max_tokens": 16, "temperature": 0}
-        self._client.ask(Batch(mesh.port, (Ask(CHAT_PATH, body),), api_key=self._api_key))
+    def _warm_up(self, mesh: MeshSystem, settings: Iterable[Setting]) -> None:
+        """Have one answer given that does not count, under each setting.
+
+        A first answer is slow for reasons that nobody asks about; and no mesh in use sees its delay jump from
+        one millisecond to the next, so each setting may learn of the new one before it is measured.
+        """
+        for setting in settings:
+            fields = {**mesh.fields, **setting.fields}
+            asked = chat(_WARM_UP, min(_WARM_UP_TOKENS, self._options.num_tokens), fields)
+            self._client.ask(Batch(mesh.port, (asked,), api_key=self._api_key))
 
     def _run_trial(self, mesh: MeshSystem, server: str, trial: Trial) -> None:
-        self._set_delay(trial.delay_ms)
+        self._settle(mesh, trial.delay_ms, trial.settings)
         workload = trial.workload
         log.info("trial", server=server, workload=workload.name, delay_ms=trial.delay_ms)
         for question in workload.questions:
@@ -181,7 +191,7 @@ class Runner:
         )
 
     def _run_crowd(self, mesh: MeshSystem, crowd: CrowdTrial) -> None:
-        self._set_delay(crowd.delay_ms)
+        self._settle(mesh, crowd.delay_ms, (crowd.setting,))
         with self._forgiving(f"{crowd.num_at_once} requests at once at {crowd.delay_ms:g} ms"):
             for number in range(crowd.num_rounds):
                 replies = {
@@ -233,8 +243,14 @@ class Runner:
         most = {"max_tokens": self._options.num_tokens}
         return Ask(workload.path, {**question.content, **workload.fields, **most, **fields})
 
-    def _set_delay(self, delay_ms: float) -> None:
+    def _settle(self, mesh: MeshSystem, delay_ms: float, settings: Sequence[Setting]) -> None:
+        """Change the delay, and have the settings learn of it; but `replay`, which has nothing to learn."""
+        if delay_ms != self._delay_ms:
+            self._settled.clear()
+        self._delay_ms = delay_ms
         self._lab.set_delay_ms(delay_ms)
+        self._warm_up(mesh, [one for one in settings if one != REPLAY and one not in self._settled])
+        self._settled.update(settings)
         if delay_ms not in self._results.hops_ms:
             self._results.hops_ms[delay_ms] = self._lab.round_trip_ms(0, 1) / 2
 
