@@ -48,7 +48,7 @@ class CrowdOptions:
             to spare: no trial is made.
     """
 
-    before: int = 32
+    before: int = 64
     trial: int = 16
     after: int = 16
     settle: int = 1
@@ -57,7 +57,7 @@ class CrowdOptions:
     first_pause: int = 64
     max_pause: int = 1024
     min_gain: float = 1.05
-    max_row_price: float = 0.35
+    max_row_price: float = 0.22
 
 
 @dataclass
