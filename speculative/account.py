@@ -21,14 +21,16 @@ class AccountOptions:
         max_credit: Gains beyond this are not remembered, or a good start would pay for a long bad end.
         first_pause: Tokens to wait before the first new try.
         max_pause: The longest wait.
+        premium: Time counts for so much more than it is: what plain windows take is not known exactly either.
         max_excess: Waiting longer for one verdict is a hiccup of the machine; it counts as this much.
     """
 
-    max_loss: float = 1.25
-    retry_loss: float = 0.6
+    max_loss: float = 1.0
+    retry_loss: float = 0.5
     max_credit: float = 2.0
     first_pause: int = 48
     max_pause: int = 512
+    premium: float = 1.04
     max_excess: float = 2.5
 
 
@@ -74,7 +76,8 @@ class Account:
         options = self._options
         self.num_tokens += num_tokens
         self.elapsed_ms += elapsed_ms
-        self.balance += max(num_tokens - elapsed_ms / plain_ms, -options.max_excess)
+        cost = options.premium * elapsed_ms / plain_ms
+        self.balance += max(num_tokens - cost, -options.max_excess)
         if self.balance >= options.max_credit:
             self.balance = options.max_credit
             self._pause = options.first_pause
