@@ -25,8 +25,8 @@ class AccountOptions:
         max_excess: Waiting longer for one verdict is a hiccup of the machine; it counts as this much.
     """
 
-    max_loss: float = 1.0
-    retry_loss: float = 0.5
+    max_loss: float = 0.6
+    retry_loss: float = 0.4
     max_credit: float = 2.0
     first_pause: int = 48
     max_pause: int = 512

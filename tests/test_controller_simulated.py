@@ -80,7 +80,8 @@ def test_it_is_never_much_slower_than_plain_decoding(
     assert ratio_to_plain(shape, [text]) >= FLOOR
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A measured bound, not a law: the same examples each time, or it would fail some day for want of luck alone.
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     drafts=st.lists(
         st.tuples(st.floats(0.0, 1.0), st.booleans(), st.integers(1, 40)), min_size=1, max_size=12
