@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from mesh.speculation_report import SpeculationReport
+    from stages.logprobs import TokenLogprobs
 
 
 SpeculationMode = Literal["off", "ngram", "draft", "auto", "replay"]
@@ -43,6 +44,8 @@ class GenerationRequest:
         speculation: How far this request may speculate.
         prediction: What the client expects the answer to be, as token ids; it feeds proposers only.
         history_key: Whose earlier answers may feed proposers; None for nobody's.
+        num_top_logprobs: How many likeliest tokens to report beside each committed one's logprob, up to
+            `stages.logprobs.MAX_TOP_LOGPROBS`; None reports nothing.
     """
 
     prompt: tuple[int, ...]
@@ -52,6 +55,7 @@ class GenerationRequest:
     speculation: SpeculationLimits = field(default_factory=SpeculationLimits)
     prediction: tuple[int, ...] = ()
     history_key: str | None = None
+    num_top_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,13 @@ class Committed:
         tokens: One or more ids; an end token, if it came, is the last of them.
         finish: Why the answer is over, or None while it goes on.
         stats: Counts and times up to here.
+        logprobs: One entry for each token if the request asked for that, else none.
     """
 
     tokens: tuple[int, ...]
     finish: Literal["stop", "length"] | None
     stats: GenerationStats
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Engine(Protocol):

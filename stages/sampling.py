@@ -9,15 +9,25 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from spanmesh_proto.errors import InvalidRequest, StageFailed
+from stages.adjustment import LogitAdjustment
 from stages.candidates import candidate_ids
 from stages.noise import position_key
 from stages.race import race_all, race_among
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 # Up to here it is quicker to read every candidate's noise than to look for those that need not be read.
 _FEW: Final = 1024
+
+# OpenAI's ranges, and for repetition_penalty, which is not OpenAI's, one that keeps any logit a number.
+_MAX_PENALTY: Final = 2.0
+_MIN_REPETITION_PENALTY: Final = 0.01
+_MAX_REPETITION_PENALTY: Final = 10.0
+_MAX_BIAS: Final = 100.0
+MAX_BIASES: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,11 @@ class Sampling:
         min_p: Drop tokens less likely than this share of the most likely one; 0 drops none.
         seed: Key of the noise, 64 bits. The same seed, prompt and model give the same text, whatever
             was proposed.
+        frequency_penalty: A token's logit loses this for each time that the answer holds it.
+        presence_penalty: And this if it holds it at all.
+        repetition_penalty: Weakens tokens of prompt and answer by this factor; 1 is off.
+        repetition_window: It counts this many of the latest tokens; 0 counts all.
+        logit_bias: Pairs of token id and what is added to its logit, at most `MAX_BIASES`.
 
     Raises:
         InvalidRequest: If a value is out of its range; `param` names the field.
@@ -41,6 +56,11 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    repetition_window: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         _require(
@@ -51,6 +71,44 @@ class Sampling:
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1 (off)")
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "from 0 (off) to 1")
         _require(0 <= self.seed < 2**64, "seed", self.seed, "from 0 to 2**64 - 1")
+        self._check_adjustment()
+
+    def _check_adjustment(self) -> None:
+        for field in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, field)
+            _require(-_MAX_PENALTY <= value <= _MAX_PENALTY, field, value, "from -2 to 2; 0 switches it off")
+        _require(
+            _MIN_REPETITION_PENALTY <= self.repetition_penalty <= _MAX_REPETITION_PENALTY,
+            "repetition_penalty", self.repetition_penalty,
+            f"from {_MIN_REPETITION_PENALTY:g} to {_MAX_REPETITION_PENALTY:g}; 1 switches it off",
+        )  # fmt: skip
+        _require(self.repetition_window >= 0, "repetition_window", self.repetition_window, "0 (all) or more")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidRequest(
+                f"logit_bias has {len(self.logit_bias)} entries: at most {MAX_BIASES} work",
+                param="logit_bias",
+            )
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InvalidRequest("logit_bias names a token twice: name each once", param="logit_bias")
+        for token, bias in self.logit_bias:
+            if not -_MAX_BIAS <= bias <= _MAX_BIAS:
+                raise InvalidRequest(
+                    f"logit_bias of token {token} is {bias:g}: it must be from -100 (never) to 100 (always)",
+                    param="logit_bias",
+                )
+
+    def require_vocabulary(self, n_vocab: int) -> None:
+        """Check that every id with a bias exists.
+
+        Raises:
+            InvalidRequest: Naming the first that does not.
+        """
+        wrong = next((token for token, _ in self.logit_bias if not 0 <= token < n_vocab), None)
+        if wrong is not None:
+            raise InvalidRequest(
+                f"logit_bias names the token id {wrong}: this model's ids go from 0 to {n_vocab - 1}",
+                param="logit_bias",
+            )
 
     @property
     def filters(self) -> bool:
@@ -61,26 +119,39 @@ class Sampling:
 class Sampler:
     """Draws one session's tokens: greedy, or by Gumbel-max among what the filters leave.
 
-    It holds settings and no state: the noise is a function of (seed, position, id), see `stages.noise`, so
-    a row drawn twice gives the same id, and rows that are rejected leave no trace.
+    It holds settings and no state: the noise is a function of (seed, position, id), see `stages.noise`, and
+    penalties are one of the tokens before, see `stages.adjustment`. So a row drawn twice gives the same id,
+    and rows that are rejected leave no trace.
 
     Args:
         sampling: The session's settings.
+        num_prompt: How many of the session's first tokens are the prompt.
     """
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, num_prompt: int = 0) -> None:
         self.sampling = sampling
+        self._adjustment = LogitAdjustment(sampling, num_prompt)
 
-    def sample(self, logits: NDArray[np.float32], position: int) -> int:
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return self._adjustment.needs_history
+
+    def sample(
+        self, logits: NDArray[np.float32], position: int, before: Sequence[int] | NDArray[np.int64] = ()
+    ) -> int:
         """The token for `position`.
 
         Args:
             logits: float32, shape (n_vocab,): the row before it. Minus infinity rules a token out.
             position: Absolute position of the token drawn.
+            before: The tokens at all positions before it; needed only if `needs_history`.
 
         Raises:
             StageFailed: If the largest logit is not a number, or not finite.
         """
+        if not self._adjustment.is_idle:
+            logits = self._adjustment.apply(logits, before)
         top = int(np.argmax(logits))  # the lowest id on ties; the first NaN if there is one
         peak = float(logits[top])
         if not math.isfinite(peak):

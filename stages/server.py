@@ -21,9 +21,10 @@ from spanmesh_proto.errors import (
     wire_of,
 )
 from stages.channels import abort
+from stages.judge import Judge
 from stages.link import StageLink
+from stages.opening import Opening
 from stages.runtime import Span, StageRuntime
-from stages.sampling import Sampling
 from stages.sessions import SessionTable
 from stages.wakefulness import Wakefulness
 from stages.window_queue import QueuedWindow, WindowQueue
@@ -221,19 +222,14 @@ class StageService(rpc.StageServicer):
                     replies.put_nowait(wire.ControlReply(pong=pong))
 
     def _on_open(self, message: wire.Open) -> None:
-        sampling = message.sampling
         try:
-            self._sessions.open(
-                message.session,
-                message.slot,
-                Sampling(
-                    temperature=sampling.temperature,
-                    top_k=sampling.top_k,
-                    top_p=sampling.top_p,
-                    min_p=sampling.min_p,
-                    seed=sampling.seed,
-                ),
+            opening = Opening.from_wire(message)
+            if self._info.is_tail:
+                opening.sampling.require_vocabulary(self._info.n_vocab)
+            judge = Judge(
+                opening.sampling, num_prompt=opening.num_prompt, num_top_logprobs=opening.num_top_logprobs
             )
+            self._sessions.open(opening.session, opening.slot, judge)
         except MeshError as error:
             self._report([_failure(message.session, 0, 0, error)])
         self._wakefulness.update(len(self._sessions))
@@ -263,7 +259,7 @@ class StageService(rpc.StageServicer):
                 epoch=window.epoch,
                 id=window.id,
                 span=span,
-                sampling=session.sampling,
+                judge=session.judge,
                 times=tuple(window.times),
                 arrived_us=monotonic_us(),
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
 
 if TYPE_CHECKING:
-    from stages.sampling import Sampling
+    from stages.judge import Judge
 
 _NUM_CLOSED_REMEMBERED: Final = 4096
 
@@ -21,13 +21,13 @@ class StageSession:
     Attributes:
         id: Given by the coordinator; never used twice.
         slot: Its sequence slot in llama.cpp.
-        sampling: How the tail draws for it.
+        judge: Draws for it at the tail.
         epoch: Windows of a lower epoch are void.
     """
 
     id: int
     slot: int
-    sampling: Sampling
+    judge: Judge
     epoch: int = 0
 
 
@@ -47,7 +47,7 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, session: int, slot: int, sampling: Sampling) -> int | None:
+    def open(self, session: int, slot: int, judge: Judge) -> int | None:
         """Give the slot to the session; returns the session that had to leave it, if any.
 
         Raises:
@@ -58,7 +58,7 @@ class SessionTable:
         evicted = self._owner.get(slot)
         if evicted is not None:
             self.close(evicted)
-        self._open[session] = StageSession(session, slot, sampling)
+        self._open[session] = StageSession(session, slot, judge)
         self._owner[slot] = session
         return evicted
 

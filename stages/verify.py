@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING
 from spanmesh_proto.errors import InvalidWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
-
-    from stages.sampling import Sampler
 
 
 def verify(
     rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32],
     tokens: Sequence[int],
     start: int,
-    sampler: Sampler,
+    choose: Callable[[NDArray[np.float32], int], int],
 ) -> list[int]:
     """Draw the target's own token after each verified row, for as long as it is the one that was proposed.
 
@@ -34,7 +32,7 @@ def verify(
         rows_logits: float32, shape (verify_rows, n_vocab): logits of the window's last rows.
         tokens: All tokens of the window.
         start: Absolute position of its first row.
-        sampler: The session's.
+        choose: The session's own draw: the token for an absolute position, given the row before it.
 
     Returns:
         The ids drawn, up to and including the first that differs from the proposed token; empty if no row is
@@ -49,7 +47,7 @@ def verify(
         raise InvalidWindow(f"window at {start}: {len(rows_logits)} rows to verify, but {len(tokens)} tokens")
     drawn: list[int] = []
     for row, logits in enumerate(rows_logits, first):
-        drawn.append(sampler.sample(logits, start + row + 1))
+        drawn.append(choose(logits, start + row + 1))
         if row + 1 < len(tokens) and drawn[-1] != tokens[row + 1]:
             break
     return drawn

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from spanmesh_proto import windows_pb2 as wire
+    from stages.judge import Judge
     from stages.runtime import Span
-    from stages.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class QueuedWindow:
         epoch: Its epoch when the window was sent.
         id: The window's id within the session.
         span: What llama.cpp gets.
-        sampling: How the tail draws.
+        judge: Its session's, at the tail.
         times: What the stages before took.
         arrived_us: When it arrived, on this host's monotonic clock.
     """
@@ -36,7 +36,7 @@ class QueuedWindow:
     epoch: int
     id: int
     span: Span
-    sampling: Sampling
+    judge: Judge
     times: tuple[wire.StageTime, ...]
     arrived_us: int
 

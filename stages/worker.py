@@ -11,8 +11,7 @@ import structlog
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, StageFailed, wire_of
-from stages.sampling import Sampler
-from stages.verify import verify
+from stages.logprobs import to_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,9 +138,14 @@ class StageWorker(threading.Thread):
     @staticmethod
     def _judge(window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict:
         span = window.span
-        tokens = verify(logits, span.tokens, span.start, Sampler(window.sampling))
+        draws = window.judge.judge(logits, span.tokens, span.start)
         return wire.Verdict(
-            session=window.session, epoch=window.epoch, window_id=window.id, start=span.start, tokens=tokens
+            session=window.session,
+            epoch=window.epoch,
+            window_id=window.id,
+            start=span.start,
+            tokens=draws.tokens,
+            logprobs=to_wire(draws.logprobs),
         )
 
     @staticmethod

@@ -68,7 +68,7 @@ def draw(seed: int, guess: Callable[[Sequence[int]], int], *, width: int, depth:
         rows = [
             target_row(cached[: place + 1]) for place in range(window.stop - window.num_verified, window.stop)
         ]
-        verdicts.append(verify(rows, window.tokens, window.start, sampler))
+        verdicts.append(verify(rows, window.tokens, window.start, sampler.sample))
 
     def proposal() -> Proposal:
         known = [*PROMPT, *answer, *generation.ahead]

@@ -82,7 +82,11 @@ class Peer:
 
     async def open(self, session: int, slot: int) -> None:
         await self.link.write(
-            wire.Frame(open=wire.Open(session=session, slot=slot, sampling=wire.Sampling(top_p=1)))
+            wire.Frame(
+                open=wire.Open(
+                    session=session, slot=slot, sampling=wire.Sampling(top_p=1, repetition_penalty=1)
+                )
+            )
         )
 
     async def window(self, **fields: Any) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
+from stages.judge import Judge
 from stages.runtime import Span
 from stages.sampling import Sampling
 from stages.sessions import SessionTable
@@ -15,13 +16,13 @@ from stages.window_queue import QueuedWindow, WindowQueue
 
 def window(session: int, rows: int, *, epoch: int = 0, id: int = 0) -> QueuedWindow:
     span = Span(slot=session, start=0, tokens=[1] * rows)
-    return QueuedWindow(session, epoch, id, span, Sampling(), (), arrived_us=0)
+    return QueuedWindow(session, epoch, id, span, Judge(Sampling()), (), arrived_us=0)
 
 
 def test_a_slot_given_to_a_new_session_ends_the_old_one() -> None:
     table = SessionTable(num_slots=2)
-    assert table.open(1, 0, Sampling()) is None
-    assert table.open(2, 0, Sampling()) == 1
+    assert table.open(1, 0, Judge(Sampling())) is None
+    assert table.open(2, 0, Judge(Sampling())) == 1
     assert table.admit(1, 0) is None
     late_close = table.close(1)
     assert late_close is None, "closing the evicted session must not free its successor's slot"
@@ -30,7 +31,7 @@ def test_a_slot_given_to_a_new_session_ends_the_old_one() -> None:
 
 def test_windows_of_an_older_epoch_are_void() -> None:
     table = SessionTable(num_slots=1)
-    table.open(1, 0, Sampling())
+    table.open(1, 0, Judge(Sampling()))
     assert table.admit(1, 3) is not None
     assert table.admit(1, 2) is None
     table.cancel(1, 5)
@@ -45,7 +46,7 @@ def test_unknown_sessions_and_slots_are_named() -> None:
     with pytest.raises(UnknownSession, match="session 7"):
         table.admit(7, 0)
     with pytest.raises(InvalidWindow, match="slot 1 of 1"):
-        table.open(1, 1, Sampling())
+        table.open(1, 1, Judge(Sampling()))
     table.cancel(7, 3)
     assert len(table) == 0
 
@@ -59,7 +60,7 @@ def test_a_slot_never_has_two_owners(steps: list[tuple[str, int, int]]) -> None:
     for kind, pick, slot in steps:
         if kind == "open":
             fresh += 1
-            evicted = table.open(fresh, slot, Sampling())
+            evicted = table.open(fresh, slot, Judge(Sampling()))
             assert evicted == owner.get(slot)
             if evicted is not None:
                 del alive[evicted]
@@ -95,8 +96,8 @@ def test_batches_keep_order_and_fit(arrivals: list[tuple[int, int]], max_rows: i
 
 def test_void_windows_are_dropped_before_computing() -> None:
     table = SessionTable(num_slots=2)
-    table.open(0, 0, Sampling())
-    table.open(1, 1, Sampling())
+    table.open(0, 0, Judge(Sampling()))
+    table.open(1, 1, Judge(Sampling()))
     queue = WindowQueue(8, table.is_live)
     queue.put(window(0, 2, epoch=0))
     queue.put(window(1, 2, epoch=0))

@@ -32,12 +32,12 @@ def rows_for(*targets: int) -> NDArray[np.float32]:
     ],
 )
 def test_ids_up_to_the_first_that_differs(tokens: list[int], targets: list[int], answer: list[int]) -> None:
-    assert verify(rows_for(*targets), tokens, 40, GREEDY) == answer
+    assert verify(rows_for(*targets), tokens, 40, GREEDY.sample) == answer
 
 
 def test_more_rows_than_tokens_are_refused() -> None:
     with pytest.raises(InvalidWindow, match="window at 40: 2 rows to verify, but 1 token"):
-        verify(rows_for(1, 2), [5], 40, GREEDY)
+        verify(rows_for(1, 2), [5], 40, GREEDY.sample)
 
 
 def target_row(history: tuple[int, ...]) -> NDArray[np.float32]:
@@ -68,7 +68,7 @@ def test_the_text_is_the_same_with_any_proposer(
         proposed = list(plain(history, len(guess))[len(history) :]) if knows_it else guess
         window = [history[-1], *proposed]
         rows = [target_row((*history, *proposed[:row])) for row in range(len(window))]
-        drawn = verify(rows, window, start, sampler)
+        drawn = verify(rows, window, start, sampler.sample)
         if knows_it:
             assert len(drawn) == len(window)
         history += tuple(drawn)

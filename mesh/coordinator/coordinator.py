@@ -16,15 +16,16 @@ from mesh.coordinator.session import Session
 from mesh.coordinator.slots import SlotPool
 from mesh.coordinator.speculator import Speculator
 from mesh.speculation_report import SpeculationReport
-from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, MeshError, StageFailed, from_code
 from speculative.controller import ControllerOptions, SharedMeasures
+from stages.opening import Opening
 from stages.wakefulness import Wakefulness
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from mesh.engine import Committed, GenerationRequest
+    from spanmesh_proto import windows_pb2 as wire
     from speculative.proposer import Proposer
 
 log = structlog.get_logger()
@@ -134,7 +135,7 @@ class Coordinator:
         """Continue the prompt. Closing the generator frees the session at every stage.
 
         Raises:
-            InvalidRequest: If the prompt is empty or no token is wanted.
+            InvalidRequest: If the prompt is empty, no token is wanted, or a biased token does not exist.
             ContextLengthExceeded: If prompt + 1 exceeds the context.
             Overloaded: If the waiting line is full.
             StageFailed: If a stage failed or went away.
@@ -146,7 +147,7 @@ class Coordinator:
             self._sessions[session.id] = session
             self._wakefulness.update(len(self._sessions))
             try:
-                self._ring.open_session(_open_message(session.id, slot, request))
+                self._ring.open_session(_opening(session.id, slot, request).to_wire())
                 session.start(request.prompt)
                 finish = None
                 while finish is None:
@@ -194,6 +195,7 @@ class Coordinator:
             self._ring,
             speculator=self._speculator(id, request),
             cancels=options.cancels,
+            has_logprobs=request.num_top_logprobs is not None,
             clock_ms=self._clock_ms,
         )
 
@@ -240,6 +242,7 @@ class Coordinator:
                 f"{self._options.context_length}, and the answer needs at least 1: shorten the prompt or "
                 "serve with a larger --ctx-size"
             )
+        request.sampling.require_vocabulary(self._options.n_vocab)
         self._raise_if_lost()
 
     def _raise_if_lost(self) -> None:
@@ -273,19 +276,8 @@ class Coordinator:
             session.fail(StageFailed(reason.message, retry_after_s=10))
 
 
-def _open_message(session: int, slot: int, request: GenerationRequest) -> wire.Open:
-    sampling = request.sampling
-    return wire.Open(
-        session=session,
-        slot=slot,
-        sampling=wire.Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
-    )
+def _opening(session: int, slot: int, request: GenerationRequest) -> Opening:
+    return Opening(session, slot, request.sampling, len(request.prompt), request.num_top_logprobs)
 
 
 def _mean_ms(total_us: int, count: int) -> float:

@@ -20,6 +20,7 @@ from spanmesh_proto.errors import MeshError, ProtocolError
 from speculative.acceptance import judge_unread
 from speculative.controller import Outcome, StageMeasure
 from speculative.proposal import EMPTY
+from stages.logprobs import from_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +54,7 @@ class Session:
         ring: Where windows go.
         speculator: Who says what to send beyond committed tokens; None for plain decoding.
         cancels: Whether stages are told at once of windows that a rejection voided.
+        has_logprobs: Whether verdicts carry a logprob for each token.
         clock_ms: Monotonic.
 
     Attributes:
@@ -68,6 +70,7 @@ class Session:
         *,
         speculator: Speculator | None,
         cancels: bool,
+        has_logprobs: bool,
         clock_ms: Callable[[], float],
     ) -> None:
         self.id = id
@@ -80,6 +83,7 @@ class Session:
         self._ring = ring
         self._speculator = speculator
         self._cancels = cancels
+        self._has_logprobs = has_logprobs
         self._clock_ms = clock_ms
         self._loop = asyncio.get_running_loop()
         self._epoch = 0
@@ -122,6 +126,7 @@ class Session:
             self.fail(ProtocolError(f"the tail answers window {verdict.window_id} of {self.id} out of turn"))
             return
         try:
+            self._check_logprobs(verdict)
             step = self._generation.commit(tuple(verdict.tokens))
         except ProtocolError as error:
             self.fail(error)
@@ -149,6 +154,15 @@ class Session:
         self._is_over = True
         if self._speculator is not None:
             self._speculator.close()
+
+    def _check_logprobs(self, verdict: wire.Verdict) -> None:
+        wanted = len(verdict.tokens) if self._has_logprobs else 0
+        if len(verdict.logprobs) != wanted:
+            raise ProtocolError(
+                f"the tail sent {len(verdict.logprobs)} logprobs for {len(verdict.tokens)} ids, not {wanted}"
+            )
+        if any(len(each.top_tokens) != len(each.top_logprobs) for each in verdict.logprobs):
+            raise ProtocolError("the tail named likeliest tokens without a logprob for each")
 
     def _take(self, step: Step, flight: _Flight, verdict: wire.Verdict, arrived_ms: float) -> None:
         voided = tuple(self._flights) if step.voided else ()
@@ -223,7 +237,10 @@ class Session:
             telemetry.add_unread(judge_unread(len(unread.tokens)), unread.proposer)
         for void in voided:
             telemetry.add_void(void.id, len(void.window.tokens))
-        self._parts.put_nowait(Committed(step.judgement.committed, step.finish, telemetry.stats()))
+        tokens = step.judgement.committed
+        # A verdict may go on behind an end token, or behind the answer's last.
+        logprobs = from_wire(verdict.logprobs[: len(tokens)])
+        self._parts.put_nowait(Committed(tokens, step.finish, telemetry.stats(), logprobs))
 
     def _go_on_with_prompt(self) -> None:
         if not self._generation.is_prefilled:

@@ -1,0 +1,83 @@
+"""One session at the tail: what was said so far, and the judging of its windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stages.logprobs import TokenLogprobs, token_logprobs
+from stages.sampling import Sampler, Sampling
+from stages.token_record import TokenRecord
+from stages.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What the rows of a window gave.
+
+    Attributes:
+        tokens: Ids up to and including the first that differs from the proposed one.
+        logprobs: One entry for each of them if the session asked for that, else none.
+    """
+
+    tokens: list[int]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Judge:
+    """Draws and compares for one session.
+
+    Row `i` of a window is drawn with exactly the tokens before it in mind: those that the window itself
+    proposed are among them, as the row counts only if they were accepted. For the thread that computes the
+    windows, in the order in which they are computed.
+
+    Args:
+        sampling: The session's settings.
+        num_prompt: How many of its first tokens are the prompt.
+        num_top_logprobs: How many likeliest tokens to report beside the logprob of each that was drawn; None
+            reports nothing.
+    """
+
+    def __init__(
+        self, sampling: Sampling, *, num_prompt: int = 0, num_top_logprobs: int | None = None
+    ) -> None:
+        self._sampler = Sampler(sampling, num_prompt)
+        self._num_top_logprobs = num_top_logprobs
+        self._record = TokenRecord() if self._sampler.needs_history else None
+
+    def judge(
+        self,
+        rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32],
+        tokens: Sequence[int],
+        start: int,
+    ) -> Draws:
+        """Take a window that was just computed; every one, those without rows to verify too.
+
+        Args:
+            rows_logits: float32, shape (verify_rows, n_vocab): logits of the window's last rows.
+            tokens: All tokens of the window.
+            start: Absolute position of its first row.
+
+        Raises:
+            InvalidWindow: If there are more rows than tokens, or it leaves a gap before its start.
+            StageFailed: If a row's logits are not finite.
+        """
+        if self._record is not None:
+            self._record.write(start, tokens)
+        drawn = verify(rows_logits, tokens, start, self._draw)
+        if self._num_top_logprobs is None:
+            return Draws(drawn)
+        num_top = self._num_top_logprobs
+        # Rows behind the last that was drawn say nothing: strict would ask for them.
+        pairs = zip(rows_logits, drawn, strict=False)
+        return Draws(drawn, tuple(token_logprobs(logits, token, num_top) for logits, token in pairs))
+
+    def _draw(self, logits: NDArray[np.float32], position: int) -> int:
+        before = () if self._record is None else self._record.before(position)
+        return self._sampler.sample(logits, position, before)

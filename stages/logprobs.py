@@ -1,0 +1,78 @@
+"""Log-probabilities of drawn tokens: the model's own, before penalties, biases, temperature and filters.
+
+That is what vLLM (`raw_logprobs`) and llama.cpp report unless told otherwise, and what clients expect: a bias
+that forces a token does not make it look likely.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from spanmesh_proto import windows_pb2 as wire
+from stages.candidates import top_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+MAX_TOP_LOGPROBS: Final = 20
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely the model held one token of the answer, and which it held likeliest in its place.
+
+    Attributes:
+        logprob: Natural logarithm of its probability.
+        top: (id, logprob) of the likeliest, the likeliest first, the lowest id first where they tie.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def token_logprobs(logits: NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
+    """Log-softmax of a row at one token and at its `num_top` peaks.
+
+    Args:
+        logits: float32, shape (n_vocab,): the model's, with a finite largest value.
+        token: The id that was drawn.
+        num_top: How many of the likeliest to name, from 0 to `MAX_TOP_LOGPROBS`.
+    """
+    peak = logits.max()
+    # float32 is exact enough for each summand; the sum of a whole vocabulary wants more.
+    log_total = float(peak) + float(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        ids = top_ids(logits, min(num_top, logits.size))
+        ranked = ids[np.argsort(-logits[ids], kind="stable")]
+        top = tuple((int(id), float(logits[id]) - log_total) for id in ranked)  # noqa: A001 - an id is called id
+    return TokenLogprobs(float(logits[token]) - log_total, top)
+
+
+def to_wire(logprobs: Iterable[TokenLogprobs]) -> list[wire.TokenLogprobs]:
+    """As a verdict carries them, in float32."""
+    return [
+        wire.TokenLogprobs(
+            logprob=each.logprob,
+            top_tokens=[token for token, _ in each.top],
+            top_logprobs=[logprob for _, logprob in each.top],
+        )
+        for each in logprobs
+    ]
+
+
+def from_wire(messages: Iterable[wire.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    """What a verdict carries.
+
+    Raises:
+        ValueError: If a message names more or fewer ids than logprobs.
+    """
+    return tuple(
+        TokenLogprobs(each.logprob, tuple(zip(each.top_tokens, each.top_logprobs, strict=True)))
+        for each in messages
+    )

@@ -1,0 +1,95 @@
+"""What starts a session at every stage, and how it travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.errors import InvalidRequest
+from stages.logprobs import MAX_TOP_LOGPROBS
+from stages.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Opening:
+    """One session's terms.
+
+    Attributes:
+        session: Its id; never used twice.
+        slot: The sequence slot that it takes at every stage.
+        sampling: How the tail draws.
+        num_prompt: How many of its first tokens are the prompt, for penalties that count the answer alone.
+        num_top_logprobs: How many likeliest tokens the tail reports beside the logprob of each that it drew;
+            None reports nothing.
+
+    Raises:
+        InvalidRequest: If more logprobs are asked for than a verdict may carry.
+    """
+
+    session: int
+    slot: int
+    sampling: Sampling = field(default_factory=Sampling)
+    num_prompt: int = 0
+    num_top_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_top_logprobs is not None and not 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidRequest(
+                f"top_logprobs is {self.num_top_logprobs}: it must be from 0 to {MAX_TOP_LOGPROBS}",
+                param="top_logprobs",
+            )
+
+    def to_wire(self) -> wire.Open:
+        """The message."""
+        sampling = self.sampling
+        return wire.Open(
+            session=self.session,
+            slot=self.slot,
+            sampling=wire.Sampling(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                seed=sampling.seed,
+                frequency_penalty=sampling.frequency_penalty,
+                presence_penalty=sampling.presence_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+                repetition_window=sampling.repetition_window,
+                bias_tokens=[token for token, _ in sampling.logit_bias],
+                biases=[bias for _, bias in sampling.logit_bias],
+            ),
+            num_prompt_tokens=self.num_prompt,
+            num_top_logprobs=self.num_top_logprobs,
+        )
+
+    @classmethod
+    def from_wire(cls, message: wire.Open) -> Opening:
+        """What the message says.
+
+        Raises:
+            InvalidRequest: If a value is out of its range.
+        """
+        sampling = message.sampling
+        if len(sampling.bias_tokens) != len(sampling.biases):
+            raise InvalidRequest(
+                f"logit_bias names {len(sampling.bias_tokens)} tokens and {len(sampling.biases)} biases",
+                param="logit_bias",
+            )
+        return cls(
+            message.session,
+            message.slot,
+            Sampling(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                seed=sampling.seed,
+                frequency_penalty=sampling.frequency_penalty,
+                presence_penalty=sampling.presence_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+                repetition_window=sampling.repetition_window,
+                logit_bias=tuple(zip(sampling.bias_tokens, sampling.biases, strict=True)),
+            ),
+            message.num_prompt_tokens,
+            message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
+        )
