@@ -81,22 +81,43 @@ class AnswerText:
     Args:
         piece: Bytes that a token stands for.
         stops: Strings that end the answer; no part of one is ever passed on.
+
+    Attributes:
+        num_decoded: Characters that the tokens so far make up.
+        num_passed: Those among them that were passed on.
     """
 
     def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
         self._piece = piece
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._scanner = StopScanner(stops)
+        self.num_decoded = 0
+        self.num_passed = 0
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string came."""
         return self._scanner.stopped
 
+    @property
+    def is_in_character(self) -> bool:
+        """Whether the latest token left a character incomplete."""
+        return bool(self._decoder.getstate()[0])
+
     def push(self, token: int) -> str:
         """The text that this token settles, often its own, sometimes none."""
-        return self._scanner.push(self._decoder.decode(self._piece(token)))
+        return self._passed(self._scanner.push(self._decoded(self._piece(token))))
 
     def flush(self) -> str:
         """What was held back, once no more tokens will come. May find a last stop string."""
-        return self._scanner.push(self._decoder.decode(b"", final=True)) + self._scanner.flush()
+        text = self._scanner.push(self._decoded(b"", final=True))
+        return self._passed(text + self._scanner.flush())
+
+    def _decoded(self, piece: bytes, *, final: bool = False) -> str:
+        text = self._decoder.decode(piece, final)
+        self.num_decoded += len(text)
+        return text
+
+    def _passed(self, text: str) -> str:
+        self.num_passed += len(text)
+        return text

@@ -100,6 +100,10 @@ class Tokenizer:
             piece = self._pieces[token] = self._read_piece(token, special=False)
         return piece
 
+    def name(self, token: int) -> str:
+        """What a token is called: its piece, or such as `<|im_end|>` for a control token."""
+        return self._token_text(token)
+
     def special_token(self, text: str) -> int | None:
         """The one token that a text such as `<|im_end|>` stands for, if the vocabulary has it."""
         ids = self.encode(text, add_special=False, parse_special=True)

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from numpy.typing import NDArray
-
     from speculative.draft_options import DraftOptions
+    from speculative.draft_thread import Choose
     from speculative.proposal import Proposal
 
 NAME: Final = "draft"
@@ -58,13 +57,13 @@ class DraftModel:
         """What a drafted token takes, in ms: a running mean, of whole batches if several sessions draft."""
         return self._thread.ms_per_token
 
-    def open(self, choose: Callable[[NDArray[np.float32], int], int]) -> DraftProposer:
+    def open(self, choose: Choose) -> DraftProposer:
         """A proposer for one session; at most `options.num_sessions` may be open at once.
 
         Args:
-            choose: The token for an absolute position, given the draft's logits before it: float32, shape
-                (n_vocab,). It is called on the draft's thread and must not keep the array. With the target's
-                own sampler and seed the two share their noise.
+            choose: The token for an absolute position, given the draft's logits before it, float32, shape
+                (n_vocab,), and the tokens at all positions before it. It is called on the draft's thread and
+                must not keep the array. With the target's own sampler and seed the two share their noise.
         """
         line = DraftLine(NAME, self._options, self._context.is_end)
         return DraftProposer(self._thread, DraftSession(line, choose))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from speculative.draft_confidence import probability
 from speculative.draft_context import MAX_ROWS, DraftRows
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from speculative.draft_line import DraftLine, DraftSpan
     from speculative.draft_options import DraftOptions
 
+# The token for an absolute position, given the logits and all tokens before it.
+Choose: TypeAlias = "Callable[[NDArray[np.float32], int, Sequence[int]], int]"
+
 _NEWEST_WEIGHT: Final = 0.1
 
 
@@ -34,14 +37,14 @@ class DraftSession:
 
     Attributes:
         line: Its text.
-        choose: The token for a position, given the logits before it.
+        choose: The token for a position, given the logits and the tokens before it.
         on_ready: Called when a short proposal would now be longer.
         slot: Its sequence in the KV cache, once it has computed anything.
         error: Why it drafts no more.
     """
 
     line: DraftLine
-    choose: Callable[[NDArray[np.float32], int], int]
+    choose: Choose
     on_ready: Callable[[], None] | None = None
     slot: int | None = None
     error: Exception | None = None
@@ -211,7 +214,9 @@ class DraftThread:
 
 def _choose(part: _Part, logits: NDArray[np.float32]) -> DraftedToken | None:
     try:
-        token = part.session.choose(logits, part.span.stop)
+        # Should the text change meanwhile, what is drafted here is forgotten.
+        before = part.session.line.tokens[: part.span.stop]
+        token = part.session.choose(logits, part.span.stop, before)
         return DraftedToken(token, probability(logits, token))
     except Exception as error:  # noqa: BLE001 - handed in from outside; it must not take the other sessions along
         part.session.error = error

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 _FEW: Final = 1024
 
 # OpenAI's ranges, and for repetition_penalty, which is not OpenAI's, one that keeps any logit a number.
-_MAX_PENALTY: Final = 2.0
-_MIN_REPETITION_PENALTY: Final = 0.01
-_MAX_REPETITION_PENALTY: Final = 10.0
-_MAX_BIAS: Final = 100.0
+MAX_PENALTY: Final = 2.0
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 10.0
+MAX_BIAS: Final = 100.0
 MAX_BIASES: Final = 1024
 
 
@@ -76,11 +76,11 @@ class Sampling:
     def _check_adjustment(self) -> None:
         for field in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, field)
-            _require(-_MAX_PENALTY <= value <= _MAX_PENALTY, field, value, "from -2 to 2; 0 switches it off")
+            _require(-MAX_PENALTY <= value <= MAX_PENALTY, field, value, "from -2 to 2; 0 switches it off")
         _require(
-            _MIN_REPETITION_PENALTY <= self.repetition_penalty <= _MAX_REPETITION_PENALTY,
+            MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
             "repetition_penalty", self.repetition_penalty,
-            f"from {_MIN_REPETITION_PENALTY:g} to {_MAX_REPETITION_PENALTY:g}; 1 switches it off",
+            f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}; 1 switches it off",
         )  # fmt: skip
         _require(self.repetition_window >= 0, "repetition_window", self.repetition_window, "0 (all) or more")
         if len(self.logit_bias) > MAX_BIASES:
@@ -91,7 +91,7 @@ class Sampling:
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
             raise InvalidRequest("logit_bias names a token twice: name each once", param="logit_bias")
         for token, bias in self.logit_bias:
-            if not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise InvalidRequest(
                     f"logit_bias of token {token} is {bias:g}: it must be from -100 (never) to 100 (always)",
                     param="logit_bias",

@@ -34,7 +34,7 @@ def running_draft(path: Path, options: DraftOptions, *, num_tokens: int = 1 << 3
         model.close()
 
 
-def greedy(logits: NDArray[np.float32], _position: int) -> int:
+def greedy(logits: NDArray[np.float32], _position: int, _before: Sequence[int]) -> int:
     return int(np.argmax(logits))
 
 

@@ -205,7 +205,7 @@ def test_more_sessions_than_slots_wait_their_turn(tiny: Path) -> None:
 
 
 def test_one_that_fails_harms_nobody_else(tiny: Path) -> None:
-    def broken(_logits: NDArray[np.float32], _position: int) -> int:
+    def broken(_logits: NDArray[np.float32], _position: int, _before: Sequence[int]) -> int:
         raise ArithmeticError("no choice")
 
     def deaf() -> None:
@@ -228,7 +228,7 @@ def test_ids_that_the_target_does_not_know_are_never_proposed(tiny: Path) -> Non
     with running_draft(tiny, OPTIONS, num_tokens=10) as model:
         seen: list[int] = []
 
-        def greedy_and_watch(logits: NDArray[np.float32], _position: int) -> int:
+        def greedy_and_watch(logits: NDArray[np.float32], _position: int, _before: Sequence[int]) -> int:
             seen.append(len(logits))
             return int(np.argmax(logits))
 

@@ -59,7 +59,8 @@ class WholeModelEngine:
         slot = self._free_slots.pop()
         self.num_running += 1
         try:
-            sampler = Sampler(request.sampling)
+            sampler = Sampler(request.sampling, len(request.prompt))
+            said = list(request.prompt)
             started_s = time.perf_counter()
             first_s = 0.0
             fed: Sequence[int] = request.prompt
@@ -67,7 +68,8 @@ class WholeModelEngine:
             for count in range(1, request.max_tokens + 1):
                 logits = await loop.run_in_executor(self._thread, self._decode, slot, position, fed)
                 position += len(fed)
-                token = sampler.sample(logits, position)
+                token = sampler.sample(logits, position, said)
+                said.append(token)
                 now_s = time.perf_counter()
                 first_s = first_s or now_s
                 stats = GenerationStats(

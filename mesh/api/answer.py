@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import structlog
 
+from mesh.api.answer_tokens import AnswerToken, AnswerTokens
 from mesh.text import AnswerText
 from spanmesh_proto.errors import StageFailed
 
@@ -31,12 +32,14 @@ class AnswerPart:
         finish: Why the answer is over, on its last part.
         num_tokens: Tokens of the answer up to here, an end token and those of a stop string included.
         stats: The engine's counts and times up to here.
+        tokens: Tokens of the text, if the request asked for logprobs.
     """
 
     text: str
     finish: FinishReason | None
     num_tokens: int
     stats: GenerationStats
+    tokens: tuple[AnswerToken, ...] = ()
 
 
 async def answer_parts(
@@ -53,25 +56,29 @@ async def answer_parts(
         MeshError: Whatever the engine raises.
     """
     text = AnswerText(piece, job.stops)
+    tokens = AnswerTokens(text)
     num_tokens = 0
     last: AnswerPart | None = None
     async with aclosing(engine.generate(job.request)) as steps:
         async for step in steps:
             settled = ""
-            for token in step.tokens:
+            for index, token in enumerate(step.tokens):
                 num_tokens += 1
                 if token in job.request.end_tokens:
                     break
+                offset = text.num_decoded
                 settled += text.push(token)
+                if step.logprobs:
+                    tokens.push(AnswerToken(token, offset, step.logprobs[index]))
                 if text.stopped:
                     break
             if text.stopped or step.finish is not None:
                 settled += text.flush()
                 finish = "stop" if text.stopped else step.finish
-                last = AnswerPart(settled, finish, num_tokens, step.stats)
+                last = AnswerPart(settled, finish, num_tokens, step.stats, tokens.settle())
                 break
             if settled:
-                yield AnswerPart(settled, None, num_tokens, step.stats)
+                yield AnswerPart(settled, None, num_tokens, step.stats, tokens.settle())
     if last is None:
         raise StageFailed("the engine ended the answer without a reason: look at the log of the stages")
     _log(job, last)

@@ -14,13 +14,18 @@ from mesh.api.auth import key_name_of
 from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
 from mesh.api.job import make_job
+from mesh.api.logprobs import chat_logprobs
 from mesh.api.respond import respond
 from mesh.api.schemas import ChatBody
 from mesh.chat_template import encode_prompt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mesh.api.answer import FinishReason
+    from mesh.api.answer_tokens import AnswerToken
     from mesh.api.job import Job
+    from mesh.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -34,7 +39,7 @@ async def chat_completions(request: Request) -> Response:
     backend.require_model(body.model)
     # A long conversation takes a while, during which other answers must go on.
     job = await asyncio.to_thread(_job, backend, body, key_name_of(request.scope))
-    return await respond(request, backend, body, ChatShape(), [job])
+    return await respond(request, backend, body, ChatShape(backend.tokenizer), [job])
 
 
 def _job(backend: Backend, body: ChatBody, key_name: str | None) -> Job:
@@ -51,22 +56,31 @@ class ChatShape:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, finish: FinishReason) -> dict[str, Any]:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        """What is known of some tokens."""
+        return chat_logprobs(tokens, self._tokenizer)
+
+    def choice(
+        self, index: int, text: str, finish: FinishReason, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """A whole message."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def opening(self, index: int) -> str:
         """The role goes first."""
-        return self._chunk(index, '{"role":"assistant","content":""}', "null")
+        return self._chunk(index, '{"role":"assistant","content":""}')
 
-    def delta(self, index: int, text_json: str) -> str:
+    def delta(self, index: int, text_json: str, logprobs_json: str) -> str:
         """More content."""
-        return self._chunk(index, f'{{"content":{text_json}}}', "null")
+        return self._chunk(index, f'{{"content":{text_json}}}', logprobs=logprobs_json)
 
     def closing(self, index: int, finish: FinishReason) -> str:
         """Nothing more."""
-        return self._chunk(index, "{}", json.dumps(finish))
+        return self._chunk(index, "{}", finish=json.dumps(finish))
 
-    def _chunk(self, index: int, delta: str, finish: str) -> str:
-        return f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":{finish}}}'
+    def _chunk(self, index: int, delta: str, *, logprobs: str = "null", finish: str = "null") -> str:
+        return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish}}}'

@@ -14,13 +14,18 @@ from mesh.api.auth import key_name_of
 from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
 from mesh.api.job import Job, make_job
+from mesh.api.logprobs import completion_logprobs
 from mesh.api.respond import respond
 from mesh.api.schemas import CompletionBody, Prompt
 from mesh.text import AnswerText
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mesh.api.answer import FinishReason
+    from mesh.api.answer_tokens import AnswerToken
+    from mesh.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -37,7 +42,7 @@ async def completions(request: Request) -> Response:
     backend.require_model(body.model)
     key_name = key_name_of(request.scope)
     jobs = [await asyncio.to_thread(_job, backend, body, prompt, key_name) for prompt in body.prompt]
-    return await respond(request, backend, body, CompletionShape(), jobs)
+    return await respond(request, backend, body, CompletionShape(backend.tokenizer), jobs)
 
 
 def _job(backend: Backend, body: CompletionBody, prompt: Prompt, key_name: str | None) -> Job:
@@ -77,21 +82,30 @@ class CompletionShape:
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, index: int, text: str, finish: FinishReason) -> dict[str, Any]:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        """What is known of some tokens."""
+        return completion_logprobs(tokens, self._tokenizer)
+
+    def choice(
+        self, index: int, text: str, finish: FinishReason, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """A whole text."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def opening(self, _index: int) -> str:
         """Nothing: text begins at once."""
         return ""
 
-    def delta(self, index: int, text_json: str) -> str:
+    def delta(self, index: int, text_json: str, logprobs_json: str) -> str:
         """More text."""
-        return self._chunk(index, text_json, "null")
+        return self._chunk(index, text_json, logprobs=logprobs_json)
 
     def closing(self, index: int, finish: FinishReason) -> str:
         """Nothing more."""
-        return self._chunk(index, '""', json.dumps(finish))
+        return self._chunk(index, '""', finish=json.dumps(finish))
 
-    def _chunk(self, index: int, text: str, finish: str) -> str:
-        return f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":{finish}}}'
+    def _chunk(self, index: int, text: str, *, logprobs: str = "null", finish: str = "null") -> str:
+        return f'{{"index":{index},"text":{text},"logprobs":{logprobs},"finish_reason":{finish}}}'

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mesh.api.json_response import json_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mesh.api.answer import FinishReason
+    from mesh.api.answer_tokens import AnswerToken
 
 
 class Shape(Protocol):
@@ -27,13 +30,18 @@ class Shape(Protocol):
     def chunk_object(self) -> str:
         """`object` of a chunk."""
 
-    def choice(self, index: int, text: str, finish: FinishReason) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, finish: FinishReason, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """A whole answer's choice."""
+
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        """What a choice says of the probability of some of its tokens."""
 
     def opening(self, index: int) -> str:
         """The JSON of a stream's first choice, or nothing."""
 
-    def delta(self, index: int, text_json: str) -> str:
+    def delta(self, index: int, text_json: str, logprobs_json: str) -> str:
         """The JSON of a choice that adds text, given as JSON. Runs for every token."""
 
     def closing(self, index: int, finish: FinishReason) -> str:
@@ -76,9 +84,16 @@ class Envelope:
         choice = self.shape.opening(index)
         return self._event(choice) if choice else b""
 
-    def text_event(self, index: int, text: str) -> bytes:
-        """The event that adds text to a choice: a few string joins, since it runs for every token."""
-        return self._event(self.shape.delta(index, json.dumps(text, ensure_ascii=False)))
+    def text_event(self, index: int, text: str, tokens: Sequence[AnswerToken] | None = None) -> bytes:
+        """The event that adds text to a choice: a few string joins, since it runs for every token.
+
+        Args:
+            index: Of the choice.
+            text: What to add.
+            tokens: The text's, if their logprobs are wanted.
+        """
+        logprobs = "null" if tokens is None else json.dumps(self.shape.logprobs(tokens), ensure_ascii=False)
+        return self._event(self.shape.delta(index, json.dumps(text, ensure_ascii=False), logprobs))
 
     def closing_event(self, index: int, finish: FinishReason, timings: dict[str, Any] | None) -> bytes:
         """The event that ends a choice."""

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mesh.api.prediction import encode_prediction
+from mesh.api.sampling import sampling_of
 from mesh.engine import GenerationRequest, SpeculationLimits
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
-from stages.sampling import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from mesh.api.backend import Backend
     from mesh.api.schemas import GenerationBody
-
-_SEED_BITS = 64
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,11 @@ class Job:
     request: GenerationRequest
     stops: tuple[str, ...]
     echo: str = ""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer says how likely its tokens were."""
+        return self.request.num_top_logprobs is not None
 
 
 def make_job(
@@ -59,7 +62,8 @@ def make_job(
         echo: Text that goes before the answer.
 
     Raises:
-        InvalidRequest: If the prompt is empty, or the prediction longer than the context.
+        InvalidRequest: If the prompt is empty, the prediction is longer than the context, or fields
+            contradict each other.
         ContextLengthExceeded: If it leaves no room for an answer.
     """
     if not prompt:
@@ -77,28 +81,10 @@ def make_job(
         prompt=tuple(prompt),
         max_tokens=min(wanted, room),
         end_tokens=frozenset() if body.ignore_eos else backend.tokenizer.end_tokens,
-        sampling=sampling_of(body, backend.random_bits),
+        sampling=sampling_of(body, backend.tokenizer.n_vocab, backend.random_bits),
         speculation=SpeculationLimits() if body.speculation is None else body.speculation.as_limits(),
         prediction=encode_prediction(backend.tokenizer, body.prediction, context_length),
         history_key=history_key,
+        num_top_logprobs=body.num_top_logprobs,
     )
     return Job(request, body.stop, echo)
-
-
-def sampling_of(body: GenerationBody, random_bits: Callable[[int], int]) -> Sampling:
-    """The sampler's settings: OpenAI's defaults, and a seed of our own if the request brings none.
-
-    `top_p: 0` keeps nothing but the most likely token, which is what temperature 0 does.
-    """
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_p = 1.0 if body.top_p is None else body.top_p
-    if temperature == 0 or top_p == 0:
-        return Sampling()
-    seed = random_bits(_SEED_BITS) if body.seed is None else body.seed
-    return Sampling(
-        temperature=temperature,
-        top_k=min(max(body.top_k or 0, 0), 2**31 - 1),
-        top_p=top_p,
-        min_p=body.min_p or 0.0,
-        seed=seed % 2**_SEED_BITS,
-    )

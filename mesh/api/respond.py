@@ -67,22 +67,23 @@ async def respond(
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
     choices = []
-    for index, (job, (text, last)) in enumerate(zip(jobs, answers, strict=True)):
+    for index, (job, (parts, last)) in enumerate(zip(jobs, answers, strict=True)):
         assert last.finish is not None  # noqa: S101 - the last part has one
-        choices.append(shape.choice(index, job.echo + text, last.finish))
-    last_parts = [last for _text, last in answers]
+        text = "".join(part.text for part in parts)
+        tokens = [token for part in parts for token in part.tokens]
+        logprobs = shape.logprobs(tokens) if job.wants_logprobs else None
+        choices.append(shape.choice(index, job.echo + text, last.finish, logprobs))
+    last_parts = [last for _parts, last in answers]
     more: dict[str, Any] = {"usage": usage(jobs, last_parts)}
     if len(jobs) == 1:
         more["timings"] = timings(jobs[0], last_parts[0])
     return json_response(envelope.whole(choices, **more))
 
 
-async def _whole_answer(backend: Backend, job: Job) -> tuple[str, AnswerPart]:
-    texts: list[str] = []
-    async with aclosing(answer_parts(backend.engine, backend.tokenizer.piece, job)) as parts:
-        async for part in parts:
-            texts.append(part.text)
-    return "".join(texts), part
+async def _whole_answer(backend: Backend, job: Job) -> tuple[list[AnswerPart], AnswerPart]:
+    async with aclosing(answer_parts(backend.engine, backend.tokenizer.piece, job)) as coming:
+        parts = [part async for part in coming]
+    return parts, parts[-1]
 
 
 class _Stream:
@@ -114,7 +115,10 @@ class _Stream:
         engine, piece = self._backend.engine, self._backend.tokenizer.piece
         async with aclosing(answer_parts(engine, piece, job)) as parts:
             async for part in parts:
-                events = opening + envelope.text_event(index, part.text) if part.text else opening
+                events = opening
+                if part.text or part.tokens:
+                    tokens = part.tokens if job.wants_logprobs else None
+                    events += envelope.text_event(index, part.text, tokens)
                 opening = b""
                 if part.finish is not None:
                     alone = len(self._jobs) == 1 and not self._includes_usage

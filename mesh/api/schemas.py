@@ -8,16 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+from mesh.api.logit_bias import parse_logit_bias
+from mesh.api.ranges import between
 from mesh.engine import SpeculationLimits, SpeculationMode
+from spanmesh_proto.errors import InvalidRequest
+from stages.logprobs import MAX_TOP_LOGPROBS
+from stages.sampling import MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 512
 MAX_PROMPTS: Final = 64
 
 Prompt = str | tuple[int, ...]
+Penalty = Annotated[float | None, between(-MAX_PENALTY, MAX_PENALTY, "; 0 switches it off")]
+RepetitionPenalty = Annotated[
+    float | None, between(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "; 1 switches it off")
+]
+NumTopLogprobs = Annotated[int | None, between(0, MAX_TOP_LOGPROBS)]
 
 
 def parse_stop(value: Any) -> tuple[str, ...]:
@@ -95,6 +105,11 @@ def _are_ids(value: Any) -> bool:
     )
 
 
+def none_if_false(value: Any) -> Any:
+    """`false` where a number belongs, as clients of both endpoints send it to ask for nothing."""
+    return None if value is False else value
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
@@ -138,6 +153,12 @@ class GenerationBody(_Body):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    repetition_penalty: RepetitionPenalty = None
+    repeat_penalty: RepetitionPenalty = None
+    repeat_last_n: Annotated[int | None, between(-1, 2**31 - 1, "; -1 counts all, 0 none")] = None
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(parse_logit_bias)] = ()
     stop: Annotated[tuple[str, ...], PlainValidator(parse_stop)] = ()
     ignore_eos: bool | None = None
     speculation: SpeculationBody | None = None
@@ -152,6 +173,11 @@ class GenerationBody(_Body):
     def token_limit(self) -> int | None:
         """Most tokens of the answer, if the request names a number."""
         return self.max_tokens
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many likeliest tokens to report beside each token's logprob; None reports nothing."""
+        return None
 
 
 class Message(_Body):
@@ -172,11 +198,27 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTopLogprobs = None
 
     @property
     def token_limit(self) -> int | None:
         """Most tokens of the answer: the newer of the two fields goes first."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many likeliest tokens to report beside each token's logprob; None reports nothing.
+
+        Raises:
+            InvalidRequest: If `top_logprobs` asks for some and `logprobs` does not.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(
+                f"top_logprobs is {self.top_logprobs}, but logprobs is not true: send both or neither",
+                param="top_logprobs",
+            )
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(GenerationBody):
@@ -184,3 +226,15 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts)]
     echo: bool | None = None
+    logprobs: Annotated[NumTopLogprobs, BeforeValidator(none_if_false)] = None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many likeliest tokens to report beside each token's logprob; None reports nothing.
+
+        Raises:
+            InvalidRequest: If the prompt is to be echoed: no logprobs are known of it.
+        """
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo and logprobs do not go together: leave one out", param="echo")
+        return self.logprobs

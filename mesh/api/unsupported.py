@@ -18,13 +18,7 @@ _HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "repeat_penalty": (1,),
     "suffix": ("",),
     "modalities": (["text"],),
     "audio": (),
@@ -54,5 +48,5 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
 
 
 def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
-    # True == 1 in Python, but `logprobs: 0` asks for logprobs and `logprobs: false` does not.
+    # True == 1 in Python, but `n: true` is a slip.
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in harmless)

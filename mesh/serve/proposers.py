@@ -61,8 +61,9 @@ class Proposers:
                 proposers.append(self._histories.open(request.history_key))
             proposers.append(NgramProposer())
         if mode in {"auto", "draft"} and self._draft is not None:
-            # The same sampler and seed as the target's: what they draw differs only where they disagree.
-            proposers.append(self._draft.open(Sampler(request.sampling).sample))
+            # The target's own sampler and seed: what they draw differs only where they disagree.
+            sampler = Sampler(request.sampling, len(request.prompt))
+            proposers.append(self._draft.open(sampler.sample))
         return proposers
 
 
