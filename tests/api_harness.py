@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import openai
@@ -11,6 +12,7 @@ import openai
 from mesh.api import ApiKeys, create_app, serve_api
 from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
 from mesh.tokenizer import Tokenizer
+from stages.logprobs import TokenLogprobs
 
 MODEL = "smollm2"
 KEY = "sk-of-alice"
@@ -60,10 +62,12 @@ class ScriptedEngine:
     Attributes:
         steps: Token ids that are committed together, or a pause in seconds, or an error to raise.
         stats: Goes with every step.
+        likeliest: What else was likely, at every token, if a request asks for logprobs.
     """
 
     steps: Sequence[tuple[int, ...] | float | Exception]
     stats: GenerationStats = field(default_factory=GenerationStats)
+    likeliest: tuple[tuple[int, float], ...] = ()
     context_length: int = 64
     requests: list[GenerationRequest] = field(default_factory=list)
     num_running: int = 0
@@ -82,8 +86,16 @@ class ScriptedEngine:
                     continue
                 is_last = index == len(self.steps) - 1
                 ends = step[-1] in request.end_tokens
-                yield Committed(step, ("stop" if ends else "length") if is_last else None, self.stats)
+                finish: Any = ("stop" if ends else "length") if is_last else None
+                yield Committed(step, finish, self.stats, self._logprobs(request, step))
         finally:
             await asyncio.sleep(0)  # closing a session takes a message or two
             self.num_running -= 1
             self.closed.set()
+
+    def _logprobs(self, request: GenerationRequest, step: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+        if request.num_top_logprobs is None:
+            return ()
+        return tuple(
+            TokenLogprobs(-token / 1000, self.likeliest[: request.num_top_logprobs]) for token in step
+        )

@@ -21,6 +21,7 @@ from tests.draft_models import greedy, greedy_alone, running_draft, wait_for
 from tests.tiny_models import N_VOCAB, TinyModel
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mesh.engine import Committed, GenerationRequest, GenerationStats
 from spanmesh_proto.errors import ContextLengthExceeded, Overloaded
 from stages.llama import init_backend
+from stages.logprobs import TokenLogprobs
 from stages.sampling import Sampler
 
 _CHUNK_ROWS = 32
@@ -78,7 +79,7 @@ class WholeModelEngine:
                     decode_ms=(now_s - first_s) * 1000,
                 )
                 finish = self._finish(request, token, count)
-                yield Committed((token,), finish, stats)
+                yield Committed((token,), finish, stats, self._logprobs(request, logits, token))
                 if finish is not None:
                     return
                 fed = (token,)
@@ -86,6 +87,19 @@ class WholeModelEngine:
             self._free_slots.append(slot)
             self.num_running -= 1
             self.num_closed += 1
+
+    @staticmethod
+    def _logprobs(
+        request: GenerationRequest, logits: NDArray[np.float32], token: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """Log-softmax in float64, the whole vocabulary sorted."""
+        if request.num_top_logprobs is None:
+            return ()
+        row = logits.astype(np.float64)
+        row -= row.max()
+        row -= np.log(np.exp(row).sum())
+        ranked = np.argsort(-row, kind="stable")[: request.num_top_logprobs]
+        return (TokenLogprobs(float(row[token]), tuple((int(each), float(row[each])) for each in ranked)),)
 
     @staticmethod
     def _finish(request: GenerationRequest, token: int, count: int):  # type: ignore[no-untyped-def]
