@@ -1,6 +1,7 @@
 """The real openai client against a real `mesh serve`: two stage actors, exact mode, n-gram speculation."""
 
 import asyncio
+import math
 import os
 import re
 import signal
@@ -141,6 +142,26 @@ def test_a_seed_gives_the_whole_models_text(client: openai.OpenAI, whole: Whole,
     expected = whole.text(question, Sampling(temperature=0.8, top_p=0.95, top_k=40, seed=seed))
     assert _ask_streaming(client, question, **fields) == expected
     assert _ask(client, question, **fields).choices[0].message.content == expected
+
+
+def test_penalties_and_logprobs(client: openai.OpenAI, whole: Whole) -> None:
+    question = QUESTIONS[1]
+    sampling = Sampling(frequency_penalty=2.0, presence_penalty=2.0)
+    expected = whole.text(question, sampling)
+    assert expected != whole.text(question, Sampling())
+    fields: dict[str, Any] = {"frequency_penalty": 2, "presence_penalty": 2, "logprobs": True}
+    answer = _ask(client, question, top_logprobs=3, **fields).choices[0]
+    assert answer.message.content == expected
+    entries = answer.logprobs.content
+    assert b"".join(bytes(entry.bytes or ()) for entry in entries).decode() == expected
+    for entry in entries:
+        assert entry.logprob <= entry.top_logprobs[0].logprob <= 0
+        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + 1e-5
+    with _ask(client, question, stream=True, top_logprobs=3, **fields) as stream:
+        choices = [chunk.choices[0] for chunk in stream]
+    assert "".join(choice.delta.content or "" for choice in choices) == expected
+    # In exact mode they are the same bits, in whatever window they were computed.
+    assert [each for choice in choices if choice.logprobs for each in choice.logprobs.content] == entries
 
 
 def test_a_stream_ends_with_its_usage(client: openai.OpenAI) -> None:
