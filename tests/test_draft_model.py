@@ -239,6 +239,26 @@ def test_ids_that_the_target_does_not_know_are_never_proposed(tiny: Path) -> Non
         assert set(seen) == {10}
 
 
+def test_a_choice_knows_what_came_before(tiny: Path) -> None:
+    """As the target's penalties do, so that the draft agrees with it."""
+    prompt = [5, 6, 7, 5, 6]
+    sampler = Sampler(Sampling(frequency_penalty=2.0, repetition_penalty=1.5), len(prompt))
+    histories: list[list[int]] = []
+
+    def choose(logits: NDArray[np.float32], position: int, before: Sequence[int]) -> int:
+        assert len(before) == position
+        histories.append(list(before))
+        return sampler.sample(logits, position, before)
+
+    with running_draft(tiny, OPTIONS) as model:
+        proposer = model.open(choose)
+        proposer.extend(prompt)
+        drafted = list(wait_for(proposer, 6).tokens)
+    text = [*prompt, *drafted]
+    assert all(history[: len(text)] == text[: len(history)] for history in histories)
+    assert len(set(drafted)) == len(drafted), "a token said once has fallen far behind"
+
+
 def test_a_file_that_is_no_draft_model(tiny: Path, tmp_path: Path) -> None:
     def load(path: Path, options: DraftOptions) -> DraftModel:
         return DraftModel(path, options, num_tokens=N_VOCAB, clock_s=time.perf_counter)

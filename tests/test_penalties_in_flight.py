@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mesh.engine import Committed, GenerationRequest
-from spanmesh_proto.errors import InvalidRequest
+from spanmesh_proto.errors import InvalidRequest, ProtocolError, RequestError
 from speculative.controller import ControllerOptions
 from speculative.ngram import NgramProposer
 from speculative.proposer import Proposer
+from stages.judge import Draws, Judge
 from stages.logprobs import TokenLogprobs, token_logprobs
 from stages.sampling import Sampler, Sampling
 from stages.token_record import TokenRecord
@@ -197,3 +198,28 @@ async def test_penalties_and_bans_do_something() -> None:
             await collect(
                 coordinator, GenerationRequest(PROMPT, 1, sampling=Sampling(logit_bias=((N_VOCAB, 1.0),)))
             )
+
+
+async def test_a_tail_that_does_not_know_a_biased_token_says_so() -> None:
+    """As when the coordinator believes in a larger vocabulary: that session fails, and no other."""
+    async with (
+        running_services(fake_ring()) as stages,
+        running_coordinator(
+            stages, context_length=128, num_slots=2, max_rows=FakeRuntime.max_rows, n_vocab=N_VOCAB + 9
+        ) as coordinator,
+    ):
+        beyond = GenerationRequest(PROMPT, 5, sampling=Sampling(logit_bias=((N_VOCAB, 1.0),)))
+        other = asyncio.create_task(collect(coordinator, GenerationRequest(PROMPT, 20)))
+        with pytest.raises(RequestError, match="stage 2: logit_bias names the token id 64"):
+            await collect(coordinator, beyond)
+        assert len((await other)[0]) == 20
+        assert len((await collect(coordinator, GenerationRequest(PROMPT, 5)))[0]) == 5
+
+
+async def test_a_tail_that_leaves_out_logprobs_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Judge.judge
+    monkeypatch.setattr(Judge, "judge", lambda *window: Draws(judge(*window).tokens))
+    request = GenerationRequest(PROMPT, 5, num_top_logprobs=2)
+    async with running_services(fake_ring()) as stages:
+        with pytest.raises(ProtocolError, match="sent 0 logprobs for 1 ids, not 1"):
+            await answers(stages, [request], None, ControllerOptions())
