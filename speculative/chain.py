@@ -1,17 +1,21 @@
-"""Several proposers as one: the likeliest answer wins, the cheaper one where they are equally sure."""
+"""Several proposers as one: the likeliest answer wins, the cheaper one where they are equally likely."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from speculative.proposal import EMPTY, Proposal
+from speculative.proposal import EMPTY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from speculative.proposal import Proposal
     from speculative.proposer import Proposer
+
+CONFIRMED_SHARE: Final = 0.8
+"""A cheap proposer's token may be this much less likely than a draft model's: it is there at once."""
 
 
 class ChainProposer:
@@ -22,12 +26,16 @@ class ChainProposer:
 
     Args:
         proposers: Cheapest first, at least one.
+        acceptances: The chance of each token of a proposal, given that those before it are right.
     """
 
     name = "chain"
 
-    def __init__(self, proposers: Sequence[Proposer]) -> None:
+    def __init__(
+        self, proposers: Sequence[Proposer], acceptances: Callable[[Proposal], Sequence[float]]
+    ) -> None:
         self._proposers = tuple(proposers)
+        self._acceptances = acceptances
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tell all of them."""
@@ -35,10 +43,10 @@ class ChainProposer:
             proposer.extend(tokens)
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
-        """What the surest of them says, signed by the one that said it."""
+        """What the one that is likeliest to be right says, signed by it."""
         best = EMPTY
         for proposer in self._proposers:
-            best = better_of(best, proposer.propose(max_tokens, after))
+            best = better_of(best, proposer.propose(max_tokens, after), self._acceptances)
         return best
 
     def listen(self, on_ready: Callable[[], None]) -> None:
@@ -52,29 +60,32 @@ class ChainProposer:
             proposer.close()
 
 
-def better_of(cheap: Proposal, dear: Proposal) -> Proposal:
+def better_of(
+    cheap: Proposal, dear: Proposal, acceptances: Callable[[Proposal], Sequence[float]]
+) -> Proposal:
     """The proposal to send.
 
-    Two that say the same as far as both go confirm each other: the longer one is sent, and of what both say
-    the higher confidence counts. Two that differ are compared over the length that both have, by the tokens
-    that each expects to be accepted: a long guess must not outweigh a short certainty, as a rejection costs
-    all that is in flight behind it.
+    Where both say the same, the longer one is sent, but what only the cheap one says has to be nearly as
+    likely as what both say: the dear one will soon have its own word on it. Two that differ are compared over
+    the length that both have, by the tokens that each should get accepted: a long guess must not outweigh a
+    short certainty, as a rejection costs all that is in flight behind it.
 
     Args:
-        cheap: Wins where both are equally sure.
+        cheap: Wins where both are equally likely.
         dear: The other.
+        acceptances: The chance of each token of a proposal, given that those before it are right.
     """
     common = min(len(cheap.tokens), len(dear.tokens))
     if common == 0:
         return cheap if cheap.tokens else dear
-    if cheap.tokens[:common] == dear.tokens[:common]:
-        longer = cheap if len(cheap.tokens) >= len(dear.tokens) else dear
-        surer = tuple(map(max, cheap.confidences[:common], dear.confidences[:common]))
-        return Proposal(longer.tokens, surer + longer.confidences[common:], longer.proposer)
-    return cheap if _expected(cheap, common) >= _expected(dear, common) else dear
+    cheap_chances, dear_chances = acceptances(cheap), acceptances(dear)
+    if cheap.tokens[:common] != dear.tokens[:common]:
+        return cheap if _expected(cheap_chances[:common]) >= _expected(dear_chances[:common]) else dear
+    is_longer = len(cheap.tokens) > common
+    return cheap if is_longer and cheap_chances[common] >= CONFIRMED_SHARE * dear_chances[0] else dear
 
 
-def _expected(proposal: Proposal, count: int) -> float:
-    """How many of the first `count` tokens it expects to be accepted."""
-    reached: Iterable[float] = accumulate(proposal.confidences[:count], mul)
+def _expected(chances: Sequence[float]) -> float:
+    """How many of the tokens should be accepted."""
+    reached: Iterable[float] = accumulate(chances, mul)
     return sum(reached)

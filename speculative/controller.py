@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from speculative.account import Account
 from speculative.calibration import Calibration
+from speculative.chain import CONFIRMED_SHARE
 from speculative.controller_options import ControllerOptions
 from speculative.moment import Decision, Moment, Outcome, StageMeasure
 from speculative.pace import Pace, best_pace
 from speculative.row_price import row_ms, row_price
 from speculative.shared import SharedMeasures
-from speculative.staircase import smoothed
 from speculative.timing import Timing
 
 if TYPE_CHECKING:
@@ -41,16 +41,14 @@ __all__ = [
 _ROW_BUDGET: Final = 48
 # Judged windows between two looks for a better pace.
 _PACE_EVERY: Final = 8
-_QUICKER_WEIGHT: Final = 0.3
-_SLOWER_WEIGHT: Final = 0.06
 # Plain windows of the first session, before anything is proposed.
 _NUM_FIRST_PLAIN: Final = 2
 # Tokens that a draft model may still be at when nothing is wanted any more.
 _NUM_DRAFTED_ON: Final = 8
 # The proposer whose tokens take time; see `speculative.draft`.
 _DRAFT: Final = "draft"
-# Others' tokens may be this much less likely than a draft model's usually are: they are there at once.
-_HASTE: Final = 0.6
+# What the newest session says of speculating counts for so much.
+_NEWEST_SHARE: Final = 0.5
 _FIRST_PROBE: Final = 32
 _MAX_PROBE: Final = 512
 
@@ -61,14 +59,17 @@ class Controller:
     Args:
         options: Limits and switches.
         shared: What the sessions of a coordinator learn together.
+        proposers: Names those that propose for it: what others of this name learned is worth more.
     """
 
-    def __init__(self, options: ControllerOptions, shared: SharedMeasures) -> None:
+    def __init__(self, options: ControllerOptions, shared: SharedMeasures, proposers: str = "") -> None:
         self._options = options
         self._shared = shared
         self._timing = shared.timing
         self._calibration = Calibration(shared.acceptance)
-        self._account = Account(is_in_doubt=shared.is_in_doubt)
+        self._proposers = proposers
+        self._account = Account(won_share=shared.won_share.get(proposers))
+        self._position = 0
         self._num_sessions = 1
         # The chance of each window under way to be right, given those ahead of it.
         self._flying: deque[float] = deque()
@@ -76,6 +77,7 @@ class Controller:
         self._last_behind_ms = -math.inf
         self._is_after_stale = False
         self._is_plain_turn = True
+        self.is_resting = False
         # Whether a draft model computes for this session: it may slow plain windows.
         self._is_drafting = False
         # Tokens committed since anything was wanted.
@@ -90,6 +92,7 @@ class Controller:
     def wanted(self, moment: Moment) -> int:
         """How many tokens to ask the proposer for now; 0: none are wanted."""
         self._num_sessions = moment.num_sessions
+        self._position = moment.position
         if moment.num_in_flight == 0:
             self._flying.clear()
         options = self._options
@@ -100,7 +103,7 @@ class Controller:
             self._reason = f"width is fixed at {width}"
         else:
             closed = self._why_closed()
-            self._is_plain_turn = closed is not None
+            self._is_plain_turn = self.is_resting = closed is not None
             if closed is not None:
                 self._reason = closed
                 return 0
@@ -129,8 +132,19 @@ class Controller:
         self._width = width or self._width
         return Decision(width, self._reason)
 
+    def landed(self, *, is_void: bool) -> None:
+        """The oldest window came back. To be told at once, before the next is decided on.
+
+        Args:
+            is_void: Whether all that flew behind it is void.
+        """
+        if self._flying:
+            self._flying.popleft()
+        if is_void:
+            self._flying.clear()
+
     def judged(self, outcome: Outcome) -> None:
-        """Learn from a judged window."""
+        """Learn from a judged window; may wait until the next has left."""
         is_alone = (
             outcome.num_in_flight == 0
             and outcome.sent_ms > self._last_behind_ms
@@ -140,21 +154,23 @@ class Controller:
         self._num_judged += 1
         if self._num_judged % _PACE_EVERY == 0:
             self._paces.clear()
-        if self._flying:
-            self._flying.popleft()
         self._timing.add(outcome, is_alone=is_alone)
         self._calibration.judged(outcome.proposal, outcome.judgement.num_accepted)
         self._keep_account(outcome, is_alone=is_alone)
         self._last_arrived_ms = outcome.arrived_ms
         self._is_after_stale = outcome.num_stale > 0
-        if outcome.num_stale:
-            self._flying.clear()
+
+    def acceptances(self, proposal: Proposal) -> tuple[float, ...]:
+        """The chance of each token, given that those before it are right, as experience has it."""
+        return self._calibration.acceptances(proposal)
 
     def close(self) -> None:
         """The session is over: what it learned about speculating stays."""
-        if self._num_sessions == 1 and self._shared.plain_ms and self._account.num_tokens >= _FIRST_PROBE:
-            plain_ms = self._account.num_tokens * self._shared.plain_ms
-            self._shared.is_in_doubt = self._account.elapsed_ms > plain_ms
+        share = self._account.won_share
+        if self._num_sessions == 1 and share is not None:
+            shares = self._shared.won_share
+            known = shares.get(self._proposers, share)
+            shares[self._proposers] = known + _NEWEST_SHARE * (share - known)
 
     def summary(self) -> dict[str, Any]:
         """For `timings`: what the controller does, and why."""
@@ -167,7 +183,7 @@ class Controller:
             "expected_tokens_per_s": _rounded(self._pace.tokens_per_s if self._pace else None),
             "measured_tokens_per_s": _rounded(measured),
             "plain_tokens_per_s": _rounded(1000 / plain_ms if plain_ms else None),
-            "won_tokens": _rounded(account.num_tokens - account.elapsed_ms / plain_ms if plain_ms else None),
+            "won_tokens": _rounded(account.num_tokens - account.num_plain_tokens),
             "contention": _rounded(self._timing.contention),
             "reason": self._reason,
         }
@@ -180,7 +196,7 @@ class Controller:
                 if crowd.gain is None:
                     return f"measuring plain windows of {self._num_sessions} sessions"
                 return f"{self._num_sessions} sessions got {crowd.gain:.2f} times the plain tokens: waiting"
-        elif self._shared.num_plain < _NUM_FIRST_PLAIN:
+        elif self._shared.plain_time.num_measured < _NUM_FIRST_PLAIN:
             return "measuring a plain window first"
         if not self._account.is_open:
             return f"proposing lost time: trying again in {self._account.wait} tokens"
@@ -226,7 +242,7 @@ class Controller:
     def _rival(self, proposal: Proposal) -> float:
         """How likely a token must be for a draft model not to know better, which would have to start anew."""
         mean = self._calibration.mean(_DRAFT) if proposal.proposer != _DRAFT else None
-        return 0.0 if mean is None or self._options.p_min is not None else _HASTE * mean
+        return 0.0 if mean is None or self._options.p_min is not None else CONFIRMED_SHARE * mean
 
     def _price(self, index: int, *, is_behind: bool) -> float:
         if self._options.p_min is not None:
@@ -264,7 +280,9 @@ class Controller:
         return self._paces[key]
 
     def _plain_ms(self) -> float | None:
-        return self._shared.plain_ms if self._num_sessions == 1 else self._shared.crowd.plain_ms
+        if self._num_sessions > 1:
+            return self._shared.crowd.plain_ms
+        return self._shared.plain_time.ms(self._position)
 
     def _keep_account(self, outcome: Outcome, *, is_alone: bool) -> None:
         num_tokens = len(outcome.judgement.committed)
@@ -281,7 +299,7 @@ class Controller:
             added_ms = row_ms(self._timing, self._num_sessions + 1)
             shared.crowd.add(num_tokens, elapsed_ms, row_ms=added_ms)
         elif is_plain and is_alone and elapsed_ms > 0.0:
-            self._note_plain(elapsed_ms)
+            self._note_plain(outcome, elapsed_ms)
         plain_ms = self._plain_ms()
         # Silence is neither gain nor loss, unless a draft model works meanwhile. With others about, what
         # slows a plain window is their doing.
@@ -290,23 +308,14 @@ class Controller:
         if self._is_plain_turn:
             account.add_plain(num_tokens)
         elif plain_ms is not None and elapsed_ms >= 0.0 and not is_idle and not is_others:
-            account.add(num_tokens, elapsed_ms, plain_ms)
+            account.add(num_tokens, elapsed_ms, plain_ms, is_run_over=outcome.num_behind == 0)
 
-    def _note_plain(self, elapsed_ms: float) -> None:
-        """Learn what a plain window takes where nothing is proposed.
-
-        What disturbs one makes it slower, never quicker, so quick ones count for more. Taking plain windows
-        for slow would make speculation seem to pay where it does not.
-        """
-        shared = self._shared
+    def _note_plain(self, outcome: Outcome, elapsed_ms: float) -> None:
+        """Learn what a plain window takes where nothing is proposed."""
         if self._is_drafting and self._num_plain < _NUM_DRAFTED_ON:
             return
-        if shared.plain_ms is None:
-            shared.plain_ms = elapsed_ms
-        else:
-            weight = _QUICKER_WEIGHT if elapsed_ms < shared.plain_ms else _SLOWER_WEIGHT
-            shared.plain_ms = smoothed(shared.plain_ms, elapsed_ms, weight)
-        shared.num_plain += 1
+        computed_ms = sum(stage.compute_ms for stage in outcome.stages)
+        self._shared.plain_time.add(outcome.position, elapsed_ms, computed_ms)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -17,14 +17,14 @@ class Moment:
     Attributes:
         now_ms: A monotonic clock's reading.
         num_in_flight: Windows of this session under way.
-        rows_in_flight: Tokens that they carry.
+        position: Tokens of its text that are committed, prompt included.
         room: Most proposed tokens that fit: context, tokens still wanted, rows of a batch.
         num_sessions: How many run at once, this one too.
     """
 
     now_ms: float
     num_in_flight: int
-    rows_in_flight: int
+    position: int
     room: int
     num_sessions: int
 
@@ -65,17 +65,21 @@ class Outcome:
     Attributes:
         judgement: What became of it.
         proposal: Those of its tokens that were proposed: all, if windows were ahead of it when it was sent.
+        position: Of its first token.
         sent_ms: When it left.
         arrived_ms: When its verdict came.
         num_in_flight: Windows of the session that were ahead of it when it was sent.
         stages: One measure for each stage, in pipeline order; empty if the stages told none.
         num_stale: Windows behind it that its verdict voided.
+        num_behind: Windows behind it that fly on.
     """
 
     judgement: Judgement
     proposal: Proposal
+    position: int
     sent_ms: float
     arrived_ms: float
     num_in_flight: int
     stages: tuple[StageMeasure, ...]
     num_stale: int
+    num_behind: int

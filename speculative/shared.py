@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from speculative.calibration import AcceptanceTable
 from speculative.crowd import Crowd
+from speculative.plain_time import PlainTime
 from speculative.timing import Timing
+
+if TYPE_CHECKING:
+    from speculative.moment import Outcome
 
 _ACCEPTANCE_MEMORY: Final = 200.0
 
@@ -20,15 +24,18 @@ class SharedMeasures:
         timing: How long the ring takes.
         acceptance: What proposers' confidences turned out to be worth.
         crowd: Whether speculating pays while several sessions run.
-        plain_ms: What a plain window takes a session that runs by itself and does not speculate; None before
-            the first.
-        num_plain: Windows that this was measured on.
-        is_in_doubt: Whether speculating lost time in the session that ended last.
+        plain_time: What a plain window takes a session that runs by itself and does not speculate.
+        won_share: What speculating brought in the sessions before (`Account.won_share`), by who proposed.
     """
 
     timing: Timing = field(default_factory=Timing)
     acceptance: AcceptanceTable = field(default_factory=lambda: AcceptanceTable(_ACCEPTANCE_MEMORY))
     crowd: Crowd = field(default_factory=Crowd)
-    plain_ms: float | None = None
-    num_plain: int = 0
-    is_in_doubt: bool = False
+    plain_time: PlainTime = field(default_factory=PlainTime)
+    won_share: dict[str, float] = field(default_factory=dict)
+
+    def add_plain(self, outcome: Outcome) -> None:
+        """Learn from a plain window that had the ring to itself."""
+        self.timing.add(outcome, is_alone=True)
+        computed_ms = sum(stage.compute_ms for stage in outcome.stages)
+        self.plain_time.add(outcome.position, outcome.arrived_ms - outcome.sent_ms, computed_ms)

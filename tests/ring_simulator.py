@@ -288,15 +288,18 @@ class SimulatedSession:
         if voided:
             self._ring.cancel(self, self._epoch)
         if self._controller is not None:
+            self._controller.landed(is_void=bool(voided))
             self._controller.judged(
                 Outcome(
                     judgement,
                     window.proposal,
+                    window.start,
                     window.sent_ms,
                     now_ms,
                     window.num_ahead,
                     tuple(window.measures),
                     len(voided),
+                    len(self._flights),
                 )
             )
             if voided and not judgement.is_rejected and not is_over:
@@ -305,11 +308,13 @@ class SimulatedSession:
                     Outcome(
                         judge_unread(len(unread.tokens)),
                         unread.proposal,
+                        unread.start,
                         unread.sent_ms,
                         now_ms,
                         unread.num_ahead,
                         (),
                         len(voided) - 1,
+                        0,
                     )
                 )
         if is_over:
@@ -339,7 +344,7 @@ class SimulatedSession:
         moment = Moment(
             now_ms=self._ring.machine.now_ms,
             num_in_flight=len(self._flights),
-            rows_in_flight=sum(len(window.tokens) for window in self._flights),
+            position=self.position,
             room=min(room, 62),
             num_sessions=len(self._ring.sessions),
         )

@@ -70,7 +70,7 @@ def test_a_hiccup_is_no_reason_to_stop_for_long() -> None:
 
 
 def test_one_in_doubt_has_less_to_lose() -> None:
-    doubtful, fresh = Account(is_in_doubt=True), Account()
+    doubtful, fresh = Account(won_share=-0.1), Account()
     for account in (doubtful, fresh):
         account.add(0, 5.0, PLAIN_MS)
     assert not doubtful.is_open

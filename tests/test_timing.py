@@ -15,11 +15,13 @@ def outcome(num_rows: int, *compute_ms: float, queue_ms: float = 0.0) -> Outcome
     return Outcome(
         Judgement((1,), 0, 0, SpanClass.PLAIN),
         EMPTY,
+        position=0,
         sent_ms=100.0,
         arrived_ms=100.0 + NETWORK_MS + sum(compute_ms) + queue_ms * len(stages),
         num_in_flight=0,
         stages=stages,
         num_stale=0,
+        num_behind=0,
     )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mesh.engine import Committed, GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
+    from speculative.controller import Outcome
     from speculative.proposer import Proposer
 
 log = structlog.get_logger()
@@ -197,7 +198,12 @@ class Coordinator:
             cancels=options.cancels,
             has_logprobs=request.num_top_logprobs is not None,
             clock_ms=self._clock_ms,
+            on_plain=None if self._make_proposers is None else self._learn_plain,
         )
+
+    def _learn_plain(self, outcome: Outcome) -> None:
+        if len(self._sessions) == 1:
+            self._shared.add_plain(outcome)
 
     def _speculator(self, session: int, request: GenerationRequest) -> Speculator | None:
         controller = narrowed(self._options.controller, request.speculation)

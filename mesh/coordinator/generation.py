@@ -75,11 +75,6 @@ class Generation:
         return len(self._in_flight)
 
     @property
-    def rows_in_flight(self) -> int:
-        """Tokens that they carry."""
-        return sum(len(window.tokens) for window in self._in_flight)
-
-    @property
     def ahead(self) -> tuple[int, ...]:
         """Proposed tokens in flight, from behind the committed ones on."""
         tokens = tuple(token for window in self._in_flight for token in window.proposal.tokens)

@@ -23,7 +23,7 @@ from speculative.proposal import EMPTY
 from stages.logprobs import from_wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from mesh.coordinator.generation import Generation, Step
     from mesh.coordinator.ring import Ring
@@ -56,6 +56,7 @@ class Session:
         cancels: Whether stages are told at once of windows that a rejection voided.
         has_logprobs: Whether verdicts carry a logprob for each token.
         clock_ms: Monotonic.
+        on_plain: Told of each window, if nobody may propose: it shows what others' speculation has to beat.
 
     Attributes:
         id: As given.
@@ -72,6 +73,7 @@ class Session:
         cancels: bool,
         has_logprobs: bool,
         clock_ms: Callable[[], float],
+        on_plain: Callable[[Outcome], None] | None = None,
     ) -> None:
         self.id = id
         self.telemetry = SessionTelemetry(
@@ -83,6 +85,7 @@ class Session:
         self._ring = ring
         self._speculator = speculator
         self._cancels = cancels
+        self._on_plain = on_plain
         self._has_logprobs = has_logprobs
         self._clock_ms = clock_ms
         self._loop = asyncio.get_running_loop()
@@ -172,7 +175,12 @@ class Session:
         is_plain = not flight.window.proposal.tokens
         if self._speculator is None:
             self._send_on(step)
+            if self._on_plain is not None:
+                for outcome in self._outcomes(step, flight, voided, verdict, arrived_ms):
+                    self._on_plain(outcome)
         else:
+            if voided or not flight.window.is_prompt:
+                self._speculator.landed(is_void=bool(voided))
             outcomes = self._outcomes(step, flight, voided, verdict, arrived_ms)
             self._speculator.committed(step.judgement.committed)
             # What a plain window taught can wait until the next has left.
@@ -205,11 +213,15 @@ class Session:
                 StageMeasure(time.num_rows, time.queue_us / 1000, time.compute_us / 1000)
                 for time in verdict.times
             )
-            outcomes.append(_outcome(step.judgement, flight, arrived_ms, stages, len(voided)))
+            outcomes.append(
+                _outcome(
+                    step.judgement, flight, arrived_ms, stages=stages, voided=voided, behind=self._flights
+                )
+            )
         if step.is_unread_next:
             judgement = judge_unread(len(voided[0].window.tokens))
             # It is stale itself: the rows of it are still computed somewhere.
-            outcomes.append(_outcome(judgement, voided[0], arrived_ms, (), len(voided)))
+            outcomes.append(_outcome(judgement, voided[0], arrived_ms, stages=(), voided=voided, behind=()))
         return outcomes
 
     def _tell(
@@ -293,14 +305,22 @@ class Session:
 
 
 def _outcome(
-    judgement: Judgement, flight: _Flight, arrived_ms: float, stages: tuple[StageMeasure, ...], num_stale: int
+    judgement: Judgement,
+    flight: _Flight,
+    arrived_ms: float,
+    *,
+    stages: tuple[StageMeasure, ...],
+    voided: Collection[_Flight],
+    behind: Collection[_Flight],
 ) -> Outcome:
     return Outcome(
         judgement=judgement,
         proposal=flight.window.proposal,
+        position=flight.window.start,
         sent_ms=flight.sent_ms,
         arrived_ms=arrived_ms,
         num_in_flight=flight.num_ahead,
         stages=stages,
-        num_stale=num_stale,
+        num_stale=len(voided),
+        num_behind=len(behind),
     )

@@ -45,13 +45,16 @@ class Speculator:
         clock_ms: Callable[[], float],
     ) -> None:
         self._guarded = tuple(proposers)
-        self._proposer: Proposer = proposers[0] if len(proposers) == 1 else ChainProposer(proposers)
-        self._controller = Controller(options, shared)
+        self._controller = Controller(options, shared, "+".join(proposer.name for proposer in proposers))
+        self._proposer: Proposer = (
+            proposers[0] if len(proposers) == 1 else ChainProposer(proposers, self._controller.acceptances)
+        )
         self._timing = shared.timing
         self._end_tokens = end_tokens
         self._num_sessions = num_sessions
         self._clock_ms = clock_ms
         self._untold: list[int] = []
+        self._is_resting = False
         self._decision = Decision(0, "nothing decided yet")
 
     def listen(self, on_ready: Callable[[], None]) -> None:
@@ -70,14 +73,17 @@ class Speculator:
         moment = Moment(
             now_ms=self._clock_ms(),
             num_in_flight=generation.num_in_flight,
-            rows_in_flight=generation.rows_in_flight,
+            position=generation.position,
             room=room,
             num_sessions=self._num_sessions(),
         )
         wanted = min(self._controller.wanted(moment), room)
         if wanted < 1:
+            self._controller.decide(moment, EMPTY)
+            self._rest(generation)
             return EMPTY
         # While no tokens are wanted the proposer need not follow: speculation that is off costs nothing.
+        self._is_resting = False
         self._catch_up()
         proposal = self._without_end(self._proposer.propose(wanted, generation.ahead))
         decision = self._controller.decide(moment, proposal)
@@ -91,6 +97,14 @@ class Speculator:
                 in_flight=moment.num_in_flight,
             )
         return proposal.first(decision.width) if decision.width > 0 else EMPTY
+
+    def landed(self, *, is_void: bool) -> None:
+        """Take note that the oldest window came back, before the next proposal is asked for.
+
+        Args:
+            is_void: Whether all that flew behind it is void.
+        """
+        self._controller.landed(is_void=is_void)
 
     def committed(self, tokens: Sequence[int]) -> None:
         """Take note of tokens for the proposer; it hears of them when it is asked again."""
@@ -116,6 +130,13 @@ class Speculator:
         self._catch_up()
         self._proposer.close()
         self._controller.close()
+
+    def _rest(self, generation: Generation) -> None:
+        """Have a draft model stop too: it would slow the plain windows of a stage on its host."""
+        if self._controller.is_resting and not self._is_resting:
+            self._is_resting = True
+            self._catch_up()
+            self._proposer.propose(0, generation.ahead)
 
     def _catch_up(self) -> None:
         if self._untold:
