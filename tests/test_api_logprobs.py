@@ -112,6 +112,16 @@ async def test_tokens_that_share_a_character_come_with_it(tokenizer: Tokenizer) 
     assert set(legacy.choices[0].logprobs.text_offset[: len(ids)]) == {0}
 
 
+async def test_a_token_waits_for_the_rest_of_its_character(tokenizer: Tokenizer) -> None:
+    half, *rest = _encode(tokenizer, "🦙")
+    async with running_api(ScriptedEngine([(300, half), (*rest, 301)]), tokenizer) as api:
+        _role, first, second, _end = await _streamed(api)
+    for choice in (first, second):
+        told = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content)
+        assert told.decode() == choice.delta.content
+    assert len(first.logprobs.content) == 1
+
+
 async def test_a_stop_string_takes_its_tokens_along(tokenizer: Tokenizer) -> None:
     words = [_encode(tokenizer, word)[0] for word in (" one", " two", " stop", " here")]
     async with running_api(ScriptedEngine([(word,) for word in words]), tokenizer) as api:

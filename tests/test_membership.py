@@ -20,6 +20,7 @@ from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_client import Head, Membership, find_head
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
 from mesh.cluster.reachability import CheckListener
+from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto.errors import (
     HostUnreachable,
     InvalidJoinToken,
@@ -180,7 +181,9 @@ async def test_another_protocol_version_is_refused_with_both_named(
 ) -> None:
     monkeypatch.setattr("mesh.cluster.reports.PROTOCOL_VERSION", 99)
     async with head(tmp_path) as side:
-        with pytest.raises(ProtocolVersionMismatch, match=r"version 99 .* the head speaks 1"):
+        with pytest.raises(
+            ProtocolVersionMismatch, match=rf"version 99 .* the head speaks {PROTOCOL_VERSION}"
+        ):
             await join(side.token)
 
 
