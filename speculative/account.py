@@ -16,7 +16,34 @@ _MID_RUN: Final = 2.0
 # Tokens of credit for each token that was won for one.
 _CREDIT: Final = 5.0
 # An account of fewer tokens tells nothing.
-_NUM_TELLING: Final = 24
+_NUM_TELLING: Final = 16
+# What the newest session says counts for so much.
+_NEWEST_SHARE: Final = 0.5
+# Most tokens that a session waits because of the one before: its text is another.
+_MAX_CARRIED: Final = 96
+# Plain windows that take so many times longer, or shorter, are another ring's.
+_OTHER_RING: Final = 1.4
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How speculating came out so far.
+
+    Attributes:
+        won_share: Tokens won for each that plain windows would have brought; below zero if they were lost.
+        plain_ms: What a plain window took then.
+        pause: How long the next pause will be, in tokens.
+        wait: Tokens left of the latest one.
+    """
+
+    won_share: float
+    plain_ms: float
+    pause: int
+    wait: int
+
+    def holds_at(self, plain_ms: float) -> bool:
+        """Whether the ring is much the same still: another wire, or another split, is another question."""
+        return max(plain_ms, self.plain_ms) <= _OTHER_RING * min(plain_ms, self.plain_ms)
 
 
 @dataclass(frozen=True)
@@ -48,9 +75,8 @@ class Account:
 
     Args:
         options: How patient it is.
-        won_share: Tokens that sessions before won by speculating, for each that plain windows would have
-            brought: a gain opens the account with a credit, a loss leaves this one less to lose. None if
-            nothing is known.
+        standing: How the session before came out: a gain opens the account with a credit; after a loss this
+            one has less to lose, and goes on with the pause. None if nothing is known.
 
     Attributes:
         balance: Tokens won (above zero) or lost, as far as remembered.
@@ -60,21 +86,31 @@ class Account:
         elapsed_ms: That time.
     """
 
-    def __init__(self, options: AccountOptions | None = None, *, won_share: float | None = None) -> None:
+    def __init__(self, options: AccountOptions | None = None, *, standing: Standing | None = None) -> None:
         self._options = options or AccountOptions()
+        self._before = standing
         self._pause = self._options.first_pause
-        self.balance = self._opening_balance(won_share)
+        self._plain_ms = 0.0 if standing is None else standing.plain_ms
+        self.balance = 0.0
         self.wait = 0
+        if standing is not None and standing.won_share >= 0.0:
+            self.balance = min(_CREDIT * standing.won_share, self._options.max_credit)
+        elif standing is not None:
+            self.balance = self._overdrawn
+            self._pause = standing.pause
+            self.wait = min(standing.wait, _MAX_CARRIED)
         self.num_tokens = 0
         self.num_plain_tokens = 0.0
         self.elapsed_ms = 0.0
 
     @property
-    def won_share(self) -> float | None:
-        """Tokens won for each that plain windows would have brought, below zero if lost; None if unknown."""
-        if self.num_tokens < _NUM_TELLING:
-            return None
-        return self.num_tokens / self.num_plain_tokens - 1.0
+    def standing(self) -> Standing | None:
+        """What the next session should know; None if this one did not speculate enough to tell."""
+        share = None if self._before is None else self._before.won_share
+        if self.num_tokens >= _NUM_TELLING:
+            own = self.num_tokens / self.num_plain_tokens - 1.0
+            share = own if share is None else share + _NEWEST_SHARE * (own - share)
+        return None if share is None else Standing(share, self._plain_ms, self._pause, self.wait)
 
     @property
     def is_open(self) -> bool:
@@ -96,6 +132,7 @@ class Account:
                 and earns behind it: in the middle it would seem to lose.
         """
         options = self._options
+        self._plain_ms = plain_ms
         self.num_tokens += num_tokens
         self.elapsed_ms += elapsed_ms
         self.num_plain_tokens += elapsed_ms / plain_ms
@@ -109,13 +146,6 @@ class Account:
             self.balance = self._overdrawn
             self.wait = self._pause
             self._pause = min(2 * self._pause, options.max_pause)
-
-    def _opening_balance(self, won_share: float | None) -> float:
-        if won_share is None:
-            return 0.0
-        if won_share < 0.0:
-            return self._overdrawn
-        return min(_CREDIT * won_share, self._options.max_credit)
 
     @property
     def _overdrawn(self) -> float:

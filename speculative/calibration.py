@@ -68,9 +68,8 @@ class Calibration:
         return self._own.estimate(proposer, word, prior, self._SHARED_WEIGHT)
 
     def mean(self, proposer: str) -> float | None:
-        """How often the proposer's tokens are right, here if any was judged here; None if none ever was."""
-        own = self._own.mean(proposer)
-        return self._shared.mean(proposer) if own is None else own
+        """How often the proposer's tokens are right in this session; None if none was judged."""
+        return self._own.mean(proposer)
 
     def judged(self, proposal: Proposal, num_accepted: int) -> None:
         """A window's tokens were judged, up to the first that was wrong."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from speculative.proposal import Proposal
     from speculative.proposer import Proposer
 
-CONFIRMED_SHARE: Final = 0.8
+CONFIRMED_SHARE: Final = 0.95
 """A cheap proposer's token may be this much less likely than a draft model's: it is there at once."""
 
 

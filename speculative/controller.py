@@ -24,6 +24,7 @@ from speculative.shared import SharedMeasures
 from speculative.timing import Timing
 
 if TYPE_CHECKING:
+    from speculative.account import Standing
     from speculative.proposal import Proposal
 
 __all__ = [
@@ -47,8 +48,6 @@ _NUM_FIRST_PLAIN: Final = 2
 _NUM_DRAFTED_ON: Final = 8
 # The proposer whose tokens take time; see `speculative.draft`.
 _DRAFT: Final = "draft"
-# What the newest session says of speculating counts for so much.
-_NEWEST_SHARE: Final = 0.5
 _FIRST_PROBE: Final = 32
 _MAX_PROBE: Final = 512
 
@@ -59,7 +58,10 @@ class Controller:
     Args:
         options: Limits and switches.
         shared: What the sessions of a coordinator learn together.
-        proposers: Names those that propose for it: what others of this name learned is worth more.
+        proposers: Names those that propose for it: how they came out before is remembered by this name.
+
+    Attributes:
+        is_resting: Whether nothing will be wanted for a while.
     """
 
     def __init__(self, options: ControllerOptions, shared: SharedMeasures, proposers: str = "") -> None:
@@ -68,9 +70,9 @@ class Controller:
         self._timing = shared.timing
         self._calibration = Calibration(shared.acceptance)
         self._proposers = proposers
-        self._account = Account(won_share=shared.won_share.get(proposers))
-        self._position = 0
         self._num_sessions = 1
+        self._position = 0
+        self._account = Account(standing=self._standing())
         # The chance of each window under way to be right, given those ahead of it.
         self._flying: deque[float] = deque()
         self._last_arrived_ms: float | None = None
@@ -166,11 +168,9 @@ class Controller:
 
     def close(self) -> None:
         """The session is over: what it learned about speculating stays."""
-        share = self._account.won_share
-        if self._num_sessions == 1 and share is not None:
-            shares = self._shared.won_share
-            known = shares.get(self._proposers, share)
-            shares[self._proposers] = known + _NEWEST_SHARE * (share - known)
+        standing = self._account.standing
+        if self._num_sessions == 1 and standing is not None:
+            self._shared.standings[self._proposers] = standing
 
     def summary(self) -> dict[str, Any]:
         """For `timings`: what the controller does, and why."""
@@ -187,6 +187,10 @@ class Controller:
             "contention": _rounded(self._timing.contention),
             "reason": self._reason,
         }
+
+    def _standing(self) -> Standing | None:
+        standing, plain_ms = self._shared.standings.get(self._proposers), self._plain_ms()
+        return standing if standing and plain_ms and standing.holds_at(plain_ms) else None
 
     def _why_closed(self) -> str | None:
         """Why nothing is proposed now; None if something may be."""

@@ -11,6 +11,7 @@ from speculative.plain_time import PlainTime
 from speculative.timing import Timing
 
 if TYPE_CHECKING:
+    from speculative.account import Standing
     from speculative.moment import Outcome
 
 _ACCEPTANCE_MEMORY: Final = 200.0
@@ -25,14 +26,14 @@ class SharedMeasures:
         acceptance: What proposers' confidences turned out to be worth.
         crowd: Whether speculating pays while several sessions run.
         plain_time: What a plain window takes a session that runs by itself and does not speculate.
-        won_share: What speculating brought in the sessions before (`Account.won_share`), by who proposed.
+        standings: How speculating came out in the sessions before, by who proposed.
     """
 
     timing: Timing = field(default_factory=Timing)
     acceptance: AcceptanceTable = field(default_factory=lambda: AcceptanceTable(_ACCEPTANCE_MEMORY))
     crowd: Crowd = field(default_factory=Crowd)
     plain_time: PlainTime = field(default_factory=PlainTime)
-    won_share: dict[str, float] = field(default_factory=dict)
+    standings: dict[str, Standing] = field(default_factory=dict)
 
     def add_plain(self, outcome: Outcome) -> None:
         """Learn from a plain window that had the ring to itself."""

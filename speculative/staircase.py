@@ -8,6 +8,8 @@ from typing import Final
 # Of one row's time, for each further row, while only one row count was ever seen: between a GPU (nearly
 # nothing) and a CPU (nearly all of it), so that wider windows are tried once and then known.
 _UNKNOWN_SLOPE: Final = 0.5
+# Of the slope between the last two known row counts, beyond the last.
+_HOPE: Final = 0.8
 _NEWEST_WEIGHT: Final = 0.125
 # A sample this many times off what is known is a neighbour's doing; it counts as just so far off.
 _MAX_SURPRISE: Final = 2.0
@@ -16,8 +18,9 @@ _MAX_SURPRISE: Final = 2.0
 class Staircase:
     """t(k): milliseconds of a batch of `k` rows. Kernels work in tiles, so it has steps and is no line.
 
-    Each row count keeps a running mean of its own. Between known ones the time is interpolated, beyond the
-    last it goes on with the slope that leads to it, and it never falls as rows are added.
+    Each row count keeps a running mean of its own. Between known ones the time is interpolated. Beyond the
+    last it goes on a little flatter than the slope that leads to it: hope lets wider windows be tried, once,
+    and then they are known. It never falls as rows are added.
     """
 
     def __init__(self) -> None:
@@ -48,9 +51,9 @@ class Staircase:
             rows, height_ms = stairs[0]
             return height_ms * _typical(num_rows) / _typical(rows)
         for (left, left_ms), (right, right_ms) in pairwise(stairs):
-            if num_rows <= right or right == stairs[-1][0]:
+            if num_rows <= right:
                 return left_ms + (right_ms - left_ms) * (num_rows - left) / (right - left)
-        raise AssertionError("the last pair of stairs reaches to the end")
+        return right_ms + _HOPE * (right_ms - left_ms) * (num_rows - right) / (right - left)
 
 
 def smoothed(mean_ms: float, newest_ms: float, weight: float = _NEWEST_WEIGHT) -> float:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from speculative.account import Account, AccountOptions
+from speculative.account import Account, AccountOptions, Standing
 
 PLAIN_MS = 10.0
 
@@ -70,8 +70,43 @@ def test_a_hiccup_is_no_reason_to_stop_for_long() -> None:
 
 
 def test_one_in_doubt_has_less_to_lose() -> None:
-    doubtful, fresh = Account(won_share=-0.1), Account()
+    doubtful, fresh = Account(standing=Standing(-0.1, PLAIN_MS, 48, 0)), Account()
     for account in (doubtful, fresh):
         account.add(0, 5.0, PLAIN_MS)
     assert not doubtful.is_open
     assert fresh.is_open
+
+
+def test_a_gain_before_pays_for_a_bad_start() -> None:
+    trusted, fresh = Account(standing=Standing(0.5, PLAIN_MS, 48, 0)), Account()
+    for account in (trusted, fresh):
+        account.add(0, 15.0, PLAIN_MS)
+    assert trusted.is_open
+    assert not fresh.is_open
+
+
+def test_a_pause_outlasts_its_session() -> None:
+    first = Account()
+    while first.num_tokens < 32:
+        if first.is_open:
+            first.add(1, 30.0, PLAIN_MS)
+        else:
+            first.add_plain(1)
+    standing = first.standing
+    assert standing is not None
+    second = Account(standing=standing)
+    assert second.wait == min(standing.wait, 96) > 0
+    second.add_plain(second.wait)
+    assert second.is_open
+
+
+def test_an_account_of_a_few_tokens_tells_nothing() -> None:
+    account = Account()
+    account.add(1, 30.0, PLAIN_MS)
+    assert account.standing is None
+
+
+def test_what_was_learned_on_another_wire_does_not_hold() -> None:
+    standing = Standing(-0.1, PLAIN_MS, 48, 48)
+    assert all(standing.holds_at(plain_ms) for plain_ms in (8.0, 10.0, 12.0))
+    assert not any(standing.holds_at(plain_ms) for plain_ms in (2.5, 40.0))

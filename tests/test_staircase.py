@@ -24,7 +24,12 @@ def test_nothing_is_known_before_the_first_batch() -> None:
 
 def test_known_rows_are_as_measured_and_between_them_it_interpolates() -> None:
     table = measured((1, 4.0), (4, 13.0), (8, 15.0))
-    assert [table.ms(rows) for rows in (1, 2, 4, 6, 8, 10)] == [4.0, 7.0, 13.0, 14.0, 15.0, 16.0]
+    assert [table.ms(rows) for rows in (1, 2, 4, 6, 8)] == [4.0, 7.0, 13.0, 14.0, 15.0]
+
+
+def test_beyond_what_is_known_it_hopes_a_little() -> None:
+    table = measured((1, 4.0), (4, 13.0), (8, 15.0))
+    assert table.ms(10) == pytest.approx(15.8)
 
 
 def test_one_row_count_gives_a_moderate_slope() -> None:
