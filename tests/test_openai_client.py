@@ -164,6 +164,22 @@ def test_penalties_and_logprobs(client: openai.OpenAI, whole: Whole) -> None:
     assert [each for choice in choices if choice.logprobs for each in choice.logprobs.content] == entries
 
 
+def test_token_ids(client: openai.OpenAI, whole: Whole) -> None:
+    question = QUESTIONS[1]
+    expected = whole.tokens(question, Sampling())
+    fields: dict[str, Any] = {"extra_body": {"return_token_ids": True}}
+    answer = _ask(client, question, **fields)
+    ids = answer.choices[0].token_ids
+    ends = set(ids[len(expected) :])
+    assert ids[: len(expected)] == expected
+    assert ends <= whole.tokenizer.end_tokens
+    assert len(ids) == answer.usage.completion_tokens
+    with _ask(client, question, stream=True, **fields) as stream:
+        first, *chunks = list(stream)
+    assert first.prompt_token_ids == answer.prompt_token_ids
+    assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == ids
+
+
 def test_a_stream_ends_with_its_usage(client: openai.OpenAI) -> None:
     question = QUESTIONS[1]
     with _ask(client, question, stream=True, stream_options={"include_usage": True}) as stream:

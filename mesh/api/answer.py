@@ -25,7 +25,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """Text that became final together.
+    """Text that became final together, and the tokens committed meanwhile.
 
     Attributes:
         text: May be empty.
@@ -33,6 +33,7 @@ class AnswerPart:
         num_tokens: Tokens of the answer up to here, an end token and those of a stop string included.
         stats: The engine's counts and times up to here.
         tokens: Tokens of the text, if the request asked for logprobs.
+        token_ids: All that `num_tokens` counts and the parts before did not have.
     """
 
     text: str
@@ -40,12 +41,15 @@ class AnswerPart:
     num_tokens: int
     stats: GenerationStats
     tokens: tuple[AnswerToken, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 async def answer_parts(
     engine: Engine, piece: Callable[[int], bytes], job: Job
 ) -> AsyncGenerator[AnswerPart, None]:
     """Run a job. The engine's session is over before the last part is passed on.
+
+    A step that settles no text makes no part of its own, unless the job wants token ids.
 
     Args:
         engine: Makes the tokens.
@@ -57,13 +61,14 @@ async def answer_parts(
     """
     text = AnswerText(piece, job.stops)
     tokens = AnswerTokens(text)
-    num_tokens = 0
+    ids: list[int] = []
+    num_passed = 0
     last: AnswerPart | None = None
     async with aclosing(engine.generate(job.request)) as steps:
         async for step in steps:
             settled = ""
             for index, token in enumerate(step.tokens):
-                num_tokens += 1
+                ids.append(token)
                 if token in job.request.end_tokens:
                     break
                 offset = text.num_decoded
@@ -75,10 +80,13 @@ async def answer_parts(
             if text.stopped or step.finish is not None:
                 settled += text.flush()
                 finish = "stop" if text.stopped else step.finish
-                last = AnswerPart(settled, finish, num_tokens, step.stats, tokens.settle())
+                new = tuple(ids[num_passed:])
+                last = AnswerPart(settled, finish, len(ids), step.stats, tokens.settle(), new)
                 break
-            if settled:
-                yield AnswerPart(settled, None, num_tokens, step.stats, tokens.settle())
+            if settled or job.wants_token_ids:
+                new = tuple(ids[num_passed:])
+                num_passed = len(ids)
+                yield AnswerPart(settled, None, len(ids), step.stats, tokens.settle(), new)
     if last is None:
         raise StageFailed("the engine ended the answer without a reason: look at the log of the stages")
     _log(job, last)

@@ -81,6 +81,7 @@ class CompletionShape:
     id_prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    has_prompt_ids_in_choices = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mesh.api.json_response import json_bytes
+from mesh.api.token_ids import ANSWER_FIELD, PROMPT_FIELD, ids_member
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,10 @@ class Shape(Protocol):
     @property
     def chunk_object(self) -> str:
         """`object` of a chunk."""
+
+    @property
+    def has_prompt_ids_in_choices(self) -> bool:
+        """Whether a prompt's token ids are a field of its choice, not of the answer."""
 
     def choice(
         self, index: int, text: str, finish: FinishReason, logprobs: dict[str, Any] | None
@@ -79,26 +84,51 @@ class Envelope:
         """The answer in one piece."""
         return {**self._fields(self.shape.whole_object), "choices": choices, **more}
 
-    def opening_event(self, index: int) -> bytes:
-        """The event before a choice's first text, or nothing."""
-        choice = self.shape.opening(index)
-        return self._event(choice) if choice else b""
+    def opening_event(self, index: int, prompt_ids: Sequence[int] | None = None) -> bytes:
+        """The event before a choice's first text, or nothing.
 
-    def text_event(self, index: int, text: str, tokens: Sequence[AnswerToken] | None = None) -> bytes:
+        Args:
+            index: Of the choice.
+            prompt_ids: The prompt's token ids, if they are wanted.
+        """
+        choice = self.shape.opening(index)
+        if prompt_ids is None:
+            return self._event(choice) if choice else b""
+        prompt = ids_member(PROMPT_FIELD, prompt_ids)
+        if not self.shape.has_prompt_ids_in_choices:
+            return self._event(choice, more=prompt)
+        choice = choice or self.shape.delta(index, '""', "null")
+        return self._event(choice, ids_member(ANSWER_FIELD, ()) + prompt)
+
+    def text_event(
+        self,
+        index: int,
+        text: str,
+        tokens: Sequence[AnswerToken] | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> bytes:
         """The event that adds text to a choice: a few string joins, since it runs for every token.
 
         Args:
             index: Of the choice.
             text: What to add.
             tokens: The text's, if their logprobs are wanted.
+            token_ids: What was committed meanwhile, if it is wanted.
         """
         logprobs = "null" if tokens is None else json.dumps(self.shape.logprobs(tokens), ensure_ascii=False)
-        return self._event(self.shape.delta(index, json.dumps(text, ensure_ascii=False), logprobs))
+        choice = self.shape.delta(index, json.dumps(text, ensure_ascii=False), logprobs)
+        return self._event(choice, ids_member(ANSWER_FIELD, token_ids))
 
-    def closing_event(self, index: int, finish: FinishReason, timings: dict[str, Any] | None) -> bytes:
-        """The event that ends a choice."""
+    def closing_event(
+        self,
+        index: int,
+        finish: FinishReason,
+        timings: dict[str, Any] | None,
+        token_ids: Sequence[int] | None = None,
+    ) -> bytes:
+        """The event that ends a choice; arguments as above."""
         more = "" if timings is None else f',"timings":{json.dumps(timings)}'
-        return self._event(self.shape.closing(index, finish), more)
+        return self._event(self.shape.closing(index, finish), ids_member(ANSWER_FIELD, token_ids), more)
 
     def usage_event(self, usage: dict[str, Any], timings: dict[str, Any] | None) -> bytes:
         """The event that ends a stream whose client asked for the counts. It has no choices."""
@@ -107,7 +137,9 @@ class Envelope:
             fields["timings"] = timings
         return b"data: " + json_bytes(fields) + b"\n\n"
 
-    def _event(self, choice: str, more: str = "") -> bytes:
+    def _event(self, choice: str, more_of_choice: str = "", more: str = "") -> bytes:
+        if more_of_choice:
+            choice = f"{choice[:-1]}{more_of_choice}}}"
         return f"{self._head}{choice}{self._tail}{more}}}\n\n".encode("utf-8", "backslashreplace")
 
     def _fields(self, kind: str) -> dict[str, Any]:

@@ -25,11 +25,13 @@ class Job:
         request: For the engine.
         stops: Strings that end the answer.
         echo: Text that goes before the answer.
+        wants_token_ids: Whether the answer says its token ids and the prompt's.
     """
 
     request: GenerationRequest
     stops: tuple[str, ...]
     echo: str = ""
+    wants_token_ids: bool = False
 
     @property
     def wants_logprobs(self) -> bool:
@@ -87,4 +89,4 @@ def make_job(
         history_key=history_key,
         num_top_logprobs=body.num_top_logprobs,
     )
-    return Job(request, body.stop, echo)
+    return Job(request, body.stop, echo, bool(body.return_token_ids))

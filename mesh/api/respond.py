@@ -15,6 +15,7 @@ from mesh.api.hang_up import ClientGoneError, unless_hung_up
 from mesh.api.json_response import json_response
 from mesh.api.request_log import CLIENT_GONE_STATUS
 from mesh.api.streaming import EventStream
+from mesh.api.token_ids import ANSWER_FIELD, PROMPT_FIELD
 from mesh.api.usage import timings, usage
 
 if TYPE_CHECKING:
@@ -66,15 +67,20 @@ async def respond(
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
+    more: dict[str, Any] = {}
     choices = []
     for index, (job, (parts, last)) in enumerate(zip(jobs, answers, strict=True)):
         assert last.finish is not None  # noqa: S101 - the last part has one
         text = "".join(part.text for part in parts)
         tokens = [token for part in parts for token in part.tokens]
         logprobs = shape.logprobs(tokens) if job.wants_logprobs else None
-        choices.append(shape.choice(index, job.echo + text, last.finish, logprobs))
+        choice = shape.choice(index, job.echo + text, last.finish, logprobs)
+        choices.append(choice)
+        if job.wants_token_ids:
+            choice[ANSWER_FIELD] = [token for part in parts for token in part.token_ids]
+            (choice if shape.has_prompt_ids_in_choices else more)[PROMPT_FIELD] = job.request.prompt
     last_parts = [last for _parts, last in answers]
-    more: dict[str, Any] = {"usage": usage(jobs, last_parts)}
+    more["usage"] = usage(jobs, last_parts)
     if len(jobs) == 1:
         more["timings"] = timings(jobs[0], last_parts[0])
     return json_response(envelope.whole(choices, **more))
@@ -109,21 +115,23 @@ class _Stream:
 
     async def _choice(self, index: int, job: Job, emit: Callable[[bytes], Awaitable[None]]) -> AnswerPart:
         envelope = self._envelope
-        opening = envelope.opening_event(index)
+        wants_ids = job.wants_token_ids
+        opening = envelope.opening_event(index, job.request.prompt if wants_ids else None)
         if job.echo:
-            opening += envelope.text_event(index, job.echo)
+            opening += envelope.text_event(index, job.echo, token_ids=() if wants_ids else None)
         engine, piece = self._backend.engine, self._backend.tokenizer.piece
         async with aclosing(answer_parts(engine, piece, job)) as parts:
             async for part in parts:
                 events = opening
-                if part.text or part.tokens:
+                ids = part.token_ids if wants_ids else None
+                if part.text or part.tokens or ids:
                     tokens = part.tokens if job.wants_logprobs else None
-                    events += envelope.text_event(index, part.text, tokens)
+                    events += envelope.text_event(index, part.text, tokens, ids)
                 opening = b""
                 if part.finish is not None:
                     alone = len(self._jobs) == 1 and not self._includes_usage
                     times = timings(job, part) if alone else None
-                    events += envelope.closing_event(index, part.finish, times)
+                    events += envelope.closing_event(index, part.finish, times, () if wants_ids else None)
                 await emit(events)
         return part
 

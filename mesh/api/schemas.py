@@ -163,6 +163,7 @@ class GenerationBody(_Body):
     ignore_eos: bool | None = None
     speculation: SpeculationBody | None = None
     prediction: PredictionBody | None = None
+    return_token_ids: bool | None = None
 
     @property
     def includes_usage(self) -> bool:
