@@ -158,6 +158,17 @@ def test_a_raw_completion_is_read_too() -> None:
     assert answer.text == "day"
 
 
+def test_token_ids_are_put_together_and_time_tokens_without_text() -> None:
+    chunk = 'data: {"choices": [{"text": "%s", "token_ids": %s, "finish_reason": null}], "usage": null}\n\n'
+    body = chunk % ("", "[]") + chunk % ("", "[2]") + chunk % ("Good", "[300, 301]")
+    body += 'data: {"choices": [{"text": "", "token_ids": [], "finish_reason": "length"}], "usage": null}\n\n'
+    body += 'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n'
+    with server(200, body) as port:
+        answer = ask(port, Ask(COMPLETION_PATH, {"prompt": "Hello", "return_token_ids": True}))
+    assert (answer.text, answer.token_ids) == ("Good", (2, 300, 301))
+    assert len(answer.arrivals_ms) == 3
+
+
 def test_a_batch_keeps_its_order_however_many_are_under_way() -> None:
     body = CHUNK % ('"x"', '"stop"') + 'data: {"choices": [], "usage": {"completion_tokens": 1}}\n\n'
     with server(200, body) as port:

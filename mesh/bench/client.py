@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from mesh.bench.stream_client import Answer, Batch
 from spanmesh_proto.errors import MeshError
@@ -77,7 +77,10 @@ class Client:
         reply = json.loads(line)
         if "error" in reply:
             raise MeshError(reply["error"])
-        answers = [
-            Answer(**{**answer, "arrivals_ms": tuple(answer["arrivals_ms"])}) for answer in reply["answers"]
-        ]
-        return Reply(tuple(answers), reply["wall_ms"])
+        return Reply(tuple(map(_answer, reply["answers"])), reply["wall_ms"])
+
+
+def _answer(fields: dict[str, Any]) -> Answer:
+    """JSON knows no tuples."""
+    sequences = {name: tuple(fields[name]) for name in ("arrivals_ms", "token_ids")}
+    return Answer(**{**fields, **sequences})

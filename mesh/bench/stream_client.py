@@ -60,12 +60,14 @@ class Answer:
         num_tokens: Its length, by the server's count.
         arrivals_ms: When each part of it came, counted from the request; at least one.
         timings: The server's own account, as far as it gives one.
+        token_ids: All its tokens, if the request asked for them.
     """
 
     text: str
     num_tokens: int
     arrivals_ms: tuple[float, ...]
     timings: dict[str, Any] = field(default_factory=dict)
+    token_ids: tuple[int, ...] = ()
 
     @property
     def ttft_ms(self) -> float:
@@ -135,6 +137,7 @@ class _Reading:
         self._arrivals_ms: list[float] = []
         self._num_tokens = 0
         self._timings: dict[str, Any] = {}
+        self._token_ids: list[int] = []
 
     def take(self, chunk: dict[str, Any], now_ms: float) -> None:
         if "error" in chunk:
@@ -144,15 +147,23 @@ class _Reading:
         self._timings.update(chunk.get("timings") or {})
         for choice in chunk["choices"]:
             piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            ids = choice.get("token_ids") or ()
+            self._token_ids += ids
             # The chunk with the finish reason leaves with the last token, which may have no text to show.
-            if piece or choice["finish_reason"]:
+            if piece or ids or choice["finish_reason"]:
                 self._pieces.append(piece)
                 self._arrivals_ms.append(now_ms)
 
     def answer(self) -> Answer:
         if not self._arrivals_ms or self._num_tokens < 1:
             raise MeshError("the server's answer has no token or no usage")
-        return Answer("".join(self._pieces), self._num_tokens, tuple(self._arrivals_ms), self._timings)
+        return Answer(
+            "".join(self._pieces),
+            self._num_tokens,
+            tuple(self._arrivals_ms),
+            self._timings,
+            tuple(self._token_ids),
+        )
 
 
 def ask_batch(batch: Batch) -> list[Answer]:

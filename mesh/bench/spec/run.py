@@ -135,7 +135,7 @@ def run_spec(options: SpecOptions) -> Report:
             results.peer_rates = peer.choose(
                 peer_settings(draft_model), _peer_workloads(workloads), _PEER_DELAY_MS
             )
-        replay = ReplayFile(logs / "replay.jsonl", tokenizer)
+        replay = ReplayFile(logs / "replay.jsonl")
         runner = Runner(lab, client, runner_options, logs, results, replay=replay, peer=peer)
         try:
             for phase in phases:

@@ -226,10 +226,12 @@ class Runner:
         setting: Setting,
         sampling: dict[str, Any],
     ) -> Reply:
-        wanted = self._ask(workload, question, {**sampling, **mesh.fields, **setting.fields})
+        # Under each setting, so that all answers are sent and timed alike; llama.cpp does not know the field.
+        fields = {**sampling, **mesh.fields, **setting.fields, "return_token_ids": True}
+        wanted = self._ask(workload, question, fields)
         reply = self._client.ask(Batch(mesh.port, (wanted,), api_key=self._api_key))
         if setting == OFF:
-            self._replay.record(wanted, reply.answers[0].text)
+            self._replay.record(wanted, reply.answers[0])
         return reply
 
     def _ask_peer(
