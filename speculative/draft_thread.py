@@ -151,7 +151,8 @@ class DraftThread:
         self._sessions[:] = [*self._sessions[1:], *self._sessions[:1]]
         able = [session for session in self._sessions if session.error is None]
         parts = self._parts_of([session for session in able if session.line.is_urgent], MAX_ROWS)
-        if parts or not self._priority.can_be_lowered:
+        # With several sessions about nobody has time to spare for what may never be asked for.
+        if parts or len(able) > 1 or not self._priority.can_be_lowered:
             return parts
         return self._parts_of(able, MAX_ROWS_UNASKED)
 

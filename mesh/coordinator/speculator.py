@@ -54,7 +54,8 @@ class Speculator:
         self._num_sessions = num_sessions
         self._clock_ms = clock_ms
         self._untold: list[int] = []
-        self._is_resting = False
+        # Until it is first asked the proposer rests anyway.
+        self._is_resting = True
         self._decision = Decision(0, "nothing decided yet")
 
     def listen(self, on_ready: Callable[[], None]) -> None:
