@@ -120,7 +120,7 @@ def bench() -> None:
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Of each workload.",
+    help="Of each workload. With one, a category's figure is that of a single question.",
 )
 @click.option(
     "--tokens", "num_tokens", type=click.IntRange(2), default=128, show_default=True, help="Of each answer."
