@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from mesh.api import ApiKeys, create_app, serve_api
 from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
@@ -99,3 +101,22 @@ class ScriptedEngine:
         return tuple(
             TokenLogprobs(-token / 1000, self.likeliest[: request.num_top_logprobs]) for token in step
         )
+
+
+# Fixtures: a test file that binds these names has them.
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return Tokenizer(smollm2_path)
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine([(300,), (301, 302)])
+
+
+@pytest.fixture
+async def api(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[Api]:
+    async with running_api(engine, tokenizer) as api:
+        yield api

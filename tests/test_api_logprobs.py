@@ -1,35 +1,25 @@
 """Penalties, biases and logprobs as OpenAI's client sends and reads them, streamed and not."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from mesh.tokenizer import Tokenizer
+from tests import api_harness
 from tests.api_harness import MODEL, Api, ScriptedEngine, running_api
 
 pytestmark = pytest.mark.model
+
+tokenizer, api = api_harness.tokenizer, api_harness.api
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 LIKELIEST = ((300, -0.25), (2, -1.5), (301, -3.0))
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer(smollm2_path)
-
-
 @pytest.fixture
 def engine() -> ScriptedEngine:
     return ScriptedEngine([(300,), (301, 302)], likeliest=LIKELIEST)
-
-
-@pytest.fixture
-async def api(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[Api]:
-    async with running_api(engine, tokenizer) as api:
-        yield api
 
 
 async def _chat(api: Api, **fields: Any) -> Any:

@@ -1,8 +1,6 @@
 """The field `prediction`, and whose history a request belongs to."""
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -10,29 +8,16 @@ import pytest
 
 from mesh.api import ApiKeys
 from mesh.tokenizer import Tokenizer
+from tests import api_harness
 from tests.api_harness import KEY, MODEL, Api, ScriptedEngine, running_api
 
 pytestmark = pytest.mark.model
 
+tokenizer, engine, api = api_harness.tokenizer, api_harness.engine, api_harness.api
+
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "def size(self):\n    return len(self.items)  # <|im_end|>\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer(smollm2_path)
-
-
-@pytest.fixture
-def engine() -> ScriptedEngine:
-    return ScriptedEngine([(300,), (301, 302)])
-
-
-@pytest.fixture
-async def api(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[Api]:
-    async with running_api(engine, tokenizer) as api:
-        yield api
 
 
 @pytest.mark.parametrize(

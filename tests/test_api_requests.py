@@ -9,28 +9,15 @@ from structlog.testing import capture_logs
 
 from mesh.api.body import MAX_BODY_BYTES
 from mesh.tokenizer import Tokenizer
+from tests import api_harness
 from tests.api_harness import Api, ScriptedEngine, running_api
 
 pytestmark = pytest.mark.model
 
+tokenizer, engine, api = api_harness.tokenizer, api_harness.engine, api_harness.api
+
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer(smollm2_path)
-
-
-@pytest.fixture
-def engine() -> ScriptedEngine:
-    return ScriptedEngine([(300,), (301, 302)])
-
-
-@pytest.fixture
-async def api(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[Api]:
-    async with running_api(engine, tokenizer) as api:
-        yield api
 
 
 async def _refused(api: Api, fields: dict[str, Any], path: str = CHAT) -> dict[str, Any]:

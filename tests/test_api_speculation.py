@@ -1,34 +1,18 @@
 """The field `speculation`: how a request narrows what the server may propose."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mesh.engine import SpeculationLimits
-from mesh.tokenizer import Tokenizer
-from tests.api_harness import Api, ScriptedEngine, running_api
+from tests import api_harness
+from tests.api_harness import Api, ScriptedEngine
 
 pytestmark = pytest.mark.model
 
+tokenizer, engine, api = api_harness.tokenizer, api_harness.engine, api_harness.api
+
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer(smollm2_path)
-
-
-@pytest.fixture
-def engine() -> ScriptedEngine:
-    return ScriptedEngine([(300,), (301, 302)])
-
-
-@pytest.fixture
-async def api(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[Api]:
-    async with running_api(engine, tokenizer) as api:
-        yield api
 
 
 @pytest.mark.parametrize(
