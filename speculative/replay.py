@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class ReplayProposer:
     """Proposes a recorded answer; see `speculative.proposer.Proposer`.
 
-    It is certain for as long as the answer is the recorded one. Recorded text that was tokenised again may
-    differ from the tokens that the model chose; after that it looks for the place to go on.
+    It is certain for as long as the answer is the recorded one. Without exact mode another shape of batch may
+    let the model choose otherwise once; after that it looks for the place to go on.
 
     Args:
         answer: Token ids that followed the prompt when it was asked before; none if that was never.
