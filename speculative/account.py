@@ -21,8 +21,6 @@ _NUM_TELLING: Final = 16
 _NEWEST_SHARE: Final = 0.5
 # Most tokens that a session waits because of the one before: its text is another.
 _MAX_CARRIED: Final = 96
-# A pause is so many times shorter where speculation usually pays.
-_TRUSTED: Final = 3
 # Plain windows that take so many times longer, or shorter, are another ring's.
 _OTHER_RING: Final = 1.4
 
@@ -95,12 +93,8 @@ class Account:
         self._plain_ms = 0.0 if standing is None else standing.plain_ms
         self.balance = 0.0
         self.wait = 0
-        self._reopening = self._overdrawn
         if standing is not None and standing.won_share >= 0.0:
             self.balance = min(_CREDIT * standing.won_share, self._options.max_credit)
-            # What usually pays is worth more patience: its bad moments are moments.
-            self._reopening = 0.0
-            self._pause //= _TRUSTED
         elif standing is not None:
             self.balance = self._overdrawn
             self._pause = standing.pause
@@ -149,7 +143,7 @@ class Account:
             self._pause = options.first_pause
         elif self.balance <= -options.max_loss * (1.0 if is_run_over else _MID_RUN):
             # The next try starts overdrawn: a little more loss stops it again.
-            self.balance = self._reopening
+            self.balance = self._overdrawn
             self.wait = self._pause
             self._pause = min(2 * self._pause, options.max_pause)
 

@@ -8,7 +8,7 @@ from typing import Final
 # Of one row's time, for each further row, while only one row count was ever seen: between a GPU (nearly
 # nothing) and a CPU (nearly all of it), so that wider windows are tried once and then known.
 _UNKNOWN_SLOPE: Final = 0.5
-# Of the mean slope so far, beyond the last known row count.
+# Of the slope between the last two known row counts, beyond the last.
 _HOPE: Final = 0.8
 _NEWEST_WEIGHT: Final = 0.125
 # A sample this many times off what is known is a neighbour's doing; it counts as just so far off.
@@ -19,8 +19,8 @@ class Staircase:
     """t(k): milliseconds of a batch of `k` rows. Kernels work in tiles, so it has steps and is no line.
 
     Each row count keeps a running mean of its own. Between known ones the time is interpolated. Beyond the
-    last it goes on a little flatter than it rose so far: hope lets wider windows be tried, once, and then
-    they are known. It never falls as rows are added.
+    last it goes on a little flatter than the slope that leads to it: hope lets wider windows be tried, once,
+    and then they are known. It never falls as rows are added.
     """
 
     def __init__(self) -> None:
@@ -53,9 +53,7 @@ class Staircase:
         for (left, left_ms), (right, right_ms) in pairwise(stairs):
             if num_rows <= right:
                 return left_ms + (right_ms - left_ms) * (num_rows - left) / (right - left)
-        # The mean slope: that of the last pair is mostly noise where the two are neighbours.
-        first, first_ms = stairs[0]
-        return right_ms + _HOPE * (right_ms - first_ms) * (num_rows - right) / (right - first)
+        return right_ms + _HOPE * (right_ms - left_ms) * (num_rows - right) / (right - left)
 
 
 def smoothed(mean_ms: float, newest_ms: float, weight: float = _NEWEST_WEIGHT) -> float:
