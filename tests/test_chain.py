@@ -48,7 +48,7 @@ class TestBetterOf:
         assert best_of(proposal([1] * 8, *[0.6] * 8), dear) == dear
 
     def test_two_that_agree_confirm_each_other(self) -> None:
-        dear = proposal([1, 2], 0.7, 0.5, name="draft")
+        dear = proposal([1, 2], 0.6, 0.5, name="draft")
         assert best_of(CHEAP, dear) == CHEAP
         assert best_of(CHEAP, proposal([1, 2, 3, 4], *[0.7] * 4)).tokens == (1, 2, 3, 4)
 
