@@ -3,8 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,29 +19,14 @@ from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle, Parrot, SlowOracle
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_services
+from tests.shared_ring import SharedRing, shared_ring
 
 N_VOCAB = 64
 NUM_SLOTS = 4
 PROMPT = tuple(range(3, 23))
 
 
-@dataclass
-class Ring:
-    """A ring that lives in an event loop of its own, so that tests of many examples can share it."""
-
-    runner: asyncio.Runner
-    runtimes: list[FakeRuntime]
-    stages: list[RunningStage]
-
-
-@pytest.fixture(scope="module")
-def ring() -> Iterator[Ring]:
-    runtimes = fake_ring(is_poisoned=True)
-    with asyncio.Runner() as runner:
-        services = running_services(runtimes)
-        stages = runner.run(services.__aenter__())
-        yield Ring(runner, runtimes, stages)
-        runner.run(services.__aexit__(None, None, None))
+ring = shared_ring
 
 
 async def answers(
@@ -89,7 +73,7 @@ def proposers(text: Sequence[int], errs: Sequence[bool]) -> dict[str, Callable[[
     sampling=st.sampled_from([Sampling(), Sampling(1.0, seed=5), Sampling(0.7, top_k=8, top_p=0.9, seed=6)]),
 )
 def test_one_text_whatever_flies(
-    ring: Ring,
+    ring: SharedRing,
     *,
     prompt: list[int],
     num_tokens: int,
@@ -122,7 +106,7 @@ def test_one_text_whatever_flies(
     delays_ms=st.lists(st.sampled_from([0.0, 0.5, 2.0]), min_size=1, max_size=7),
 )
 def test_one_text_whoever_else_flies(
-    ring: Ring, prompts: list[list[int]], width: int | None, depth: int | None, delays_ms: list[float]
+    ring: SharedRing, prompts: list[list[int]], width: int | None, depth: int | None, delays_ms: list[float]
 ) -> None:
     """Sessions in shared batches, each with windows of its own in flight."""
     sampling = Sampling(0.9, seed=3)

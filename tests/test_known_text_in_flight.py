@@ -1,10 +1,7 @@
 """Predictions, history and n-grams in flight over stages without a model: fewer windows, the same text."""
 
-import asyncio
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +9,9 @@ from mesh.engine import GenerationRequest, GenerationStats
 from mesh.serve.proposers import Proposers
 from speculative.controller import ControllerOptions
 from stages.sampling import Sampler, Sampling
-from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
-from tests.ring_harness import RunningStage, collect, running_coordinator, running_services
+from tests.fake_stage import FakeRuntime, plain_answer
+from tests.ring_harness import collect, running_coordinator
+from tests.shared_ring import SharedRing, shared_ring
 
 N_VOCAB = 64
 NUM_TOKENS = 48
@@ -22,24 +20,11 @@ SAMPLING = Sampling(temperature=1.0, seed=7)
 ANSWER = tuple(plain_answer(PROMPT, NUM_TOKENS, Sampler(SAMPLING).sample))
 
 
-@dataclass
-class Ring:
-    """A ring that lives in an event loop of its own, so that tests of many examples can share it."""
-
-    runner: asyncio.Runner
-    stages: list[RunningStage]
-
-
-@pytest.fixture(scope="module")
-def ring() -> Iterator[Ring]:
-    with asyncio.Runner() as runner:
-        services = running_services(fake_ring(is_poisoned=True))
-        yield Ring(runner, runner.run(services.__aenter__()))
-        runner.run(services.__aexit__(None, None, None))
+ring = shared_ring
 
 
 def ask(
-    ring: Ring, requests: Sequence[GenerationRequest], *, width: int, depth: int
+    ring: SharedRing, requests: Sequence[GenerationRequest], *, width: int, depth: int
 ) -> list[tuple[tuple[int, ...], GenerationStats]]:
     """One request after the other, by one server that keeps a history."""
 
@@ -78,21 +63,21 @@ def request(prediction: Sequence[int] = (), key: str | None = None) -> Generatio
     depth=st.integers(1, 6),
 )
 def test_no_prediction_and_no_history_changes_the_text(
-    ring: Ring, prediction: Sequence[int], width: int, depth: int
+    ring: SharedRing, prediction: Sequence[int], width: int, depth: int
 ) -> None:
     asked = [request(prediction, "ann"), request(key="ann"), request(prediction, "ann")]
     for text, _ in ask(ring, asked, width=width, depth=depth):
         assert text == ANSWER
 
 
-def test_a_right_prediction_saves_windows(ring: Ring) -> None:
+def test_a_right_prediction_saves_windows(ring: SharedRing) -> None:
     (_, cold), (_, predicted) = ask(ring, [request(), request(ANSWER)], width=8, depth=1)
     assert predicted.num_windows <= NUM_TOKENS / 8
     assert predicted.num_accepted == predicted.num_proposed
     assert cold.num_windows > 2 * predicted.num_windows
 
 
-def test_an_edited_prediction_saves_most_of_them(ring: Ring) -> None:
+def test_an_edited_prediction_saves_most_of_them(ring: SharedRing) -> None:
     """One token replaced, some left out, some put in."""
     edited = (*ANSWER[:10], 1, *ANSWER[11:20], *ANSWER[24:34], 1, 1, *ANSWER[34:])
     (_, stats) = ask(ring, [request(edited)], width=8, depth=1)[0]
@@ -100,7 +85,7 @@ def test_an_edited_prediction_saves_most_of_them(ring: Ring) -> None:
     assert stats.num_accepted > NUM_TOKENS / 2
 
 
-def test_an_answer_given_before_is_given_again_in_few_windows(ring: Ring) -> None:
+def test_an_answer_given_before_is_given_again_in_few_windows(ring: SharedRing) -> None:
     asked = [request(key="ann"), request(key="ann"), request(key="bob"), request()]
     first, again, stranger, nobody = (stats for _, stats in ask(ring, asked, width=8, depth=1))
     assert again.num_windows <= NUM_TOKENS / 8

@@ -3,8 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +21,7 @@ from stages.token_record import TokenRecord
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle, Parrot
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_services
+from tests.shared_ring import SharedRing, shared_ring
 
 N_VOCAB = 64
 PROMPT = (3, 16, 17, 3, 16)
@@ -34,21 +34,7 @@ STRONG = Sampling(
 )
 
 
-@dataclass
-class Ring:
-    runner: asyncio.Runner
-    runtimes: list[FakeRuntime]
-    stages: list[RunningStage]
-
-
-@pytest.fixture(scope="module")
-def ring() -> Iterator[Ring]:
-    runtimes = fake_ring(is_poisoned=True)
-    with asyncio.Runner() as runner:
-        services = running_services(runtimes)
-        stages = runner.run(services.__aenter__())
-        yield Ring(runner, runtimes, stages)
-        runner.run(services.__aexit__(None, None, None))
+ring = shared_ring
 
 
 def expected(
@@ -112,7 +98,7 @@ async def answers(
     ),
 )
 def test_one_text_whatever_flies(
-    ring: Ring,
+    ring: SharedRing,
     *,
     prompts: list[list[int]],
     num_tokens: int,
