@@ -303,7 +303,7 @@ class Controller:
             added_ms = row_ms(self._timing, self._num_sessions + 1)
             shared.crowd.add(num_tokens, elapsed_ms, row_ms=added_ms)
         elif is_plain and is_alone and elapsed_ms > 0.0:
-            self._note_plain(outcome, elapsed_ms)
+            self._note_plain(outcome)
         plain_ms = self._plain_ms()
         # Silence is neither gain nor loss, unless a draft model works meanwhile. With others about, what
         # slows a plain window is their doing.
@@ -314,12 +314,10 @@ class Controller:
         elif plain_ms is not None and elapsed_ms >= 0.0 and not is_idle and not is_others:
             account.add(num_tokens, elapsed_ms, plain_ms, is_run_over=outcome.num_behind == 0)
 
-    def _note_plain(self, outcome: Outcome, elapsed_ms: float) -> None:
+    def _note_plain(self, outcome: Outcome) -> None:
         """Learn what a plain window takes where nothing is proposed."""
-        if self._is_drafting and self._num_plain < _NUM_DRAFTED_ON:
-            return
-        computed_ms = sum(stage.compute_ms for stage in outcome.stages)
-        self._shared.plain_time.add(outcome.position, elapsed_ms, computed_ms)
+        if not self._is_drafting or self._num_plain >= _NUM_DRAFTED_ON:
+            self._shared.add_plain_time(outcome)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -38,5 +38,9 @@ class SharedMeasures:
     def add_plain(self, outcome: Outcome) -> None:
         """Learn from a plain window that had the ring to itself."""
         self.timing.add(outcome, is_alone=True)
+        self.add_plain_time(outcome)
+
+    def add_plain_time(self, outcome: Outcome) -> None:
+        """Learn from it how long plain windows take, and nothing of the stages."""
         computed_ms = sum(stage.compute_ms for stage in outcome.stages)
         self.plain_time.add(outcome.position, outcome.arrived_ms - outcome.sent_ms, computed_ms)
