@@ -1,0 +1,90 @@
+"""What one session asks of its proposers, and when it leaves them in peace."""
+
+from collections.abc import Callable, Sequence
+
+from mesh.coordinator.generation import Generation
+from mesh.coordinator.guarded_proposer import GuardedProposer
+from mesh.coordinator.speculator import Speculator
+from mesh.engine import GenerationRequest
+from speculative.acceptance import Judgement, SpanClass
+from speculative.controller import ControllerOptions, Outcome, SharedMeasures, StageMeasure
+from speculative.proposal import EMPTY, Proposal
+
+PROMPT = (1, 2, 3)
+STAGES = (StageMeasure(1, 0.0, 4.0),) * 3
+
+
+class Listener:
+    """Proposes nothing, and remembers what it was asked for."""
+
+    name = "listener"
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
+        self.asked.append(max_tokens)
+        return EMPTY
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def prefilled() -> Generation:
+    generation = Generation(GenerationRequest(PROMPT, max_tokens=64), context_length=128, max_rows=32)
+    generation.prefill()
+    generation.commit((5,))
+    return generation
+
+
+def speculator(listener: Listener, shared: SharedMeasures) -> Speculator:
+    return Speculator(
+        [GuardedProposer(listener, n_vocab=64, session=1)],
+        ControllerOptions(),
+        shared,
+        end_tokens=(),
+        num_sessions=lambda: 1,
+        clock_ms=lambda: 1000.0,
+    )
+
+
+def plain(sent_ms: float) -> Outcome:
+    judgement = Judgement((1,), 0, 0, SpanClass.PLAIN)
+    return Outcome(judgement, EMPTY, 3, sent_ms, sent_ms + 50.0, 0, STAGES, 0, 0)
+
+
+def lost(sent_ms: float) -> Outcome:
+    judgement = Judgement((1,), 1, 0, SpanClass.TAIL_REJECT)
+    proposal = Proposal((7,), (0.9,), "listener")
+    return Outcome(judgement, proposal, 3, sent_ms, sent_ms + 200.0, 0, STAGES, 0, 0)
+
+
+def test_it_asks_for_nothing_before_it_may() -> None:
+    """A draft model that was never asked must not be told to catch up: that would have it read the prompt."""
+    listener = Listener()
+    resting = speculator(listener, SharedMeasures())
+    resting.begin(PROMPT)
+    assert resting.next_proposal(prefilled()) == EMPTY
+    assert listener.asked == []
+
+
+def test_once_speculation_rests_the_proposer_is_told_so_once() -> None:
+    listener, shared = Listener(), SharedMeasures()
+    shared.add_plain(plain(0.0))
+    shared.add_plain(plain(50.0))
+    active = speculator(listener, shared)
+    active.begin(PROMPT)
+    generation = prefilled()
+    active.next_proposal(generation)
+    assert len(listener.asked) == 1
+    assert listener.asked[0] > 0
+    active.learn([lost(1000.0), lost(1200.0)])
+    active.next_proposal(generation)
+    active.next_proposal(generation)
+    assert listener.asked[1:] == [0]
