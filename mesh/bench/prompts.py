@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from mesh.bench.json_lines import read_json_lines
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def read_spec_bench(path: Path) -> tuple[SpecBenchQuestion, ...]:
         MeshError: If the file is not of that kind.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         questions = tuple(
-            SpecBenchQuestion(str(line["question_id"]), line["category"], line["turns"][0]) for line in lines
+            SpecBenchQuestion(str(line["question_id"]), line["category"], line["turns"][0])
+            for _, line in read_json_lines(path)
         )
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (LookupError, TypeError) as error:
         raise MeshError(f"{path} is not a Spec-Bench question file: {error}") from error
     if not questions:
         raise MeshError(f"{path} is not a Spec-Bench question file: it is empty")

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from http.client import HTTPConnection, HTTPException
 from typing import Any, Final
 
+from mesh.bench.chunk import read_chunk
 from spanmesh_proto.errors import MeshError
 
 CHAT_PATH: Final = "/v1/chat/completions"
@@ -139,20 +140,17 @@ class _Reading:
         self._timings: dict[str, Any] = {}
         self._token_ids: list[int] = []
 
-    def take(self, chunk: dict[str, Any], now_ms: float) -> None:
-        if "error" in chunk:
-            raise MeshError(f"the server broke off: {chunk['error']}")
-        if chunk.get("usage"):
-            self._num_tokens = chunk["usage"]["completion_tokens"]
-        self._timings.update(chunk.get("timings") or {})
-        for choice in chunk["choices"]:
-            piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-            ids = choice.get("token_ids") or ()
-            self._token_ids += ids
-            # The chunk with the finish reason leaves with the last token, which may have no text to show.
-            if piece or ids or choice["finish_reason"]:
-                self._pieces.append(piece)
-                self._arrivals_ms.append(now_ms)
+    def take(self, fields: dict[str, Any], now_ms: float) -> None:
+        chunk = read_chunk(fields)
+        if chunk.error is not None:
+            raise MeshError(f"the server broke off: {chunk.error}")
+        self._num_tokens = chunk.usage.get("completion_tokens", self._num_tokens)
+        self._timings.update(chunk.timings)
+        self._token_ids += chunk.token_ids
+        # The chunk with the finish reason leaves with the last token, which may have no text to show.
+        if chunk.has_tokens or chunk.finish:
+            self._pieces.append(chunk.text)
+            self._arrivals_ms.append(now_ms)
 
     def answer(self) -> Answer:
         if not self._arrivals_ms or self._num_tokens < 1:

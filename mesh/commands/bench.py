@@ -4,48 +4,20 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import click
 
+from mesh.commands.options import Numbers
+
 if TYPE_CHECKING:
     from mesh.engine import SpeculationMode
-
-Number = TypeVar("Number", int, float)
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 # `--quick` cuts answers to this.
 _QUICK_TOKENS = 24
 _MODES: tuple[SpeculationMode, ...] = ("ngram", "draft", "auto", "replay")
-
-
-class _Numbers(click.ParamType[tuple[Number, ...]]):
-    """`5,20`.
-
-    Args:
-        kind: `int` or `float`.
-        least: None may be below.
-    """
-
-    name = "numbers"
-
-    def __init__(self, kind: type[Number], least: Number) -> None:
-        self._kind: type[Number] = kind
-        self._least: Number = least
-
-    def convert(
-        self, value: str | tuple[Number, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Number, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(self._kind(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers such as 5,20", param, ctx)
-        if min(numbers) < self._least:
-            self.fail(f"{min(numbers)} is below {self._least}", param, ctx)
-        return numbers
 
 
 class _Modes(click.ParamType[tuple["SpeculationMode", ...]]):
@@ -101,7 +73,7 @@ def bench() -> None:
 @click.option(
     "--draft-max",
     "widths",
-    type=_Numbers(int, 1),
+    type=Numbers(int, 1),
     default=(1, 2, 4, 8, 16),
     metavar="A,B,…",
     help="For a sweep; 1,2,4,8,16 unless given.",
@@ -109,7 +81,7 @@ def bench() -> None:
 @click.option(
     "--delay-ms",
     "delays_ms",
-    type=_Numbers(float, 0.0),
+    type=Numbers(float, 0.0),
     default=(),
     metavar="A,B,…",
     help="One way; for a sweep 5,20 unless given, for the acceptance table all of its own.",

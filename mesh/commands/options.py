@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -10,6 +10,8 @@ from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+Number = TypeVar("Number", int, float)
 
 
 class MemorySize(click.ParamType[int]):
@@ -44,6 +46,39 @@ class LayerCounts(click.ParamType[tuple[int, ...]]):
             return tuple(int(part) for part in value.split(","))
         except ValueError:
             self.fail(f"{value!r} is not a list of layer counts; write it like 10,10,10", param, ctx)
+
+
+class Numbers(click.ParamType[tuple[Number, ...]]):
+    """`5,20`.
+
+    Args:
+        kind: `int` or `float`.
+        least: None may be below.
+        most: None may be above.
+    """
+
+    name = "numbers"
+
+    def __init__(self, kind: type[Number], least: Number, most: Number | None = None) -> None:
+        self._kind: type[Number] = kind
+        self._least: Number = least
+        self._most = most
+
+    def convert(
+        self, value: str | tuple[Number, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Number, ...]:
+        """To numbers within the limits."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(self._kind(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers such as 5,20", param, ctx)
+        if min(numbers) < self._least:
+            self.fail(f"{min(numbers)} is below {self._least}", param, ctx)
+        if self._most is not None and max(numbers) > self._most:
+            self.fail(f"{max(numbers)} is above {self._most}", param, ctx)
+        return numbers
 
 
 def read_first_key(path: Path) -> str:

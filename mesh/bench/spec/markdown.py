@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from mesh.bench.markdown_table import markdown_table
 from mesh.bench.spec.pairs import pairs_with_off
 from mesh.bench.spec.sample import LLAMA_RPC, MESH
 from mesh.bench.spec.setting import OFF
@@ -121,7 +122,7 @@ def _warnings(results: Results, rows: Sequence[Row]) -> str:
 
 
 def _lines(lines: Sequence[Line]) -> str:
-    return _table(
+    return markdown_table(
         ("what", "measured", "at least", "verdict", "note"),
         (
             (line.title, _number(line.measured), f"{line.target:.2f}", line.verdict, line.note)
@@ -131,7 +132,7 @@ def _lines(lines: Sequence[Line]) -> str:
 
 
 def _closeness(shares: Sequence[Closeness]) -> str:
-    return _table(
+    return markdown_table(
         ("delay, ms", "workload", "server", "auto's tokens/s of replay's"),
         ((f"{found.delay_ms:g}", found.workload, found.server, f"{found.share:.0%}") for found in shares),
     )
@@ -158,7 +159,7 @@ def _speed_ups(rows: Sequence[Row]) -> str:
             sound = (_mean(row.sound_speed_up for row in rows) for rows in members)
             lines.append(("**mean without degenerate answers**", *sound))
         heads = ("workload", *(f"{setting} ({server})" for server, setting in columns))
-        parts.append(f"{delay_ms:g} ms one way:\n\n{_table(heads, lines)}")
+        parts.append(f"{delay_ms:g} ms one way:\n\n{markdown_table(heads, lines)}")
     return "\n\n".join(parts)
 
 
@@ -172,7 +173,7 @@ def _mean(values: Iterable[float | None]) -> str:
 
 
 def _figures(rows: Sequence[Row]) -> str:
-    return _table(
+    return markdown_table(
         (
             "delay, ms", "workload", "system", "setting", "T", "answers", "tokens/s", "over off", "from",
             "to", "tokens per window", "accepted per draft", "acceptance", "TTFT, ms", "ITL p50", "p95",
@@ -195,7 +196,7 @@ def _figures(rows: Sequence[Row]) -> str:
 def _positions(rows: Sequence[Row]) -> str:
     drafting = [row for row in rows if row.place.system == MESH and row.acceptance_per_position]
     longest = max((len(row.acceptance_per_position) for row in drafting), default=0)
-    return _table(
+    return markdown_table(
         ("delay, ms", "workload", "setting", *(str(position + 1) for position in range(longest))),
         (
             (
@@ -214,7 +215,7 @@ def _positions(rows: Sequence[Row]) -> str:
 
 
 def _crowds(crowds: Sequence[Crowd]) -> str:
-    return _table(
+    return markdown_table(
         ("at once", "delay, ms", "setting", "off, total tokens/s", "total tokens/s", "over off", "forks"),
         (
             (
@@ -242,14 +243,7 @@ def _peer(results: Results) -> str:
         )
         for name, rate in rates.items()
     )
-    return f"{title}\n\n{_table(('setting', 'tokens/s', 'over its own off'), rows)}"
-
-
-def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    body = ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
-    if not body:
-        return ""
-    return "\n".join(["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads), *body])
+    return f"{title}\n\n{markdown_table(('setting', 'tokens/s', 'over its own off'), rows)}"
 
 
 def _number(value: float | None) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import structlog
-
+from mesh.bench.pictures import can_draw, new_figure
 from mesh.bench.spec.sample import MESH
 
 if TYPE_CHECKING:
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
 
     from mesh.bench.spec.rows import Row
 
-log = structlog.get_logger()
-
 
 def draw_plots(rows: Sequence[Row], folder: Path) -> tuple[str, ...]:
     """Draw what the rows have to show.
@@ -25,8 +21,7 @@ def draw_plots(rows: Sequence[Row], folder: Path) -> tuple[str, ...]:
     Returns:
         Names of the files written; none, and a line in the log, without matplotlib.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        log.warning("no_pictures", remedy="pip install 'spanmesh[bench]'")
+    if not can_draw():
         return ()
     chat = [
         row
@@ -53,7 +48,7 @@ def _label(row: Row) -> str:
 
 def _by_delay(rows: Sequence[Row], path: Path) -> None:
     """Mean over workloads."""
-    figure, axes = _figure("one-way delay, ms", "times faster than off, mean over workloads")
+    figure, axes = new_figure("one-way delay, ms", "times faster than off, mean over workloads")
     for label in dict.fromkeys(map(_label, rows)):
         mine = [row for row in rows if _label(row) == label]
         delays = sorted({row.place.delay_ms for row in mine})
@@ -73,7 +68,7 @@ def _by_workload(rows: Sequence[Row], path: Path) -> None:
     here = [row for row in rows if row.place.delay_ms == delay_ms]
     workloads = list(dict.fromkeys(row.place.workload for row in here))
     labels = list(dict.fromkeys(map(_label, here)))
-    figure, axes = _figure("", f"times faster than off at {delay_ms:g} ms")
+    figure, axes = new_figure("", f"times faster than off at {delay_ms:g} ms")
     width = 0.8 / len(labels)
     for index, label in enumerate(labels):
         heights = {row.place.workload: row.speed_up for row in here if _label(row) == label}
@@ -87,7 +82,7 @@ def _by_workload(rows: Sequence[Row], path: Path) -> None:
 
 def _by_position(rows: Sequence[Row], path: Path) -> None:
     """Mean over workloads and delays."""
-    figure, axes = _figure("position in the window", "accepted up to here, share of windows")
+    figure, axes = new_figure("position in the window", "accepted up to here, share of windows")
     for label in dict.fromkeys(map(_label, rows)):
         curves = [row.acceptance_per_position for row in rows if _label(row) == label]
         longest = max(map(len, curves))
@@ -98,15 +93,3 @@ def _by_position(rows: Sequence[Row], path: Path) -> None:
     axes.set_ylim(0, 1)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
-
-
-def _figure(across: str, up: str) -> tuple[Any, Any]:
-    """Without pyplot, which would look for a screen."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - optional
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    axes.grid(alpha=0.3)
-    return figure, axes
