@@ -43,6 +43,8 @@ class GenerationRequest:
         sampling: How the tail draws.
         speculation: How far this request may speculate.
         prediction: What the client expects the answer to be, as token ids; it feeds proposers only.
+        client: Whose request it is; where slots are short, clients take turns. None where nobody is told
+            apart.
         history_key: Whose earlier answers may feed proposers; None for nobody's.
         num_top_logprobs: How many likeliest tokens to report beside each committed one's logprob, up to
             `stages.logprobs.MAX_TOP_LOGPROBS`; None reports nothing.
@@ -54,6 +56,7 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     speculation: SpeculationLimits = field(default_factory=SpeculationLimits)
     prediction: tuple[int, ...] = ()
+    client: str | None = None
     history_key: str | None = None
     num_top_logprobs: int | None = None
 
@@ -108,6 +111,6 @@ class Engine(Protocol):
 
         Raises:
             ContextLengthExceeded: If prompt + 1 exceeds the context.
-            Overloaded: If the waiting line is full.
+            Overloaded: If the waiting line has no place for it.
             StageFailed: If a stage failed or went away.
         """

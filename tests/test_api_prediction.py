@@ -108,13 +108,14 @@ async def test_openai_s_client_sends_predictions(
     assert engine.requests[0].prediction
 
 
-async def test_a_history_belongs_to_a_key(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
+async def test_a_history_and_a_turn_belong_to_a_key(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     keys = ApiKeys({"alice": KEY, "bob": "sk-of-bob"})
     async with running_api(engine, tokenizer, keys=keys) as api:
         await api.openai.completions.create(model=MODEL, prompt="Hello")
         async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="sk-of-bob", max_retries=0) as bob:
             await bob.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hello"}])
     assert [request.history_key for request in engine.requests] == ["alice", "bob"]
+    assert [request.client for request in engine.requests] == ["alice", "bob"]
 
 
 async def test_an_open_api_keeps_no_history(api: Api, engine: ScriptedEngine) -> None:

@@ -46,7 +46,7 @@ def _job(backend: Backend, body: ChatBody, key_name: str | None) -> Job:
     messages = [message.for_template() for message in body.messages]
     rendered = backend.chat_template.render(messages, body.chat_template_kwargs)
     prompt = encode_prompt(backend.tokenizer, rendered)
-    return make_job(backend, body, prompt, prompt_param="messages", history_key=key_name)
+    return make_job(backend, body, prompt, prompt_param="messages", client=key_name)
 
 
 class ChatShape:

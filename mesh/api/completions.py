@@ -64,7 +64,7 @@ def _job(backend: Backend, body: CompletionBody, prompt: Prompt, key_name: str |
         body,
         tokens,
         prompt_param="prompt",
-        history_key=key_name,
+        client=key_name,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         echo=echo if body.echo else "",
     )

@@ -45,7 +45,7 @@ def make_job(
     prompt: Sequence[int],
     *,
     prompt_param: str,
-    history_key: str | None,
+    client: str | None,
     default_max_tokens: int | None = None,
     echo: str = "",
 ) -> Job:
@@ -59,7 +59,7 @@ def make_job(
         body: The checked body.
         prompt: Token ids.
         prompt_param: The field that the prompt came from, for errors.
-        history_key: The name of the caller's API key, or None.
+        client: The name of the caller's API key, or None. It has turns of its own, and a history.
         default_max_tokens: The limit if the request names none; None is all the room there is.
         echo: Text that goes before the answer.
 
@@ -86,7 +86,8 @@ def make_job(
         sampling=sampling_of(body, backend.tokenizer.n_vocab, backend.random_bits),
         speculation=SpeculationLimits() if body.speculation is None else body.speculation.as_limits(),
         prediction=encode_prediction(backend.tokenizer, body.prediction, context_length),
-        history_key=history_key,
+        client=client,
+        history_key=client,
         num_top_logprobs=body.num_top_logprobs,
     )
     return Job(request, body.stop, echo, bool(body.return_token_ids))

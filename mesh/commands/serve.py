@@ -36,6 +36,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     type=click.IntRange(1, 64),
     help="Sessions at once.",
 )
+@click.option(
+    "--max-waiting",
+    default=64,
+    show_default=True,
+    metavar="N",
+    type=click.IntRange(1),
+    help="Requests that may wait for a session; more are turned away with 429.",
+)
 @click.option("--threads", metavar="N", type=click.IntRange(1), help="Threads of this host for computing.")
 @click.option(
     "--memory", type=MemorySize(), metavar="SIZE", help="What stages on this host may use, such as 8G."
@@ -67,6 +75,7 @@ def serve(
     split: tuple[int, ...] | None,
     ctx_size: int | None,
     parallel: int,
+    max_waiting: int,
     threads: int | None,
     memory: int | None,
     exact: bool,
@@ -102,6 +111,7 @@ def serve(
         split=split,
         ctx_size=ctx_size,
         num_slots=parallel,
+        max_waiting=max_waiting,
         memory_bytes=memory,
         num_threads=threads,
         speculation=speculation_from(**speculation),

@@ -41,7 +41,7 @@ class CoordinatorOptions:
         num_slots: Sessions at once.
         max_rows: Most rows of one window.
         n_vocab: Token ids are below this.
-        max_waiting: Requests that may wait for a slot.
+        max_waiting: Requests that may wait for a slot; at least 1.
         controller: Limits of speculation, and switches that take parts of it away.
         cancels: Whether stages are told at once of windows that a rejection voided; without, they learn it
             from the next window.
@@ -91,7 +91,7 @@ class Coordinator:
         self._options = options
         self._make_proposers = make_proposers
         self._clock_s = clock_s
-        self._slots = SlotPool(options.num_slots, options.max_waiting)
+        self._slots = SlotPool(options.num_slots, options.max_waiting, clock_s)
         self._sessions: dict[int, Session] = {}
         self._session_ids = itertools.count(1)
         self._lost: MeshError | None = None
@@ -138,11 +138,11 @@ class Coordinator:
         Raises:
             InvalidRequest: If the prompt is empty, no token is wanted, or a biased token does not exist.
             ContextLengthExceeded: If prompt + 1 exceeds the context.
-            Overloaded: If the waiting line is full.
+            Overloaded: If the waiting line has no place for it.
             StageFailed: If a stage failed or went away.
         """
         self._check(request)
-        async with self._slots.hold() as slot:
+        async with self._slots.hold(request.client) as slot:
             self._raise_if_lost()
             session = self._session(request)
             self._sessions[session.id] = session

@@ -1,4 +1,4 @@
-"""Who may use the mesh now, and who waits: sequence slots, handed out first come, first served."""
+"""Who may use the mesh now, and who waits: sequence slots, and a line of clients that take turns."""
 
 from __future__ import annotations
 
@@ -7,25 +7,32 @@ import contextlib
 from collections import deque
 from typing import TYPE_CHECKING
 
+from mesh.coordinator.hold_times import HoldTimes
+from mesh.coordinator.line import Line
 from spanmesh_proto.errors import Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 
 class SlotPool:
     """A fixed number of slots and a bounded line in front of them.
 
+    A slot owns the KV cache of a whole context at every stage, so slots are the budget of tokens as well:
+    a prompt that leaves room for one more token in a context fits once it has a slot.
+
     Args:
         num_slots: Sessions that run at once.
-        max_waiting: Requests that may wait; the next one is turned away.
+        max_waiting: Requests that may wait; see `Line`.
+        clock_s: Monotonic, seconds.
     """
 
-    def __init__(self, num_slots: int, max_waiting: int) -> None:
+    def __init__(self, num_slots: int, max_waiting: int, clock_s: Callable[[], float]) -> None:
         self._free = deque(range(num_slots))
-        self._waiting: deque[asyncio.Future[int]] = deque()
-        self._max_waiting = max_waiting
+        self._line: Line[asyncio.Future[int]] = Line(max_waiting)
+        self._hold_times = HoldTimes(num_slots)
         self._num_slots = num_slots
+        self._clock_s = clock_s
 
     @property
     def num_busy(self) -> int:
@@ -35,45 +42,55 @@ class SlotPool:
     @property
     def num_waiting(self) -> int:
         """Requests in the line."""
-        return len(self._waiting)
+        return len(self._line)
 
     @contextlib.asynccontextmanager
-    async def hold(self) -> AsyncIterator[int]:
+    async def hold(self, client: str | None = None) -> AsyncIterator[int]:
         """A slot for the length of the `with` block.
 
+        Args:
+            client: Whose request it is; those of different clients take turns.
+
         Raises:
-            Overloaded: If the line is full.
+            Overloaded: If the line has no place for it.
         """
-        slot = await self._acquire()
+        slot = await self._acquire(client)
+        since_s = self._clock_s()
         try:
             yield slot
         finally:
+            self._hold_times.add(self._clock_s() - since_s)
             self._release(slot)
 
-    async def _acquire(self) -> int:
+    async def _acquire(self, client: str | None) -> int:
         if self._free:
             return self._free.popleft()
-        if len(self._waiting) >= self._max_waiting:
-            raise Overloaded(
-                f"all {self._num_slots} slots are busy and {len(self._waiting)} requests wait: try again "
-                "later, or serve with a larger --parallel",
-                retry_after_s=5,
-            )
+        if not self._line.has_place(client):
+            raise self._overloaded(client)
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._line.add(client, turn)
         try:
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._release(turn.result())
             else:
-                self._waiting.remove(turn)
+                self._line.discard(client, turn)
             raise
 
     def _release(self, slot: int) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
+        while (turn := self._line.next()) is not None:
             if not turn.done():
                 turn.set_result(slot)
                 return
         self._free.append(slot)
+
+    def _overloaded(self, client: str | None) -> Overloaded:
+        retry_after_s = self._hold_times.retry_after_s(len(self._line) + 1)
+        own = self._line.num_of(client)
+        whose = "" if client is None else f", {own} of them with this API key"
+        return Overloaded(
+            f"all {self._num_slots} slots are busy and {len(self._line)} requests wait{whose}: try again in "
+            f"{retry_after_s} s, or serve with a larger --parallel or --max-waiting",
+            retry_after_s=retry_after_s,
+        )
