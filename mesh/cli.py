@@ -25,7 +25,7 @@ _COMMANDS: Final = {
     "status": ("mesh.commands.status:status", "Show what a running mesh is doing."),
     "slice": ("mesh.commands.slice:slice_", "Write some layers of a model as a stage file."),
     "draft": ("mesh.commands.draft:draft", "Make a draft model for speculation."),
-    "bench": ("mesh.commands.bench:bench", "Measure in a lab of several hosts on this machine."),
+    "bench": ("mesh.commands.bench:bench", "Measure a server, or a lab of several hosts on this machine."),
     "certify": ("mesh.commands.certify:certify", "Compare a model cut into stages with the whole model."),
 }
 

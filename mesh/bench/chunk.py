@@ -51,6 +51,10 @@ def read_chunk(fields: dict[str, Any]) -> Chunk:
         token_ids=tuple(ids),
         has_tokens=bool(text or ids or speaks),
         finish=finish,
-        usage=fields.get("usage") or {},
-        timings=fields.get("timings") or {},
+        usage=_object(fields.get("usage")),
+        timings=_object(fields.get("timings")),
     )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""`mesh bench`: measurements on a lab of several hosts on this machine."""
+"""`mesh bench`: measurements, most of them on a lab of several hosts on this machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from mesh.commands.bench_serve import serve
 from mesh.commands.options import Numbers
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ class _Modes(click.ParamType[tuple["SpeculationMode", ...]]):
 
 @click.group()
 def bench() -> None:
-    """Measure on a lab: several hosts on this machine, with a delay between them. Needs root on Linux."""
+    """Measure: any OpenAI server, or a lab of several hosts on this machine, which needs root on Linux."""
+
+
+bench.add_command(serve)
 
 
 @bench.command()

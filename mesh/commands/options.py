@@ -62,7 +62,7 @@ class Numbers(click.ParamType[tuple[Number, ...]]):
     def __init__(self, kind: type[Number], least: Number, most: Number | None = None) -> None:
         self._kind: type[Number] = kind
         self._least: Number = least
-        self._most = most
+        self._most: Number | None = most
 
     def convert(
         self, value: str | tuple[Number, ...], param: click.Parameter | None, ctx: click.Context | None
@@ -73,6 +73,8 @@ class Numbers(click.ParamType[tuple[Number, ...]]):
         try:
             numbers = tuple(self._kind(part) for part in value.split(","))
         except ValueError:
+            self.fail(f"{value!r} is not a list of numbers such as 5,20", param, ctx)
+        if any(number != number for number in numbers):  # noqa: PLR0124 - "nan" is a float
             self.fail(f"{value!r} is not a list of numbers such as 5,20", param, ctx)
         if min(numbers) < self._least:
             self.fail(f"{min(numbers)} is below {self._least}", param, ctx)

@@ -1,0 +1,131 @@
+"""The two ways to load a server: a closed loop and an open one."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mesh.bench.serve.reading import AnswerReading
+from mesh.bench.serve.record import UNFINISHED, Failure, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from mesh.bench.serve.client import Client
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, ready to go.
+
+    Attributes:
+        number: From 0, in the order of the schedule.
+        prompt_id: What is asked.
+        body: JSON.
+    """
+
+    number: int
+    prompt_id: str
+    body: bytes
+
+
+class Load:
+    """Sends jobs and notes what becomes of each, also of those under way when it is cancelled.
+
+    Args:
+        client: Sends them.
+        path: From `/v1` on.
+        clock_s: Monotonic, seconds; the client's.
+        on_end: Called after each.
+    """
+
+    def __init__(
+        self, client: Client, path: str, clock_s: Callable[[], float], on_end: Callable[[Record], None]
+    ) -> None:
+        self._client = client
+        self._path = path
+        self._clock_s = clock_s
+        self._on_end = on_end
+        self._start_s = clock_s()
+
+    def now_s(self) -> float:
+        """Seconds since the load began."""
+        return self._clock_s() - self._start_s
+
+    async def closed_loop(self, jobs: Sequence[Job], num_at_once: int) -> None:
+        """Keep so many requests under way: the next is sent when one ends, however it ends.
+
+        A slow server is asked less, so a closed loop tells what a server can do, not what its users wait.
+        """
+        self._start_s = self._clock_s()
+        waiting = iter(jobs)
+
+        async def user() -> None:
+            for job in waiting:
+                now_s = self.now_s()
+                await self._one(job, now_s, now_s)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(num_at_once, len(jobs))):
+                group.create_task(user())
+
+    async def open_loop(
+        self, jobs: Sequence[Job], arrivals_s: Sequence[float], num_at_once: int | None
+    ) -> None:
+        """Send each request at its time, whatever became of those before it.
+
+        Args:
+            jobs: In this order.
+            arrivals_s: When each is to be sent, from the start.
+            num_at_once: Requests that may be under way; those that are due wait in line. None sets no limit.
+        """
+        self._start_s = self._clock_s()
+        place: AbstractAsyncContextManager[object] = (
+            nullcontext() if num_at_once is None else asyncio.Semaphore(num_at_once)
+        )
+
+        async def arrive(job: Job, scheduled_s: float) -> None:
+            # Whoever finds a place free was ready when it was due: being late is this client's fault.
+            waits = isinstance(place, asyncio.Semaphore) and place.locked()
+            async with place:
+                await self._one(job, scheduled_s, self.now_s() if waits else scheduled_s)
+
+        async with asyncio.TaskGroup() as group:
+            for job, scheduled_s in zip(jobs, arrivals_s, strict=True):
+                wait_s = scheduled_s - self.now_s()
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                group.create_task(arrive(job, scheduled_s))
+
+    async def _one(self, job: Job, scheduled_s: float, ready_s: float) -> None:
+        reading = AnswerReading()
+        failure: Failure | None = Failure(UNFINISHED, "the run was ended first")
+        sent_s = self.now_s()
+        try:
+            failure = await self._client.ask(self._path, job.body, reading)
+        finally:
+            ended_s = self.now_s()
+            heard = reading.heard(failure)
+            parts_s = tuple(part_s - self._start_s for part_s in heard.parts_s)
+            counted = heard.num_output_tokens
+            self._on_end(
+                Record(
+                    number=job.number,
+                    prompt_id=job.prompt_id,
+                    scheduled_s=scheduled_s,
+                    ready_s=ready_s,
+                    sent_s=sent_s,
+                    ended_s=ended_s,
+                    parts_s=parts_s,
+                    last_s=ended_s if heard.last_s is None else heard.last_s - self._start_s,
+                    num_input_tokens=heard.num_input_tokens,
+                    num_cached_tokens=heard.num_cached_tokens,
+                    num_output_tokens=len(parts_s) if counted is None else counted,
+                    has_usage=counted is not None,
+                    finish=heard.finish,
+                    failure=heard.failure,
+                )
+            )
