@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mesh.bench.markdown_table import markdown_table
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from mesh.bench.serve.figures import Figures
     from mesh.bench.serve.report import Report
 
-# A client that is later than this with its requests, or busier, has measured itself too.
-_NOTABLE_LAG_MS = 20.0
-_NOTABLE_CPU_SHARE = 0.5
+# A client that is later than this with its requests, or busier for long, has measured itself too.
+_NOTABLE_LAG_MS: Final = 20.0
+_NOTABLE_CPU_SHARE: Final = 0.5
+_LONG_S: Final = 1.0
 
 
 def as_markdown(report: Report, plots: Sequence[str]) -> str:
@@ -75,7 +76,7 @@ def warnings(report: Report) -> list[str]:
             f"this client was up to {figures.lag_ms.highest:.0f} ms late with its requests: its machine is "
             "too busy, and the server looks slower than it is"
         )
-    if report.client_cpu_share > _NOTABLE_CPU_SHARE:
+    if report.client_cpu_share > _NOTABLE_CPU_SHARE and figures.duration_s >= _LONG_S:
         found.append(
             f"this client used {report.client_cpu_share:.0%} of a core: run it on another machine than the "
             "server's"
@@ -152,13 +153,13 @@ def _latencies(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         ]
     known = [(name, found) for name, found in rows if found is not None]
     percentiles = known[0][1].percentiles if known else {}
-    heads = ("ms", "mean", "median", *(f"p{wanted:g}" for wanted in percentiles), "max", "std")
+    heads = ("ms", "mean", *(f"p{wanted:g}" for wanted in percentiles), "max", "std")
     lines = [
         (
             name,
             *(
                 f"{value:.2f}"
-                for value in (found.mean, found.median, *found.percentiles.values(), found.highest, found.std)
+                for value in (found.mean, *found.percentiles.values(), found.highest, found.std)
             ),
         )
         for name, found in known

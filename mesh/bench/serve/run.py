@@ -21,9 +21,11 @@ from mesh.bench.serve.report import Report, write_report
 from mesh.interruption import Interruption, run_interruptible
 from mesh.progress import ProgressTask, progress_bars
 from spanmesh_proto import SOFTWARE_VERSION
+from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from mesh.bench.serve.options import LoadOptions
     from mesh.bench.serve.prompt import Prompt
@@ -43,9 +45,11 @@ def run_load(options: LoadOptions) -> tuple[Report | None, int]:
         no request was answered.
 
     Raises:
-        MeshError: If the dataset is wrong, or nobody answers, or the server does not let us in.
+        MeshError: If the dataset or the folder is wrong, or nobody answers, or the server does not let us in.
     """
     prompts = _prompts(options)
+    if options.output is not None:
+        _make_folder(options.output)
     with progress_bars() as bars:
         run = _Run(options, prompts, bars.add("asking"))
         code = run_interruptible(run.work)
@@ -121,7 +125,7 @@ class _Run:
     async def _load(self, client: Client, asking: Asking) -> None:
         options = self._options
         jobs = _jobs(self._prompts, asking)
-        self._circumstances = self._made(asking.model)
+        self._circumstances = self._made(asking.model, len({job.body for job in jobs}))
         load = Load(client, PATHS[options.endpoint], time.perf_counter, self._note)
         cpu_s = time.process_time()
         try:
@@ -138,7 +142,7 @@ class _Run:
         self._records.append(record)
         self._progress(len(self._records) / len(self._prompts))
 
-    def _made(self, model: str) -> Circumstances:
+    def _made(self, model: str, num_prompts: int) -> Circumstances:
         options = self._options
         source = (
             f"made-up prompts of about {options.prompt_tokens} tokens"
@@ -156,7 +160,7 @@ class _Run:
             concurrency=options.concurrency if is_open else options.concurrency or 1,
             num_planned=options.num_requests,
             prompts=source,
-            num_prompts=len({prompt.id for prompt in self._prompts}),
+            num_prompts=num_prompts,
             max_tokens=options.max_tokens,
             temperature=options.temperature,
             ignore_eos=options.ignore_eos,
@@ -167,6 +171,14 @@ class _Run:
             started_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             software=f"spanmesh {SOFTWARE_VERSION}",
         )
+
+
+def _make_folder(path: Path) -> None:
+    """Before the load: no run is to be lost because its report has no place."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MeshError(f"cannot make the folder {path}: {error.strerror}; give another --output") from None
 
 
 def _prompts(options: LoadOptions) -> tuple[Prompt, ...]:
