@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 _WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 # Certainty makes runs endless; answers are not.
 _MAX_ACCEPTANCE: Final = 0.99
-# Windows under way beyond those that fill the ring: one waits at the door.
-_SPARE_DEPTH: Final = 1
+# Windows under way for each that would fill the ring if all beats were alike. They are not: stages that share
+# cores stumble, and one late window must not leave those behind it without work. What waits is soon cancelled.
+_DEPTH_SLACK: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Pace:
     Attributes:
         front: Proposed tokens of a window that nothing flies ahead of.
         width: Proposed tokens of one that flies behind others.
-        depth: Windows under way that fill the ring.
+        depth: Windows under way that keep the ring full.
         tokens_per_s: Expected.
     """
 
@@ -70,8 +71,9 @@ def best_pace(
     for width in widths:
         crowded_ms = timing.stages_ms(width, is_alone=False)
         beat_ms = max(1e-3, *crowded_ms)
-        # Enough windows to fill the ring; fewer would leave a hole in each beat, more only wait.
-        depth = min(max_depth, math.ceil((network_ms + sum(crowded_ms)) / beat_ms) + _SPARE_DEPTH)
+        # Fewer windows than fill the ring would leave a hole in each beat.
+        num_to_fill = (network_ms + sum(crowded_ms)) / beat_ms
+        depth = min(max_depth, math.ceil(_DEPTH_SLACK * num_to_fill))
         beat_ms = max(beat_ms, width * token_ms, (network_ms + sum(crowded_ms)) / max(1, depth))
         tail = 0.0 if max_depth == 1 else beat_ms / (1.0 - acceptance**width)
         for front in [0, *widths]:

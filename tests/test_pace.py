@@ -22,10 +22,10 @@ def ring(stairs: dict[int, float], num_stages: int = 3) -> Timing:
 
 
 def test_where_rows_are_dear_windows_are_narrow_and_many() -> None:
-    pace = best_pace(ring(LINEAR), 0.8, max_width=16, max_depth=24)
+    pace = best_pace(ring(LINEAR), 0.8, max_width=16, max_depth=64)
     assert (pace.front, pace.width) == (0, 1)
-    # 32 ms around the ring, a window every 4 ms, and one at the door.
-    assert pace.depth == 9
+    # 32 ms around the ring, a window every 4 ms, and three for each that fills it.
+    assert pace.depth == 24
     # [1/(1−a)] / [T + τ·a/(1−a)]
     assert pace.tokens_per_s == pytest.approx(1000 * 5 / (32 + 4 * 4), rel=0.01)
 
