@@ -36,7 +36,11 @@ class Peer:
 
 @contextmanager
 def peer_server(
-    reply: Callable[[int], Reply], *, models: Reply | None = None, protocol: str = "HTTP/1.0"
+    reply: Callable[[int], Reply],
+    *,
+    models: Reply | None = None,
+    protocol: str = "HTTP/1.0",
+    hangs_up: bool = False,
 ) -> Iterator[Peer]:
     """Serve until the block ends.
 
@@ -44,6 +48,7 @@ def peer_server(
         reply: From a request's number, counted from 0, to what it gets; called in the request's thread.
         models: What `/v1/models` says.
         protocol: With HTTP/1.0 each answer ends with its connection.
+        hangs_up: Whether the server closes its connections after each answer without having said so.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -68,6 +73,7 @@ def peer_server(
                 self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+            self.close_connection |= hangs_up
 
         def log_message(self, format: str, *args: object) -> None:
             pass

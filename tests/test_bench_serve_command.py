@@ -161,6 +161,19 @@ def test_other_peoples_servers_are_measured_too(protocol: str, capsys: pytest.Ca
     assert "authorization" not in peer.headers[0]
 
 
+def test_a_connection_that_was_closed_while_idle_fails_no_request(capsys: pytest.CaptureFixture[str]) -> None:
+    with peer_server(lambda _: Reply(), protocol="HTTP/1.1", hangs_up=True) as peer:
+        report = report_of(capsys, "--url", peer.url, "--requests", "40", "--concurrency", "4")
+    assert (report["completed"], report["failures"]) == (40, [])
+
+
+def test_an_answer_that_is_no_http_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    with peer_server(lambda _: Reply(status=7)) as peer:
+        report = report_of(capsys, "--url", peer.url, "--requests", "1", code=1)
+    assert report["failures"][0]["kind"] == "connection"
+    assert "no HTTP" in report["failures"][0]["example"]
+
+
 def test_parts_are_counted_where_a_server_sends_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with peer_server(lambda _: Reply(WORD * 3 + END + DONE)) as peer:
         assert run(["bench", "serve", "--url", peer.url, *CLOSED]) == 0

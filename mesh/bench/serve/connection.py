@@ -21,6 +21,13 @@ class Receiver(Protocol):
         """The next bytes of the body, and when the event loop got them from the socket."""
 
 
+class StaleConnectionError(ConnectionError):
+    """A connection that had been used before was closed without a byte of a response.
+
+    The server closed it as idle while the request was on its way, so it never saw the request.
+    """
+
+
 class Connection(asyncio.Protocol):
     """Sends requests one after another and hands on the responses.
 
@@ -37,6 +44,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
         self._complete: asyncio.Future[None] | None = None
+        self._was_used = False
+        self._is_silent = True
 
     @property
     def is_reusable(self) -> bool:
@@ -48,10 +57,11 @@ class Connection(asyncio.Protocol):
         """Send a request and wait for the end of its response.
 
         Raises:
+            StaleConnectionError: If it is to be sent again over another connection.
             ConnectionError: If the connection breaks, or the other end does not speak HTTP.
         """
         assert self._transport is not None  # noqa: S101 - whoever has the connection opened it
-        self._receiver = receiver
+        self._receiver, self._is_silent = receiver, True
         self._complete = asyncio.get_running_loop().create_future()
         parts = [self._http.send(request)]
         if body:
@@ -62,6 +72,7 @@ class Connection(asyncio.Protocol):
             await self._complete
         finally:
             self._receiver = self._complete = None
+        self._was_used = True
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
             self._http.start_next_cycle()
         else:
@@ -79,6 +90,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by the event loop."""
         now_s = self._clock_s()
+        self._is_silent = False
         self._feed(data, now_s)
 
     def eof_received(self) -> None:
@@ -87,7 +99,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop."""
-        self._fail(f"the connection broke: {exc}" if exc else "the server closed the connection")
+        self._fail(f"the connection broke: {exc}" if exc else "this client closed the connection")
 
     def _feed(self, data: bytes, now_s: float) -> None:
         try:
@@ -97,7 +109,10 @@ class Connection(asyncio.Protocol):
                 if isinstance(event, (h11.EndOfMessage, h11.ConnectionClosed)):
                     break
         except h11.RemoteProtocolError as error:
-            self._fail(f"the server's answer is no HTTP, or not all of it: {error}")
+            if data:
+                self._fail(f"the server's answer is no HTTP: {error}")
+            else:
+                self._fail("the server closed the connection before the end of its answer")
             self.close()
 
     def _hand_on(self, event: h11.Event, now_s: float) -> None:
@@ -112,4 +127,5 @@ class Connection(asyncio.Protocol):
 
     def _fail(self, reason: str) -> None:
         if self._complete is not None and not self._complete.done():
-            self._complete.set_exception(ConnectionError(reason))
+            is_stale = self._was_used and self._is_silent
+            self._complete.set_exception((StaleConnectionError if is_stale else ConnectionError)(reason))
