@@ -25,7 +25,7 @@ _WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 # Certainty makes runs endless; answers are not.
 _MAX_ACCEPTANCE: Final = 0.99
 # Windows under way for each that would fill the ring if all beats were alike. They are not: stages that share
-# cores stumble, and one late window must not leave those behind it without work. What waits is soon cancelled.
+# cores stumble, and a late window must not leave the next stage without work. What waits is soon cancelled.
 _DEPTH_SLACK: Final = 3.0
 
 

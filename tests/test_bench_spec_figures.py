@@ -175,10 +175,11 @@ def test_where_nothing_pays_speculation_stays_off() -> None:
     assert recommend(()).chosen is None
 
 
-def test_ceilings_and_raw_text_recommend_nothing() -> None:
+def test_ceilings_controls_and_raw_text_recommend_nothing() -> None:
     ceiling = speeds("s", "replay", {("a", 5): 9.0})
+    again = speeds("s", "off again", {("a", 5): 1.1})
     raw = [sample(7, "off", 10, is_raw=True), sample(7, "auto", 90, is_raw=True)]
-    assert recommend(rows_of([*ceiling, *raw])).candidates == ()
+    assert recommend(rows_of([*ceiling, *again, *raw])).candidates == ()
 
 
 def lines_by_title(samples: list[Sample], crowds: tuple[Crowd, ...] = ()) -> dict[str, Line]:
@@ -200,6 +201,7 @@ def test_every_line_of_the_table_is_judged() -> None:
             "auto",
             {(name, delay): ratio for name, ratio in at.items() for delay in (0.1, 5.0, 20.0)},
         ),
+        *speeds(WITH_DRAFT, "off again", {("writing", 0.1): 0.8, ("coding", 0.1): 1.1}),
         *speeds(WITHOUT_DRAFT, "auto", {("writing", 5.0): 0.9, ("rag", 5.0): 1.6}),
         *speeds(EXACT, "draft", {("writing", 20.0): 3.0}),
     ]
@@ -240,6 +242,7 @@ def test_every_line_of_the_table_is_judged() -> None:
         ),
         "auto over off, the worst of the categories and random-token, 5 ms": (pytest.approx(0.9), "missed"),
         "auto over off, the worst of the categories and random-token, 20 ms": (pytest.approx(1.0), "reached"),
+        "off again over off, the worst of the categories and random-token, 0.1 ms": (pytest.approx(0.8), ""),
         "temperature 0.8, seeded, draft: answers with the text of off, exact, 20 ms": (1.0, "reached"),
         "temperature 0.8, seeded, draft: share of the greedy speed-up, 20 ms": (
             pytest.approx(0.8),
@@ -250,7 +253,7 @@ def test_every_line_of_the_table_is_judged() -> None:
     }
     assert (
         lines["auto over off, the worst of the categories and random-token, 5 ms"].note
-        == f"writing, {WITHOUT_DRAFT}"
+        == f"writing, {WITHOUT_DRAFT}; mean of all 2.30"
     )
 
 

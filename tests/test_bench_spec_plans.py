@@ -9,7 +9,7 @@ from mesh.bench.spec.acceptance import EXACT, WITH_DRAFT, WITH_HISTORY, WITHOUT_
 from mesh.bench.spec.peer import peer_settings
 from mesh.bench.spec.plan import in_turn, narrowed
 from mesh.bench.spec.presets import ServeOptions, acceptance_plan, quick_plan, sweep_plan
-from mesh.bench.spec.setting import AUTO, DRAFT, OFF, REPLAY, Setting
+from mesh.bench.spec.setting import AUTO, DRAFT, OFF, OFF_AGAIN, REPLAY, Setting
 from mesh.bench.spec.workload import Workload
 from mesh.bench.spec.workloads import all_workloads, choose
 from mesh.tokenizer import Tokenizer
@@ -99,6 +99,27 @@ def test_the_acceptance_plan_asks_for_every_line(workloads: dict[str, Workload])
     assert [server for server, phase in phases.items() if phase.replays] == [WITH_DRAFT]
 
 
+def test_the_acceptance_plan_asks_auto_every_question_where_answers_are_quick(
+    workloads: dict[str, Workload],
+) -> None:
+    plan = acceptance_plan(workloads, ServeOptions(Path("d.gguf")), 3)
+
+    def asked(server: str, setting: Setting, delay_ms: float) -> list[str]:
+        return [
+            question.id
+            for phase in plan
+            for trial in phase.trials
+            for question in trial.workload.questions
+            if (phase.server, trial.delay_ms, trial.workload.name) == (server, delay_ms, "coding")
+            and setting in trial.settings
+        ]
+
+    every = [question.id for question in workloads["coding"].questions]
+    assert asked(WITH_DRAFT, AUTO, 0.1) == asked(WITH_DRAFT, OFF_AGAIN, 0.1) == every
+    assert asked(WITH_DRAFT, AUTO, 5.0) == asked(WITHOUT_DRAFT, AUTO, 5.0) == every
+    assert asked(WITH_DRAFT, AUTO, 20.0) == asked(WITH_DRAFT, DRAFT, 5.0) == every[:1]
+
+
 def test_a_plan_can_be_narrowed(workloads: dict[str, Workload]) -> None:
     plan = acceptance_plan(workloads, ServeOptions(None), 1)
     assert narrowed(plan, delays_ms=(), workloads=()) == plan
@@ -134,6 +155,12 @@ def test_a_quick_look_is_one_mesh(workloads: dict[str, Workload]) -> None:
     (phase,) = quick_plan(workloads, ServeOptions(None))
     assert all(len(trial.workload.questions) == 1 for trial in phase.trials)
     assert {trial.workload.is_raw for trial in phase.trials} == {False, True}
+
+
+def test_off_again_is_off_under_another_name() -> None:
+    assert OFF_AGAIN.fields == OFF.fields
+    assert OFF_AGAIN.name == "off again"
+    assert OFF_AGAIN != OFF
 
 
 def test_settings_travel_in_the_request() -> None:

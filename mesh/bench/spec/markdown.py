@@ -56,7 +56,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
 def lines_text(lines: Sequence[Line]) -> str:
     """The acceptance table for a terminal."""
     return "\n".join(
-        f"{line.verdict:>12}  {_number(line.measured):>6} of {line.target:5.2f}  {line.title}"
+        f"{line.verdict:>12}  {_number(line.measured):>6} of {_number(line.target):>5}  {line.title}"
         + (f" ({line.note})" if line.note else "")
         for line in lines
     )
@@ -125,7 +125,7 @@ def _lines(lines: Sequence[Line]) -> str:
     return markdown_table(
         ("what", "measured", "at least", "verdict", "note"),
         (
-            (line.title, _number(line.measured), f"{line.target:.2f}", line.verdict, line.note)
+            (line.title, _number(line.measured), _number(line.target), line.verdict, line.note)
             for line in lines
         ),
     )

@@ -7,7 +7,7 @@ from statistics import fmean, geometric_mean
 from typing import TYPE_CHECKING, Final
 
 from mesh.bench.spec.sample import MESH
-from mesh.bench.spec.setting import OFF, REPLAY
+from mesh.bench.spec.setting import OFF, OFF_AGAIN, REPLAY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +94,7 @@ def _candidates(rows: Sequence[Row]) -> list[Candidate]:
         if (
             place.system == MESH
             and is_cold_chat
-            and place.setting not in {OFF.name, REPLAY.name}
+            and place.setting not in {OFF.name, OFF_AGAIN.name, REPLAY.name}
             and row.speed_up is not None
         ):
             found.setdefault((place.server, place.setting), []).append(row)

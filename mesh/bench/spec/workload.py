@@ -57,6 +57,10 @@ class Workload:
         chosen = tuple(self.questions[index * len(self.questions) // count] for index in range(count))
         return replace(self, questions=chosen)
 
+    def without(self, other: Workload) -> Workload:
+        """The same without the questions of `other`."""
+        return replace(self, questions=tuple(each for each in self.questions if each not in other.questions))
+
 
 def chat_question(id: str, prompt: str) -> Question:
     """One user message."""
