@@ -37,6 +37,8 @@ async def running_api(
     keys: ApiKeys | None = None,
     ready: Callable[[], bool] = lambda: True,
     ping_interval_s: float = 5.0,
+    max_connections: int | None = None,
+    patience_s: float = 60.0,
 ) -> AsyncIterator[Api]:
     """Serve `engine` on a free port."""
     app = create_app(
@@ -50,7 +52,7 @@ async def running_api(
         ping_interval_s=ping_interval_s,
     )
     async with (
-        serve_api(app, "127.0.0.1", 0) as url,
+        serve_api(app, "127.0.0.1", 0, max_connections=max_connections, patience_s=patience_s) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as http,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60) as client,
     ):

@@ -7,10 +7,12 @@ import errno
 import ipaddress
 import socket
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
+from mesh.api.connection import PATIENCE_S, Connection, most_connections
 from mesh.api.uvicorn_log import route_uvicorn_log
 from spanmesh_proto.errors import MeshError, PortInUse
 
@@ -23,10 +25,19 @@ if TYPE_CHECKING:
 _SHUTDOWN_S: Final = 1
 # Longer than the clients' own, so that it is they who close idle connections and none is lost in a race.
 _KEEP_ALIVE_S: Final = 75
+# Hundreds of tokens as events.
+_SEND_BUFFER_BYTES: Final = 64 * 1024
 
 
 @asynccontextmanager
-async def serve_api(app: FastAPI, host: str, port: int) -> AsyncGenerator[str, None]:
+async def serve_api(
+    app: FastAPI,
+    host: str,
+    port: int,
+    *,
+    max_connections: int | None = None,
+    patience_s: float = PATIENCE_S,
+) -> AsyncGenerator[str, None]:
     """Serve an app of `create_app` while the block runs; give the base URL.
 
     The port is bound first, so a port in use is known before anything else. On leaving, open answers end
@@ -37,6 +48,8 @@ async def serve_api(app: FastAPI, host: str, port: int) -> AsyncGenerator[str, N
         app: From `create_app`.
         host: Name or address to listen on.
         port: 0 takes any free one.
+        max_connections: At once; None for what `most_connections` says.
+        patience_s: How long a client may take nothing while something waits for it.
 
     Raises:
         PortInUse: If another process listens there.
@@ -48,9 +61,11 @@ async def serve_api(app: FastAPI, host: str, port: int) -> AsyncGenerator[str, N
     route_uvicorn_log()
     listener = listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
+    most = most_connections() if max_connections is None else max_connections
     config = uvicorn.Config(
         app,
-        http="h11",
+        # Whatever makes connections will do.
+        http=partial(Connection, max_connections=most, patience_s=patience_s),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
@@ -107,6 +122,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         # Without it a restart has to wait for the connections of the last run to time out.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Every connection has it from here; the kernel would keep megabytes for one that is not read.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen()
     except OSError as error:

@@ -221,9 +221,13 @@ class Coordinator:
             controller,
             self._shared,
             end_tokens=request.end_tokens,
-            num_sessions=lambda: len(self._sessions),
+            num_sessions=self._num_moving,
             clock_ms=self._clock_ms,
         )
+
+    def _num_moving(self) -> int:
+        """Sessions that send windows: one that waits for its reader takes nothing from the others."""
+        return sum(not session.is_paused for session in self._sessions.values())
 
     def _report(self) -> SpeculationReport:
         """What speculation did so far, in the sessions that run as well."""

@@ -2,6 +2,9 @@
 
 Everything here runs in the event loop and never waits: a verdict is judged, and the next window leaves,
 before anybody else hears of it.
+
+A session whose reader is too far behind pauses: what is under way comes home, and nothing more leaves until
+the reader has caught up. When windows leave never changes the text, so neither does that.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
 
+from mesh.coordinator.outbox import Outbox
 from mesh.coordinator.telemetry import SessionTelemetry
 from mesh.engine import Committed
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import MeshError, ProtocolError
+from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import judge_unread
 from speculative.controller import Outcome, StageMeasure
 from speculative.proposal import EMPTY
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.ring import Ring
     from mesh.coordinator.speculator import Speculator
     from mesh.coordinator.window_plan import WindowPlan
+    from spanmesh_proto.errors import MeshError
     from speculative.acceptance import Judgement
 
 log = structlog.get_logger()
@@ -92,9 +97,14 @@ class Session:
         self._epoch = 0
         self._num_sent = 0
         self._flights: deque[_Flight] = deque()
-        self._parts: asyncio.Queue[Committed | MeshError] = asyncio.Queue()
+        self._outbox = Outbox(on_room=self._on_room)
         self._is_over = False
         self._is_woken = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it waits for its reader."""
+        return self._outbox.is_full
 
     def start(self, prompt: tuple[int, ...]) -> None:
         """Send the first chunks of the prompt; the rest follow as these are computed."""
@@ -112,10 +122,7 @@ class Session:
         Raises:
             MeshError: If the session failed.
         """
-        part = await self._parts.get()
-        if isinstance(part, MeshError):
-            raise part
-        return part
+        return await self._outbox.take()
 
     def on_verdict(self, verdict: wire.Verdict) -> None:
         """Judge the oldest window, send what should follow, then tell everybody."""
@@ -150,7 +157,7 @@ class Session:
         if not self._is_over:
             self._is_over = True
             # Behind the tokens that were committed before and are still to be told.
-            self._loop.call_soon(self._parts.put_nowait, error)
+            self._loop.call_soon(self._outbox.put, error)
 
     def close(self) -> None:
         """Send nothing more, and let go of the proposer."""
@@ -252,7 +259,10 @@ class Session:
         tokens = step.judgement.committed
         # A verdict may go on behind an end token, or behind the answer's last.
         logprobs = from_wire(verdict.logprobs[: len(tokens)])
-        self._parts.put_nowait(Committed(tokens, step.finish, telemetry.stats(), logprobs))
+        was_paused = self.is_paused
+        self._outbox.put(Committed(tokens, step.finish, telemetry.stats(), logprobs))
+        if self.is_paused and not was_paused:
+            log.debug("session_paused", session=self.id, reason="its client does not read")
 
     def _go_on_with_prompt(self) -> None:
         if not self._generation.is_prefilled:
@@ -260,10 +270,17 @@ class Session:
         self._pump()
 
     def _send_on(self, step: Step) -> None:
+        if step.finish is None:
+            self._go_on()
+
+    def _on_room(self) -> None:
+        if not self._is_over:
+            log.debug("session_goes_on", session=self.id)
+            self._go_on()
+
+    def _go_on(self) -> None:
         """Have at least the committed token under way."""
-        if step.finish is not None:
-            return
-        if not self._flights:
+        if not self._flights and not self.is_paused:
             proposal = EMPTY
             if self._speculator is not None:
                 proposal = self._speculator.next_proposal(self._generation)
@@ -272,7 +289,7 @@ class Session:
 
     def _pump(self) -> None:
         """Fill the ring as far as the controller wants it."""
-        if self._speculator is None or not self._generation.is_prefilled:
+        if self._speculator is None or not self._generation.is_prefilled or self.is_paused:
             return
         while (proposal := self._speculator.next_proposal(self._generation)).tokens:
             self._send(self._generation.next_window(proposal))

@@ -1,0 +1,129 @@
+"""One HTTP connection: uvicorn's own, with an end to its patience, and told when it is one too many."""
+
+from __future__ import annotations
+
+import resource
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mesh.api.auth import OPEN_PATHS
+from mesh.api.errors import error_response
+from spanmesh_proto.errors import ClusterError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+log = structlog.get_logger()
+
+PATIENCE_S: Final = 60.0
+_MOST_CONNECTIONS: Final = 1024
+_RETRY_AFTER_S: Final = 5
+
+
+def most_connections() -> int:
+    """1024, or half of the files that this process may have open if that is less: links need some, too."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, soft // 2)
+
+
+class Connection(H11Protocol):
+    """Refused if there are too many; cut when its client leaves what was written for it unread.
+
+    An answer is written as it is read: once the buffers between the two are full, writing waits, and with it
+    the session that makes the answer. This puts an end to that wait; the request then ends as if the client
+    had hung up. A client that reads slowly keeps its connection: of what waits for it some must be gone after
+    `patience_s`, not all.
+
+    Args:
+        max_connections: At once, idle ones too; the next one's requests get 503.
+        patience_s: How long a client may take nothing while something waits for it.
+        uvicorn: What uvicorn gives a connection.
+    """
+
+    def __init__(self, *, max_connections: int, patience_s: float, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._max_connections = max_connections
+        self._patience_s = patience_s
+        self._watch: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        """Count it, and wait for its first request no longer than for a next one."""
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections:
+            self.app = _Refusal(self.app, self._max_connections)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def pause_writing(self) -> None:
+        """The buffer is full: watch whether it shrinks."""
+        super().pause_writing()
+        self._look_again()
+
+    def resume_writing(self) -> None:
+        """There is room again."""
+        self._stop_watching()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever made the answer hears of it from uvicorn."""
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; if its last answer was left unread, without waiting for that."""
+        super().timeout_keep_alive_handler()
+        if self.transport.get_write_buffer_size():
+            self._cut()
+
+    def _look_again(self) -> None:
+        # While writing is paused nothing is added, so a size that stays tells that nothing was taken.
+        num_bytes = self.transport.get_write_buffer_size()
+        self._watch = self.loop.call_later(self._patience_s, self._look, num_bytes)
+
+    def _look(self, num_bytes_before: int) -> None:
+        if self.transport.get_write_buffer_size() < num_bytes_before:
+            self._look_again()
+        else:
+            self._cut()
+
+    def _cut(self) -> None:
+        log.warning(
+            "reader_cut_off",
+            reason="the client did not read its answer",
+            unread_bytes=self.transport.get_write_buffer_size(),
+            patience_s=self._patience_s,
+        )
+        self.transport.abort()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+
+class _Refusal:
+    """What a connection too many gets: 503, and its end. `/health` is told: busy is not ill."""
+
+    def __init__(self, app: ASGIApp, max_connections: int) -> None:
+        self._app = app
+        self._max_connections = max_connections
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        log.info("connection_refused", most=self._max_connections)
+        response = error_response(
+            ClusterError(
+                f"{self._max_connections} connections are open, which is all there may be: close some, or try"
+                f" again in {_RETRY_AFTER_S} s",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        )
+        response.headers["Connection"] = "close"
+        await response(scope, receive, send)
