@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mesh.api.body import MAX_BODY_BYTES
+from mesh.api.body import max_body_bytes
 from mesh.tokenizer import Tokenizer
 from tests import api_harness
 from tests.api_harness import Api, ScriptedEngine, running_api
@@ -128,9 +128,9 @@ async def test_a_body_that_a_web_page_could_send_unasked_is_refused(api: Api, co
     assert "Content-Type" in response.json()["error"]["message"]
 
 
-async def test_a_body_that_is_too_large_is_refused(api: Api) -> None:
+async def test_a_body_that_is_too_large_is_refused(api: Api, engine: ScriptedEngine) -> None:
     async def chunks() -> AsyncIterator[bytes]:
-        for _ in range(MAX_BODY_BYTES // 2**20 + 1):
+        for _ in range(max_body_bytes(engine.context_length) // 2**20 + 1):
             yield b" " * 2**20
 
     response = await api.http.post(CHAT, content=chunks(), headers={"content-type": "application/json"})

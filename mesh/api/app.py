@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from mesh.api import chat, completions, health, models
 from mesh.api.auth import ApiKeys, KeyGate
 from mesh.api.backend import Backend
-from mesh.api.body import MAX_BODY_BYTES
+from mesh.api.body import max_body_bytes
 from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.request_log import RequestLog
 from mesh.chat_template import chat_template_of
@@ -63,7 +63,7 @@ def create_app(
         title="spanmesh",
         openapi_url=None,
         redirect_slashes=False,
-        max_body_size=MAX_BODY_BYTES,
+        max_body_size=max_body_bytes(engine.context_length),
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
         exception_handlers={MeshError: on_mesh_error, HTTPException: on_http_exception},
         middleware=[

@@ -15,9 +15,19 @@ if TYPE_CHECKING:
 
     from mesh.api.unknown_fields import UnknownFields
 
-MAX_BODY_BYTES: Final = 16 * 1024 * 1024
+_MOST_BYTES: Final = 16 * 1024 * 1024
+_LEAST_BYTES: Final = 1024 * 1024
+_BYTES_PER_POSITION: Final = 256
 
 Body = TypeVar("Body", bound=BaseModel)
+
+
+def max_body_bytes(context_length: int) -> int:
+    """Bytes of the largest body that is read: ample for a full context, little enough to parse in a moment.
+
+    Parsing holds up all other answers, since it cannot be shared out among threads.
+    """
+    return min(_LEAST_BYTES + _BYTES_PER_POSITION * context_length, _MOST_BYTES)
 
 
 async def read_body(request: Request, kind: type[Body], unknown: UnknownFields) -> Body:

@@ -13,6 +13,7 @@ from starlette.responses import Response  # noqa: TC002
 from mesh.api.auth import key_name_of
 from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
+from mesh.api.hopeless_length import refuse_hopeless_length
 from mesh.api.job import make_job
 from mesh.api.logprobs import chat_logprobs
 from mesh.api.respond import respond
@@ -45,6 +46,13 @@ async def chat_completions(request: Request) -> Response:
 def _job(backend: Backend, body: ChatBody, key_name: str | None) -> Job:
     messages = [message.for_template() for message in body.messages]
     rendered = backend.chat_template.render(messages, body.chat_template_kwargs)
+    refuse_hopeless_length(
+        backend.tokenizer,
+        len(rendered),
+        backend.engine.context_length,
+        param="messages",
+        what="the prompt",
+    )
     prompt = encode_prompt(backend.tokenizer, rendered)
     return make_job(backend, body, prompt, prompt_param="messages", client=key_name)
 

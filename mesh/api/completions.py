@@ -13,6 +13,7 @@ from starlette.responses import Response  # noqa: TC002
 from mesh.api.auth import key_name_of
 from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
+from mesh.api.hopeless_length import refuse_hopeless_length
 from mesh.api.job import Job, make_job
 from mesh.api.logprobs import completion_logprobs
 from mesh.api.respond import respond
@@ -48,6 +49,9 @@ async def completions(request: Request) -> Response:
 def _job(backend: Backend, body: CompletionBody, prompt: Prompt, key_name: str | None) -> Job:
     tokenizer = backend.tokenizer
     if isinstance(prompt, str):
+        refuse_hopeless_length(
+            tokenizer, len(prompt), backend.engine.context_length, param="prompt", what="the prompt"
+        )
         tokens = tokenizer.encode(prompt, add_special=True, parse_special=True)
         echo = prompt
     else:

@@ -52,7 +52,7 @@ def make_job(
     """Fit a request to the model's context.
 
     A limit that is larger than the room that is left is cut to it: the answer then ends with finish reason
-    `length` where the context does. A prompt is never cut.
+    `length` where the context does. A limit that no prompt leaves room for is refused. A prompt is never cut.
 
     Args:
         backend: The served model.
@@ -64,8 +64,8 @@ def make_job(
         echo: Text that goes before the answer.
 
     Raises:
-        InvalidRequest: If the prompt is empty, the prediction is longer than the context, or fields
-            contradict each other.
+        InvalidRequest: If the prompt is empty, the limit or the prediction is longer than the context, or
+            fields contradict each other.
         ContextLengthExceeded: If it leaves no room for an answer.
     """
     if not prompt:
@@ -77,6 +77,13 @@ def make_job(
             f"the prompt has {len(prompt)} tokens and this model's context holds {context_length}, the answer"
             f" included: send at most {context_length - 1} tokens, or serve it with a larger --ctx-size",
             param=prompt_param,
+        )
+    if body.token_limit is not None and body.token_limit >= context_length:
+        raise InvalidRequest(
+            f"{body.token_limit_param} is {body.token_limit} and this model's context holds {context_length},"
+            f" the prompt included: ask for at most {context_length - 1}, leave it out to get all the room"
+            " there is, or serve with a larger --ctx-size",
+            param=body.token_limit_param,
         )
     wanted = body.token_limit or default_max_tokens or room
     request = GenerationRequest(

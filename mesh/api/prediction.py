@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mesh.api.hopeless_length import refuse_hopeless_length
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -23,9 +24,13 @@ def encode_prediction(
 
     Raises:
         InvalidRequest: If it is longer than any answer can be.
+        ContextLengthExceeded: If it is so much longer that its tokens need not be counted.
     """
     if prediction is None:
         return ()
+    refuse_hopeless_length(
+        tokenizer, len(prediction.content), context_length, param="prediction.content", what="the prediction"
+    )
     tokens = tokenizer.encode(prediction.content, add_special=False, parse_special=False)
     if len(tokens) > context_length:
         raise InvalidRequest(

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+)
 from pydantic_core import PydanticCustomError
 
 from mesh.api.logit_bias import parse_logit_bias
@@ -21,6 +29,7 @@ from stages.sampling import MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 512
 MAX_PROMPTS: Final = 64
+MAX_MESSAGES: Final = 4096
 
 Prompt = str | tuple[int, ...]
 Penalty = Annotated[float | None, between(-MAX_PENALTY, MAX_PENALTY, "; 0 switches it off")]
@@ -105,6 +114,17 @@ def _are_ids(value: Any) -> bool:
     )
 
 
+def refuse_too_many_messages(value: Any) -> Any:
+    """A conversation as it came, unless it is longer than any that is read."""
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise PydanticCustomError(
+            "messages",
+            "holds {count} messages: at most {most} work",
+            {"count": len(value), "most": MAX_MESSAGES},
+        )
+    return value
+
+
 def none_if_false(value: Any) -> Any:
     """`false` where a number belongs, as clients of both endpoints send it to ask for nothing."""
     return None if value is False else value
@@ -176,6 +196,11 @@ class GenerationBody(_Body):
         return self.max_tokens
 
     @property
+    def token_limit_param(self) -> str:
+        """The field that names it."""
+        return "max_tokens"
+
+    @property
     def num_top_logprobs(self) -> int | None:
         """How many likeliest tokens to report beside each token's logprob; None reports nothing."""
         return None
@@ -196,7 +221,10 @@ class Message(_Body):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    # The first one that is wrong is enough: thousands of them would take seconds to tell.
+    messages: Annotated[
+        list[Message], FailFast(), Field(min_length=1), BeforeValidator(refuse_too_many_messages)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
@@ -206,6 +234,11 @@ class ChatBody(GenerationBody):
     def token_limit(self) -> int | None:
         """Most tokens of the answer: the newer of the two fields goes first."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def token_limit_param(self) -> str:
+        """The field that names it."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_top_logprobs(self) -> int | None:
