@@ -173,6 +173,8 @@ async def test_a_client_that_reads_on_gets_the_same_answer(ring_api: RingApi) ->
     whole = (await ring_api.api.http.post(CHAT, json={**LONG, "stream": False})).json()
     client, session = await stalled(ring_api)
     assert session._generation.position < CONTEXT_SHARE
+    counts = ring_api.coordinator.status()["sessions"]
+    assert (counts["running"], counts["paused"]) == (1, 1)
     # Nobody else notices.
     other = await ring_api.api.http.post(CHAT, json=SHORT)
     assert other.json()["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"][:20]

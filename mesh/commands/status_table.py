@@ -65,8 +65,10 @@ def _stages(stages: list[Mapping[str, Any]]) -> Table:
 def _print_counts(console: Console, status: Mapping[str, Any]) -> None:
     sessions, speculation = status.get("sessions"), status.get("speculation")
     if sessions:
+        paused = f", {sessions['paused']} paused as nobody reads" if sessions["paused"] else ""
         console.print(
-            f"sessions: {sessions['running']} running of {sessions['slots']}, {sessions['waiting']} waiting",
+            f"sessions: {sessions['running']} running of {sessions['slots']}{paused},"
+            f" {sessions['waiting']} waiting",
             highlight=False,
         )
     if speculation:

@@ -170,6 +170,7 @@ class Coordinator:
             "sessions": {
                 "running": self._slots.num_busy,
                 "waiting": self._slots.num_waiting,
+                "paused": len(self._sessions) - self._num_moving(),
                 "slots": self._options.num_slots,
             },
             "speculation": self._report().as_dict(),
