@@ -233,11 +233,12 @@ async def test_void_windows_die_where_they_are(*, position: int, cancels: bool) 
     assert (report.num_voided_windows, report.num_cancels) == (3, int(cancels))
     if cancels:
         assert report.num_wasted_rows == 0
-        # The one that was being computed goes no further; at the tail its verdict is not sent.
+        # One may be in computing when the cancel comes: it goes no further, nor does its verdict from the tail.
         at_tail = position == len(runtimes) - 1
-        assert sum(stage.num_dropped_windows for stage in after[: position + 1]) == 3 - at_tail
         num_chunks = 2
-        assert after[-1].num_windows == last.stats.num_windows + num_chunks + at_tail
+        num_computed_in_vain = after[-1].num_windows - last.stats.num_windows - num_chunks
+        assert 0 <= num_computed_in_vain <= at_tail
+        assert sum(stage.num_dropped_windows for stage in after[: position + 1]) == 3 - num_computed_in_vain
 
 
 async def test_a_proposer_that_knows_more_wakes_the_pump() -> None:
