@@ -233,7 +233,7 @@ async def test_void_windows_die_where_they_are(*, position: int, cancels: bool) 
     assert (report.num_voided_windows, report.num_cancels) == (3, int(cancels))
     if cancels:
         assert report.num_wasted_rows == 0
-        # One may be in computing when the cancel comes: it goes no further, nor does its verdict from the tail.
+        # One may be in computing when the cancel comes: it goes no further, and its verdict is not sent.
         at_tail = position == len(runtimes) - 1
         num_chunks = 2
         num_computed_in_vain = after[-1].num_windows - last.stats.num_windows - num_chunks

@@ -162,7 +162,7 @@ def _plan(
             workloads=options.workloads,
         )
     if options.preset == "quick":
-        return quick_plan(workloads, serve)
+        return narrowed(quick_plan(workloads, serve), delays_ms=(), workloads=options.workloads)
     return sweep_plan(
         chosen,
         serve,
