@@ -73,8 +73,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def test_round_trip_is_twice_the_delay(lab: Lab, delay_ms: float) -> None:
     lab.set_delay_ms(delay_ms)
     for source, destination in ((0, 1), (2, 0)):
-        # The best of two: another test's processes may hold both cores for a while.
-        measured_ms = min(lab.round_trip_ms(source, destination) for _ in range(2))
+        # The best of five: another test's processes may hold both cores for a while.
+        measured_ms = min(lab.round_trip_ms(source, destination) for _ in range(5))
         assert 2 * delay_ms <= measured_ms <= 2 * delay_ms + 1.5
 
 
