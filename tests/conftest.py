@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,14 @@ os.environ["GGML_CPU_TILED_MM"] = "0"
 # A busy machine is no failure.
 settings.register_profile("spanmesh", deadline=None)
 settings.load_profile("spanmesh")
+
+
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises here, even where whoever started the tests told them to ignore it, as shells tell `command &`."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
 
 
 @pytest.fixture(scope="session")

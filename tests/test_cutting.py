@@ -212,6 +212,7 @@ def test_a_full_disk_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("part", ["hashing", "writing"])
 def test_ctrl_c_leaves_nothing_behind(llama: Path, tmp_path: Path, part: str) -> None:
     output = tmp_path / "stage.gguf"
