@@ -46,6 +46,8 @@ class GenerationRequest:
         client: Whose request it is; where slots are short, clients take turns. None where nobody is told
             apart.
         history_key: Whose earlier answers may feed proposers; None for nobody's.
+        uses_cache: Whether it may begin with tokens that earlier requests of the same client have left in
+            the stages' caches.
         num_top_logprobs: How many likeliest tokens to report beside each committed one's logprob, up to
             `stages.logprobs.MAX_TOP_LOGPROBS`; None reports nothing.
     """
@@ -58,6 +60,7 @@ class GenerationRequest:
     prediction: tuple[int, ...] = ()
     client: str | None = None
     history_key: str | None = None
+    uses_cache: bool = True
     num_top_logprobs: int | None = None
 
 
@@ -66,6 +69,7 @@ class GenerationStats:
     """Counts and times of one request so far.
 
     Attributes:
+        num_cached: Tokens of the prompt that the stages held already.
         num_windows: Windows judged, prefill chunks left out.
         num_proposed: Proposed tokens that were verified.
         num_accepted: Proposed tokens that the target chose too.
@@ -74,6 +78,7 @@ class GenerationStats:
         report: What speculation did, up to the moment of the call; None where nothing could be proposed.
     """
 
+    num_cached: int = 0
     num_windows: int = 0
     num_proposed: int = 0
     num_accepted: int = 0

@@ -42,14 +42,22 @@ class Judge:
         num_prompt: How many of its first tokens are the prompt.
         num_top_logprobs: How many likeliest tokens to report beside the logprob of each that was drawn; None
             reports nothing.
+        cached: The session's first tokens, of which no window will come.
     """
 
     def __init__(
-        self, sampling: Sampling, *, num_prompt: int = 0, num_top_logprobs: int | None = None
+        self,
+        sampling: Sampling,
+        *,
+        num_prompt: int = 0,
+        num_top_logprobs: int | None = None,
+        cached: Sequence[int] = (),
     ) -> None:
         self._sampler = Sampler(sampling, num_prompt)
         self._num_top_logprobs = num_top_logprobs
         self._record = TokenRecord() if self._sampler.needs_history else None
+        if self._record is not None:
+            self._record.write(0, cached)
 
     def judge(
         self,

@@ -21,6 +21,8 @@ class Opening:
         num_prompt: How many of its first tokens are the prompt, for penalties that count the answer alone.
         num_top_logprobs: How many likeliest tokens the tail reports beside the logprob of each that it drew;
             None reports nothing.
+        cached: The session's first tokens, if `source_slot` holds their positions from a session before.
+        source_slot: Where they are.
 
     Raises:
         InvalidRequest: If more logprobs are asked for than a verdict may carry.
@@ -31,6 +33,8 @@ class Opening:
     sampling: Sampling = field(default_factory=Sampling)
     num_prompt: int = 0
     num_top_logprobs: int | None = None
+    cached: tuple[int, ...] = ()
+    source_slot: int = 0
 
     def __post_init__(self) -> None:
         if self.num_top_logprobs is not None and not 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS:
@@ -60,6 +64,8 @@ class Opening:
             ),
             num_prompt_tokens=self.num_prompt,
             num_top_logprobs=self.num_top_logprobs,
+            cached_tokens=self.cached,
+            source_slot=self.source_slot,
         )
 
     @classmethod
@@ -92,4 +98,6 @@ class Opening:
             ),
             message.num_prompt_tokens,
             message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
+            tuple(message.cached_tokens),
+            message.source_slot,
         )

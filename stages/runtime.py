@@ -33,6 +33,7 @@ class RuntimeOptions:
         ctx_size: Positions of each.
         num_threads: Threads of llama.cpp; they spin, so no more than free cores.
         exact: Numeric mode, see `stages.numerics`.
+        kv_type: Format of the KV cache, one of `stages.kv_types.KV_TYPES`.
         observe_layers: Layers whose outputs `observed` gives after a decode; for certifying.
     """
 
@@ -40,6 +41,7 @@ class RuntimeOptions:
     ctx_size: int = 2048
     num_threads: int = 1
     exact: bool = False
+    kv_type: str = "f16"
     observe_layers: tuple[int, ...] = ()
 
 
@@ -215,6 +217,28 @@ class StageRuntime:
         """Forget all that a slot holds."""
         self._trim(slot, 0)
 
+    def copy(self, source: int, slot: int, num_positions: int) -> None:
+        """Have a slot hold the first positions of another, and nothing else.
+
+        In a shared cache the two share the cells. In caches of their own llama.cpp copies all of it, before
+        the next decode.
+
+        Raises:
+            InvalidWindow: If a slot does not exist, or the source holds fewer positions.
+        """
+        for one in (source, slot):
+            if not 0 <= one < self._options.num_slots:
+                raise InvalidWindow(f"slot {one} of {self._options.num_slots} does not exist")
+        if num_positions > self._lengths[source]:
+            raise InvalidWindow(
+                f"slot {source} holds {self._lengths[source]} positions: {num_positions} cannot be copied"
+            )
+        self._forget(slot, 0)
+        # Between caches of their own llama.cpp copies whole ones only.
+        llama_cpp.llama_memory_seq_cp(self._memory, source, slot, -1, -1)
+        self._lengths[slot] = self._lengths[source]
+        self._trim(slot, num_positions)
+
     def close(self) -> None:
         """Give all memory back. The runtime is unusable afterwards."""
         if self._context is not None:
@@ -306,6 +330,7 @@ class StageRuntime:
         params.kv_unified = self._numerics.has_shared_cache
         # A pruned sliding-window cache may already lack what a trim goes back to.
         params.swa_full = True
+        params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{options.kv_type.upper()}")
         params.n_threads = params.n_threads_batch = options.num_threads
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if options.exact else llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO
@@ -317,8 +342,9 @@ class StageRuntime:
         context = llama_cpp.llama_init_from_model(self._model, params)
         if context is None:
             raise ModelDoesNotFit(
-                f"llama.cpp cannot make a context of {options.num_slots} × {options.ctx_size} positions for "
-                f"layers {self.info.layers}: {last_complaint()}; try a smaller --ctx-size or --parallel"
+                f"llama.cpp cannot make a context of {options.num_slots} × {options.ctx_size} positions in "
+                f"{options.kv_type} for layers {self.info.layers}: {last_complaint()}; try a smaller --ctx-size "
+                "or --parallel"
             )
         return context
 

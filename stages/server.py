@@ -27,7 +27,7 @@ from stages.opening import Opening
 from stages.runtime import Span, StageRuntime
 from stages.sessions import SessionTable
 from stages.wakefulness import Wakefulness
-from stages.window_queue import QueuedWindow, WindowQueue
+from stages.window_queue import Copied, Freed, QueuedWindow, WindowQueue
 from stages.worker import StageWorker
 
 if TYPE_CHECKING:
@@ -156,7 +156,8 @@ class StageService(rpc.StageServicer):
             self._controls.discard(replies)
             if not self._controls:
                 # No coordinator, nobody to answer: its sessions are over.
-                self._queue.free(self._sessions.close_all())
+                for slot in self._sessions.close_all():
+                    self._queue.change(Freed(slot))
                 self._wakefulness.update(0)
 
     async def Verdicts(  # noqa: N802
@@ -213,9 +214,7 @@ class StageService(rpc.StageServicer):
                 case "cancel":
                     self._sessions.cancel(request.cancel.session, request.cancel.epoch)
                 case "close":
-                    slot = self._sessions.close(request.close.session)
-                    if slot is not None:
-                        self._queue.free([slot])
+                    self._sessions.close(request.close.session)
                     self._wakefulness.update(len(self._sessions))
                 case "ping":
                     pong = wire.Pong(sent_us=request.ping.sent_us, stats=self.stats())
@@ -227,9 +226,16 @@ class StageService(rpc.StageServicer):
             if self._info.is_tail:
                 opening.sampling.require_vocabulary(self._info.n_vocab)
             judge = Judge(
-                opening.sampling, num_prompt=opening.num_prompt, num_top_logprobs=opening.num_top_logprobs
+                opening.sampling,
+                num_prompt=opening.num_prompt,
+                num_top_logprobs=opening.num_top_logprobs,
+                cached=opening.cached,
             )
             self._sessions.open(opening.session, opening.slot, judge)
+            if opening.cached and opening.source_slot != opening.slot:
+                self._queue.change(
+                    Copied(opening.session, opening.source_slot, opening.slot, len(opening.cached))
+                )
         except MeshError as error:
             self._report([_failure(message.session, 0, 0, error)])
         self._wakefulness.update(len(self._sessions))

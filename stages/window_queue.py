@@ -42,18 +42,35 @@ class QueuedWindow:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What the thread does next: first forget `freed_slots`, then compute `windows` as one batch."""
+class Freed:
+    """A slot to forget."""
 
-    freed_slots: tuple[int, ...]
-    windows: tuple[QueuedWindow, ...]
+    slot: int
 
 
 @dataclass(frozen=True)
-class _Freed:
-    """Slots to forget."""
+class Copied:
+    """A slot to fill with the first positions of another.
 
-    slots: tuple[int, ...]
+    Attributes:
+        session: Whose slot it is.
+        source: The slot that holds the positions.
+        slot: The slot that is to hold them too, and nothing else.
+        num_positions: How many.
+    """
+
+    session: int
+    source: int
+    slot: int
+    num_positions: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the thread does next: first the changes of slots, in order, then `windows` as one batch."""
+
+    changes: tuple[Freed | Copied, ...]
+    windows: tuple[QueuedWindow, ...]
 
 
 class WindowQueue:
@@ -71,9 +88,9 @@ class WindowQueue:
         self._is_live = is_live
         # Everything comes by this queue: unlike a condition variable it wakes the taker without Python on
         # either side, and what was taken from it is the taker's alone.
-        self._arrivals: queue.SimpleQueue[QueuedWindow | _Freed | None] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[QueuedWindow | Freed | Copied | None] = queue.SimpleQueue()
         self._waiting: deque[QueuedWindow] = deque()
-        self._freed_slots: list[int] = []
+        self._changes: list[Freed | Copied] = []
         self._is_closed = False
         self.num_dropped = 0
 
@@ -84,9 +101,9 @@ class WindowQueue:
         """Append a window."""
         self._arrivals.put(window)
 
-    def free(self, slots: list[int]) -> None:
-        """Have slots forgotten before the next batch."""
-        self._arrivals.put(_Freed(tuple(slots)))
+    def change(self, change: Freed | Copied) -> None:
+        """Have a slot changed before the next batch."""
+        self._arrivals.put(change)
 
     def close(self) -> None:
         """Wake the taker for the last time."""
@@ -100,18 +117,18 @@ class WindowQueue:
             if self._is_closed:
                 return None
             windows = self._take_batch()
-            if windows or self._freed_slots:
-                freed, self._freed_slots = tuple(self._freed_slots), []
-                return Work(freed, windows)
+            if windows or self._changes:
+                changes, self._changes = tuple(self._changes), []
+                return Work(changes, windows)
             self._note(self._arrivals.get())
 
-    def _note(self, arrival: QueuedWindow | _Freed | None) -> None:
+    def _note(self, arrival: QueuedWindow | Freed | Copied | None) -> None:
         if arrival is None:
             self._is_closed = True
-        elif isinstance(arrival, _Freed):
-            self._freed_slots.extend(arrival.slots)
-        else:
+        elif isinstance(arrival, QueuedWindow):
             self._waiting.append(arrival)
+        else:
+            self._changes.append(arrival)
 
     def _take_batch(self) -> tuple[QueuedWindow, ...]:
         taken: list[QueuedWindow] = []

@@ -12,6 +12,7 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, StageFailed, wire_of
 from stages.logprobs import to_wire
+from stages.window_queue import Freed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.runtime import StageRuntime
-    from stages.window_queue import QueuedWindow, WindowQueue
+    from stages.window_queue import Copied, QueuedWindow, WindowQueue
 
 log = structlog.get_logger()
 
@@ -75,12 +76,22 @@ class StageWorker(threading.Thread):
     def run(self) -> None:
         """Work until the queue is closed."""
         while (work := self._queue.take()) is not None:
-            for slot in work.freed_slots:
-                self._runtime.free(slot)
+            for change in work.changes:
+                self._change(change)
             windows = self._without_invalid(work.windows)
             if windows:
                 self._compute(windows)
         self._runtime.close()
+
+    def _change(self, change: Freed | Copied) -> None:
+        if isinstance(change, Freed):
+            self._runtime.free(change.slot)
+            return
+        try:
+            self._runtime.copy(change.source, change.slot, change.num_positions)
+        except MeshError as error:
+            failure = wire.Failure(session=change.session, code=wire_of(error).code, message=error.message)
+            self._on_failures([failure])
 
     def _without_invalid(self, windows: tuple[QueuedWindow, ...]) -> list[QueuedWindow]:
         """One bad window must not take the batch with it."""

@@ -98,6 +98,13 @@ class FakeRuntime:
     def free(self, slot: int) -> None:
         self._trim(slot, 0)
 
+    def copy(self, source: int, slot: int, num_positions: int) -> None:
+        if num_positions > self._lengths[source]:
+            raise InvalidWindow(f"slot {source} holds {self._lengths[source]} positions, not {num_positions}")
+        self._cells[slot] = list(self._cells[source])
+        self._lengths[slot] = self._lengths[source]
+        self._trim(slot, num_positions)
+
     def close(self) -> None:
         pass
 

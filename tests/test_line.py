@@ -118,7 +118,7 @@ class Clock:
 
 
 async def hold(pool: SlotPool, client: str | None, served: list[str | None], leave: asyncio.Event) -> None:
-    async with pool.hold(client):
+    async with pool.hold(client=client):
         served.append(client)
         await leave.wait()
 

@@ -99,6 +99,7 @@ def _log(job: Job, last: AnswerPart) -> None:
         "answered",
         finish=last.finish,
         prompt_tokens=len(job.request.prompt),
+        cached_tokens=stats.num_cached,
         completion_tokens=last.num_tokens,
         prefill_ms=round(stats.prefill_ms, 1),
         decode_ms=round(stats.decode_ms, 1),

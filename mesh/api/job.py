@@ -95,6 +95,7 @@ def make_job(
         prediction=encode_prediction(backend.tokenizer, body.prediction, context_length),
         client=client,
         history_key=client,
+        uses_cache=body.cache_prompt is not False,
         num_top_logprobs=body.num_top_logprobs,
     )
     return Job(request, body.stop, echo, bool(body.return_token_ids))

@@ -181,6 +181,7 @@ class GenerationBody(_Body):
     logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(parse_logit_bias)] = ()
     stop: Annotated[tuple[str, ...], PlainValidator(parse_stop)] = ()
     ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
     speculation: SpeculationBody | None = None
     prediction: PredictionBody | None = None
     return_token_ids: bool | None = None

@@ -17,10 +17,12 @@ def usage(jobs: Sequence[Job], last_parts: Sequence[AnswerPart]) -> dict[str, An
     completion_tokens = sum(part.num_tokens for part in last_parts)
     accepted = sum(part.stats.num_accepted for part in last_parts)
     proposed = sum(part.stats.num_proposed for part in last_parts)
+    cached = sum(part.stats.num_cached for part in last_parts)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": proposed - accepted,
@@ -31,8 +33,9 @@ def usage(jobs: Sequence[Job], last_parts: Sequence[AnswerPart]) -> dict[str, An
 def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
     """Times of one answer. The first token belongs to the prompt's time, so rates leave it out."""
     stats = last.stats
-    num_prompt, num_decoded = len(job.request.prompt), max(last.num_tokens - 1, 0)
+    num_prompt, num_decoded = len(job.request.prompt) - stats.num_cached, max(last.num_tokens - 1, 0)
     times = {
+        "cache_n": stats.num_cached,
         "prompt_n": num_prompt,
         "prompt_ms": round(stats.prefill_ms, 3),
         "prompt_per_token_ms": _ratio(stats.prefill_ms, num_prompt),

@@ -24,6 +24,7 @@ from stages.wakefulness import Wakefulness
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
+    from mesh.coordinator.kept_prefixes import Beginning
     from mesh.engine import Committed, GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
     from speculative.controller import Outcome
@@ -142,20 +143,27 @@ class Coordinator:
             StageFailed: If a stage failed or went away.
         """
         self._check(request)
-        async with self._slots.hold(request.client) as slot:
+        prompt = request.prompt if request.uses_cache else ()
+        async with self._slots.hold(prompt, request.client) as beginning:
             self._raise_if_lost()
-            session = self._session(request)
+            session = self._session(request, beginning.num_cached)
             self._sessions[session.id] = session
             self._wakefulness.update(len(self._sessions))
             try:
-                self._ring.open_session(_opening(session.id, slot, request).to_wire())
+                self._ring.open_session(_opening(session.id, beginning, request).to_wire())
                 session.start(request.prompt)
-                finish = None
-                while finish is None:
+                part = await session.next_part()
+                # Others may begin with the same prompt while this one still runs.
+                self._slots.prefixes.keep(beginning.slot, request.client, request.prompt)
+                yield part
+                while part.finish is None:
                     part = await session.next_part()
-                    finish = part.finish
                     yield part
             finally:
+                if session.is_failed:
+                    self._slots.prefixes.forget(beginning.slot)
+                else:
+                    self._slots.prefixes.keep(beginning.slot, request.client, session.computed)
                 del self._sessions[session.id]
                 self._wakefulness.update(len(self._sessions))
                 self._ring.close_session(session.id)
@@ -188,12 +196,17 @@ class Coordinator:
             ],
         }
 
-    def _session(self, request: GenerationRequest) -> Session:
+    def _session(self, request: GenerationRequest, num_cached: int) -> Session:
         id = next(self._session_ids)  # noqa: A001 - an id is called id
         options = self._options
         return Session(
             id,
-            Generation(request, context_length=options.context_length, max_rows=options.max_rows),
+            Generation(
+                request,
+                context_length=options.context_length,
+                max_rows=options.max_rows,
+                num_cached=num_cached,
+            ),
             self._ring,
             speculator=self._speculator(id, request),
             cancels=options.cancels,
@@ -287,8 +300,16 @@ class Coordinator:
             session.fail(StageFailed(reason.message, retry_after_s=10))
 
 
-def _opening(session: int, slot: int, request: GenerationRequest) -> Opening:
-    return Opening(session, slot, request.sampling, len(request.prompt), request.num_top_logprobs)
+def _opening(session: int, beginning: Beginning, request: GenerationRequest) -> Opening:
+    return Opening(
+        session,
+        beginning.slot,
+        request.sampling,
+        len(request.prompt),
+        request.num_top_logprobs,
+        request.prompt[: beginning.num_cached],
+        beginning.source_slot,
+    )
 
 
 def _mean_ms(total_us: int, count: int) -> float:

@@ -53,21 +53,34 @@ class Generation:
         request: What to continue.
         context_length: Positions that the session may use.
         max_rows: Most rows of one window.
+        num_cached: How many of the prompt's tokens the stages hold already; not the last.
+
+    Attributes:
+        num_cached: As given.
     """
 
-    def __init__(self, request: GenerationRequest, *, context_length: int, max_rows: int) -> None:
+    def __init__(
+        self, request: GenerationRequest, *, context_length: int, max_rows: int, num_cached: int = 0
+    ) -> None:
+        self.num_cached = num_cached
         self._request = request
         self._max_rows = max_rows
         self._max_tokens = min(request.max_tokens, context_length - len(request.prompt))
-        self._num_committed = 0
-        self._num_prefilled = 0
+        self._committed: list[int] = []
+        self._num_prefilled = num_cached
+        self._num_computed = num_cached
         self._last = request.prompt[-1]
         self._in_flight: deque[WindowPlan] = deque()
 
     @property
     def position(self) -> int:
         """Prompt and committed tokens so far."""
-        return len(self._request.prompt) + self._num_committed
+        return len(self._request.prompt) + len(self._committed)
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """The tokens, from position 0 on, that every stage is known to hold."""
+        return (*self._request.prompt, *self._committed)[: self._num_computed]
 
     @property
     def num_in_flight(self) -> int:
@@ -85,7 +98,7 @@ class Generation:
     def room(self) -> int:
         """Most proposed tokens that a window sent now has room for; below 1 there is none."""
         # The window's last row gives one token more than were proposed.
-        wanted = self._max_tokens - self._num_committed - len(self.ahead) - 1
+        wanted = self._max_tokens - len(self._committed) - len(self.ahead) - 1
         return min(wanted, self._max_rows - (not self._in_flight))
 
     @property
@@ -139,6 +152,7 @@ class Generation:
                     f"the tail sampled {len(sampled)} rows of a window at {window.start}, not 0"
                 )
             self._in_flight.popleft()
+            self._num_computed = window.stop
             return None
         try:
             judgement = judge(
@@ -146,13 +160,15 @@ class Generation:
                 sampled,
                 num_confirmed=int(window.is_behind),
                 end_tokens=self._request.end_tokens,
-                max_committed=self._max_tokens - self._num_committed,
+                max_committed=self._max_tokens - len(self._committed),
             )
         except ValueError as error:
             raise ProtocolError(f"the tail's answer to a window at {window.start}: {error}") from None
         self._in_flight.popleft()
-        self._num_committed += len(judgement.committed)
+        self._committed += judgement.committed
         self._last = judgement.committed[-1]
+        # The latest was drawn from the row before it, and is itself still to be computed.
+        self._num_computed = self.position - 1
         finish = self._finish(judgement)
         holds = finish is None and not judgement.is_rejected
         return Step(window, judgement, finish, () if holds and self._goes_on() else self._void())
@@ -164,7 +180,7 @@ class Generation:
     def _finish(self, judgement: Judgement) -> Literal["stop", "length"] | None:
         if judgement.has_stop:
             return "stop"
-        return "length" if self._num_committed >= self._max_tokens else None
+        return "length" if len(self._committed) >= self._max_tokens else None
 
     def _goes_on(self) -> bool:
         """Whether the window that is the oldest now starts with the token that was just drawn."""

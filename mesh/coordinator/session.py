@@ -66,6 +66,7 @@ class Session:
     Attributes:
         id: As given.
         telemetry: Counts and times up to now.
+        is_failed: Whether it ended with an error: then nobody knows what the stages hold.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Session:
         self.id = id
         self.telemetry = SessionTelemetry(
             clock_ms(),
+            num_cached=generation.num_cached,
             explain=None if speculator is None else speculator.summary,
             draft_ms_per_token=None if speculator is None else speculator.draft_ms_per_token,
         )
@@ -100,6 +102,12 @@ class Session:
         self._outbox = Outbox(on_room=self._on_room)
         self._is_over = False
         self._is_woken = False
+        self.is_failed = False
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """The tokens, from position 0 on, that every stage is known to hold."""
+        return self._generation.computed
 
     @property
     def is_paused(self) -> bool:
@@ -154,6 +162,7 @@ class Session:
 
     def fail(self, error: MeshError) -> None:
         """End the answer with `error`."""
+        self.is_failed = True
         if not self._is_over:
             self._is_over = True
             # Behind the tokens that were committed before and are still to be told.

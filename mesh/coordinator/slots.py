@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from typing import TYPE_CHECKING
 
 from mesh.coordinator.hold_times import HoldTimes
+from mesh.coordinator.kept_prefixes import KeptPrefixes
 from mesh.coordinator.line import Line
 from spanmesh_proto.errors import Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from mesh.coordinator.kept_prefixes import Beginning
 
 
 class SlotPool:
@@ -25,10 +27,14 @@ class SlotPool:
         num_slots: Sessions that run at once.
         max_waiting: Requests that may wait; see `Line`.
         clock_s: Monotonic, seconds.
+
+    Attributes:
+        prefixes: What the slots hold.
     """
 
     def __init__(self, num_slots: int, max_waiting: int, clock_s: Callable[[], float]) -> None:
-        self._free = deque(range(num_slots))
+        self.prefixes = KeptPrefixes(num_slots)
+        self._free = set(range(num_slots))
         self._line: Line[asyncio.Future[int]] = Line(max_waiting)
         self._hold_times = HoldTimes(num_slots)
         self._num_slots = num_slots
@@ -45,32 +51,36 @@ class SlotPool:
         return len(self._line)
 
     @contextlib.asynccontextmanager
-    async def hold(self, client: str | None = None) -> AsyncIterator[int]:
-        """A slot for the length of the `with` block.
+    async def hold(self, prompt: Sequence[int] = (), client: str | None = None) -> AsyncIterator[Beginning]:
+        """A slot for the length of the `with` block, and what of the prompt the slots hold already.
 
         Args:
+            prompt: Token ids; none to begin with nothing.
             client: Whose request it is; those of different clients take turns.
 
         Raises:
             Overloaded: If the line has no place for it.
         """
-        slot = await self._acquire(client)
+        free = await self._acquire(client)
+        beginning = self.prefixes.begin(prompt, client, free)
+        self._free.discard(beginning.slot)
         since_s = self._clock_s()
         try:
-            yield slot
+            yield beginning
         finally:
             self._hold_times.add(self._clock_s() - since_s)
-            self._release(slot)
+            self._release(beginning.slot)
 
-    async def _acquire(self, client: str | None) -> int:
+    async def _acquire(self, client: str | None) -> set[int]:
+        """Slots of which one may be taken, before anything else is awaited."""
         if self._free:
-            return self._free.popleft()
+            return self._free
         if not self._line.has_place(client):
             raise self._overloaded(client)
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._line.add(client, turn)
         try:
-            return await turn
+            return {await turn}
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._release(turn.result())
@@ -83,7 +93,7 @@ class SlotPool:
             if not turn.done():
                 turn.set_result(slot)
                 return
-        self._free.append(slot)
+        self._free.add(slot)
 
     def _overloaded(self, client: str | None) -> Overloaded:
         retry_after_s = self._hold_times.retry_after_s(len(self._line) + 1)

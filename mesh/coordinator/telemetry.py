@@ -20,6 +20,7 @@ class SessionTelemetry:
 
     Args:
         started_ms: When its first window left.
+        num_cached: Tokens of its prompt that the stages held already.
         explain: What the controller does, and why; None if nothing can be proposed.
         draft_ms_per_token: What a token costs the draft model now, if there is one.
     """
@@ -28,10 +29,12 @@ class SessionTelemetry:
         self,
         started_ms: float,
         *,
+        num_cached: int = 0,
         explain: Callable[[], Mapping[str, Any]] | None = None,
         draft_ms_per_token: Callable[[], float | None] | None = None,
     ) -> None:
         self._started_ms = started_ms
+        self._num_cached = num_cached
         self._first_token_ms = started_ms
         self._latest_ms = started_ms
         self._explain = explain
@@ -88,6 +91,7 @@ class SessionTelemetry:
     def stats(self) -> GenerationStats:
         """Counts and times up to now."""
         return GenerationStats(
+            num_cached=self._num_cached,
             num_windows=self._num_windows,
             num_proposed=self._num_proposed,
             num_accepted=self._num_accepted,

@@ -49,18 +49,22 @@ class Frame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., window: _Optional[_Union[Window, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs")
+    __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs", "cached_tokens", "source_slot")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SLOT_FIELD_NUMBER: _ClassVar[int]
     session: int
     slot: int
     sampling: Sampling
     num_prompt_tokens: int
     num_top_logprobs: int
-    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ...) -> None: ...
+    cached_tokens: _containers.RepeatedScalarFieldContainer[int]
+    source_slot: int
+    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., source_slot: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "repetition_window", "bias_tokens", "biases")

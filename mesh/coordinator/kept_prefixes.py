@@ -1,0 +1,102 @@
+"""What the slots hold of sessions before, and which of it a new session begins with. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from numpy.typing import NDArray
+
+# Fewer tokens are computed as quickly as they are found again.
+_WORTHWHILE: Final = 8
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a session begins.
+
+    Attributes:
+        slot: Its own.
+        source_slot: The slot that holds the first tokens of its prompt.
+        num_cached: How many those are.
+    """
+
+    slot: int
+    source_slot: int
+    num_cached: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    client: str | None
+    tokens: NDArray[np.int64]
+    used: int
+
+
+class KeptPrefixes:
+    """Token ids whose positions every stage has in its KV cache, slot by slot.
+
+    A client is given its own only: how long an answer takes to begin tells what is cached.
+
+    Args:
+        num_slots: Slots that there are.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._kept: dict[int, _Kept] = {}
+        self._num_slots = num_slots
+        self._num_uses = 0
+
+    def begin(self, prompt: Sequence[int], client: str | None, free: Collection[int]) -> Beginning:
+        """Choose a slot for a session, and what of other slots it begins with.
+
+        The last token of the prompt is always left to compute: its row gives the first token of the answer.
+        A free slot that shares most of what it holds is taken over. From any other, be it in use, the common
+        part is copied into the free slot that was used least recently.
+
+        Args:
+            prompt: Token ids.
+            client: Whose it is.
+            free: Slots that no session has: at least one.
+        """
+        wanted = np.asarray(prompt[:-1], np.int64)
+        common = {
+            slot: num_common(wanted, kept.tokens)
+            for slot, kept in self._kept.items()
+            if kept.client == client
+        }
+        slot = min(free, key=lambda each: (self._used(each), each))
+        source = max(common, key=lambda each: (common[each], each in free), default=slot)
+        num_cached = common.get(source, 0)
+        if num_cached < _WORTHWHILE:
+            self.forget(slot)
+            return Beginning(slot, slot, 0)
+        if source in free and 2 * num_cached >= len(self._kept[source].tokens):
+            slot = source
+        self.keep(slot, client, prompt[:num_cached])
+        return Beginning(slot, source, num_cached)
+
+    def keep(self, slot: int, client: str | None, tokens: Sequence[int]) -> None:
+        """Note what every stage has computed for the slot's session, from position 0 on."""
+        self._num_uses += 1
+        self._kept[slot] = _Kept(client, np.asarray(tokens, np.int64), self._num_uses)
+
+    def forget(self, slot: int) -> None:
+        """Note that nobody knows what the slot holds."""
+        self._kept.pop(slot, None)
+
+    def _used(self, slot: int) -> int:
+        kept = self._kept.get(slot)
+        return 0 if kept is None else kept.used
+
+
+def num_common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    """Length of the longest common prefix."""
+    shorter = min(len(one), len(other))
+    differs = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(differs[0]) if len(differs) else shorter

@@ -1,0 +1,196 @@
+"""Sessions that begin with what others left, through real servers around a fake model: the text is the same.
+
+The fake model hashes every cell that a row can see: one stale or missing position changes all that follows.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mesh.coordinator.coordinator import Coordinator
+from mesh.engine import GenerationRequest
+from spanmesh_proto.errors import InvalidWindow
+from speculative.controller import ControllerOptions
+from stages.sampling import Sampler, Sampling
+from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
+from tests.proposers import Parrot
+from tests.ring_harness import RunningStage, collect, running_coordinator, running_services
+from tests.shared_ring import SharedRing, shared_ring
+
+N_VOCAB = 64
+NUM_SLOTS = 4
+PROMPT = tuple(range(3, 33))
+PENALTIES = Sampling(0.8, seed=4, repetition_penalty=1.5, presence_penalty=0.7, repetition_window=20)
+
+
+ring = shared_ring
+
+
+def serving(stages: list[RunningStage]) -> contextlib.AbstractAsyncContextManager[Coordinator]:
+    return running_coordinator(
+        stages,
+        context_length=FakeRuntime(0, 1).ctx_size,
+        num_slots=NUM_SLOTS,
+        make_proposer=Parrot,
+        controller=ControllerOptions(fixed_width=3, fixed_depth=3),
+        max_rows=FakeRuntime.max_rows,
+        n_vocab=N_VOCAB,
+    )
+
+
+def alone(request: GenerationRequest) -> list[int]:
+    """The answer of a model that never heard anybody else."""
+    sampler = Sampler(request.sampling, len(request.prompt))
+    said = list(request.prompt)
+
+    def choose(logits, position: int) -> int:  # type: ignore[no-untyped-def]
+        said.append(sampler.sample(logits, position, said))
+        return said[-1]
+
+    return plain_answer(request.prompt, request.max_tokens, choose)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request that goes on from an earlier one's text.
+
+    Attributes:
+        earlier: Which of those before it.
+        num_shared: How much of that one's prompt and answer it repeats.
+        more: What follows.
+        client: Whose it is.
+        num_read: Tokens after which its client hangs up, or None.
+        is_drawn: Whether it is sampled, with penalties.
+    """
+
+    earlier: int
+    num_shared: int
+    more: tuple[int, ...]
+    client: str | None
+    num_read: int | None
+    is_drawn: bool
+
+
+turns = st.builds(
+    Turn,
+    earlier=st.integers(0, 5),
+    num_shared=st.integers(0, 60),
+    more=st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=12).map(tuple),
+    client=st.sampled_from([None, "ann"]),
+    num_read=st.none() | st.none() | st.integers(0, 6),
+    is_drawn=st.booleans(),
+)
+
+
+def requests_of(talk: Sequence[Sequence[Turn]]) -> list[list[tuple[GenerationRequest, int | None]]]:
+    texts: list[tuple[int, ...]] = [PROMPT]
+    rounds = []
+    for group in talk:
+        asked = []
+        for turn in group:
+            shared = texts[turn.earlier % len(texts)][: turn.num_shared]
+            sampling = PENALTIES if turn.is_drawn else Sampling()
+            request = GenerationRequest((*shared, *turn.more), 12, sampling=sampling, client=turn.client)
+            asked.append((request, turn.num_read))
+        texts += [(*request.prompt, *alone(request)) for request, _ in asked]
+        rounds.append(asked)
+    return rounds
+
+
+async def read(coordinator: Coordinator, request: GenerationRequest, num_read: int | None) -> list[int]:
+    """The answer, or its beginning if the client hangs up."""
+    said: list[int] = []
+    async with contextlib.aclosing(coordinator.generate(request)) as parts:
+        async for part in parts:
+            said += part.tokens
+            if num_read is not None and len(said) >= num_read:
+                break
+    return said
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    talk=st.lists(st.lists(turns, min_size=1, max_size=3), min_size=2, max_size=5),
+    delays_ms=st.lists(st.sampled_from([0.0, 0.0, 0.5, 2.0]), min_size=1, max_size=7),
+)
+def test_one_text_whatever_was_left(ring: SharedRing, talk: list[list[Turn]], delays_ms: list[float]) -> None:
+    delays = itertools.cycle(delays_ms)
+    for runtime in ring.runtimes:
+        runtime.on_decode = lambda _spans: time.sleep(next(delays) / 1000)
+    rounds = requests_of(talk)
+
+    async def ask() -> None:
+        async with serving(ring.stages) as coordinator:
+            for group in rounds:
+                said = await asyncio.gather(*(read(coordinator, *asked) for asked in group))
+                for (request, num_read), answer in zip(group, said, strict=True):
+                    expected = alone(request)
+                    assert answer == (expected if num_read is None else expected[: len(answer)])
+
+    ring.runner.run(ask())
+
+
+async def test_a_second_turn_computes_only_what_is_new() -> None:
+    runtimes = fake_ring()
+    rows: list[int] = []
+    runtimes[0].on_decode = lambda spans: rows.extend(len(span.tokens) for span in spans)
+    async with running_services(runtimes) as stages, serving(stages) as coordinator:
+        answer, last = await collect(coordinator, GenerationRequest(PROMPT, 8))
+        assert last.stats.num_cached == 0
+        second = GenerationRequest((*PROMPT, *answer, 5, 6, 7), 1)
+        rows.clear()
+        text, last = await collect(coordinator, second)
+        assert text == alone(second)
+        # All but the token that was drawn last, which no stage has computed.
+        assert last.stats.num_cached == len(PROMPT) + 7
+        assert rows == [4]
+
+
+async def test_others_copy_while_it_runs() -> None:
+    """Four requests with one beginning: three of them begin with it, each in a slot of its own."""
+    runtimes = fake_ring()
+    async with running_services(runtimes) as stages, serving(stages) as coordinator:
+        first = coordinator.generate(GenerationRequest(PROMPT, 40))
+        said = list((await anext(first)).tokens)
+        others = [GenerationRequest((*PROMPT, token), 6) for token in (40, 41, 42)]
+        found = await asyncio.gather(*(collect(coordinator, request) for request in others))
+        async for part in first:
+            said += part.tokens
+    assert said == alone(GenerationRequest(PROMPT, 40))
+    assert [tokens for tokens, _ in found] == [alone(request) for request in others]
+    assert [last.stats.num_cached for _, last in found] == [len(PROMPT)] * 3
+
+
+async def test_a_client_begins_with_its_own_only_and_may_decline() -> None:
+    async with running_services(fake_ring()) as stages, serving(stages) as coordinator:
+        await collect(coordinator, GenerationRequest(PROMPT, 2, client="ann"))
+        for request, num_cached in (
+            (GenerationRequest(PROMPT, 2, client="bob"), 0),
+            (GenerationRequest(PROMPT, 2, client="ann", uses_cache=False), 0),
+            (GenerationRequest(PROMPT, 2, client="ann"), len(PROMPT) - 1),
+        ):
+            assert (await collect(coordinator, request))[1].stats.num_cached == num_cached
+
+
+async def test_after_an_error_nothing_is_taken_for_granted() -> None:
+    runtimes = fake_ring()
+    async with running_services(runtimes) as stages, serving(stages) as coordinator:
+        await collect(coordinator, GenerationRequest(PROMPT, 2))
+
+        def fail(_spans: object) -> None:
+            raise InvalidWindow("a row went missing")
+
+        runtimes[1].on_decode = fail
+        with pytest.raises(InvalidWindow, match="stage 1: a row went missing"):
+            await collect(coordinator, GenerationRequest(PROMPT, 2))
+        runtimes[1].on_decode = lambda _spans: None
+        tokens, last = await collect(coordinator, GenerationRequest(PROMPT, 2))
+        assert last.stats.num_cached == 0
+        assert tokens == alone(GenerationRequest(PROMPT, 2))
