@@ -20,7 +20,7 @@ settings.load_profile("spanmesh")
 
 @pytest.fixture
 def heeds_ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises here, even where whoever started the tests told them to ignore it, as shells tell `command &`."""
+    """Ctrl-C raises here, even in tests that were started with it ignored, as `command &` is by shells."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)
