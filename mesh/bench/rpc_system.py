@@ -29,7 +29,8 @@ class RpcSystem:
         logs: Directory for the programs' output.
         num_threads: Of each program.
         options: Further options of `llama-server`.
-        ctx_size: Positions of its one session.
+        ctx_size: Positions of each session.
+        num_slots: Sessions at once.
     """
 
     name = "llama.cpp RPC"
@@ -47,6 +48,7 @@ class RpcSystem:
         num_threads: int,
         options: Sequence[str] = (),
         ctx_size: int = 2048,
+        num_slots: int = 1,
     ) -> None:
         self._lab = lab
         self._programs = programs
@@ -54,7 +56,9 @@ class RpcSystem:
         self._logs = logs
         self._threads = str(num_threads)
         self._options = options
-        self._ctx_size = str(ctx_size)
+        # llama.cpp shares its context out among the slots.
+        self._ctx_size = str(ctx_size * num_slots)
+        self._slots = str(num_slots)
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -73,7 +77,7 @@ class RpcSystem:
         argv = [str(self._programs.server), "--model", str(self._model), "--port", str(self.port)]
         argv += ["--rpc", endpoints, "--n-gpu-layers", "99", "--split-mode", "layer"]
         argv += ["--tensor-split", ",".join("1" for _ in stages)]
-        argv += ["--threads", self._threads, "--parallel", "1", "--ctx-size", self._ctx_size]
+        argv += ["--threads", self._threads, "--parallel", self._slots, "--ctx-size", self._ctx_size]
         argv += ["--no-cache-prompt", "--cache-ram", "0", "--offline", "--no-ui", *self._options]
         server = self._launch(0, argv)
         wait_healthy(lab, 0, self.port, server, self._log(0))

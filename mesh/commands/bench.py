@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from mesh.commands.bench_serve import serve
+from mesh.commands.bench_stress import stress
 from mesh.commands.options import Numbers
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def bench() -> None:
 
 
 bench.add_command(serve)
+bench.add_command(stress)
 
 
 @bench.command()

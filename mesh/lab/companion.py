@@ -44,9 +44,13 @@ class Companion:
             raise MeshError(f"{self._name} ended with code {self._process.wait()}")
         return line.rstrip("\n")
 
+    def tell(self, line: str) -> None:
+        """Send one line."""
+        self._socket.sendall(line.encode() + b"\n")
+
     def ask(self, line: str) -> str:
         """Send one line and wait for the answer to it; raises MeshError like `answer`."""
-        self._socket.sendall(line.encode() + b"\n")
+        self.tell(line)
         return self.answer()
 
     def let_go(self) -> None:

@@ -11,7 +11,7 @@ from mesh.bench.serve.reading import AnswerReading
 from mesh.bench.serve.record import UNFINISHED, Failure, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from mesh.bench.serve.client import Client
@@ -40,22 +40,29 @@ class Load:
         path: From `/v1` on.
         clock_s: Monotonic, seconds; the client's.
         on_end: Called after each.
+        make_reading: Makes what takes a job's answer.
     """
 
     def __init__(
-        self, client: Client, path: str, clock_s: Callable[[], float], on_end: Callable[[Record], None]
+        self,
+        client: Client,
+        path: str,
+        clock_s: Callable[[], float],
+        on_end: Callable[[Record], None],
+        make_reading: Callable[[Job], AnswerReading] = lambda _job: AnswerReading(),
     ) -> None:
         self._client = client
         self._path = path
         self._clock_s = clock_s
         self._on_end = on_end
+        self._make_reading = make_reading
         self._start_s = clock_s()
 
     def now_s(self) -> float:
         """Seconds since the load began."""
         return self._clock_s() - self._start_s
 
-    async def closed_loop(self, jobs: Sequence[Job], num_at_once: int) -> None:
+    async def closed_loop(self, jobs: Iterable[Job], num_at_once: int) -> None:
         """Keep so many requests under way: the next is sent when one ends, however it ends.
 
         A slow server is asked less, so a closed loop tells what a server can do, not what its users wait.
@@ -69,7 +76,7 @@ class Load:
                 await self._one(job, now_s, now_s)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(num_at_once, len(jobs))):
+            for _ in range(num_at_once):
                 group.create_task(user())
 
     async def open_loop(
@@ -101,7 +108,7 @@ class Load:
                 group.create_task(arrive(job, scheduled_s))
 
     async def _one(self, job: Job, scheduled_s: float, ready_s: float) -> None:
-        reading = AnswerReading()
+        reading = self._make_reading(job)
         failure: Failure | None = Failure(UNFINISHED, "the run was ended first")
         sent_s = self.now_s()
         try:

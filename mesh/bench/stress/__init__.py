@@ -1,0 +1,1 @@
+"""`mesh bench stress`: many users of a mesh over several hosts, every answer checked."""

@@ -1,0 +1,120 @@
+"""How much memory each process of a mesh takes, looked at again and again by a thread."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from mesh.bench.stress.processes import Role, role_of
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from mesh.lab import Lab
+
+_KIB: Final = 1024
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """One process at one moment.
+
+    Attributes:
+        look: Number of the look, from 0; all processes are looked at in one go.
+        at_s: Seconds, of `time.perf_counter`.
+        host: Number of its lab host.
+        pid: Its id outside the lab.
+        role: What it does.
+        rss_bytes: Resident; pages that processes share count for each of them.
+        pss_bytes: Resident, each shared page divided by those who share it; None if the kernel does not say.
+    """
+
+    look: int
+    at_s: float
+    host: int
+    pid: int
+    role: Role
+    rss_bytes: int
+    pss_bytes: int | None
+
+    @property
+    def own_bytes(self) -> int:
+        """The better of the two figures that is there."""
+        return self.rss_bytes if self.pss_bytes is None else self.pss_bytes
+
+
+class MemoryWatch:
+    """Samples every process of every host while in the block.
+
+    Args:
+        lab: Whose hosts.
+        interval_s: Between two looks.
+
+    Attributes:
+        samples: So far.
+    """
+
+    def __init__(self, lab: Lab, interval_s: float = 1.0) -> None:
+        self._lab = lab
+        self._interval_s = interval_s
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
+        self._roles: dict[int, Role] = {}
+        self.samples: list[MemorySample] = []
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End."""
+        self._is_over.set()
+        self._thread.join()
+
+    def between(self, start_s: float, stop_s: float) -> list[MemorySample]:
+        """Samples of some time, of `time.perf_counter`."""
+        return [sample for sample in tuple(self.samples) if start_s <= sample.at_s <= stop_s]
+
+    def _watch(self) -> None:
+        for look in itertools.count():
+            for host in range(self._lab.num_hosts):
+                for pid in self._lab.pids(host):
+                    # A process may end while it is looked at.
+                    with suppress(OSError):
+                        self._look_at(look, host, pid)
+            if self._is_over.wait(self._interval_s):
+                return
+
+    def _look_at(self, look: int, host: int, pid: int) -> None:
+        home = Path(f"/proc/{pid}")
+        role = self._roles.get(pid)
+        if role is None or role == "ray":
+            # Ray starts workers before it gives them something to do, and a name.
+            argv = (home / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+            role = self._roles[pid] = role_of([word.decode(errors="replace") for word in argv])
+        sums = _sums(home / "smaps_rollup")
+        rss_kib = sums.get("Rss")
+        if rss_kib is None:
+            return
+        pss_kib = sums.get("Pss")
+        pss_bytes = None if pss_kib is None else pss_kib * _KIB
+        self.samples.append(
+            MemorySample(look, time.perf_counter(), host, pid, role, rss_kib * _KIB, pss_bytes)
+        )
+
+
+def _sums(path: Path) -> dict[str, int]:
+    """The kernel's sums over all mappings of a process, in KiB; see proc(5)."""
+    found: dict[str, int] = {}
+    for line in path.read_text(encoding="ascii", errors="replace").splitlines()[1:]:
+        name, _, rest = line.partition(":")
+        found[name] = int(rest.split()[0])
+    return found

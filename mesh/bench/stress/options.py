@@ -1,0 +1,65 @@
+"""What the user says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Preset = Literal["ramp", "acceptance"]
+
+
+@dataclass(frozen=True)
+class StressOptions:
+    """A run of `mesh bench stress`.
+
+    Attributes:
+        model: A GGUF.
+        preset: `ramp` loads with more and more requests at once; `acceptance` measures every line of the
+            acceptance table.
+        num_stages: Hosts with layers; one more is the head.
+        delay_ms: One way, between any two hosts.
+        concurrency: Of each step of a ramp.
+        num_requests: Of each step; None goes by time, or makes it eight for each that are at once.
+        duration_s: Of each step; None goes by number.
+        soak_minutes: Of a steady load after all else; 0 leaves it out.
+        soak_concurrency: Requests at once of that load.
+        num_scripts: Different chats.
+        is_short: Whether messages and answers are short ones.
+        seed: Of chats and sampling.
+        exact: Numeric mode; then every text must be the one that was given alone.
+        ctx_size: Positions of a session.
+        num_slots: Sessions at once.
+        num_threads: Of each stage.
+        speculate: Who proposes, as in `mesh serve`.
+        serve_options: Further options of `mesh serve`.
+        with_rpc: Whether llama.cpp RPC takes part.
+        rounds: Of each paired measurement of the acceptance table.
+        output: Folder for the report.
+        logs: Folder for what the servers write; None throws it away.
+    """
+
+    model: Path
+    preset: Preset
+    num_stages: int
+    delay_ms: float
+    concurrency: tuple[int, ...]
+    num_requests: int | None
+    duration_s: float | None
+    soak_minutes: float
+    soak_concurrency: int
+    num_scripts: int
+    is_short: bool
+    seed: int
+    exact: bool
+    ctx_size: int
+    num_slots: int
+    num_threads: int
+    speculate: str
+    serve_options: tuple[str, ...]
+    with_rpc: bool
+    rounds: int
+    output: Path
+    logs: Path | None

@@ -1,0 +1,203 @@
+"""`mesh bench stress`: many users of a mesh over several hosts, every answer checked."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mesh.commands.options import Numbers
+
+if TYPE_CHECKING:
+    from mesh.bench.stress.options import Preset
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+_RAMP = (1, 2, 4, 8, 16)
+_QUICK_RAMP = (1, 4)
+_QUICK_REQUESTS = 10
+_CHATS = 24
+_QUICK_CHATS = 6
+_CTX_SIZE = 2560
+# A 4k prompt beside a decoding session; SmolLM2's own limit.
+_ACCEPTANCE_CTX_SIZE = 8192
+_ACCEPTANCE_SLOTS = 16
+
+
+@click.command()
+@click.argument("model", required=False, type=_FILE)
+@click.option(
+    "--preset",
+    type=click.Choice(["ramp", "acceptance"]),
+    default="ramp",
+    show_default=True,
+    help="More and more requests at once, or every line of the acceptance table.",
+)
+@click.option("--quick", is_flag=True, help="A minute's look: few and short chats, two steps.")
+@click.option(
+    "--hosts", "num_stages", type=click.IntRange(1), default=3, show_default=True, help="That hold layers."
+)
+@click.option(
+    "--delay-ms",
+    type=click.FloatRange(0.0),
+    default=5.0,
+    show_default=True,
+    help="One way, between any two hosts.",
+)
+@click.option(
+    "--concurrency",
+    type=Numbers(int, 1, 256),
+    metavar="A,B,…",
+    help="Requests at once, step by step; 1,2,4,8,16 unless given.",
+)
+@click.option(
+    "--requests",
+    "num_requests",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Of each step; 8 for each that are at once unless given.",
+)
+@click.option(
+    "--duration-s",
+    type=click.FloatRange(0.0, min_open=True),
+    metavar="S",
+    help="Of each step, instead of a number of requests.",
+)
+@click.option(
+    "--soak",
+    "soak_minutes",
+    type=click.FloatRange(0.0),
+    default=0.0,
+    metavar="MINUTES",
+    help="After all else, a steady load for so long.",
+)
+@click.option(
+    "--soak-concurrency",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Requests at once of that load.",
+)
+@click.option("--chats", "num_scripts", type=click.IntRange(1), help="Different ones; 24 unless given.")
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of chats and sampling.")
+@click.option("--exact", is_flag=True, help="Exact mode: every text must be the one that was given alone.")
+@click.option("--ctx-size", type=click.IntRange(256), metavar="N", help="Positions of one session.")
+@click.option(
+    "--parallel",
+    "num_slots",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="Sessions at once; as many as the highest concurrency unless given.",
+)
+@click.option(
+    "--threads", "num_threads", type=click.IntRange(1), default=1, show_default=True, help="Of each stage."
+)
+@click.option(
+    "--speculate",
+    type=click.Choice(["auto", "off", "ngram"]),
+    default="off",
+    show_default=True,
+    help="Who proposes; the peer proposes nothing.",
+)
+@click.option(
+    "--serve",
+    "serve_options",
+    default="",
+    metavar="OPTIONS",
+    help="Further options of `mesh serve`, in one argument.",
+)
+@click.option("--peer", type=click.Choice(["rpc"]), help="Measure llama.cpp RPC on the same hosts beside.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Of each measurement of the acceptance table; medians count.",
+)
+@click.option(
+    "-o", "--output", type=_FOLDER, default=Path("bench-stress"), show_default=True, help="Report folder."
+)
+@click.option("--logs", type=_FOLDER, help="Keep what the servers write.")
+@click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
+def stress(
+    *,
+    model: Path | None,
+    preset: Preset,
+    quick: bool,
+    num_stages: int,
+    delay_ms: float,
+    concurrency: tuple[int, ...] | None,
+    num_requests: int | None,
+    duration_s: float | None,
+    soak_minutes: float,
+    soak_concurrency: int,
+    num_scripts: int | None,
+    seed: int,
+    exact: bool,
+    ctx_size: int | None,
+    num_slots: int | None,
+    num_threads: int,
+    speculate: str,
+    serve_options: str,
+    peer: str | None,
+    rounds: int,
+    output: Path,
+    logs: Path | None,
+    is_json: bool,
+) -> None:
+    """Load a mesh over several lab hosts that serves MODEL, a GGUF file; without MODEL, the demo's.
+
+    Every request is answered alone first. Then more and more users ask at once: chats of one to three turns,
+    of mixed length, greedy and sampled. Every answer is checked, memory of every process is watched, and at
+    the end nobody may hold a session. Writes report.md, report.json and pictures. Exits with 1 if a check
+    failed.
+    """
+    if duration_s is not None and num_requests is not None:
+        raise click.UsageError("--duration-s and --requests both say how long a step is: leave one out")
+    if quick and preset != "ramp":
+        raise click.UsageError("--quick is a short ramp: leave out --preset")
+    from mesh.bench.stress.lines import as_text  # noqa: PLC0415 - keeps --help quick
+    from mesh.bench.stress.options import StressOptions  # noqa: PLC0415
+    from mesh.bench.stress.report import as_json  # noqa: PLC0415
+    from mesh.bench.stress.run import run_stress  # noqa: PLC0415
+    from mesh.serve.options import demo_model  # noqa: PLC0415
+
+    steps = concurrency or (_QUICK_RAMP if quick else _RAMP)
+    is_acceptance = preset == "acceptance"
+    most = max(_ACCEPTANCE_SLOTS if is_acceptance else max(steps), soak_concurrency if soak_minutes else 1)
+    # Whoever sets a time limit gets what was measured until then.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report = run_stress(
+        StressOptions(
+            model=model or demo_model(),
+            preset=preset,
+            num_stages=num_stages,
+            delay_ms=delay_ms,
+            concurrency=steps,
+            num_requests=num_requests or (_QUICK_REQUESTS if quick and duration_s is None else None),
+            duration_s=duration_s,
+            soak_minutes=soak_minutes,
+            soak_concurrency=soak_concurrency,
+            num_scripts=num_scripts or (_QUICK_CHATS if quick else _CHATS),
+            is_short=quick,
+            seed=seed,
+            exact=exact,
+            ctx_size=ctx_size or (_ACCEPTANCE_CTX_SIZE if is_acceptance else _CTX_SIZE),
+            num_slots=num_slots or min(most, 64),
+            num_threads=num_threads,
+            speculate=speculate,
+            serve_options=tuple(shlex.split(serve_options)),
+            with_rpc=peer == "rpc",
+            rounds=rounds,
+            output=output,
+            logs=logs,
+        )
+    )
+    click.echo(as_json(report) if is_json else as_text(report))
+    if not is_json:
+        click.echo(f"report: {output / 'report.md'}")
+    if not report.is_good:
+        click.get_current_context().exit(1)

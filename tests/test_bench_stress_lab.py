@@ -1,0 +1,48 @@
+"""`mesh bench stress --quick`, from the lab to the report."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mesh.cli import run
+from tests.lab_fixtures import require_lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def _lab() -> None:
+    require_lab()
+
+
+def test_every_answer_of_a_quick_load_is_checked(smollm2_path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    arguments = ["--quick", "--exact", "--hosts", "2", "--seed", "7", "--concurrency", "3", "--requests", "8"]
+    assert run(["bench", "stress", str(smollm2_path), *arguments, "--output", str(folder)]) == 0
+    found = json.loads((folder / "report.json").read_text())
+    assert found["good"]
+    assert found["failures"] == []
+    (step,) = found["steps"]
+    assert (step["concurrency"], step["figures"]["completed"], step["figures"]["failed"]) == (3, 8, 0)
+    assert step["figures"]["max_concurrency"] == 3
+    # All were asked alone before, and exact means equal.
+    assert step["judgement"]["num_compared"] == 8
+    assert step["judgement"]["num_forks"] == 0
+    assert step["judgement"]["problems"] == []
+    # A chat's later turn begins with what the stages still hold of it.
+    assert step["figures"]["total_cached_tokens"] > 0
+    # A token goes round three hosts, 5 ms each.
+    assert step["figures"]["itl_ms"]["median"] > 15
+
+    checks = {check["name"]: check["holds"] for check in found["checks"]}
+    assert checks["no session left when idle"] is True
+    assert len(found["footprints"]) == 2
+    for footprint in found["footprints"]:
+        assert footprint["process_bytes"] > footprint["weight_bytes"]
+        assert footprint["host_bytes"] > footprint["process_bytes"]
+    roles = {(each["host"], each["role"]) for each in found["memory"]}
+    assert {(0, "coordinator"), (1, "stage"), (2, "stage"), (1, "join"), (2, "join"), (1, "ray")} <= roles
+    page = (folder / "report.md").read_text()
+    assert "## What must hold" in page
+    assert "## Memory, MiB" in page
