@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,10 +73,16 @@ class Work:
     windows: tuple[QueuedWindow, ...]
 
 
-class WindowQueue:
-    """First come, first served; windows of different sessions share a batch while their rows fit.
+# A part of a prompt with more rows than this is a chunk, which others should not have to wait for twice.
+_MOST_SHARED_ROWS: Final = 16
 
-    Two windows of one session never share a batch: the second may trim what the first computes.
+
+class WindowQueue:
+    """Windows of different sessions share a batch while their rows fit, first come, first served.
+
+    Two windows of one session never share a batch: the second may trim what the first computes. Nor does a
+    chunk of a prompt share one with others: it takes turns with them. So a token of one session waits for at
+    most one chunk of another, however many of them are queued, and a chunk waits for at most one batch.
 
     Args:
         max_rows: Rows of one batch.
@@ -91,6 +97,7 @@ class WindowQueue:
         self._arrivals: queue.SimpleQueue[QueuedWindow | Freed | Copied | None] = queue.SimpleQueue()
         self._waiting: deque[QueuedWindow] = deque()
         self._changes: list[Freed | Copied] = []
+        self._is_chunk_s_turn = False
         self._is_closed = False
         self.num_dropped = 0
 
@@ -131,14 +138,26 @@ class WindowQueue:
             self._changes.append(arrival)
 
     def _take_batch(self) -> tuple[QueuedWindow, ...]:
+        self._drop_void()
+        firsts: dict[int, QueuedWindow] = {}
+        for window in self._waiting:
+            firsts.setdefault(window.session, window)
+        chunk = next((window for window in firsts.values() if _is_chunk(window)), None)
+        if chunk is not None and (self._is_chunk_s_turn or all(map(_is_chunk, firsts.values()))):
+            self._is_chunk_s_turn = False
+            self._waiting.remove(chunk)
+            return (chunk,)
+        self._is_chunk_s_turn = chunk is not None
+        return self._take_small()
+
+    def _take_small(self) -> tuple[QueuedWindow, ...]:
         taken: list[QueuedWindow] = []
         waiting: deque[QueuedWindow] = deque()
         sessions: set[int] = set()
         rows_left = self._max_rows
         for window in self._waiting:
-            if not self._is_live(window.session, window.epoch):
-                self.num_dropped += 1
-            elif window.session not in sessions and len(window.span.tokens) <= rows_left:
+            is_next = window.session not in sessions and not _is_chunk(window)
+            if is_next and len(window.span.tokens) <= rows_left:
                 rows_left -= len(window.span.tokens)
                 taken.append(window)
                 sessions.add(window.session)
@@ -148,3 +167,13 @@ class WindowQueue:
                 sessions.add(window.session)
         self._waiting = waiting
         return tuple(taken)
+
+    def _drop_void(self) -> None:
+        live = deque(window for window in self._waiting if self._is_live(window.session, window.epoch))
+        self.num_dropped += len(self._waiting) - len(live)
+        self._waiting = live
+
+
+def _is_chunk(window: QueuedWindow) -> bool:
+    rows = len(window.span.tokens)
+    return rows > _MOST_SHARED_ROWS and window.span.num_outputs < rows

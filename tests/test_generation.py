@@ -73,7 +73,7 @@ def run(
         return proposal(*known[len(known) - width :])
 
     while not generation.is_prefilled:
-        send(generation.prefill())
+        send(generation.prefill(max_rows))
     for _ in range(1000):
         assert generation.num_in_flight == len(verdicts)
         while generation.num_in_flight < depth and (ahead := guess()).tokens:
@@ -126,7 +126,7 @@ def test_speculation_never_changes_the_answer(
 def generation_with(*windows: Proposal) -> Generation:
     """One that has prompt 1 2 3 and answer 5, and `windows` in flight."""
     generation = Generation(GenerationRequest((1, 2, 3), max_tokens=10), context_length=50, max_rows=8)
-    generation.prefill()
+    generation.prefill(8)
     generation.commit([5])
     for window in windows:
         generation.next_window(window)
@@ -177,8 +177,8 @@ class TestFlight:
 
     def test_the_prompt_s_last_row_confirms_too(self) -> None:
         generation = Generation(GenerationRequest((1, 2, 3), max_tokens=10), context_length=50, max_rows=2)
-        generation.prefill()
-        generation.prefill()
+        generation.prefill(2)
+        generation.prefill(2)
         assert generation.next_window(proposal(5, 6)).start == 3
         assert generation.commit([]) is None
         step = generation.commit([5])
@@ -204,6 +204,6 @@ def test_a_verdict_on_nothing_is_refused() -> None:
     with pytest.raises(ProtocolError, match="none is under way"):
         generation_with().commit([1])
     chunked = Generation(GenerationRequest((1, 2, 3), max_tokens=10), context_length=50, max_rows=2)
-    chunked.prefill()
+    chunked.prefill(2)
     with pytest.raises(ProtocolError, match="sampled 1 rows"):
         chunked.commit([1])

@@ -77,7 +77,7 @@ def draw(seed: int, guess: Callable[[Sequence[int]], int], *, width: int, depth:
         tokens = tuple(known[len(PROMPT) + len(answer) + len(generation.ahead) :])
         return Proposal(tokens, (0.5,) * len(tokens), "test")
 
-    send(generation.prefill())
+    send(generation.prefill(8))
     while True:
         while generation.num_in_flight < depth and (ahead := proposal()).tokens:
             send(generation.next_window(ahead))

@@ -38,7 +38,7 @@ class Listener:
 
 def prefilled() -> Generation:
     generation = Generation(GenerationRequest(PROMPT, max_tokens=64), context_length=128, max_rows=32)
-    generation.prefill()
+    generation.prefill(32)
     generation.commit((5,))
     return generation
 

@@ -14,8 +14,12 @@ from stages.sessions import SessionTable
 from stages.window_queue import QueuedWindow, WindowQueue
 
 
-def window(session: int, rows: int, *, epoch: int = 0, id: int = 0) -> QueuedWindow:
-    span = Span(slot=session, start=0, tokens=[1] * rows)
+def window(
+    session: int, rows: int, *, epoch: int = 0, id: int = 0, num_outputs: int | None = None
+) -> QueuedWindow:
+    span = Span(
+        slot=session, start=0, tokens=[1] * rows, num_outputs=rows if num_outputs is None else num_outputs
+    )
     return QueuedWindow(session, epoch, id, span, Judge(Sampling()), (), arrived_us=0)
 
 
@@ -74,13 +78,13 @@ def test_a_slot_never_has_two_owners(steps: list[tuple[str, int, int]]) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 8)), max_size=30),
-    st.integers(8, 20),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 24), st.booleans()), max_size=30),
+    st.integers(24, 40),
 )
-def test_batches_keep_order_and_fit(arrivals: list[tuple[int, int]], max_rows: int) -> None:
+def test_batches_keep_order_and_fit(arrivals: list[tuple[int, int, bool]], max_rows: int) -> None:
     queue = WindowQueue(max_rows, lambda _session, _epoch: True)
-    for index, (session, rows) in enumerate(arrivals):
-        queue.put(window(session, rows, id=index))
+    for index, (session, rows, is_verified) in enumerate(arrivals):
+        queue.put(window(session, rows, id=index, num_outputs=rows if is_verified else 0))
     seen: dict[int, list[int]] = {}
     while len(queue):
         work = queue.take()
@@ -88,10 +92,56 @@ def test_batches_keep_order_and_fit(arrivals: list[tuple[int, int]], max_rows: i
         assert work.windows
         assert sum(len(w.span.tokens) for w in work.windows) <= max_rows
         assert len({w.session for w in work.windows}) == len(work.windows)
-        for taken in work.windows:
-            seen.setdefault(taken.session, []).append(taken.id)
-    for session in {session for session, _ in arrivals}:
-        assert seen[session] == [index for index, (s, _) in enumerate(arrivals) if s == session]
+        for each in work.windows:
+            seen.setdefault(each.session, []).append(each.id)
+    for session in {session for session, _, _ in arrivals}:
+        assert seen[session] == [index for index, (s, _, _) in enumerate(arrivals) if s == session]
+
+
+def chunk(session: int, id: int) -> QueuedWindow:
+    return window(session, 20, id=id, num_outputs=0)
+
+
+def taken(queue: WindowQueue) -> list[tuple[int, int]]:
+    work = queue.take()
+    assert work is not None
+    return [(each.session, each.id) for each in work.windows]
+
+
+def test_chunks_of_a_prompt_and_others_take_turns() -> None:
+    queue = WindowQueue(64, lambda _session, _epoch: True)
+    for number in range(3):
+        queue.put(chunk(1, number))
+    assert taken(queue) == [(1, 0)]
+    # Three sessions came while it was computed. They wait for no second chunk, and that for nobody else.
+    for session in (2, 3, 4):
+        queue.put(window(session, 2))
+    assert taken(queue) == [(2, 0), (3, 0), (4, 0)]
+    queue.put(window(2, 2, id=1))
+    assert taken(queue) == [(1, 1)]
+    assert taken(queue) == [(2, 1)]
+    # Of two prompts in a row, each chunk is a batch of its own.
+    queue.put(chunk(5, 0))
+    assert [taken(queue), taken(queue)] == [[(1, 2)], [(5, 0)]]
+
+
+def test_a_short_prompt_shares_a_batch() -> None:
+    queue = WindowQueue(64, lambda _session, _epoch: True)
+    queue.put(window(1, 12, num_outputs=1))
+    queue.put(window(2, 3))
+    assert taken(queue) == [(1, 0), (2, 0)]
+
+
+def test_a_void_chunk_holds_nobody_up() -> None:
+    void: set[int] = set()
+    queue = WindowQueue(64, lambda session, _epoch: session not in void)
+    queue.put(window(2, 1))
+    queue.put(chunk(1, 0))
+    assert taken(queue) == [(2, 0)]
+    void.add(1)
+    queue.put(window(2, 1, id=1))
+    assert taken(queue) == [(2, 1)]
+    assert (len(queue), queue.num_dropped) == (0, 1)
 
 
 def test_void_windows_are_dropped_before_computing() -> None:

@@ -11,6 +11,7 @@ import structlog
 from mesh.coordinator.generation import Generation
 from mesh.coordinator.guarded_proposer import GuardedProposer
 from mesh.coordinator.limits import narrowed
+from mesh.coordinator.prefill_pace import PrefillPace
 from mesh.coordinator.ring import Ring, StageAddress
 from mesh.coordinator.session import Session
 from mesh.coordinator.slots import SlotPool
@@ -100,6 +101,7 @@ class Coordinator:
         self._past = SpeculationReport()
         self._shared = SharedMeasures()
         self._wakefulness = Wakefulness()
+        self._prefill_pace = PrefillPace(len(self._stages), options.max_rows)
         self._ring = Ring(
             self._stages,
             mesh_id,
@@ -148,7 +150,7 @@ class Coordinator:
             self._raise_if_lost()
             session = self._session(request, beginning.num_cached)
             self._sessions[session.id] = session
-            self._wakefulness.update(len(self._sessions))
+            self._note_sessions()
             try:
                 self._ring.open_session(_opening(session.id, beginning, request).to_wire())
                 session.start(request.prompt)
@@ -165,7 +167,7 @@ class Coordinator:
                 else:
                     self._slots.prefixes.keep(beginning.slot, request.client, session.computed)
                 del self._sessions[session.id]
-                self._wakefulness.update(len(self._sessions))
+                self._note_sessions()
                 self._ring.close_session(session.id)
                 session.close()
                 self._past = self._past.merge(session.telemetry.report())
@@ -196,6 +198,10 @@ class Coordinator:
             ],
         }
 
+    def _note_sessions(self) -> None:
+        self._wakefulness.update(len(self._sessions))
+        self._prefill_pace.num_sessions = len(self._sessions)
+
     def _session(self, request: GenerationRequest, num_cached: int) -> Session:
         id = next(self._session_ids)  # noqa: A001 - an id is called id
         options = self._options
@@ -208,6 +214,7 @@ class Coordinator:
                 num_cached=num_cached,
             ),
             self._ring,
+            self._prefill_pace,
             speculator=self._speculator(id, request),
             cancels=options.cancels,
             has_logprobs=request.num_top_logprobs is not None,

@@ -106,10 +106,19 @@ class Generation:
         """Whether the whole prompt was sent."""
         return self._num_prefilled == len(self._request.prompt)
 
-    def prefill(self) -> WindowPlan:
-        """The next chunk of the prompt, now in flight; the tail samples the last row of the last."""
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens of the prompt that were not cached, sent or not."""
+        return len(self._request.prompt) - self.num_cached
+
+    def prefill(self, num_rows: int) -> WindowPlan:
+        """The next chunk of the prompt, now in flight; the tail samples the last row of the last.
+
+        Args:
+            num_rows: Its tokens, if so many are left; at least 1, and at most those of a window are taken.
+        """
         start = self._num_prefilled
-        tokens = self._request.prompt[start : start + self._max_rows]
+        tokens = self._request.prompt[start : start + min(num_rows, self._max_rows)]
         self._num_prefilled += len(tokens)
         return self._send(WindowPlan(start, tokens, int(self.is_prefilled), is_prompt=True))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from mesh.coordinator.generation import Generation, Step
+    from mesh.coordinator.prefill_pace import PrefillPace
     from mesh.coordinator.ring import Ring
     from mesh.coordinator.speculator import Speculator
     from mesh.coordinator.window_plan import WindowPlan
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from speculative.acceptance import Judgement
 
 log = structlog.get_logger()
-
-_MAX_PREFILL_CHUNKS_IN_FLIGHT: Final = 4
 
 
 class _Flight(NamedTuple):
@@ -57,6 +56,7 @@ class Session:
         id: Never used twice.
         generation: The request's.
         ring: Where windows go.
+        prefill_pace: How large chunks of the prompt are.
         speculator: Who says what to send beyond committed tokens; None for plain decoding.
         cancels: Whether stages are told at once of windows that a rejection voided.
         has_logprobs: Whether verdicts carry a logprob for each token.
@@ -74,6 +74,7 @@ class Session:
         id: int,
         generation: Generation,
         ring: Ring,
+        prefill_pace: PrefillPace,
         *,
         speculator: Speculator | None,
         cancels: bool,
@@ -90,6 +91,7 @@ class Session:
         )
         self._generation = generation
         self._ring = ring
+        self._prefill_pace = prefill_pace
         self._speculator = speculator
         self._cancels = cancels
         self._on_plain = on_plain
@@ -116,9 +118,7 @@ class Session:
 
     def start(self, prompt: tuple[int, ...]) -> None:
         """Send the first chunks of the prompt; the rest follow as these are computed."""
-        for _ in range(_MAX_PREFILL_CHUNKS_IN_FLIGHT):
-            if not self._generation.is_prefilled:
-                self._send(self._generation.prefill())
+        self._prefill()
         if self._speculator is not None:
             self._speculator.listen(self._wake)
             self._speculator.begin(prompt)
@@ -151,7 +151,9 @@ class Session:
             return
         flight = self._flights.popleft()
         if step is None:
-            self._go_on_with_prompt()
+            self._prefill()
+            self._pump()
+            self._prefill_pace.learn(_measures(verdict), arrived_ms - flight.sent_ms)
         else:
             self._take(step, flight, verdict, arrived_ms)
 
@@ -225,10 +227,7 @@ class Session:
         """What the controller learns: of the window, and of one that its free prediction voided unread."""
         outcomes = []
         if not flight.window.is_prompt:
-            stages = tuple(
-                StageMeasure(time.num_rows, time.queue_us / 1000, time.compute_us / 1000)
-                for time in verdict.times
-            )
+            stages = _measures(verdict)
             outcomes.append(
                 _outcome(
                     step.judgement, flight, arrived_ms, stages=stages, voided=voided, behind=self._flights
@@ -250,6 +249,7 @@ class Session:
     ) -> None:
         telemetry = self.telemetry
         window = flight.window
+        self._prefill_pace.learn(_measures(verdict), arrived_ms - flight.sent_ms)
         if window.is_prompt:
             telemetry.add_first_token(arrived_ms)
         else:
@@ -273,10 +273,14 @@ class Session:
         if self.is_paused and not was_paused:
             log.debug("session_paused", session=self.id, reason="its client does not read")
 
-    def _go_on_with_prompt(self) -> None:
-        if not self._generation.is_prefilled:
-            self._send(self._generation.prefill())
-        self._pump()
+    def _prefill(self) -> None:
+        """Have as many chunks of the prompt under way as keep the stages busy."""
+        generation, pace = self._generation, self._prefill_pace
+        while not generation.is_prefilled:
+            rows = pace.rows(generation.num_to_prefill)
+            if generation.num_in_flight >= pace.num_in_flight(rows):
+                break
+            self._send(generation.prefill(rows))
 
     def _send_on(self, step: Step) -> None:
         if step.finish is None:
@@ -328,6 +332,12 @@ class Session:
         )
         self._flights.append(_Flight(self._num_sent, window, self._clock_ms(), len(self._flights)))
         self._num_sent += 1
+
+
+def _measures(verdict: wire.Verdict) -> tuple[StageMeasure, ...]:
+    return tuple(
+        StageMeasure(time.num_rows, time.queue_us / 1000, time.compute_us / 1000) for time in verdict.times
+    )
 
 
 def _outcome(
