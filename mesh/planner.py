@@ -7,15 +7,17 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from mesh.cluster.host_facts import format_size
-from mesh.stage_sizes import STAGE_OVERHEAD_BYTES, StageSizes, Workload
+from mesh.remedies import remedies
+from mesh.stage_sizes import PROCESS_BYTES, StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
+from stages.byte_size import format_size
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from stages.cutting import ModelFacts
+    from stages.stage_memory import StageMemory
 
 # Two measurements of the same host differ by this share, so a smaller difference says nothing.
 SPEED_NOISE: Final = 0.25
@@ -33,11 +35,13 @@ class HostCapacity:
         name: Its name.
         memory_bytes: What stages may use of it.
         speed_gb_per_s: How fast it reads weights.
+        draft_bytes: What a draft model takes of it besides, for messages.
     """
 
     name: str
     memory_bytes: int
     speed_gb_per_s: float
+    draft_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,12 @@ class StagePlacement:
     Attributes:
         host: Name of the host that holds it.
         layers: Which layers.
-        weight_bytes: Their weights, with embedding and head where it holds them.
-        memory_bytes: All that the stage will take: weights, KV cache, overhead.
+        memory: What it will take.
     """
 
     host: str
     layers: LayerRange
-    weight_bytes: int
-    memory_bytes: int
+    memory: StageMemory
 
 
 @dataclass(frozen=True)
@@ -103,21 +105,22 @@ def plan(
     if not hosts:
         raise NotEnoughHosts("no host can take a stage: join one with `mesh join`, or leave out --head-only")
     check_stages(model, num_stages=num_stages, split=split)
-    sizes = StageSizes(model, workload)
-    even = even_out_noise(hosts)
     if split is not None:
         num_stages = len(split)
-        sizes = replace(sizes, only_cuts=_cuts_of(split))
+    sizes = StageSizes(model, workload, None if split is None else _cuts_of(split))
+    even = even_out_noise(hosts)
+    stages = _place(sizes, even, num_stages)
+    if stages is None:
+        raise _does_not_fit(
+            sizes,
+            hosts,
+            lambda other: _place(replace(sizes, workload=other), even, num_stages) is not None,
+        )
+    if split is not None:
+        return Plan(stages, "layers split by hand")
     if num_stages is not None:
-        stages = _best(sizes, even, num_stages)
-        if stages is None:
-            raise _does_not_fit(sizes, hosts)
-        return Plan(stages, "layers split by hand" if split else f"{_count(num_stages, 'stage')} asked for")
-    for count in range(1, min(len(hosts), len(model.allowed_cuts) + 1) + 1):
-        stages = _best(sizes, even, count)
-        if stages is not None:
-            return Plan(stages, _reason(sizes, stages))
-    raise _does_not_fit(sizes, hosts)
+        return Plan(stages, f"{_count(num_stages, 'stage')} asked for")
+    return Plan(stages, _reason(sizes, stages))
 
 
 def check_stages(
@@ -159,6 +162,14 @@ def even_out_noise(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
     return tuple(replace(host, speed_gb_per_s=even[index]) for index, host in enumerate(hosts))
 
 
+def _place(
+    sizes: StageSizes, hosts: Sequence[HostCapacity], num_stages: int | None
+) -> tuple[StagePlacement, ...] | None:
+    """So many stages, or as few as can hold the model; None if the hosts are too small."""
+    counts = range(1, min(len(hosts), len(sizes.edges) - 1) + 1) if num_stages is None else (num_stages,)
+    return next((stages for count in counts if (stages := _best(sizes, hosts, count)) is not None), None)
+
+
 def _best(
     sizes: StageSizes, hosts: Sequence[HostCapacity], num_stages: int
 ) -> tuple[StagePlacement, ...] | None:
@@ -167,7 +178,7 @@ def _best(
         layers = _balance(sizes, seats)
         if layers is not None:
             return tuple(
-                StagePlacement(host.name, part, sizes.weight_bytes(part), sizes.memory_bytes(part))
+                StagePlacement(host.name, part, sizes.memory(part))
                 for host, part in zip(seats, layers, strict=True)
             )
     return None
@@ -181,7 +192,7 @@ def _seatings(
     by_speed = sorted(range(len(hosts)), key=lambda index: -hosts[index].speed_gb_per_s)
     by_memory = sorted(range(len(hosts)), key=lambda index: -hosts[index].memory_bytes)
     fast = itertools.islice(itertools.combinations(by_speed, num_hosts), _MAX_CHOICES)
-    needed_bytes = sizes.memory_bytes(sizes.whole) + (num_stages - 1) * STAGE_OVERHEAD_BYTES
+    needed_bytes = sizes.memory(sizes.whole).loading_bytes + num_stages * PROCESS_BYTES
     for chosen in itertools.chain(fast, [by_memory[:num_hosts]]):
         if sum(hosts[index].memory_bytes for index in chosen) < needed_bytes:
             continue
@@ -221,7 +232,7 @@ def _shortest(
                 if stop <= start:
                     continue
                 layers = LayerRange(start, stop)
-                if sizes.memory_bytes(layers) > seat.memory_bytes:
+                if sizes.memory(layers).total_bytes > seat.memory_bytes:
                     continue
                 longer = add(cost, sizes.read_bytes(layers) / max(seat.speed_gb_per_s, _SLOWEST_GB_PER_S))
                 if longer < step.get(stop, (math.inf,))[0]:
@@ -253,21 +264,30 @@ def _check_split(split: Sequence[int], model: ModelFacts) -> None:
 
 def _reason(sizes: StageSizes, stages: tuple[StagePlacement, ...]) -> str:
     if len(stages) == 1:
-        needed = format_size(stages[0].memory_bytes)
+        needed = format_size(stages[0].memory.total_bytes)
         return f"host {stages[0].host} can hold all of it ({needed}), and a split would only add hops"
     return f"no fewer than {len(stages)} hosts can hold its {format_size(sizes.weight_bytes(sizes.whole))}"
 
 
-def _does_not_fit(sizes: StageSizes, hosts: Sequence[HostCapacity]) -> ModelDoesNotFit:
-    whole, workload = sizes.whole, sizes.workload
+def _does_not_fit(
+    sizes: StageSizes, hosts: Sequence[HostCapacity], fits: Callable[[Workload], bool]
+) -> ModelDoesNotFit:
+    workload, memory = sizes.workload, sizes.memory(sizes.whole)
+    helping = remedies(sizes.model, workload, fits)
     return ModelDoesNotFit(
-        f"{sizes.model.name} does not fit: it needs {format_size(sizes.weight_bytes(whole))} for weights, "
-        f"{format_size(sizes.cache_bytes(whole))} for {workload.num_slots} x {workload.ctx_size} "
-        "positions and "
-        f"{format_size(STAGE_OVERHEAD_BYTES)} per stage; free are "
-        + ", ".join(f"{format_size(host.memory_bytes)} on {host.name}" for host in hosts)
-        + "; join more hosts, or lower --ctx-size or --parallel"
+        f"{sizes.model.name} does not fit: it needs {format_size(memory.weight_bytes)} for weights, "
+        f"{format_size(memory.cache_bytes)} for {workload.num_slots} x {workload.ctx_size} positions in "
+        f"{workload.kv_type}, {format_size(memory.buffer_bytes)} for buffers and "
+        f"{format_size(memory.process_bytes)} for the process of each stage; free are "
+        + ", ".join(_shown(host) for host in hosts)
+        + (f"; it would fit with {' or '.join(helping)}, or join" if helping else "; join")
+        + " more hosts"
     )
+
+
+def _shown(host: HostCapacity) -> str:
+    draft = f" beside {format_size(host.draft_bytes)} for the draft model" if host.draft_bytes else ""
+    return f"{format_size(host.memory_bytes)} on {host.name}{draft}"
 
 
 def _count(count: int, what: str) -> str:

@@ -1,4 +1,10 @@
-"""How many bytes a stage takes and reads, for any layers of a model. Pure."""
+"""How many bytes a stage takes and reads, for any layers of a model. Pure.
+
+What llama.cpp takes was measured, with SmolLM2-135M and Gemma-3-270m from 512 to 131,072 positions. A KV
+cache is allocated and cleared at once, layers with a sliding window included: only a full cache can go back
+to any position. Buffers for computing grow with the rows of a batch and hold one attention mask, or two if
+some layers have a window. There is room for logits of every row that a batch may have.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +13,51 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
+from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange
+from stages.numerics import Numerics, numerics_for
+from stages.stage_memory import StageMemory
 
 if TYPE_CHECKING:
     from stages.cutting import ModelFacts
 
-# What a stage takes besides weights and KV cache: its process, and llama.cpp's compute buffers.
-STAGE_OVERHEAD_BYTES: Final = 400 * 2**20
-# The tail keeps logits for as many rows as a batch may have.
-_LOGIT_ROWS: Final = 128
+# Python, Ray's worker, gRPC and llama.cpp's code, with some room.
+PROCESS_BYTES: Final = 192 * 2**20
 _F32_BYTES: Final = 4
+_MASK_BYTES: Final = 2
+# What llama.cpp knows of each position in a cache: its number, its sequences, and where each sequence has it.
+_CELL_BYTES: Final = 100
+# llama.cpp lists the vocabulary, even one of ids without texts.
+_TOKEN_BYTES: Final = 64
+# Logits of a batch: where they are computed, where llama.cpp hands them out, and our copy.
+_TAIL_LOGITS: Final = 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the KV caches must hold.
+    """What stages must hold besides weights.
 
     Attributes:
         ctx_size: Positions of one session.
         num_slots: Sessions at once.
+        kv_type: Format of the KV cache, one of `stages.kv_types.KV_TYPES`.
+        is_exact: Numeric mode, see `stages.numerics`.
     """
 
     ctx_size: int
     num_slots: int
+    kv_type: str = "f16"
+    is_exact: bool = False
+
+    @property
+    def numerics(self) -> Numerics:
+        """Of the mode, as it is with several threads, which takes more."""
+        return numerics_for(exact=self.is_exact, num_threads=2)
+
+    @property
+    def num_cells(self) -> int:
+        """Positions in the KV cache."""
+        return self.numerics.num_cells(self.ctx_size, self.num_slots)
 
 
 @dataclass(frozen=True)
@@ -38,7 +66,7 @@ class StageSizes:
 
     Attributes:
         model: Whose stages.
-        workload: What their KV caches must hold.
+        workload: What they must hold besides weights.
         only_cuts: Where stages start, if that is settled; 0 left out.
     """
 
@@ -57,9 +85,11 @@ class StageSizes:
         """All layers."""
         return LayerRange(0, self.model.n_layers)
 
-    def weight_bytes(self, layers: LayerRange) -> int:
-        """What is loaded."""
-        return self.read_bytes(layers) + (self.model.embedding_bytes if layers.start == 0 else 0)
+    def memory(self, layers: LayerRange) -> StageMemory:
+        """What the stage takes of its host."""
+        return StageMemory(
+            self.weight_bytes(layers), self.cache_bytes(layers), self._buffer_bytes(layers), PROCESS_BYTES
+        )
 
     def read_bytes(self, layers: LayerRange) -> int:
         """What is read for each token: of the embedding only a row, the head whole."""
@@ -67,20 +97,41 @@ class StageSizes:
         head = self.model.head_bytes if layers.stop == self.model.n_layers else 0
         return sums[layers.stop] - sums[layers.start] + head
 
+    def weight_bytes(self, layers: LayerRange) -> int:
+        """What is loaded."""
+        return self.read_bytes(layers) + (self.model.embedding_bytes if layers.start == 0 else 0)
+
     def cache_bytes(self, layers: LayerRange) -> int:
         """What the KV cache takes."""
-        sums = self._cache_sums
-        return (sums[layers.stop] - sums[layers.start]) * self.workload.ctx_size * self.workload.num_slots
+        sums = self._width_sums
+        width = sums[layers.stop] - sums[layers.start]
+        return KV_TYPES[self.workload.kv_type].num_bytes(width) * self.workload.num_cells
 
-    def memory_bytes(self, layers: LayerRange) -> int:
-        """What the stage takes of its host."""
-        logits = self.model.n_vocab * _F32_BYTES * _LOGIT_ROWS if layers.stop == self.model.n_layers else 0
-        return self.weight_bytes(layers) + self.cache_bytes(layers) + logits + STAGE_OVERHEAD_BYTES
+    def _buffer_bytes(self, layers: LayerRange) -> int:
+        is_first, is_tail = layers.start == 0, layers.stop == self.model.n_layers
+        vocabulary = self.model.n_vocab if is_first or is_tail else 0
+        # The first stage has a vocabulary, so llama.cpp makes room for logits, of which it computes none.
+        logits = _TAIL_LOGITS if is_tail else 1
+        return (
+            self._row_bytes
+            + vocabulary * (logits * self.workload.numerics.max_rows * _F32_BYTES + _TOKEN_BYTES)
+            + self.workload.num_cells * self._num_masks * _CELL_BYTES
+        )
+
+    @cached_property
+    def _row_bytes(self) -> int:
+        """What the rows of a batch take: their activations, and their masks over the cache."""
+        of_one = self.model.row_width * _F32_BYTES + self.workload.num_cells * self._num_masks * _MASK_BYTES
+        return self.workload.numerics.max_rows * of_one
+
+    @property
+    def _num_masks(self) -> int:
+        return 2 if self.model.has_windows else 1
 
     @cached_property
     def _layer_sums(self) -> list[int]:
         return list(itertools.accumulate(self.model.layer_bytes, initial=0))
 
     @cached_property
-    def _cache_sums(self) -> list[int]:
-        return list(itertools.accumulate(self.model.kv_bytes_per_token, initial=0))
+    def _width_sums(self) -> list[int]:
+        return list(itertools.accumulate(self.model.kv_widths, initial=0))

@@ -157,7 +157,7 @@ class DraftContext:
         # A pruned sliding-window cache may already lack what a trim goes back to.
         params.swa_full = True
         params.n_threads = params.n_threads_batch = options.num_threads
-        params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{options.kv_type.upper()}")
+        params.type_k = params.type_v = _kv_type(options.kv_type)
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO
         params.no_perf = True
         params.abort_callback = self._abort_callback
@@ -186,6 +186,13 @@ class DraftContext:
     def _logits(self, row: int) -> NDArray[np.float32]:
         pointer = llama_cpp.llama_get_logits_ith(self._context, row)
         return np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))[: self._num_tokens]
+
+
+def _kv_type(name: str) -> int:
+    number: int | None = getattr(llama_cpp, f"GGML_TYPE_{name.upper()}", None)
+    if number is None:
+        raise DraftUnusable(f"llama.cpp knows no format {name} for the KV cache of a draft model")
+    return number
 
 
 def _load(path: Path, options: DraftOptions) -> Any:

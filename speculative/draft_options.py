@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
-
-KV_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-"""Formats of a KV cache that llama.cpp offers, by their names."""
 
 
 class DraftUnusable(Exception):
@@ -25,7 +21,7 @@ class DraftOptions:
         num_sessions: Sessions at once.
         num_threads: Threads of llama.cpp; they spin, so no more than cores that no stage uses.
         num_gpu_layers: Layers on the GPU, if there is one; -1 for all.
-        kv_type: Format of the KV cache, one of `KV_TYPES`.
+        kv_type: Format of the KV cache, as llama.cpp calls it.
         niceness: How much the thread yields to others on its host, 0 to 18 (Linux only).
 
     Raises:
@@ -55,7 +51,6 @@ class DraftOptions:
         _require("num_sessions", self.num_sessions, self.num_sessions >= 1, "1 or more")
         _require("num_threads", self.num_threads, self.num_threads >= 1, "1 or more")
         _require("num_gpu_layers", self.num_gpu_layers, self.num_gpu_layers >= -1, "-1 (all) or more")
-        _require("kv_type", self.kv_type, self.kv_type in KV_TYPES, f"one of {', '.join(KV_TYPES)}")
         _require("niceness", self.niceness, 0 <= self.niceness <= 18, "from 0 to 18")
 
 

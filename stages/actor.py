@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import grpc
 
 from spanmesh_proto import windows_pb2_grpc as rpc
-from spanmesh_proto.errors import ClusterError
+from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
+from stages.byte_size import format_size
 from stages.channels import SERVER_OPTIONS, KeyCheck
 from stages.cutting import StageCache
 from stages.fetch import FetchSource, fetch_stage
+from stages.free_memory import free_memory_bytes
+from stages.kv_types import KV_TYPES
 from stages.runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
 
 if TYPE_CHECKING:
     from stages.layers import LayerRange
+    from stages.stage_memory import StageMemory
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class StageConfig:
         source: Where the file comes from if this host's cache lacks it.
         cache_dir: The host's cache, or None for the default place.
         options: How it computes.
+        host: Name of its host; for messages.
+        memory: What it will take.
+        beside_bytes: What other stages, placed on the same host, are yet to take.
         mesh_id: Which mesh it belongs to.
         mesh_key: Shared by all stages and the coordinator.
     """
@@ -46,6 +53,9 @@ class StageConfig:
     size_bytes: int
     source: FetchSource
     options: RuntimeOptions
+    host: str
+    memory: StageMemory
+    beside_bytes: int
     mesh_id: str
     mesh_key: str
     cache_dir: str | None = None
@@ -78,12 +88,20 @@ class StageActor:
         self._service: StageService | None = None
         self._server: grpc.aio.Server | None = None
 
+    async def check_memory(self) -> None:
+        """Whether all that is to be loaded on this host finds room. To be asked before any stage loads.
+
+        Raises:
+            ModelDoesNotFit: If not.
+        """
+        self._require_free(self._config.beside_bytes)
+
     async def load(self) -> None:
         """Bring the stage file to this host if it is not here, and load it.
 
         Raises:
             InvalidModel: If llama.cpp does not load it.
-            ModelDoesNotFit: If there is no memory for its KV cache.
+            ModelDoesNotFit: If there is no memory for it, or none left by now.
             HostUnreachable: If the head does not answer.
         """
         config = self._config
@@ -93,6 +111,7 @@ class StageActor:
             path = await fetch_stage(
                 cache, config.sha256, config.size_bytes, config.source, progress=self._on("fetching")
             )
+        self._require_free(0)
         on_loading = self._on("loading")
         self._runtime = await asyncio.to_thread(
             StageRuntime, path, config.options, progress=lambda share: on_loading(share, 1.0)
@@ -149,6 +168,20 @@ class StageActor:
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
+
+    def _require_free(self, beside_bytes: int) -> None:
+        """Refuse rather than be killed for memory: what was free when the host joined may be taken by now."""
+        config, free_bytes = self._config, free_memory_bytes()
+        needed_bytes = config.memory.loading_bytes + beside_bytes
+        if needed_bytes <= free_bytes:
+            return
+        beside = f", {format_size(beside_bytes)} for other stages there" if beside_bytes else ""
+        smaller = "" if KV_TYPES[config.options.kv_type].is_quantised else ", use --kv-type q8_0"
+        raise ModelDoesNotFit(
+            f"stage {config.stage_index} ({config.layers}) does not fit on {config.host} now: it needs "
+            f"{format_size(needed_bytes)} ({config.memory}{beside}), free are {format_size(free_bytes)}; "
+            f"lower --ctx-size or --parallel{smaller}, end what else runs there, or join more hosts"
+        )
 
     def _on(self, phase: Literal["fetching", "loading"]) -> Any:
         def update(done: float, total: float) -> None:

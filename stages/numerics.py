@@ -20,6 +20,8 @@ from spanmesh_proto.errors import ClusterError
 EXACT_MAX_ROWS: Final = 63
 FAST_MAX_ROWS: Final = 128
 
+# llama.cpp makes caches of whole multiples of this.
+_CELLS_AT_ONCE: Final = 256
 _TILED_MM: Final = "GGML_CPU_TILED_MM"
 
 
@@ -43,6 +45,13 @@ class Numerics:
     min_rows: int
     has_shared_cache: bool
 
+    def num_cells(self, ctx_size: int, num_slots: int) -> int:
+        """Positions that the KV cache must have for `num_slots` sequences of `ctx_size` positions each."""
+        of_one = ctx_size + self.min_rows - 1
+        if self.has_shared_cache:
+            return _whole_multiple(of_one * num_slots)
+        return _whole_multiple(of_one) * num_slots
+
 
 def numerics_for(*, exact: bool, num_threads: int) -> Numerics:
     """The settings of a mode for a context that computes with `num_threads` threads."""
@@ -57,6 +66,10 @@ def numerics_for(*, exact: bool, num_threads: int) -> Numerics:
     return Numerics(
         exact=False, max_rows=FAST_MAX_ROWS, use_repacked_weights=True, min_rows=1, has_shared_cache=True
     )
+
+
+def _whole_multiple(cells: int) -> int:
+    return -(-cells // _CELLS_AT_ONCE) * _CELLS_AT_ONCE
 
 
 class _Process:

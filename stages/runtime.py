@@ -323,7 +323,7 @@ class StageRuntime:
     def _make_context(self) -> Any:
         options = self._options
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = (options.ctx_size + self._numerics.min_rows - 1) * options.num_slots
+        params.n_ctx = self._numerics.num_cells(options.ctx_size, options.num_slots)
         params.n_batch = params.n_ubatch = self._numerics.max_rows
         params.n_seq_max = options.num_slots
         # In a unified cache rows leave llama.cpp in the order in which they entered, whatever spans meet.
@@ -343,8 +343,8 @@ class StageRuntime:
         if context is None:
             raise ModelDoesNotFit(
                 f"llama.cpp cannot make a context of {options.num_slots} × {options.ctx_size} positions in "
-                f"{options.kv_type} for layers {self.info.layers}: {last_complaint()}; try a smaller --ctx-size "
-                "or --parallel"
+                f"{options.kv_type} for layers {self.info.layers}: {last_complaint()}; try a smaller "
+                "--ctx-size or --parallel"
             )
         return context
 

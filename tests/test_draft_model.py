@@ -271,6 +271,8 @@ def test_a_file_that_is_no_draft_model(tiny: Path, tmp_path: Path) -> None:
         load(text, OPTIONS)
     with pytest.raises(DraftUnusable, match=r"no context of 1000000 × 1000000 positions"):
         load(tiny, DraftOptions(ctx_size=1_000_000, num_sessions=1_000_000))
+    with pytest.raises(DraftUnusable, match="no format f8"):
+        load(tiny, DraftOptions(kv_type="f8"))
 
 
 def test_a_quantised_kv_cache(tiny: Path) -> None:

@@ -71,7 +71,6 @@ def test_probability() -> None:
         ("p_min", -0.1, "from 0 (off) to 1"),
         ("p_min", float("nan"), "from 0 (off) to 1"),
         ("num_threads", 0, "1 or more"),
-        ("kv_type", "f8", "one of f32, f16"),
     ],
 )
 def test_options_out_of_range(name: str, value: float, need: str) -> None:

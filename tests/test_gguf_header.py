@@ -59,7 +59,7 @@ def test_facts_of_a_tiny_model(tiny: Path) -> None:
     assert (facts.architecture, facts.name, facts.n_layers) == ("llama", "Tiny llama", 6)
     assert (facts.n_embd, facts.n_vocab, facts.n_ctx_train) == (64, N_VOCAB, 1024)
     assert facts.allowed_cuts == (1, 2, 3, 4, 5)
-    assert facts.kv_bytes_per_token == (2 * (16 + 16) * 2,) * 6
+    assert (facts.kv_widths, facts.head_widths) == ((2 * (16 + 16),) * 6, (16, 16))
     assert facts.embedding_bytes == N_VOCAB * 64 // 32 * 34
     assert facts.head_bytes == facts.embedding_bytes + 64 * 4
     padding = facts.file_bytes - sum(facts.layer_bytes) - facts.embedding_bytes - facts.head_bytes
@@ -75,16 +75,17 @@ def test_facts_of_real_models(smollm2_path: Path, gemma3_path: Path) -> None:
     smollm2, gemma3 = read_model_facts(smollm2_path), read_model_facts(gemma3_path)
     assert (smollm2.n_layers, smollm2.n_embd, smollm2.n_vocab) == (30, 576, 49_152)
     assert (gemma3.n_layers, gemma3.n_embd, gemma3.n_vocab) == (18, 640, 262_144)
-    # 3 KV heads of 64 + 64; 1 KV head of 256 + 256; 2 bytes each.
-    assert smollm2.kv_bytes_per_token == (768,) * 30
-    assert gemma3.kv_bytes_per_token == (1024,) * 18
+    # 3 KV heads of 64 + 64; 1 KV head of 256 + 256.
+    assert smollm2.kv_widths == (384,) * 30
+    assert gemma3.kv_widths == (512,) * 18
+    assert (smollm2.has_windows, gemma3.has_windows) == (False, True)
     assert sum(smollm2.layer_bytes) + smollm2.head_bytes < smollm2.file_bytes
 
 
 def test_per_layer_head_counts(tmp_path: Path) -> None:
     model = TinyModel("llama", n_layers=4)
     path = model.write(tmp_path / "varied.gguf", arrays={"llama.attention.head_count_kv": [2, 1, 4, 0]})
-    assert read_model_facts(path).kv_bytes_per_token == (128, 64, 256, 0)
+    assert read_model_facts(path).kv_widths == (64, 32, 128, 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04 a zip file", b"\x89PNG\r\n\x1a\n" * 10])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.planner import HostCapacity, Plan, even_out_noise, plan
-from mesh.stage_sizes import STAGE_OVERHEAD_BYTES, Workload
+from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.cutting import ModelFacts
+from stages.layers import LayerRange
 
 MIB = 2**20
 WORKLOAD = Workload(ctx_size=1000, num_slots=2)
+# Caches come in whole multiples of 256 positions.
+NUM_CELLS = 2048
 
 
 def model(
@@ -24,7 +29,7 @@ def model(
     layer_mib: int = 100,
     head_mib: int = 0,
     embedding_mib: int = 0,
-    kv_bytes_per_token: int = 0,
+    kv_width: int = 0,
     cuts: tuple[int, ...] | None = None,
 ) -> ModelFacts:
     """A model of equal layers."""
@@ -40,14 +45,21 @@ def model(
         layer_bytes=(layer_mib * MIB,) * n_layers,
         embedding_bytes=embedding_mib * MIB,
         head_bytes=head_mib * MIB,
-        kv_bytes_per_token=(kv_bytes_per_token,) * n_layers,
+        kv_widths=(kv_width,) * n_layers,
+        head_widths=(64, 64),
+        row_width=0,
+        has_windows=False,
         allowed_cuts=tuple(range(1, n_layers)) if cuts is None else cuts,
     )
 
 
+# Of any stage of such a model, as it has no vocabulary.
+OVERHEAD_BYTES = StageSizes(model(2, layer_mib=0), WORKLOAD).memory(LayerRange(0, 1)).total_bytes
+
+
 def host(name: str, memory_mib: int, speed_gb_per_s: float = 20.0) -> HostCapacity:
     """Memory on top of what a stage takes anyway."""
-    return HostCapacity(name, memory_mib * MIB + STAGE_OVERHEAD_BYTES, speed_gb_per_s)
+    return HostCapacity(name, memory_mib * MIB + OVERHEAD_BYTES, speed_gb_per_s)
 
 
 def sizes(result: Plan) -> list[tuple[str, int]]:
@@ -134,12 +146,44 @@ def test_more_stages_than_the_model_allows_are_refused(cuts: tuple[int, ...] | N
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(ModelDoesNotFit) as caught:
-        plan(model(kv_bytes_per_token=1024), [host("a", 1000), host("b", 600)], WORKLOAD)
+        plan(model(kv_width=512), [host("a", 1000), HostCapacity("b", 600 * MIB, 20.0, 70 * MIB)], WORKLOAD)
     message = caught.value.message
     assert "2.9 GiB for weights" in message
-    assert "58.6 MiB for 2 x 1000 positions" in message
-    assert "1.4 GiB on a" in message
-    assert "1000.0 MiB on b" in message
+    assert "60.0 MiB for 2 x 1000 positions in f16" in message
+    assert "192.0 MiB for the process of each stage" in message
+    assert "1.2 GiB on a" in message
+    assert "600.0 MiB on b beside 70.0 MiB for the draft model" in message
+    assert message.endswith("; join more hosts")
+
+
+@given(
+    st.integers(1, 2000),
+    st.builds(Workload, st.integers(1, 4096), st.integers(1, 8), st.sampled_from(["f32", "f16", "q4_0"])),
+)
+@settings(deadline=None)
+def test_what_is_said_to_make_a_model_fit_does_and_no_more_would(room_mib: int, workload: Workload) -> None:
+    facts, hosts = model(2, layer_mib=10, kv_width=8192), [host("a", room_mib)]
+
+    def refusal(of: Workload) -> str:
+        try:
+            plan(facts, hosts, of)
+        except ModelDoesNotFit as error:
+            return error.message
+        return ""
+
+    said = dict(re.findall(r"--(ctx-size|parallel|kv-type) (\w+)", refusal(workload)))
+    if "kv-type" in said:
+        assert not refusal(replace(workload, kv_type=said["kv-type"]))
+    ctx_size = int(said.get("ctx-size", 0))
+    if ctx_size:
+        assert not refusal(replace(workload, ctx_size=ctx_size))
+    num_slots = int(said.get("parallel", 0))
+    if num_slots:
+        assert not refusal(replace(workload, num_slots=num_slots))
+    if refusal(workload):
+        assert refusal(replace(workload, ctx_size=min(ctx_size + 256, workload.ctx_size)))
+        assert refusal(replace(workload, num_slots=min(num_slots + 1, workload.num_slots)))
+        assert "kv-type" in said or workload.kv_type == "q4_0" or refusal(replace(workload, kv_type="q8_0"))
 
 
 def test_no_host_at_all_is_said_plainly() -> None:
@@ -174,7 +218,7 @@ def models(draw: st.DrawFn) -> ModelFacts:
         layer_mib=draw(st.integers(1, 300)),
         head_mib=draw(st.integers(0, 500)),
         embedding_mib=draw(st.integers(0, 500)),
-        kv_bytes_per_token=draw(st.integers(0, 4096)),
+        kv_width=draw(st.integers(0, 2048)),
         cuts=tuple(sorted(cuts)),
     )
 
@@ -196,9 +240,10 @@ def test_every_plan_is_sound(facts: ModelFacts, hosts: list[HostCapacity], num_s
     # Never over memory.
     memory = {host.name: host.memory_bytes for host in hosts}
     for name, memory_bytes in memory.items():
-        assert sum(stage.memory_bytes for stage in stages if stage.host == name) <= memory_bytes
+        taken_bytes = sum(stage.memory.total_bytes for stage in stages if stage.host == name)
+        assert taken_bytes <= memory_bytes
     # Weights are counted once, and stages of one host lie side by side.
-    assert sum(stage.weight_bytes for stage in stages) == (
+    assert sum(stage.memory.weight_bytes for stage in stages) == (
         sum(facts.layer_bytes) + facts.embedding_bytes + facts.head_bytes
     )
     assert len(list(itertools.groupby(stage.host for stage in stages))) == len(
@@ -209,8 +254,8 @@ def test_every_plan_is_sound(facts: ModelFacts, hosts: list[HostCapacity], num_s
 @given(models(), hosts_strategy)
 @settings(deadline=None)
 def test_what_one_host_can_hold_is_never_split(facts: ModelFacts, hosts: list[HostCapacity]) -> None:
-    needed = sum(facts.layer_bytes) + facts.embedding_bytes + facts.head_bytes + STAGE_OVERHEAD_BYTES
-    needed += sum(facts.kv_bytes_per_token) * WORKLOAD.ctx_size * WORKLOAD.num_slots
+    needed = sum(facts.layer_bytes) + facts.embedding_bytes + facts.head_bytes + OVERHEAD_BYTES
+    needed += sum(facts.kv_widths) * 2 * NUM_CELLS
     if max(host.memory_bytes for host in hosts) >= needed:
         assert len(plan(facts, hosts, WORKLOAD).stages) == 1
 

@@ -50,6 +50,7 @@ def test_values_out_of_range_are_refused(arguments: list[str], text: str) -> Non
             "--draft-min is 5: it must be from 1 to draft_max, 4",
         ),
         ({"p_min": float("nan")}, "--p-min", "--p-min is nan"),
+        ({"draft_kv_type": "f8"}, "--draft-kv-type", "--draft-kv-type is f8: it must be one of f32, f16"),
     ],
 )
 def test_options_that_contradict_one_another_are_refused(

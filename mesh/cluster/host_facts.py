@@ -16,9 +16,12 @@ import psutil
 
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
+from stages.free_memory import free_memory_bytes
 
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+# What a Ray node's own processes take; they are yet to start when facts are read.
+_NODE_BYTES: Final = 320 * 2**20
 # Larger than the caches of most processors, small enough for any host.
 _PROBE_BYTES: Final = 64 * 2**20
 _PROBE_ROUNDS: Final = 5
@@ -57,12 +60,12 @@ def read_host_facts(*, memory_bytes: int | None = None, num_threads: int | None 
     """Facts of this host; takes about a quarter of a second.
 
     Args:
-        memory_bytes: What the user allows, instead of all that is free now.
+        memory_bytes: What the user allows, instead of all that is free now and that Ray will not take.
         num_threads: What the user allows, instead of all physical cores that this process may run on.
     """
     threads = num_threads or default_num_threads()
     return HostFacts(
-        memory_bytes=memory_bytes if memory_bytes is not None else psutil.virtual_memory().available,
+        memory_bytes=memory_bytes if memory_bytes is not None else max(0, free_memory_bytes() - _NODE_BYTES),
         num_threads=threads,
         speed_gb_per_s=measure_speed_gb_per_s(threads),
         versions=read_versions(),
@@ -97,16 +100,6 @@ def parse_size(text: str) -> int:
     if size_bytes <= 0:
         raise ClusterError(f"{text!r} is not a memory size; write it like 8G or 512M")
     return size_bytes
-
-
-def format_size(size_bytes: int) -> str:
-    """`1.5 GiB`; for messages."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
 
 
 def measure_speed_gb_per_s(num_threads: int) -> float:

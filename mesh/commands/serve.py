@@ -10,6 +10,7 @@ import click
 
 from mesh.commands.options import LayerCounts, MemorySize
 from mesh.commands.speculation import speculation_from, speculation_options
+from stages.kv_types import KV_TYPES
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -37,6 +38,13 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     help="Sessions at once.",
 )
 @click.option(
+    "--kv-type",
+    default="f16",
+    show_default=True,
+    type=click.Choice(list(KV_TYPES)),
+    help="Format of the KV caches; q8_0 takes half as much memory as f16.",
+)
+@click.option(
     "--max-waiting",
     default=64,
     show_default=True,
@@ -46,7 +54,10 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 )
 @click.option("--threads", metavar="N", type=click.IntRange(1), help="Threads of this host for computing.")
 @click.option(
-    "--memory", type=MemorySize(), metavar="SIZE", help="What stages on this host may use, such as 8G."
+    "--memory",
+    type=MemorySize(),
+    metavar="SIZE",
+    help="What stages and draft here may use, such as 8G.",
 )
 @speculation_options
 @click.option("--exact", is_flag=True, help="Compute so that a text never depends on what else is computed.")
@@ -75,6 +86,7 @@ def serve(
     split: tuple[int, ...] | None,
     ctx_size: int | None,
     parallel: int,
+    kv_type: str,
     max_waiting: int,
     threads: int | None,
     memory: int | None,
@@ -111,6 +123,7 @@ def serve(
         split=split,
         ctx_size=ctx_size,
         num_slots=parallel,
+        kv_type=kv_type,
         max_waiting=max_waiting,
         memory_bytes=memory,
         num_threads=threads,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from speculative.draft_options import KV_TYPES
+from stages.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ _OPTIONS: Final = (
         "--draft-kv-type",
         default="f16",
         show_default=True,
-        type=click.Choice(KV_TYPES),
+        type=click.Choice(list(KV_TYPES)),
         help="Format of its KV cache.",
     ),
     click.option(

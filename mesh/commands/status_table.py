@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from mesh.cluster.host_facts import format_size
+from stages.byte_size import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,6 +16,7 @@ from mesh.planner import HostCapacity, Plan, plan
 from mesh.serve.announce import print_join_line
 from mesh.serve.cutting import cut_stages
 from mesh.serve.mesh_keys import MeshKeys, new_mesh_keys
+from mesh.serve.preflight import own_capacity
 from mesh.serve.stage_actors import StageActors
 from spanmesh_proto.errors import StageFailed
 from stages.actor import StageConfig
@@ -97,10 +98,7 @@ class Bringup:
     def _plan(self) -> Plan:
         placed = plan(
             self._known.model,
-            [
-                HostCapacity(member.name, member.facts.memory_bytes, member.facts.speed_gb_per_s)
-                for member in self._head.members.ready
-            ],
+            [self._capacity_of(member) for member in self._head.members.ready],
             self._known.workload,
             num_stages=self._options.num_stages,
             split=self._options.split,
@@ -114,6 +112,11 @@ class Bringup:
             self._head.service.announce(host, f"layers {', '.join(ranges)}")
         log.info("planned", stages=len(placed.stages), reason=placed.reason, hosts=layers)
         return placed
+
+    def _capacity_of(self, member: Member) -> HostCapacity:
+        if member.ray_node_name == self._head.own.ray_node_name:
+            return own_capacity(member.name, self._known)
+        return HostCapacity(member.name, member.facts.memory_bytes, member.facts.speed_gb_per_s)
 
     async def _serve(self, placed: Plan, on_served: Callable[[], None]) -> None:
         self._say("cutting")
@@ -142,6 +145,9 @@ class Bringup:
     ) -> AsyncIterator[StageActors]:
         members = self._hosts_of(placed)
         num_stages_on = Counter(member.name for member in members)
+        loading_bytes_on: Counter[str] = Counter()
+        for stage in placed.stages:
+            loading_bytes_on[stage.host] += stage.memory.loading_bytes
         configs = [
             StageConfig(
                 stage_index=index,
@@ -155,11 +161,15 @@ class Bringup:
                     # They spin: stages of one host share its threads out.
                     num_threads=max(1, member.facts.num_threads // num_stages_on[member.name]),
                     exact=self._options.is_exact,
+                    kv_type=self._known.workload.kv_type,
                 ),
+                host=stage.host,
+                memory=stage.memory,
+                beside_bytes=loading_bytes_on[stage.host] - stage.memory.loading_bytes,
                 mesh_id=keys.mesh_id,
                 mesh_key=keys.mesh_key,
             )
-            for index, (file, member) in enumerate(zip(files, members, strict=True))
+            for index, (stage, file, member) in enumerate(zip(placed.stages, files, members, strict=True))
         ]
         actors = StageActors(self._head.driver, configs, members)
         try:

@@ -37,8 +37,9 @@ class ServeOptions:
         split: Layers of each stage, or None to let the plan decide.
         ctx_size: Positions of one session, or None for the model's own, at most 4096.
         num_slots: Sessions at once.
+        kv_type: Format of the KV caches, one of `stages.kv_types.KV_TYPES`.
         max_waiting: Requests that may wait for one of them.
-        memory_bytes: What stages on this host may use, or None for all that is free.
+        memory_bytes: What stages and a draft model on this host may use, or None for all that is free.
         num_threads: Threads of this host for computing, or None for one per core.
         speculation: Who proposes tokens, and how much of it flies.
         is_exact: Whether to compute so that text does not depend on the batch.
@@ -59,6 +60,7 @@ class ServeOptions:
     split: tuple[int, ...] | None
     ctx_size: int | None
     num_slots: int
+    kv_type: str
     max_waiting: int
     memory_bytes: int | None
     num_threads: int | None

@@ -11,12 +11,15 @@ from mesh.api import ApiKeys, require_key_beyond_loopback
 from mesh.cluster.addresses import check_port_free
 from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name
+from mesh.draft.memory import draft_memory_bytes
 from mesh.planner import HostCapacity, check_stages, plan
 from mesh.serve.options import ctx_size_for
 from mesh.stage_sizes import Workload
 from mesh.tokenizer import Tokenizer
-from spanmesh_proto.errors import ClusterError
+from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
+from stages.byte_size import format_size
 from stages.cutting import ModelFacts, read_model_facts
+from stages.kv_types import check_kv_type
 
 if TYPE_CHECKING:
     from mesh.serve.options import ServeOptions
@@ -32,8 +35,9 @@ class Preflight:
         model: Facts of the model.
         tokenizer: The model's own.
         api_keys: Who may use the API; None lets everybody in.
-        workload: What the KV caches must hold.
+        workload: What stages must hold besides weights.
         facts: Of this host.
+        draft_bytes: What the draft model takes of this host's memory.
     """
 
     model: ModelFacts
@@ -41,6 +45,7 @@ class Preflight:
     api_keys: ApiKeys | None
     workload: Workload
     facts: HostFacts
+    draft_bytes: int = 0
 
 
 def check(options: ServeOptions) -> Preflight:
@@ -50,7 +55,7 @@ def check(options: ServeOptions) -> Preflight:
         PortInUse: If another process listens where the API or the membership service is to.
         InvalidModel: If the model is no GGUF, truncated, or carries no vocabulary.
         UncuttableModel: If it cannot be cut as the user wants.
-        ModelDoesNotFit: If no other host is to join and this one is too small.
+        ModelDoesNotFit: If no other host is to join and this one is too small, or too small for the draft.
         JoinError: If this host's name is none.
         ClusterError: If options contradict one another.
         MeshError: If the API would be open to other machines without a key.
@@ -69,11 +74,52 @@ def check(options: ServeOptions) -> Preflight:
     ctx_size = ctx_size_for(options.ctx_size, model.n_ctx_train)
     if ctx_size > model.n_ctx_train:
         log.warning("context_beyond_training", ctx_size=ctx_size, trained_for=model.n_ctx_train)
-    workload = Workload(ctx_size, options.num_slots)
+    check_kv_type(options.kv_type, model.name, model.head_widths, option="--kv-type")
+    workload = Workload(ctx_size, options.num_slots, options.kv_type, options.is_exact)
     check_name(options.name)
     check_stages(model, num_stages=options.num_stages, split=options.split)
     facts = read_host_facts(memory_bytes=options.memory_bytes, num_threads=options.num_threads)
+    known = Preflight(
+        model, Tokenizer(options.model), api_keys, workload, facts, _draft_bytes(options, workload, facts)
+    )
     if options.num_hosts == 0:
-        alone = HostCapacity(options.name, facts.memory_bytes, facts.speed_gb_per_s)
-        plan(model, [alone], workload, num_stages=options.num_stages, split=options.split)
-    return Preflight(model, Tokenizer(options.model), api_keys, workload, facts)
+        plan(
+            model,
+            [own_capacity(options.name, known)],
+            workload,
+            num_stages=options.num_stages,
+            split=options.split,
+        )
+    return known
+
+
+def own_capacity(name: str, known: Preflight) -> HostCapacity:
+    """This host as the planner sees it."""
+    return HostCapacity(
+        name,
+        max(0, known.facts.memory_bytes - known.draft_bytes),
+        known.facts.speed_gb_per_s,
+        draft_bytes=known.draft_bytes,
+    )
+
+
+def _draft_bytes(options: ServeOptions, workload: Workload, facts: HostFacts) -> int:
+    """What the draft model will take of this host, if one is wanted.
+
+    Raises:
+        ModelDoesNotFit: If that is more than there is.
+        ClusterError: If its heads cannot be kept in the format wanted for it.
+    """
+    wanted = options.speculation
+    if not wanted.needs_draft or wanted.draft_path is None:
+        return 0
+    limits = wanted.draft_options(ctx_size=workload.ctx_size, num_slots=workload.num_slots)
+    needed = draft_memory_bytes(wanted.draft_path, limits)
+    if needed > facts.memory_bytes:
+        raise ModelDoesNotFit(
+            f"the draft model {wanted.draft_path.name} needs {format_size(needed)} of this host with "
+            f"{workload.num_slots} x {workload.ctx_size} positions in {limits.kv_type}; free are "
+            f"{format_size(facts.memory_bytes)}; lower --ctx-size or --parallel, or leave out --draft",
+            param="--draft",
+        )
+    return needed

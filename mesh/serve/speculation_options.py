@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from spanmesh_proto.errors import ClusterError
 from speculative.controller import ControllerOptions
 from speculative.draft_options import DraftOptions
+from stages.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +63,11 @@ class SpeculationOptions:
             raise ClusterError(_NEEDS_DRAFT, param="--draft")
         if self.mode == "replay" and self.replay_path is None:
             raise ClusterError(_NEEDS_REPLAY, param="--replay-file")
+        if self.draft_kv_type not in KV_TYPES:
+            raise ClusterError(
+                f"--draft-kv-type is {self.draft_kv_type}: it must be one of {', '.join(KV_TYPES)}",
+                param="--draft-kv-type",
+            )
         self.draft_options(ctx_size=2, num_slots=1)
         self.controller_options()
 

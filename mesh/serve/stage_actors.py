@@ -58,8 +58,10 @@ class StageActors:
         """Have every stage bring its file and load it, all at once, with progress.
 
         Raises:
+            ModelDoesNotFit: If a host has too little memory left; nothing is loaded then.
             MeshError: What the first stage that failed says; `StageFailed` if its process died.
         """
+        await self._all(actor.check_memory.remote() for actor in self._actors)
         with progress_bars() as bars:
             watchers = [asyncio.create_task(self._watch(index, bars)) for index in range(len(self._actors))]
             try:

@@ -1,0 +1,82 @@
+"""Formats of a KV cache that llama.cpp computes attention with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from spanmesh_proto.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class KvType:
+    """How keys and values are kept.
+
+    Attributes:
+        name: As llama.cpp calls it.
+        block_width: Elements that are packed together; a head must consist of whole blocks.
+        block_bytes: What such a block takes.
+    """
+
+    name: str
+    block_width: int
+    block_bytes: int
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether elements share a scale."""
+        return self.block_width > 1
+
+    def num_bytes(self, width: int) -> int:
+        """What `width` elements take, whole blocks of them."""
+        return width // self.block_width * self.block_bytes
+
+
+_TABLE: Final = (
+    KvType("f32", 1, 4),
+    KvType("f16", 1, 2),
+    KvType("bf16", 1, 2),
+    KvType("q8_0", 32, 34),
+    KvType("q5_1", 32, 24),
+    KvType("q5_0", 32, 22),
+    KvType("q4_1", 32, 20),
+    KvType("q4_0", 32, 18),
+    KvType("iq4_nl", 32, 18),
+)
+
+KV_TYPES: Final[Mapping[str, KvType]] = {kv_type.name: kv_type for kv_type in _TABLE}
+"""By name, the most exact first."""
+
+
+def check_kv_type(name: str, model: str, head_widths: tuple[int, ...], *, option: str) -> None:
+    """Refuse a format that a model's heads cannot be kept in.
+
+    Args:
+        name: Of the format.
+        model: Name of the model, for the message.
+        head_widths: Elements of a key head and of a value head.
+        option: Where the user named the format.
+
+    Raises:
+        ClusterError: If there is no such format, or a head is not a whole number of its blocks.
+    """
+    if name not in KV_TYPES:
+        raise ClusterError(f"{option} is {name}: it must be one of {', '.join(KV_TYPES)}", param=option)
+    if fits_heads(KV_TYPES[name], head_widths):
+        return
+    block_width = KV_TYPES[name].block_width
+    odd = next(width for width in head_widths if width % block_width)
+    fitting = [each.name for each in _TABLE if fits_heads(each, head_widths)]
+    raise ClusterError(
+        f"{option} {name} packs {block_width} elements together, but a head of {model} has {odd}: choose "
+        f"{', '.join(fitting[:-1])} or {fitting[-1]}",
+        param=option,
+    )
+
+
+def fits_heads(kv_type: KvType, head_widths: tuple[int, ...]) -> bool:
+    """Whether heads of these widths are whole numbers of blocks."""
+    return all(width % kv_type.block_width == 0 for width in head_widths)
