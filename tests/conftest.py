@@ -18,6 +18,19 @@ settings.register_profile("spanmesh", deadline=None)
 settings.load_profile("spanmesh")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where tests run in several processes, one of them begins with those that start hosts, one by one."""
+    if not config.getoption("numprocesses", None):
+        return
+
+    def starts_hosts(item: pytest.Item) -> bool:
+        return any(item.get_closest_marker(name) for name in ("cluster", "lab"))
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("hosts" if starts_hosts(item) else item.path.name))
+    items.sort(key=lambda item: not starts_hosts(item))
+
+
 @pytest.fixture
 def heeds_ctrl_c() -> Iterator[None]:
     """Ctrl-C raises here, even in tests that were started with it ignored, as `command &` is by shells."""
