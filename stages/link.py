@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import structlog
@@ -15,7 +15,7 @@ from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed, from_
 from stages.channels import CLIENT_OPTIONS, key_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 log = structlog.get_logger()
 
@@ -36,8 +36,12 @@ def _mesh_code(metadata: Any) -> str | None:
     return next((str(value) for key, value in metadata or () if key == "x-mesh-code"), None)
 
 
+# Windows wait for one another to be read: large ones travel alone.
+_MOST_BUNDLED_BYTES: Final = 64 * 1024
+
+
 class StageLink:
-    """Sends frames to one stage, in order.
+    """Sends sessions and windows to one stage, in order.
 
     Args:
         address: `host:port` of the stage.
@@ -56,7 +60,7 @@ class StageLink:
         self._call: grpc.aio.StreamStreamCall[wire.Frame, wire.Welcome] = rpc.StageStub(self._channel).Link(
             metadata=key_metadata(mesh_key)
         )
-        self._frames: asyncio.Queue[wire.Frame] = asyncio.Queue()
+        self._waiting: asyncio.Queue[wire.Open | wire.Window] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
 
@@ -86,9 +90,9 @@ class StageLink:
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._watch())]
         return welcome
 
-    def send(self, frame: wire.Frame) -> None:
-        """Queue a frame. Call in the event loop."""
-        self._frames.put_nowait(frame)
+    def send(self, message: wire.Open | wire.Window) -> None:
+        """Queue a message. Call in the event loop."""
+        self._waiting.put_nowait(message)
 
     async def close(self) -> None:
         """End the stream."""
@@ -102,12 +106,10 @@ class StageLink:
         await self._channel.close(None)
 
     async def _write(self) -> None:
-        while True:
-            frame = await self._frames.get()
-            try:
-                await self._call.write(frame)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # `_watch` tells why
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # `_watch` tells why
+            while True:
+                for frame in frames(await self._waiting.get(), self._waiting):
+                    await self._call.write(frame)
 
     async def _watch(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
@@ -124,3 +126,24 @@ class StageLink:
         if mesh_code is not None:
             return from_code(mesh_code, text)
         return StageFailed(f"the link to {self._address} ended: {text}")
+
+
+def frames(
+    first: wire.Open | wire.Window, waiting: asyncio.Queue[wire.Open | wire.Window]
+) -> Iterator[wire.Frame]:
+    """Frames for a message and all that waits behind it: windows in a row share one, within bounds."""
+    bundle: list[wire.Window] = []
+    num_bytes = 0
+    messages = [first, *(waiting.get_nowait() for _ in range(waiting.qsize()))]
+    for message in messages:
+        size_bytes = 0 if isinstance(message, wire.Open) else len(message.hidden)
+        if bundle and (isinstance(message, wire.Open) or num_bytes + size_bytes > _MOST_BUNDLED_BYTES):
+            yield wire.Frame(windows=wire.WindowBundle(windows=bundle))
+            bundle, num_bytes = [], 0
+        if isinstance(message, wire.Open):
+            yield wire.Frame(open=message)
+        else:
+            bundle.append(message)
+            num_bytes += size_bytes
+    if bundle:
+        yield wire.Frame(windows=wire.WindowBundle(windows=bundle))

@@ -75,7 +75,7 @@ class StageService(rpc.StageServicer):
         )
         self._wakefulness = Wakefulness()
         self._next: StageLink | None = None
-        self._verdicts: set[asyncio.Queue[wire.Verdict]] = set()
+        self._verdicts: set[asyncio.Queue[wire.VerdictBundle]] = set()
         self._controls: set[asyncio.Queue[wire.ControlReply]] = set()
         self._worker.start()
 
@@ -126,8 +126,9 @@ class StageService(rpc.StageServicer):
         is_hello = isinstance(first, wire.Frame) and first.WhichOneof("kind") == "hello"
         await context.write(await self._greet(first.hello if is_hello else None, context))
         while isinstance(frame := await context.read(), wire.Frame):
-            if frame.HasField("window"):
-                self._on_window(frame.window)
+            if frame.HasField("windows"):
+                for window in frame.windows.windows:
+                    self._on_window(window)
             elif frame.HasField("open"):
                 self._on_open(frame.open)
 
@@ -161,8 +162,8 @@ class StageService(rpc.StageServicer):
                 self._wakefulness.update(0)
 
     async def Verdicts(  # noqa: N802
-        self, request: wire.Hello, context: grpc.aio.ServicerContext[wire.Hello, wire.Verdict]
-    ) -> AsyncIterator[wire.Verdict]:
+        self, request: wire.Hello, context: grpc.aio.ServicerContext[wire.Hello, wire.VerdictBundle]
+    ) -> AsyncIterator[wire.VerdictBundle]:
         """The tail's answers, straight to the coordinator."""
         await self._greet(request, context)
         if not self._info.is_tail:
@@ -170,13 +171,13 @@ class StageService(rpc.StageServicer):
                 context, ProtocolError(f"stage {self._stage_index} is not the tail: it has no verdicts")
             )
         await context.send_initial_metadata(())
-        verdicts: asyncio.Queue[wire.Verdict] = asyncio.Queue()
-        self._verdicts.add(verdicts)
+        bundles: asyncio.Queue[wire.VerdictBundle] = asyncio.Queue()
+        self._verdicts.add(bundles)
         try:
             while True:
-                yield await verdicts.get()
+                yield await bundles.get()
         finally:
-            self._verdicts.discard(verdicts)
+            self._verdicts.discard(bundles)
 
     async def _greet(
         self, hello: wire.Hello | None, context: grpc.aio.ServicerContext[Any, Any]
@@ -240,7 +241,7 @@ class StageService(rpc.StageServicer):
             self._report([_failure(message.session, 0, 0, error)])
         self._wakefulness.update(len(self._sessions))
         if self._next is not None:
-            self._next.send(wire.Frame(open=message))
+            self._next.send(message)
 
     def _on_window(self, window: wire.Window) -> None:
         try:
@@ -268,6 +269,7 @@ class StageService(rpc.StageServicer):
                 judge=session.judge,
                 times=tuple(window.times),
                 arrived_us=monotonic_us(),
+                most_together=window.most_together,
             )
         )
 
@@ -298,13 +300,13 @@ class StageService(rpc.StageServicer):
                 error = StageFailed(f"stage {self._stage_index} has no link to the next stage")
                 self._report([_failure(window.session, window.epoch, window.id, error)])
             else:
-                self._next.send(wire.Frame(window=window))
+                self._next.send(window)
 
     def _answer(self, verdicts: list[wire.Verdict]) -> None:
-        for verdict in verdicts:
-            if self._sessions.is_live(verdict.session, verdict.epoch):
-                for queue in self._verdicts:
-                    queue.put_nowait(verdict)
+        live = [verdict for verdict in verdicts if self._sessions.is_live(verdict.session, verdict.epoch)]
+        if live:
+            for queue in self._verdicts:
+                queue.put_nowait(wire.VerdictBundle(verdicts=live))
 
     def _report(self, failures: list[wire.Failure]) -> None:
         for failure in failures:

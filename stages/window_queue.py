@@ -30,6 +30,7 @@ class QueuedWindow:
         judge: Its session's, at the tail.
         times: What the stages before took.
         arrived_us: When it arrived, on this host's monotonic clock.
+        most_together: Windows that may share its batch, itself included; 0: as many as fit.
     """
 
     session: int
@@ -39,6 +40,7 @@ class QueuedWindow:
     judge: Judge
     times: tuple[wire.StageTime, ...]
     arrived_us: int
+    most_together: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ class WindowQueue:
     """Windows of different sessions share a batch while their rows fit, first come, first served.
 
     Two windows of one session never share a batch: the second may trim what the first computes. Nor does a
-    chunk of a prompt share one with others: it takes turns with them. So a token of one session waits for at
-    most one chunk of another, however many of them are queued, and a chunk waits for at most one batch.
+    chunk of a prompt share one with others: it takes turns with all that wait after the chunk before. So a
+    token of one session waits for at most one chunk of another, however many of them are queued.
 
     Args:
         max_rows: Rows of one batch.
@@ -97,7 +99,8 @@ class WindowQueue:
         self._arrivals: queue.SimpleQueue[QueuedWindow | Freed | Copied | None] = queue.SimpleQueue()
         self._waiting: deque[QueuedWindow] = deque()
         self._changes: list[Freed | Copied] = []
-        self._is_chunk_s_turn = False
+        # Windows that are still to be taken before the next chunk.
+        self._num_before_chunk: int | None = None
         self._is_closed = False
         self.num_dropped = 0
 
@@ -143,21 +146,29 @@ class WindowQueue:
         for window in self._waiting:
             firsts.setdefault(window.session, window)
         chunk = next((window for window in firsts.values() if _is_chunk(window)), None)
-        if chunk is not None and (self._is_chunk_s_turn or all(map(_is_chunk, firsts.values()))):
-            self._is_chunk_s_turn = False
-            self._waiting.remove(chunk)
-            return (chunk,)
-        self._is_chunk_s_turn = chunk is not None
-        return self._take_small()
+        if chunk is None:
+            self._num_before_chunk = None
+            return self._take_small()
+        if self._num_before_chunk is None:
+            self._num_before_chunk = sum(not _is_chunk(window) for window in firsts.values())
+        if self._num_before_chunk > 0 and (taken := self._take_small()):
+            self._num_before_chunk -= len(taken)
+            return taken
+        self._num_before_chunk = None
+        self._waiting.remove(chunk)
+        return (chunk,)
 
     def _take_small(self) -> tuple[QueuedWindow, ...]:
         taken: list[QueuedWindow] = []
         waiting: deque[QueuedWindow] = deque()
         sessions: set[int] = set()
         rows_left = self._max_rows
+        most_together = self._max_rows
         for window in self._waiting:
             is_next = window.session not in sessions and not _is_chunk(window)
-            if is_next and len(window.span.tokens) <= rows_left:
+            if is_next and window.most_together:
+                most_together = min(most_together, window.most_together)
+            if is_next and len(window.span.tokens) <= rows_left and len(taken) < most_together:
                 rows_left -= len(window.span.tokens)
                 taken.append(window)
                 sessions.add(window.session)

@@ -171,6 +171,7 @@ class StageWorker(threading.Thread):
             verify_rows=span.num_outputs,
             hidden=np.ascontiguousarray(hidden, dtype="<f4").tobytes(),
             hidden_type=wire.HIDDEN_TYPE_F32,
+            most_together=window.most_together,
         )
 
 

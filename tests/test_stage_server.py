@@ -1,6 +1,7 @@
 """The windows protocol against real stages: what is refused, what fails one session, what survives."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Self
@@ -63,6 +64,7 @@ class Peer:
         key = key_metadata(MESH_KEY)
         self.link = rpc.StageStub(self._channels[0]).Link(metadata=key)
         self.controls = [rpc.StageStub(channel).Control(metadata=key) for channel in self._channels]
+        self.bundled: deque[wire.Verdict] = deque()
         self.verdicts = rpc.StageStub(self._channels[-1]).Verdicts(hello(), metadata=key)
 
     async def __aenter__(self) -> Self:
@@ -90,12 +92,14 @@ class Peer:
         )
 
     async def window(self, **fields: Any) -> None:
-        await self.link.write(wire.Frame(window=wire.Window(**fields)))
+        windows = wire.WindowBundle(windows=[wire.Window(**fields)])
+        await self.link.write(wire.Frame(windows=windows))
 
     async def verdict(self) -> wire.Verdict:
         async with asyncio.timeout(20):
-            answer: wire.Verdict = await self.verdicts.read()
-        return answer
+            while not self.bundled:
+                self.bundled.extend((await self.verdicts.read()).verdicts)
+        return self.bundled.popleft()
 
     async def failure(self, stage: int = 0) -> wire.Failure:
         async with asyncio.timeout(20):

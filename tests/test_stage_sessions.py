@@ -15,12 +15,17 @@ from stages.window_queue import QueuedWindow, WindowQueue
 
 
 def window(
-    session: int, rows: int, *, epoch: int = 0, id: int = 0, num_outputs: int | None = None
+    session: int,
+    rows: int,
+    *,
+    epoch: int = 0,
+    id: int = 0,
+    num_outputs: int | None = None,
+    most_together: int = 0,
 ) -> QueuedWindow:
-    span = Span(
-        slot=session, start=0, tokens=[1] * rows, num_outputs=rows if num_outputs is None else num_outputs
-    )
-    return QueuedWindow(session, epoch, id, span, Judge(Sampling()), (), arrived_us=0)
+    num_outputs = rows if num_outputs is None else num_outputs
+    span = Span(slot=session, start=0, tokens=[1] * rows, num_outputs=num_outputs)
+    return QueuedWindow(session, epoch, id, span, Judge(Sampling()), (), 0, most_together)
 
 
 def test_a_slot_given_to_a_new_session_ends_the_old_one() -> None:
@@ -123,6 +128,17 @@ def test_chunks_of_a_prompt_and_others_take_turns() -> None:
     # Of two prompts in a row, each chunk is a batch of its own.
     queue.put(chunk(5, 0))
     assert [taken(queue), taken(queue)] == [[(1, 2)], [(5, 0)]]
+
+
+def test_groups_stay_as_small_as_they_were_told_and_a_chunk_waits_for_all_of_them() -> None:
+    queue = WindowQueue(64, lambda _session, _epoch: True)
+    queue.put(chunk(9, 0))
+    queue.put(chunk(9, 1))
+    assert taken(queue) == [(9, 0)]
+    for session in range(5):
+        queue.put(window(session, 1, most_together=2))
+    groups = [taken(queue) for _ in range(4)]
+    assert groups == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0)], [(9, 1)]]
 
 
 def test_a_short_prompt_shares_a_batch() -> None:

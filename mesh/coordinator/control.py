@@ -132,7 +132,7 @@ class VerdictStream:
         self._on_verdict = on_verdict
         self._on_lost = on_lost
         self._channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-        self._call: grpc.aio.UnaryStreamCall[wire.Hello, wire.Verdict] = rpc.StageStub(
+        self._call: grpc.aio.UnaryStreamCall[wire.Hello, wire.VerdictBundle] = rpc.StageStub(
             self._channel
         ).Verdicts(hello, metadata=key_metadata(mesh_key))
         self._tasks: list[asyncio.Task[None]] = []
@@ -157,8 +157,9 @@ class VerdictStream:
     async def _read(self) -> None:
         reason: MeshError = StageFailed(f"the verdict stream from {self._address} ended")
         try:
-            while isinstance(verdict := await self._call.read(), wire.Verdict):
-                self._on_verdict(verdict)
+            while isinstance(bundle := await self._call.read(), wire.VerdictBundle):
+                for verdict in bundle.verdicts:
+                    self._on_verdict(verdict)
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)
         self._on_lost(reason)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from mesh.coordinator.generation import Generation
+from mesh.coordinator.grouping import Grouping
 from mesh.coordinator.guarded_proposer import GuardedProposer
 from mesh.coordinator.limits import narrowed
 from mesh.coordinator.prefill_pace import PrefillPace
@@ -102,6 +103,7 @@ class Coordinator:
         self._shared = SharedMeasures()
         self._wakefulness = Wakefulness()
         self._prefill_pace = PrefillPace(len(self._stages), options.max_rows)
+        self._grouping = Grouping(len(self._stages))
         self._ring = Ring(
             self._stages,
             mesh_id,
@@ -201,6 +203,7 @@ class Coordinator:
     def _note_sessions(self) -> None:
         self._wakefulness.update(len(self._sessions))
         self._prefill_pace.num_sessions = len(self._sessions)
+        self._grouping.set_num_sessions(len(self._sessions))
 
     def _session(self, request: GenerationRequest, num_cached: int) -> Session:
         id = next(self._session_ids)  # noqa: A001 - an id is called id
@@ -215,6 +218,7 @@ class Coordinator:
             ),
             self._ring,
             self._prefill_pace,
+            self._grouping,
             speculator=self._speculator(id, request),
             cancels=options.cancels,
             has_logprobs=request.num_top_logprobs is not None,

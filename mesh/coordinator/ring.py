@@ -102,11 +102,11 @@ class Ring:
 
     def open_session(self, session: wire.Open) -> None:
         """Start a session at every stage, ahead of its first window."""
-        self._link.send(wire.Frame(open=session))
+        self._link.send(session)
 
     def send(self, window: wire.Window) -> None:
         """Ship a window."""
-        self._link.send(wire.Frame(window=window))
+        self._link.send(window)
 
     def cancel(self, session: int, epoch: int) -> None:
         """Void the session's windows below `epoch`, everywhere at once."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from mesh.coordinator.generation import Generation, Step
+    from mesh.coordinator.grouping import Grouping
     from mesh.coordinator.prefill_pace import PrefillPace
     from mesh.coordinator.ring import Ring
     from mesh.coordinator.speculator import Speculator
@@ -57,6 +58,7 @@ class Session:
         generation: The request's.
         ring: Where windows go.
         prefill_pace: How large chunks of the prompt are.
+        grouping: How many windows a stage computes together.
         speculator: Who says what to send beyond committed tokens; None for plain decoding.
         cancels: Whether stages are told at once of windows that a rejection voided.
         has_logprobs: Whether verdicts carry a logprob for each token.
@@ -75,6 +77,7 @@ class Session:
         generation: Generation,
         ring: Ring,
         prefill_pace: PrefillPace,
+        grouping: Grouping,
         *,
         speculator: Speculator | None,
         cancels: bool,
@@ -92,6 +95,7 @@ class Session:
         self._generation = generation
         self._ring = ring
         self._prefill_pace = prefill_pace
+        self._grouping = grouping
         self._speculator = speculator
         self._cancels = cancels
         self._on_plain = on_plain
@@ -249,10 +253,12 @@ class Session:
     ) -> None:
         telemetry = self.telemetry
         window = flight.window
-        self._prefill_pace.learn(_measures(verdict), arrived_ms - flight.sent_ms)
+        measures, elapsed_ms = _measures(verdict), arrived_ms - flight.sent_ms
+        self._prefill_pace.learn(measures, elapsed_ms)
         if window.is_prompt:
             telemetry.add_first_token(arrived_ms)
         else:
+            self._grouping.learn(len(window.tokens), measures, elapsed_ms)
             telemetry.add_window(
                 step.judgement,
                 window.proposal.proposer,
@@ -328,6 +334,7 @@ class Session:
                 start=window.start,
                 tokens=window.tokens,
                 verify_rows=window.num_verified,
+                most_together=self._grouping.most_together,
             )
         )
         self._flights.append(_Flight(self._num_sent, window, self._clock_ms(), len(self._flights)))

@@ -47,7 +47,7 @@ class StageStub:
         self.Verdicts = channel.unary_stream(
                 '/spanmesh.windows.Stage/Verdicts',
                 request_serializer=spanmesh__proto_dot_windows__pb2.Hello.SerializeToString,
-                response_deserializer=spanmesh__proto_dot_windows__pb2.Verdict.FromString,
+                response_deserializer=spanmesh__proto_dot_windows__pb2.VerdictBundle.FromString,
                 _registered_method=True)
 
 
@@ -91,7 +91,7 @@ def add_StageServicer_to_server(servicer, server):
             'Verdicts': grpc.unary_stream_rpc_method_handler(
                     servicer.Verdicts,
                     request_deserializer=spanmesh__proto_dot_windows__pb2.Hello.FromString,
-                    response_serializer=spanmesh__proto_dot_windows__pb2.Verdict.SerializeToString,
+                    response_serializer=spanmesh__proto_dot_windows__pb2.VerdictBundle.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,7 +174,7 @@ class Stage:
             target,
             '/spanmesh.windows.Stage/Verdicts',
             spanmesh__proto_dot_windows__pb2.Hello.SerializeToString,
-            spanmesh__proto_dot_windows__pb2.Verdict.FromString,
+            spanmesh__proto_dot_windows__pb2.VerdictBundle.FromString,
             options,
             channel_credentials,
             insecure,
