@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import click
 
 from mesh.commands.options import Numbers
+from stages.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
-    from mesh.bench.stress.options import Preset
+    from mesh.bench.stress.options import LineName, Preset
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -25,6 +26,27 @@ _CTX_SIZE = 2560
 # A 4k prompt beside a decoding session; SmolLM2's own limit.
 _ACCEPTANCE_CTX_SIZE = 8192
 _ACCEPTANCE_SLOTS = 16
+_LINES: tuple[LineName, ...] = ("crowd", "limit", "prefill", "second-turn", "itl", "memory")
+
+
+class _Lines(click.ParamType[tuple["LineName", ...]]):
+    """`crowd,limit`."""
+
+    name = "lines"
+
+    def convert(
+        self,
+        value: str | tuple[LineName, ...],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> tuple[LineName, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = value.split(",")
+        unknown = [name for name in names if name not in _LINES]
+        if unknown:
+            self.fail(f"{unknown[0]!r} is no line; there are {', '.join(_LINES)}", param, ctx)
+        return tuple(line for line in _LINES if line in names)
 
 
 @click.command()
@@ -35,6 +57,13 @@ _ACCEPTANCE_SLOTS = 16
     default="ramp",
     show_default=True,
     help="More and more requests at once, or every line of the acceptance table.",
+)
+@click.option(
+    "--lines",
+    type=_Lines(),
+    default=_LINES,
+    metavar="A,B,…",
+    help="Which of the acceptance table: crowd, limit, prefill, second-turn, itl, memory; all unless given.",
 )
 @click.option("--quick", is_flag=True, help="A minute's look: few and short chats, two steps.")
 @click.option(
@@ -93,6 +122,13 @@ _ACCEPTANCE_SLOTS = 16
     help="Sessions at once; as many as the highest concurrency unless given.",
 )
 @click.option(
+    "--kv-type",
+    type=click.Choice(list(KV_TYPES)),
+    default="f16",
+    show_default=True,
+    help="Format of the mesh's KV caches; the peer's stay f16.",
+)
+@click.option(
     "--threads", "num_threads", type=click.IntRange(1), default=1, show_default=True, help="Of each stage."
 )
 @click.option(
@@ -126,6 +162,7 @@ def stress(
     *,
     model: Path | None,
     preset: Preset,
+    lines: tuple[LineName, ...],
     quick: bool,
     num_stages: int,
     delay_ms: float,
@@ -139,6 +176,7 @@ def stress(
     exact: bool,
     ctx_size: int | None,
     num_slots: int | None,
+    kv_type: str,
     num_threads: int,
     speculate: str,
     serve_options: str,
@@ -174,6 +212,7 @@ def stress(
         StressOptions(
             model=model or demo_model(),
             preset=preset,
+            lines=lines,
             num_stages=num_stages,
             delay_ms=delay_ms,
             concurrency=steps,
@@ -187,6 +226,7 @@ def stress(
             exact=exact,
             ctx_size=ctx_size or (_ACCEPTANCE_CTX_SIZE if is_acceptance else _CTX_SIZE),
             num_slots=num_slots or min(most, 64),
+            kv_type=kv_type,
             num_threads=num_threads,
             speculate=speculate,
             serve_options=tuple(shlex.split(serve_options)),

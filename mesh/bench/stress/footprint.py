@@ -28,7 +28,7 @@ class Footprint:
         weight_bytes: What it loads.
         cache_bytes: Its KV cache.
         process_bytes: Most that its process took.
-        host_bytes: Most that all processes of its host took at one look.
+        host_bytes: Most that all processes of the mesh on its host took at one look.
     """
 
     index: int
@@ -68,7 +68,7 @@ def footprints(
     found = []
     for stage, host in zip(stages, hosts, strict=True):
         layers = LayerRange(*stage["layers"])
-        own = [sample for sample in samples if sample.host == host]
+        own = [sample for sample in samples if sample.host == host and sample.role != "other"]
         looks: dict[int, int] = defaultdict(int)
         for sample in own:
             looks[sample.look] += sample.own_bytes

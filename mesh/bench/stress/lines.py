@@ -46,6 +46,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         ("## Acceptance", markdown_table(("measure", "wanted", "measured", "", "runs"), _lines(report))),
         ("## Steps; times in ms", markdown_table(_STEP_HEADS, _steps(report))),
         ("", _saturation(report)),
+        ("## Stages, over the whole run; times in ms", markdown_table(*_stages(report))),
         ("## Memory, MiB", markdown_table(*_memory(report))),
         ("", _memory_words(report)),
         ("## Pictures", "\n\n".join(f"![{name}]({name})" for name in plots)),
@@ -117,6 +118,21 @@ def _saturation(report: Report) -> str:
     if report.saturation is None:
         return f"Not saturated: the most requests at once still brought over {LEAST_GAIN:.0%} more tokens/s."
     return f"Saturated at {report.saturation} at once: no more of them bring {LEAST_GAIN:.0%} more tokens/s."
+
+
+def _stages(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    heads = ("stage", "host", "layers", "windows", "mean compute", "mean queue")
+    return heads, [
+        (
+            str(stage["index"]),
+            stage["host"],
+            "[{}, {})".format(*stage["layers"]),
+            str(stage["windows"]),
+            f"{stage['mean_compute_ms']:.2f}",
+            f"{stage['mean_queue_ms']:.2f}",
+        )
+        for stage in report.stages
+    ]
 
 
 def _memory(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

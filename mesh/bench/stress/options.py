@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Preset = Literal["ramp", "acceptance"]
+LineName = Literal["crowd", "limit", "prefill", "second-turn", "itl", "memory"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class StressOptions:
         model: A GGUF.
         preset: `ramp` loads with more and more requests at once; `acceptance` measures every line of the
             acceptance table.
+        lines: Which lines of the acceptance table.
         num_stages: Hosts with layers; one more is the head.
         delay_ms: One way, between any two hosts.
         concurrency: Of each step of a ramp.
@@ -32,6 +34,7 @@ class StressOptions:
         exact: Numeric mode; then every text must be the one that was given alone.
         ctx_size: Positions of a session.
         num_slots: Sessions at once.
+        kv_type: Format of the KV caches, as in `mesh serve`.
         num_threads: Of each stage.
         speculate: Who proposes, as in `mesh serve`.
         serve_options: Further options of `mesh serve`.
@@ -43,6 +46,7 @@ class StressOptions:
 
     model: Path
     preset: Preset
+    lines: tuple[LineName, ...]
     num_stages: int
     delay_ms: float
     concurrency: tuple[int, ...]
@@ -56,6 +60,7 @@ class StressOptions:
     exact: bool
     ctx_size: int
     num_slots: int
+    kv_type: str
     num_threads: int
     speculate: str
     serve_options: tuple[str, ...]

@@ -51,6 +51,7 @@ class Report:
         lines: Of the acceptance table.
         checks: What must hold.
         footprints: Of every stage.
+        stages: What `/mesh/status` says of them at the end: times and counts of the whole run.
         memory: By host and role.
         samples: What the memory figures are made of.
         failures: What could not be measured, and why.
@@ -62,6 +63,7 @@ class Report:
     lines: tuple[Line, ...]
     checks: tuple[Check, ...]
     footprints: tuple[Footprint, ...]
+    stages: tuple[dict[str, Any], ...]
     memory: tuple[RoleMemory, ...]
     samples: tuple[MemorySample, ...]
     failures: tuple[str, ...]
@@ -97,6 +99,7 @@ def as_dict(report: Report) -> dict[str, Any]:
             {**asdict(each), "overhead_bytes": each.overhead_bytes, "is_within": each.is_within}
             for each in report.footprints
         ],
+        "stages": list(report.stages),
         "memory": [asdict(each) for each in report.memory],
         "failures": list(report.failures),
     }

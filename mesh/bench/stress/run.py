@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from mesh.bench.stress.check import Check
     from mesh.bench.stress.line import Line
     from mesh.bench.stress.memory import MemorySample
-    from mesh.bench.stress.options import StressOptions
+    from mesh.bench.stress.options import LineName, StressOptions
     from mesh.bench.stress.processes import Role
     from mesh.bench.stress.reference import Reference
     from mesh.bench.stress.step import Step
@@ -60,10 +60,10 @@ _CROWD_AT_ONCE: Final = 8
 _LIMIT_AT_ONCE: Final = 16
 _MIXED_REQUESTS: Final = 200
 _REQUESTS_PER_USER: Final = 8
-_LAST_LOOK_S: Final = 1.0
+_PEER_LINES: Final = frozenset({"crowd", "prefill"})
 # Between two looks at memory.
-_FREQUENT_S: Final = 0.5
-_RARE_S: Final = 5.0
+_FREQUENT_S: Final = 2.0
+_RARE_S: Final = 10.0
 _LONG_SOAK_MINUTES: Final = 5.0
 
 
@@ -152,21 +152,25 @@ class _Run:
     def report(self) -> Report:
         """Of what was measured."""
         # One more look at everybody, now that nobody asks.
-        time.sleep(_LAST_LOOK_S)
+        time.sleep(_FREQUENT_S)
         options, ground = self._options, self._ground
         samples = tuple(self._watch.samples)
         found = []
+        stages: tuple[dict[str, Any], ...] = ()
         try:
             status = ground.settled_status()
         except MeshError as error:
             self._failures.append(error.message)
         else:
-            workload = Workload(ctx_size=options.ctx_size, num_slots=options.num_slots)
+            workload = Workload(
+                options.ctx_size, options.num_slots, kv_type=options.kv_type, is_exact=options.exact
+            )
             sizes = StageSizes(self._facts, workload)
+            stages = tuple(status["stages"])
             hosts = [int(stage["host"].removeprefix("host")) for stage in status["stages"]]
             found = footprints(status["stages"], hosts, sizes, samples)
             self._checks += [leak_check(status), *footprint_checks(found)]
-            if options.preset == "acceptance":
+            if options.preset == "acceptance" and "memory" in options.lines:
                 self._lines.append(acceptance.memory_line(found, _MIXED_REQUESTS))
             if self._soaked is not None:
                 self._lines.append(acceptance.soak_line(self._soaked, status))
@@ -178,6 +182,7 @@ class _Run:
             lines=tuple(self._lines),
             checks=tuple(self._checks),
             footprints=tuple(found),
+            stages=stages,
             memory=_memory(samples, self._steady),
             samples=samples,
             failures=tuple(self._failures),
@@ -214,16 +219,18 @@ class _Run:
                 seed=seed,
             )
 
-        if ground.peer is not None:
-            self._measure(
-                lambda: acceptance.crowd_against_peer(ground, _CROWD_AT_ONCE, rounds=rounds, seed=seed)
-            )
-        self._measure(limit)
-        if ground.peer is not None:
-            self._measure(lambda: acceptance.prefill_against_peer(ground, rounds=rounds, seed=seed))
-        self._measure(lambda: acceptance.second_turn(ground, rounds=rounds, seed=seed))
-        self._measure(lambda: acceptance.decode_beside_prefill(ground, rounds=rounds, seed=seed))
-        self._load(_CROWD_AT_ONCE, _MIXED_REQUESTS, None, is_steady=True)
+        measures: dict[LineName, Callable[[], Line]] = {
+            "crowd": lambda: acceptance.crowd_against_peer(ground, _CROWD_AT_ONCE, rounds=rounds, seed=seed),
+            "limit": limit,
+            "prefill": lambda: acceptance.prefill_against_peer(ground, rounds=rounds, seed=seed),
+            "second-turn": lambda: acceptance.second_turn(ground, rounds=rounds, seed=seed),
+            "itl": lambda: acceptance.decode_beside_prefill(ground, rounds=rounds, seed=seed),
+        }
+        for name in options.lines:
+            if name in measures and (ground.peer is not None or name not in _PEER_LINES):
+                self._measure(measures[name])
+        if "memory" in options.lines:
+            self._load(_CROWD_AT_ONCE, _MIXED_REQUESTS, None, is_steady=True)
 
     def _soak(self) -> None:
         minutes = self._options.soak_minutes
@@ -231,12 +238,16 @@ class _Run:
         self._soaked = self._load(self._options.soak_concurrency, None, minutes * 60, is_steady=True)
 
     def _measure(self, measure: Callable[[], Line]) -> None:
+        # What is compared is not to be slowed down on one side.
+        self._watch.is_paused = True
         try:
             line = measure()
         except MeshError as error:
             log.warning("not_measured", reason=error.message)
             self._failures.append(error.message)
             return
+        finally:
+            self._watch.is_paused = False
         self._lines.append(line)
         log.info("line", title=line.title, measured=line.measured, bound=line.bound, verdict=line.verdict)
 
@@ -315,6 +326,7 @@ class _Run:
             "numeric_mode": "exact" if options.exact else "fast",
             "ctx_size": options.ctx_size,
             "slots": options.num_slots,
+            "kv_type": options.kv_type,
             "threads_per_stage": options.num_threads,
             "speculate": options.speculate,
             "serve_options": " ".join(options.serve_options) or "none",
@@ -329,6 +341,7 @@ class _Run:
 def _mesh(options: StressOptions, facts: ModelFacts, lab: Lab, logs: Path) -> MeshSystem:
     serve = ["--speculate", options.speculate]
     serve += ["--parallel", str(options.num_slots), "--ctx-size", str(options.ctx_size)]
+    serve += ["--kv-type", options.kv_type]
     return MeshSystem(
         lab,
         options.model,
