@@ -118,7 +118,9 @@ async def test_an_admitted_host_learns_where_ray_is_and_is_forgotten_when_it_lea
             assert not side.members.ready
             await membership.report_ready()
             await until(side.members, 1)
-            assert list(side.members) == [dataclasses.replace(HOST, is_ready=True)]
+            (member,) = side.members
+            assert member.echo_port > 0
+            assert member == dataclasses.replace(HOST, is_ready=True, echo_port=member.echo_port)
         await until(side.members, 0)
         assert len(side.members) == 0
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from mesh.api import chat, completions, health, models
+from mesh.api import chat, completions, health, links, models
 from mesh.api.auth import ApiKeys, KeyGate
 from mesh.api.backend import Backend
 from mesh.api.body import max_body_bytes
@@ -22,7 +22,7 @@ from mesh.chat_template import chat_template_of
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from mesh.engine import Engine
     from mesh.tokenizer import Tokenizer
@@ -42,6 +42,7 @@ def create_app(
     now_s: Callable[[], float] = time.time,
     random_bits: Callable[[int], int] = secrets.randbits,
     ping_interval_s: float = DEFAULT_PING_INTERVAL_S,
+    measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None,
 ) -> FastAPI:
     """The API in front of an engine. Run it with `mesh.api.serve_api`.
 
@@ -58,6 +59,7 @@ def create_app(
         now_s: Unix seconds.
         random_bits: Random numbers of so many bits, for ids and for seeds that requests leave out.
         ping_interval_s: A stream that has been silent this long sends a comment.
+        measure_links: Answers `/mesh/links`, given round trips and bytes; None where there are no hosts.
     """
     app = FastAPI(
         title="spanmesh",
@@ -83,8 +85,9 @@ def create_app(
         now_s=now_s,
         random_bits=random_bits,
         ping_interval_s=ping_interval_s,
+        measure_links=measure_links,
     )
     app.state.needs_key = api_keys is not None
-    for endpoints in (chat, completions, models, health):
+    for endpoints in (chat, completions, models, health, links):
         app.include_router(endpoints.router)
     return app

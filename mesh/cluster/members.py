@@ -29,6 +29,7 @@ class Member:
         ray_node_name: Name of its Ray node, see `RayNodeConfig`.
         is_ready: Whether its Ray node runs, so that a stage can be placed there.
         layers: What it holds, for messages; empty while it holds nothing.
+        echo_port: Where its echo service listens; 0 if it has none.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Member:
     ray_node_name: str
     is_ready: bool = False
     layers: str = ""
+    echo_port: int = 0
 
 
 def check_name(name: str) -> None:

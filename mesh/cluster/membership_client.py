@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
 
 import grpc
 
 from mesh.cluster.certificate import fetch_pinned_certificate
+from mesh.cluster.echo import EchoServer
+from mesh.cluster.link_reports import carry_out
 from mesh.cluster.membership_server import RayAccess
 from mesh.cluster.reachability import CheckListener
 from mesh.cluster.reports import report_of
@@ -82,6 +84,8 @@ class Membership:
         self._secret = secret
         self._member = member
         self._check = CheckListener()
+        self._echo = EchoServer(secret)
+        self._measuring: set[asyncio.Task[None]] = set()
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.StreamStreamCall[wire.HostReport, wire.HeadReport] | None = None
 
@@ -89,6 +93,9 @@ class Membership:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for task in self._measuring:
+            task.cancel()
+        await asyncio.gather(*self._measuring, return_exceptions=True)
         if self._call is not None:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self._call.done_writing()
@@ -96,6 +103,7 @@ class Membership:
         if self._channel is not None:
             await self._channel.close(grace=None)
         await self._check.close()
+        await self._echo.stop()
 
     async def join(self) -> RayAccess:
         """Ask to be admitted.
@@ -110,8 +118,12 @@ class Membership:
             JoinError: For any other reason that the head gives.
         """
         check_port = await self._check.open(self._member.address)
+        echo_port = await self._echo.start(self._member.address)
         report = report_of(
-            self._member, secret=self._secret, check_port=check_port, check_nonce=self._check.nonce
+            replace(self._member, echo_port=echo_port),
+            secret=self._secret,
+            check_port=check_port,
+            check_nonce=self._check.nonce,
         )
         self._channel = pinned_channel(self._head.address, self._head.certificate_pem)
         self._call = rpc.MembershipStub(self._channel).Join()
@@ -137,16 +149,25 @@ class Membership:
         await self._write(wire.HostReport(name=self._member.name, ray_is_running=True))
 
     async def states(self) -> AsyncIterator[str]:
-        """What the head has to say, until it closes the mesh.
+        """What the head has to say, until it closes the mesh; meanwhile links are measured as it wants.
 
         Raises:
             HostUnreachable: If the head is gone without a goodbye.
         """
         while True:
             report = await self._read()
+            if report.HasField("measure"):
+                task = asyncio.create_task(self._measure(report.measure))
+                self._measuring.add(task)
+                task.add_done_callback(self._measuring.discard)
+                continue
             yield report.state
             if report.is_closing:
                 return
+
+    async def _measure(self, order: wire.LinkOrder) -> None:
+        links = await carry_out(order, self._member.name, self._secret)
+        await self._write(wire.HostReport(name=self._member.name, links=links))
 
     @property
     def _joined(self) -> grpc.aio.StreamStreamCall[wire.HostReport, wire.HeadReport]:

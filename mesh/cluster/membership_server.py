@@ -19,7 +19,7 @@ from mesh.cluster.reports import member_of
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
-from spanmesh_proto.errors import InvalidModel, JoinError, MeshError, PortInUse
+from spanmesh_proto.errors import HostUnreachable, InvalidModel, JoinError, MeshError, PortInUse
 from stages.channels import SERVER_OPTIONS, abort
 
 if TYPE_CHECKING:
@@ -87,6 +87,24 @@ class MembershipService(rpc.MembershipServicer):
         self._versions = versions
         self._clock_s = clock_s
         self._outboxes: dict[str, asyncio.Queue[wire.HeadReport]] = {}
+        self._orders: dict[tuple[str, int], asyncio.Future[wire.LinkReport]] = {}
+
+    async def ask_links(self, name: str, order: wire.LinkOrder) -> wire.LinkReport:
+        """Have a host measure links.
+
+        Raises:
+            HostUnreachable: If it is no member, or leaves in the meantime.
+        """
+        outbox = self._outboxes.get(name)
+        if outbox is None:
+            raise HostUnreachable(f"host {name} is not in the mesh")
+        answer: asyncio.Future[wire.LinkReport] = asyncio.get_running_loop().create_future()
+        self._orders[name, order.id] = answer
+        outbox.put_nowait(wire.HeadReport(measure=order))
+        try:
+            return await answer
+        finally:
+            del self._orders[name, order.id]
 
     def announce(self, name: str, state: str) -> None:
         """Tell one host what is going on, for its log; does nothing if it has left."""
@@ -137,6 +155,9 @@ class MembershipService(rpc.MembershipServicer):
         finally:
             listener.cancel()
             del self._outboxes[member.name]
+            for (name, _), answer in self._orders.items():
+                if name == member.name and not answer.done():
+                    answer.set_exception(HostUnreachable(f"host {name} left the mesh"))
             self._members.remove(member.name)
             log.info("host_left", host=member.name, num_hosts=len(self._members))
 
@@ -193,6 +214,10 @@ class MembershipService(rpc.MembershipServicer):
 
     async def _listen(self, name: str, reports: AsyncIterator[wire.HostReport]) -> None:
         async for report in reports:
+            if report.HasField("links"):
+                answer = self._orders.get((name, report.links.id))
+                if answer is not None and not answer.done():
+                    answer.set_result(report.links)
             if report.ray_is_running:
                 self._members.update(name, is_ready=True)
                 log.info("host_ready", host=name)

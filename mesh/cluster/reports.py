@@ -27,6 +27,7 @@ def report_of(member: Member, *, secret: str, check_port: int, check_nonce: byte
         ray_version=facts.versions.ray,
         python_version=facts.versions.python,
         ray_node_name=member.ray_node_name,
+        echo_port=member.echo_port,
     )
 
 
@@ -48,4 +49,5 @@ def member_of(report: wire.HostReport) -> Member:
             ),
         ),
         ray_node_name=report.ray_node_name,
+        echo_port=report.echo_port,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from mesh.commands.bench_net import net
 from mesh.commands.bench_serve import serve
 from mesh.commands.bench_stress import stress
 from mesh.commands.options import Numbers
@@ -44,11 +45,12 @@ class _Modes(click.ParamType[tuple["SpeculationMode", ...]]):
 
 @click.group()
 def bench() -> None:
-    """Measure: any OpenAI server, or a lab of several hosts on this machine, which needs root on Linux."""
+    """Measure any OpenAI server, a running mesh's links, or a lab of hosts on this machine (needs root)."""
 
 
 bench.add_command(serve)
 bench.add_command(stress)
+bench.add_command(net)
 
 
 @bench.command()

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Final
-from urllib import error, request
 
 import click
 
+from mesh.commands.ask_head import ask_head
 from mesh.commands.options import read_first_key
-from spanmesh_proto.errors import ClusterError, Unauthorized
-
-_TIMEOUT_S: Final = 5.0
 
 
 @click.command()
@@ -29,34 +25,10 @@ _TIMEOUT_S: Final = 5.0
 def status(url: str, api_key_file: Path | None, *, is_json: bool) -> None:
     """Show what a running mesh is doing: its hosts, its stages, their times."""
     key = os.environ.get("MESH_API_KEY") if api_key_file is None else read_first_key(api_key_file)
-    answer = _ask(url.rstrip("/") + "/mesh/status", key)
+    answer = ask_head(url.rstrip("/") + "/mesh/status", key)
     if is_json:
         click.echo(json.dumps(answer, indent=2))
         return
     from mesh.commands.status_table import print_status  # noqa: PLC0415 - rich is not needed for JSON
 
     print_status(answer)
-
-
-def _ask(url: str, key: str | None) -> dict[str, Any]:
-    if not url.startswith(("http://", "https://")):
-        raise click.BadParameter(f"{url!r} does not start with http:// or https://", param_hint="--url")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    # No proxy: a mesh is on this machine or next to it.
-    opener = request.build_opener(request.ProxyHandler({}))
-    try:
-        with opener.open(request.Request(url, headers=headers), timeout=_TIMEOUT_S) as response:  # noqa: S310
-            answer: object = json.load(response)
-    except error.HTTPError as failure:
-        with failure:
-            if failure.code in {401, 403}:
-                raise Unauthorized(
-                    f"{url} wants another API key; give it by --api-key-file or MESH_API_KEY"
-                ) from None
-            raise ClusterError(f"{url} answered {failure.code}: is it a mesh?") from None
-    except (OSError, ValueError) as failure:
-        reason = getattr(failure, "reason", failure)
-        raise ClusterError(f"no mesh answers at {url} ({reason}); start one with `mesh serve`") from None
-    if not isinstance(answer, dict):
-        raise ClusterError(f"{url} did not answer like a mesh")
-    return answer

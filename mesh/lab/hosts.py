@@ -28,7 +28,7 @@ _TIMEOUT_S: Final = 60.0
 
 
 class Lab:
-    """Some hosts, each pair joined by a wire with the same one-way delay. Use as a context manager.
+    """Some hosts, each pair joined by a wire with a one-way delay. Use as a context manager.
 
     Everything ends with the context, also when this process is killed: see `mesh.lab.keeper`.
 
@@ -96,9 +96,17 @@ class Lab:
             raise
         return subprocess.CompletedProcess(list(argv), process.returncode, output.decode(), errors.decode())
 
-    def set_delay_ms(self, delay_ms: float) -> None:
-        """Change the one-way delay, for packets sent from now on."""
-        self._command({"delay_ms": delay_ms})
+    def set_delay_ms(self, delay_ms: float, *, between: tuple[int, int] | None = None) -> None:
+        """Change the one-way delay, for packets sent from now on.
+
+        Args:
+            delay_ms: The delay.
+            between: Two hosts, to change only their wire; by default all wires get the same delay.
+        """
+        command: dict[str, Any] = {"delay_ms": delay_ms}
+        if between is not None:
+            command["between"] = [self.address(host) for host in between]
+        self._command(command)
 
     def traffic(self) -> Traffic:
         """What the router did so far."""
@@ -147,7 +155,7 @@ class Lab:
         self._stack.callback(self._router.let_go)
         self._router.answer()
 
-    def _command(self, command: dict[str, float]) -> Traffic:
+    def _command(self, command: dict[str, Any]) -> Traffic:
         return Traffic(**json.loads(self._router.ask(json.dumps(command))))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import json
 import os
 import select
@@ -17,7 +18,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from mesh.lab.delay_queue import DelayQueue
 from mesh.lab.traffic import Traffic
@@ -28,19 +29,23 @@ CAPACITY_BYTES: Final = 64 << 20
 _BATCH_PACKETS: Final = 64
 _READ_BYTES: Final = 65536
 _DESTINATION: Final = slice(16, 20)
+# Where the two addresses of an IPv4 packet are, next to one another.
+_PAIR: Final = slice(12, 20)
 
 
 class Router:
-    """Forwards IPv4 packets between TUN devices by destination address, each after the queue's delay.
+    """Forwards IPv4 packets between TUN devices by destination address, each after its wire's delay.
 
     Args:
         devices: Descriptor of the device of the host with that address.
-        queue: Where packets wait.
+        queue: Where packets wait on every wire that has no delay of its own.
     """
 
     def __init__(self, devices: dict[ipaddress.IPv4Address, int], queue: DelayQueue) -> None:
         self._device_of = {address.packed: descriptor for address, descriptor in devices.items()}
         self._queue = queue
+        # By source and destination address.
+        self._own_queues: dict[bytes, DelayQueue] = {}
         self._num_packets = self._num_bytes = self._num_unroutable = self._late_ns = self._max_late_ns = 0
 
     def run(self, control: int, answers: int) -> None:
@@ -67,19 +72,32 @@ class Router:
         return Traffic(
             num_packets=self._num_packets,
             num_bytes=self._num_bytes,
-            num_dropped=self._num_unroutable + self._queue.num_dropped,
+            num_dropped=self._num_unroutable + sum(queue.num_dropped for queue in self._queues),
             mean_late_us=self._late_ns / max(1, self._num_packets) / 1e3,
             max_late_us=self._max_late_ns / 1e3,
             cpu_s=time.process_time(),
         )
 
-    def _patience_s(self) -> float | None:
-        due_ns = self._queue.next_due_ns
-        return None if due_ns is None else max(0, due_ns - time.monotonic_ns()) / 1e9
+    @property
+    def _queues(self) -> tuple[DelayQueue, ...]:
+        return (self._queue, *self._own_queues.values())
 
-    def _obey(self, command: dict[str, float]) -> bytes:
+    def _patience_s(self) -> float | None:
+        due = [queue.next_due_ns for queue in self._queues]
+        soonest_ns = min((due_ns for due_ns in due if due_ns is not None), default=None)
+        return None if soonest_ns is None else max(0, soonest_ns - time.monotonic_ns()) / 1e9
+
+    def _obey(self, command: dict[str, Any]) -> bytes:
+        """Set a delay: between two hosts, in both directions, or on every wire."""
         if "delay_ms" in command:
-            self._queue.delay_ns = round(command["delay_ms"] * 1e6)
+            delay_ns = round(command["delay_ms"] * 1e6)
+            if "between" in command:
+                a, b = (ipaddress.IPv4Address(address).packed for address in command["between"])
+                for pair in (a + b, b + a):
+                    self._own_queues.setdefault(pair, DelayQueue(0, CAPACITY_BYTES)).delay_ns = delay_ns
+            else:
+                for queue in self._queues:
+                    queue.delay_ns = delay_ns
         return json.dumps(asdict(self.traffic())).encode() + b"\n"
 
     def _receive(self, device: int) -> None:
@@ -89,11 +107,12 @@ class Router:
                 packet = os.read(device, _READ_BYTES)
             except BlockingIOError:
                 return
-            self._queue.push(packet, now_ns)
+            self._own_queues.get(packet[_PAIR], self._queue).push(packet, now_ns)
 
     def _deliver(self) -> None:
         now_ns = time.monotonic_ns()
-        for due_ns, packet in self._queue.pop_due(now_ns):
+        due = itertools.chain.from_iterable(queue.pop_due(now_ns) for queue in self._queues)
+        for due_ns, packet in due:
             device = self._device_of.get(packet[_DESTINATION])
             if device is None:
                 self._num_unroutable += 1

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import structlog
 
+from mesh.cluster.links import LinkWish
 from mesh.coordinator import Coordinator, CoordinatorOptions
 from mesh.interruption import first_of
 from mesh.planner import HostCapacity, Plan, plan
 from mesh.serve.announce import print_join_line
 from mesh.serve.cutting import cut_stages
+from mesh.serve.link_order import by_links, round_times
+from mesh.serve.measured_links import HIDDEN_VALUE_BYTES
 from mesh.serve.mesh_keys import MeshKeys, new_mesh_keys
 from mesh.serve.preflight import own_capacity
 from mesh.serve.stage_actors import StageActors
@@ -38,6 +41,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _WATCH_S: Final = 0.5
+# Round trips of each size on each link before the stages are placed.
+_NUM_PROBES: Final = 6
+# A round through fewer hosts, the head among them, is the same in any order.
+_FEWEST_FOR_AN_ORDER: Final = 4
 
 
 class Bringup:
@@ -79,7 +86,7 @@ class Bringup:
             MeshError: If a step fails, or a stage goes away.
         """
         await self._gather_hosts()
-        placed = self._plan()
+        placed = await self._plan()
         await first_of(self._serve(placed, on_served), self._watch_hosts(placed))
         raise StageFailed("the mesh ended by itself")
 
@@ -95,14 +102,10 @@ class Bringup:
         own = self._head.own.ray_node_name
         return sum(member.ray_node_name != own for member in self._head.members.ready)
 
-    def _plan(self) -> Plan:
-        placed = plan(
-            self._known.model,
-            [self._capacity_of(member) for member in self._head.members.ready],
-            self._known.workload,
-            num_stages=self._options.num_stages,
-            split=self._options.split,
-        )
+    async def _plan(self) -> Plan:
+        hosts = [self._capacity_of(member) for member in self._head.members.ready]
+        placed = self._placed(hosts)
+        placed = await self._ordered_by_links(hosts, placed)
         self._state.plan = placed
         layers: dict[str, list[str]] = {}
         for stage in placed.stages:
@@ -112,6 +115,41 @@ class Bringup:
             self._head.service.announce(host, f"layers {', '.join(ranges)}")
         log.info("planned", stages=len(placed.stages), reason=placed.reason, hosts=layers)
         return placed
+
+    def _placed(self, hosts: Sequence[HostCapacity]) -> Plan:
+        return plan(
+            self._known.model,
+            hosts,
+            self._known.workload,
+            num_stages=self._options.num_stages,
+            split=self._options.split,
+        )
+
+    async def _ordered_by_links(self, hosts: Sequence[HostCapacity], placed: Plan) -> Plan:
+        """The plan again with its hosts in the order that makes a token's round shortest."""
+        survey = self._head.survey
+        chosen = tuple(dict.fromkeys(stage.host for stage in placed.stages))
+        if len({survey.head, *chosen}) < _FEWEST_FOR_AN_ORDER:
+            return placed
+        self._say("measuring links")
+        hidden_bytes = self._known.model.n_embd * HIDDEN_VALUE_BYTES
+        links = await survey.measure(LinkWish(hidden_bytes, _NUM_PROBES))
+        before = round_times(chosen, survey.head, links)
+        if before is None:
+            log.warning("links_unknown", hosts=chosen, consequence="stages stay in the order of joining")
+            return placed
+        ordered = self._placed(by_links(hosts, chosen, survey.head, links))
+        order = tuple(dict.fromkeys(stage.host for stage in ordered.stages))
+        after = round_times(order, survey.head, links)
+        if after is None or after.order_ms >= before.order_ms:
+            order, ordered, after = chosen, placed, before
+        log.info(
+            "ordered_by_links",
+            hosts=order,
+            round_ms=round(after.order_ms, 2),
+            as_joined_ms=round(before.order_ms, 2),
+        )
+        return ordered
 
     def _capacity_of(self, member: Member) -> HostCapacity:
         if member.ray_node_name == self._head.own.ray_node_name:

@@ -13,7 +13,9 @@ import structlog
 
 from mesh.cluster.addresses import join_address
 from mesh.cluster.certificate import Certificate, make_certificate
+from mesh.cluster.echo import EchoServer
 from mesh.cluster.join_token import JoinToken, encode
+from mesh.cluster.link_survey import LinkSurvey
 from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
 from mesh.cluster.ray_driver import RayDriver
@@ -44,6 +46,7 @@ class Head:
         source: Where hosts fetch stage files.
         token: The join token, as text.
         node: This host's Ray node.
+        survey: Measures the links between hosts.
     """
 
     driver: RayDriver
@@ -53,6 +56,7 @@ class Head:
     source: FetchSource
     token: str
     node: RayNode
+    survey: LinkSurvey
 
 
 @asynccontextmanager
@@ -87,8 +91,22 @@ async def open_head(
                 members.admit(own)
             async with _membership(options, facts, ray, members, cache) as (service, certificate, token):
                 source = FetchSource(token.addresses[0], certificate.certificate_pem, token.secret)
-                with token_file(options.token_path, encode(token)):
-                    yield Head(driver, own, members, service, source, encode(token), node)
+                async with _survey(own, members, service, token.secret) as survey:
+                    with token_file(options.token_path, encode(token)):
+                        yield Head(driver, own, members, service, source, encode(token), node, survey)
+
+
+@asynccontextmanager
+async def _survey(
+    own: Member, members: Members, service: MembershipService, secret: str
+) -> AsyncIterator[LinkSurvey]:
+    """This host answers probes, and asks the others."""
+    echo = EchoServer(secret)
+    try:
+        port = await echo.start(own.address)
+        yield LinkSurvey(replace(own, echo_port=port), members, service, secret)
+    finally:
+        await echo.stop()
 
 
 @contextmanager

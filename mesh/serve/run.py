@@ -10,6 +10,7 @@ from mesh.interruption import first_of
 from mesh.serve.announce import print_served
 from mesh.serve.bringup import Bringup
 from mesh.serve.head import Head, open_head
+from mesh.serve.measured_links import measured_links
 from mesh.serve.pending import PendingEngine
 from mesh.serve.preflight import check
 from mesh.serve.proposers import open_proposers
@@ -49,13 +50,14 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         api_keys=known.api_keys,
         status=state.as_dict,
         ready=lambda: engine.is_ready,
+        measure_links=lambda num_probes, bulk_bytes: measured_links(state, num_probes, bulk_bytes),
     )
     with open_proposers(options, known) as proposers:
         async with (
             serve_api(app, options.host, options.port) as url,
             open_head(options, known.facts, cache, interruption) as head,
         ):
-            state.members = head.members
+            state.members, state.survey = head.members, head.survey
             bringup = Bringup(options, known, state, head, cache, proposers=proposers)
             await first_of(bringup.run(lambda: print_served(options, state, url, head)), _watch_ray(head))
 

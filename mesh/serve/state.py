@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 
 if TYPE_CHECKING:
+    from mesh.cluster.link_survey import LinkSurvey
     from mesh.cluster.members import Member, Members
     from mesh.engine import SpeculationMode
     from mesh.planner import Plan
@@ -27,6 +28,7 @@ class MeshState:
         plan: Who holds what, once that is known.
         numeric_mode: `fast` or `exact`.
         speculation_mode: Who may propose.
+        survey: Measures the links between hosts, once the head is open.
     """
 
     model: ModelFacts
@@ -36,6 +38,7 @@ class MeshState:
     plan: Plan | None = None
     numeric_mode: str = "fast"
     speculation_mode: SpeculationMode = "off"
+    survey: LinkSurvey | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Fit for JSON."""

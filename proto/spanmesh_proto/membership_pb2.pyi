@@ -1,11 +1,13 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HostReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running")
+    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +24,8 @@ class HostReport(_message.Message):
     PYTHON_VERSION_FIELD_NUMBER: _ClassVar[int]
     RAY_NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     RAY_IS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    ECHO_PORT_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     secret: str
@@ -38,23 +42,71 @@ class HostReport(_message.Message):
     python_version: str
     ray_node_name: str
     ray_is_running: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ...) -> None: ...
+    echo_port: int
+    links: LinkReport
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ...) -> None: ...
+
+class LinkReport(_message.Message):
+    __slots__ = ("id", "links")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    links: _containers.RepeatedCompositeFieldContainer[MeasuredLink]
+    def __init__(self, id: _Optional[int] = ..., links: _Optional[_Iterable[_Union[MeasuredLink, _Mapping]]] = ...) -> None: ...
+
+class MeasuredLink(_message.Message):
+    __slots__ = ("target", "small_ms", "hidden_ms", "bytes_per_s", "failure")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    SMALL_MS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_MS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    target: str
+    small_ms: _containers.RepeatedScalarFieldContainer[float]
+    hidden_ms: _containers.RepeatedScalarFieldContainer[float]
+    bytes_per_s: float
+    failure: str
+    def __init__(self, target: _Optional[str] = ..., small_ms: _Optional[_Iterable[float]] = ..., hidden_ms: _Optional[_Iterable[float]] = ..., bytes_per_s: _Optional[float] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class HeadReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state", "is_closing")
+    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state", "is_closing", "measure")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RAY_TOKEN_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     IS_CLOSING_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     ray_address: str
     ray_token: str
     state: str
     is_closing: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ..., is_closing: _Optional[bool] = ...) -> None: ...
+    measure: LinkOrder
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ..., is_closing: _Optional[bool] = ..., measure: _Optional[_Union[LinkOrder, _Mapping]] = ...) -> None: ...
+
+class LinkOrder(_message.Message):
+    __slots__ = ("id", "targets", "hidden_bytes", "num_probes", "bulk_bytes")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROBES_FIELD_NUMBER: _ClassVar[int]
+    BULK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    targets: _containers.RepeatedCompositeFieldContainer[LinkTarget]
+    hidden_bytes: int
+    num_probes: int
+    bulk_bytes: int
+    def __init__(self, id: _Optional[int] = ..., targets: _Optional[_Iterable[_Union[LinkTarget, _Mapping]]] = ..., hidden_bytes: _Optional[int] = ..., num_probes: _Optional[int] = ..., bulk_bytes: _Optional[int] = ...) -> None: ...
+
+class LinkTarget(_message.Message):
+    __slots__ = ("name", "address")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("secret", "sha256", "offset")

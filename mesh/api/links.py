@@ -1,0 +1,37 @@
+"""`POST /mesh/links`: measures the links between all hosts, for those with a key."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fastapi import APIRouter
+from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
+from starlette.responses import Response  # noqa: TC002
+
+from mesh.api.backend import backend_of
+from mesh.api.json_response import json_response
+from spanmesh_proto.errors import ClusterError, InvalidRequest
+
+router = APIRouter()
+
+MAX_PROBES: Final = 1000
+MAX_BULK_BYTES: Final = 256 * 2**20
+_PROBES: Final = 20
+
+
+@router.post("/mesh/links", response_model=None)
+async def measure_links(request: Request) -> Response:
+    """Round trips, and bandwidth if `bulk_bytes` are to be sent, as `mesh bench net` shows them."""
+    measure = backend_of(request).measure_links
+    if measure is None:
+        raise ClusterError("there are no hosts here whose links could be measured")
+    probes = _number(request, "probes", _PROBES, 1, MAX_PROBES)
+    bulk_bytes = _number(request, "bulk_bytes", 0, 0, MAX_BULK_BYTES)
+    return json_response(dict(await measure(probes, bulk_bytes)))
+
+
+def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise InvalidRequest(f"{name} is {text!r}; it must be a number from {least} to {most}", param=name)
+    return int(text)

@@ -1,0 +1,96 @@
+"""The head has every host measure its links to every other."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from mesh.cluster.addresses import join_address
+from mesh.cluster.link_reports import carry_out, links_of, order_of
+from mesh.cluster.links import Link, Links, LinkWish
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from mesh.cluster.members import Member, Members
+    from mesh.cluster.membership_server import MembershipService
+
+log = structlog.get_logger()
+
+# For the way to a host and back, beyond what its links may take.
+_REPORT_S: Final = 5.0
+
+
+class LinkSurvey:
+    """Measures all links. One survey runs at a time.
+
+    Args:
+        own: The head's host, with its echo service.
+        members: Hosts; the head's own may be among them.
+        service: Reaches the others.
+        secret: The join token's.
+    """
+
+    def __init__(self, own: Member, members: Members, service: MembershipService, secret: str) -> None:
+        self._own = own
+        self._members = members
+        self._service = service
+        self._secret = secret
+        self._ids = itertools.count(1)
+        self._turn = asyncio.Lock()
+
+    @property
+    def head(self) -> str:
+        """What the head's host is called; a joined host may have its name if the head itself is no member."""
+        own = self._own
+        is_taken = any(
+            other.name == own.name and other.ray_node_name != own.ray_node_name for other in self._members
+        )
+        return f"{own.name} (head)" if is_taken else own.name
+
+    async def measure(self, wish: LinkWish) -> Links:
+        """Of every host to every other, the head's among them.
+
+        Round trips are measured by all hosts at the same time, one link of each at a time. If much data is to
+        be sent, one host measures after the other: two transfers over one wire would share it.
+        """
+        async with self._turn:
+            hosts = {member.name: member for member in self._members}
+            # The head's own entry among the members, if there is one, knows nothing of its echo service.
+            hosts[self.head] = replace(self._own, name=self.head)
+            if wish.bulk_bytes:
+                measured = [await self._from(member, hosts, wish) for member in hosts.values()]
+            else:
+                measured = await asyncio.gather(
+                    *(self._from(member, hosts, wish) for member in hosts.values())
+                )
+            return Links(tuple(itertools.chain.from_iterable(measured)))
+
+    async def _from(self, member: Member, hosts: dict[str, Member], wish: LinkWish) -> list[Link]:
+        if not member.echo_port:
+            # It runs a version that knows nothing of this.
+            return []
+        targets = {
+            other.name: join_address(other.address, other.echo_port)
+            for other in hosts.values()
+            if other.name != member.name and other.echo_port
+        }
+        order = order_of(next(self._ids), targets, wish)
+        timeout_s = _REPORT_S + len(targets) * wish.patience_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                if member.ray_node_name == self._own.ray_node_name:
+                    report = await carry_out(order, member.name, self._secret)
+                else:
+                    report = await self._service.ask_links(member.name, order)
+        except TimeoutError:
+            reason = f"{member.name} did not report within {timeout_s:.0f} s"
+        except MeshError as error:
+            reason = error.message
+        else:
+            return links_of(member.name, report)
+        log.warning("links_not_measured", host=member.name, reason=reason)
+        return [Link(member.name, name, failure=reason) for name in targets]

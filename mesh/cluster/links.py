@@ -1,0 +1,122 @@
+"""What the links between hosts are like. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True)
+class LinkWish:
+    """What is to be measured of each link.
+
+    Attributes:
+        hidden_bytes: Size of one row of hidden states, as it goes from stage to stage.
+        num_probes: Round trips of each size.
+        bulk_bytes: What is sent to find the bandwidth; 0 leaves that out.
+    """
+
+    hidden_bytes: int
+    num_probes: int = 20
+    bulk_bytes: int = 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long one link may take: round trips of a quarter of a second, 1 MB/s, time to connect."""
+        return 5 + 2 * self.num_probes * 0.25 + 2 * self.bulk_bytes / 1e6
+
+
+@dataclass(frozen=True)
+class Link:
+    """From one host to another.
+
+    Attributes:
+        source: Name of the host that measured.
+        target: Name of the host that answered.
+        small_ms: Round trips of 64 bytes.
+        hidden_ms: Round trips of one row of hidden states there, and 64 bytes back.
+        bytes_per_s: How fast much data gets there; None if it was not measured.
+        failure: Why nothing was measured, or empty.
+    """
+
+    source: str
+    target: str
+    small_ms: tuple[float, ...] = ()
+    hidden_ms: tuple[float, ...] = ()
+    bytes_per_s: float | None = None
+    failure: str = ""
+
+    @property
+    def hop_ms(self) -> float | None:
+        """One way for a row of hidden states: what its round trip takes beyond half a small one's.
+
+        Of the shortest ones: whatever made others longer was not the wire.
+        """
+        if not self.small_ms or not self.hidden_ms:
+            return None
+        return max(min(self.hidden_ms) - min(self.small_ms) / 2, 0.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "from": self.source,
+            "to": self.target,
+            "rtt_ms": _percentiles(self.small_ms),
+            "hidden_rtt_ms": _percentiles(self.hidden_ms),
+            "hop_ms": self.hop_ms,
+            "bytes_per_s": self.bytes_per_s,
+            "failure": self.failure or None,
+        }
+
+
+@dataclass(frozen=True)
+class Links:
+    """All links between some hosts.
+
+    Attributes:
+        links: In any order, at most one for each direction.
+    """
+
+    links: tuple[Link, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every link could be measured."""
+        return all(link.hop_ms is not None for link in self.links)
+
+    def hop_ms(self, source: str, target: str) -> float:
+        """One way; 0 from a host to itself. A link that only the other end measured counts as that.
+
+        Raises:
+            KeyError: If nobody measured it.
+        """
+        if source == target:
+            return 0.0
+        for a, b in ((source, target), (target, source)):
+            for link in self.links:
+                if (link.source, link.target) == (a, b) and link.hop_ms is not None:
+                    return link.hop_ms
+        raise KeyError((source, target))
+
+    def knows(self, hosts: Iterable[str]) -> bool:
+        """Whether every link between these hosts was measured, at least from one end."""
+        names = tuple(hosts)
+        try:
+            for source in names:
+                for target in names:
+                    self.hop_ms(source, target)
+        except KeyError:
+            return False
+        return True
+
+
+def _percentiles(times_ms: tuple[float, ...]) -> dict[str, float] | None:
+    if not times_ms:
+        return None
+    p50, p90, p99 = (float(value) for value in np.percentile(times_ms, (50, 90, 99)))
+    return {"p50": p50, "p90": p90, "p99": p99, "min": min(times_ms)}

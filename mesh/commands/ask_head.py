@@ -1,0 +1,52 @@
+"""Asks a running mesh's head over HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, Literal
+from urllib import error, request
+
+import click
+
+from spanmesh_proto.errors import ClusterError, Unauthorized
+
+_TIMEOUT_S: Final = 5.0
+
+
+def ask_head(
+    url: str, key: str | None, *, method: Literal["GET", "POST"] = "GET", timeout_s: float = _TIMEOUT_S
+) -> dict[str, Any]:
+    """The JSON object that the head answers.
+
+    Args:
+        url: With the path.
+        key: API key, if the mesh wants one.
+        method: Of the request, which has no body.
+        timeout_s: Between two signs of life.
+
+    Raises:
+        Unauthorized: If the key is missing or wrong.
+        ClusterError: If no mesh answers, or not with what was asked for.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise click.BadParameter(f"{url!r} does not start with http:// or https://", param_hint="--url")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    # No proxy: a mesh is on this machine or next to it.
+    opener = request.build_opener(request.ProxyHandler({}))
+    asked = request.Request(url, headers=headers, method=method)  # noqa: S310 - checked above
+    try:
+        with opener.open(asked, timeout=timeout_s) as response:
+            answer: object = json.load(response)
+    except error.HTTPError as failure:
+        with failure:
+            if failure.code in {401, 403}:
+                raise Unauthorized(
+                    f"{url} wants another API key; give it by --api-key-file or MESH_API_KEY"
+                ) from None
+            raise ClusterError(f"{url} answered {failure.code}: is it a mesh?") from None
+    except (OSError, ValueError) as failure:
+        reason = getattr(failure, "reason", failure)
+        raise ClusterError(f"no mesh answers at {url} ({reason}); start one with `mesh serve`") from None
+    if not isinstance(answer, dict):
+        raise ClusterError(f"{url} did not answer like a mesh")
+    return answer

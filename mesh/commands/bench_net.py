@@ -1,0 +1,60 @@
+"""`mesh bench net`: the links between the hosts of a running mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+from mesh.commands.ask_head import ask_head
+from mesh.commands.options import read_first_key
+
+_MB = 10**6
+_TIMEOUT_S = 600.0
+
+
+@click.command()
+@click.option(
+    "--url", default="http://127.0.0.1:8000", show_default=True, help="Where the mesh serves its API."
+)
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File whose first key opens the API; or set MESH_API_KEY.",
+)
+@click.option(
+    "--probes",
+    type=click.IntRange(1, 1000),
+    default=50,
+    show_default=True,
+    help="Round trips of each size on each link.",
+)
+@click.option(
+    "--megabytes",
+    type=click.IntRange(0, 200),
+    default=8,
+    show_default=True,
+    metavar="MB",
+    help="Sent over each link, twice, to find its bandwidth; 0 leaves that out.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print the figures as JSON.")
+def net(url: str, api_key_file: Path | None, probes: int, megabytes: int, *, is_json: bool) -> None:
+    """Measure the links between the hosts of a running mesh, over the streams that windows take.
+
+    Every host measures its links to every other, hosts without a stage too: round trips of 64 bytes and of
+    one row of hidden states, and bandwidth. Then it says what a token's round takes on the wire with the
+    stages in their order, and with them in the best one. Exits with 1 if a link could not be measured.
+    """
+    key = os.environ.get("MESH_API_KEY") if api_key_file is None else read_first_key(api_key_file)
+    wanted = f"/mesh/links?probes={probes}&bulk_bytes={megabytes * _MB}"
+    found = ask_head(url.rstrip("/") + wanted, key, method="POST", timeout_s=_TIMEOUT_S)
+    if is_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        from mesh.commands.links_table import print_links  # noqa: PLC0415 - rich is not needed for JSON
+
+        print_links(found)
+    if any(link["failure"] for link in found["links"]):
+        click.get_current_context().exit(1)

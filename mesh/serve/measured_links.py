@@ -1,0 +1,41 @@
+"""The links of a running mesh, measured when somebody asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.cluster.links import LinkWish
+from mesh.serve.link_order import round_times
+from spanmesh_proto.errors import ClusterError
+
+if TYPE_CHECKING:
+    from mesh.serve.state import MeshState
+
+# Hidden states travel as float32 unless the user chooses otherwise.
+HIDDEN_VALUE_BYTES: Final = 4
+
+
+async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> dict[str, Any]:
+    """Measure, and say what it means for the stages' order; fit for JSON.
+
+    Args:
+        state: Of the mesh.
+        num_probes: Round trips of each size on each link.
+        bulk_bytes: Sent over each link to find its bandwidth; 0 leaves that out.
+
+    Raises:
+        ClusterError: If the mesh is not up yet.
+    """
+    if state.survey is None:
+        raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
+    hidden_bytes = state.model.n_embd * HIDDEN_VALUE_BYTES
+    links = await state.survey.measure(LinkWish(hidden_bytes, num_probes, bulk_bytes))
+    stages = () if state.plan is None else state.plan.stages
+    found = round_times([stage.host for stage in stages], state.survey.head, links)
+    return {
+        "head": state.survey.head,
+        "hidden_bytes": hidden_bytes,
+        "bulk_bytes": bulk_bytes,
+        "links": [link.as_dict() for link in links.links],
+        "round": None if found is None else found.as_dict(),
+    }

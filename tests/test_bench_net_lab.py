@@ -1,0 +1,52 @@
+"""Links of different length: measured, minded by the plan, and shown by `mesh bench net`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mesh.bench.mesh_system import COMMAND, MeshSystem
+from mesh.bench.server_process import get_json, last_lines
+from mesh.lab import Lab
+from tests.lab_fixtures import require_lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+
+NUM_HOSTS = 4
+NEAR_MS, FAR_MS = 2.0, 25.0
+
+
+def test_stages_far_from_one_another_are_no_neighbours(smollm2_path: Path, tmp_path: Path) -> None:
+    require_lab()
+    with Lab(NUM_HOSTS, NEAR_MS, shared=[tmp_path]) as lab:
+        lab.set_delay_ms(FAR_MS, between=(1, 2))
+        mesh = MeshSystem(lab, smollm2_path, tmp_path, options=["--ctx-size", "256", "--parallel", "1"])
+        try:
+            mesh.start()
+            stages = get_json(lab, 0, mesh.port, "/mesh/status")["stages"]
+            done = lab.exec(0, [COMMAND, "bench", "net", "--json", "--probes", "5", "--megabytes", "1"])
+            shown = lab.exec(0, [COMMAND, "bench", "net", "--probes", "2", "--megabytes", "0"])
+            mesh.stop()
+        except BaseException:
+            for host in range(NUM_HOSTS):
+                if mesh.log(host).exists():
+                    print(f"--- host{host}\n{last_lines(mesh.log(host), 60)}")
+            raise
+    # Between the two that are far from one another there is the third.
+    assert stages[1]["host"] == "host3"
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["round"]["order"] == [stage["host"] for stage in stages]
+    assert found["round"]["best"][1] == "host3"
+    assert found["round"]["order_ms"] < 2 * FAR_MS
+    names = [f"host{host}" for host in range(NUM_HOSTS)]
+    assert len(found["links"]) == NUM_HOSTS * (NUM_HOSTS - 1)
+    for link in found["links"]:
+        assert {link["from"], link["to"]} <= set(names)
+        is_far = {link["from"], link["to"]} == {"host1", "host2"}
+        # Never faster than the wire, and what the kernels add is less than the difference between the wires.
+        assert (FAR_MS if is_far else NEAR_MS) <= link["hop_ms"] < (2 * FAR_MS if is_far else FAR_MS)
+        assert link["rtt_ms"]["min"] >= 2 * (FAR_MS if is_far else NEAR_MS)
+        assert link["bytes_per_s"] > 1e5
+    assert shown.returncode == 0, shown.stderr
+    assert "a token's round: host0 - " in shown.stdout
