@@ -22,7 +22,10 @@ from spanmesh_proto import SOFTWARE_VERSION
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/three_hosts.md")
-COMMANDS = ("serve", "join", "status", "slice", "certify", "draft make", "bench spec", "bench serve")
+COMMANDS = (
+    *("serve", "join", "status", "slice", "certify", "draft make"),
+    *("bench spec", "bench serve", "bench stress", "bench net"),
+)
 GROUPS = ("draft", "bench")
 BIN = Path(sys.executable).parent
 
