@@ -121,7 +121,8 @@ class StageSizes:
     @cached_property
     def _row_bytes(self) -> int:
         """What the rows of a batch take: their activations, and their masks over the cache."""
-        of_one = self.model.row_width * _F32_BYTES + self.workload.num_cells * self._num_masks * _MASK_BYTES
+        seen = self.workload.numerics.num_cells_seen(self.workload.ctx_size, self.workload.num_slots)
+        of_one = self.model.row_width * _F32_BYTES + seen * self._num_masks * _MASK_BYTES
         return self.workload.numerics.max_rows * of_one
 
     @property

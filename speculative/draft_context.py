@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import llama_cpp
 import numpy as np
+from gguf.constants import GGMLQuantizationType
 
 from speculative.draft_options import DraftOptions, DraftUnusable
 
@@ -189,10 +190,9 @@ class DraftContext:
 
 
 def _kv_type(name: str) -> int:
-    number: int | None = getattr(llama_cpp, f"GGML_TYPE_{name.upper()}", None)
-    if number is None:
+    if name.upper() not in GGMLQuantizationType.__members__:
         raise DraftUnusable(f"llama.cpp knows no format {name} for the KV cache of a draft model")
-    return number
+    return GGMLQuantizationType[name.upper()].value
 
 
 def _load(path: Path, options: DraftOptions) -> Any:

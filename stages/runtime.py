@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
+from gguf.constants import GGMLQuantizationType
 
 from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from stages.layers import LayerRange
@@ -114,7 +115,11 @@ class StageRuntime:
     def __init__(
         self, path: Path, options: RuntimeOptions, *, progress: Callable[[float], None] | None = None
     ) -> None:
-        self._numerics: Numerics = numerics_for(exact=options.exact, num_threads=options.num_threads)
+        self._numerics: Numerics = numerics_for(
+            exact=options.exact,
+            num_threads=options.num_threads,
+            has_gpu=llama_cpp.llama_supports_gpu_offload(),
+        )
         self._options = options
         self._context: Any = None
         self._model: Any = None
@@ -330,7 +335,7 @@ class StageRuntime:
         params.kv_unified = self._numerics.has_shared_cache
         # A pruned sliding-window cache may already lack what a trim goes back to.
         params.swa_full = True
-        params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{options.kv_type.upper()}")
+        params.type_k = params.type_v = GGMLQuantizationType[options.kv_type.upper()].value
         params.n_threads = params.n_threads_batch = options.num_threads
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if options.exact else llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO

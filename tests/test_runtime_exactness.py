@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from stages.kv_types import KV_TYPES
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 
 pytestmark = pytest.mark.model
 
 
-def rows_alone(model: Path, text: Sequence[int]) -> list[NDArray[np.float32]]:
+def rows_alone(model: Path, text: Sequence[int], kv_type: str = "f16") -> list[NDArray[np.float32]]:
     """Logits after each token, 32 rows at a time, nobody else there."""
-    options = RuntimeOptions(ctx_size=len(text), exact=True)
+    options = RuntimeOptions(ctx_size=len(text), exact=True, kv_type=kv_type)
     with closing(StageRuntime(model, options)) as runtime:
         chunks = [Span(0, start, text[start : start + 32]) for start in range(0, len(text), 32)]
         return [
@@ -26,21 +27,32 @@ def rows_alone(model: Path, text: Sequence[int]) -> list[NDArray[np.float32]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "num_threads", "num_rows"),
+    ("model", "num_threads", "num_rows", "kv_type"),
     # With several threads, a lone row beyond 512 cached ones would take another path.
-    [("smollm2_path", 1, 140), ("smollm2_path", 2, 560), ("gemma3_path", 1, 100)],
+    [
+        ("smollm2_path", 1, 140, "f16"),
+        ("smollm2_path", 2, 560, "f16"),
+        ("gemma3_path", 1, 100, "f16"),
+        ("smollm2_path", 1, 100, "q8_0"),
+        *(
+            pytest.param(model, num_threads, num_rows, kv_type, marks=pytest.mark.sweep)
+            for model, num_threads, num_rows in (("smollm2_path", 2, 560), ("gemma3_path", 1, 100))
+            for kv_type in KV_TYPES
+            if kv_type != "f16"
+        ),
+    ],
 )
 def test_company_leaves_no_trace(
-    model: str, num_threads: int, num_rows: int, request: pytest.FixtureRequest
+    model: str, num_threads: int, num_rows: int, kv_type: str, request: pytest.FixtureRequest
 ) -> None:
     """One text grows in windows of many widths, with rejections, among others that trim and leave holes."""
     path: Path = request.getfixturevalue(model)
     random = np.random.default_rng(7)
     text = [int(token) for token in random.integers(100, 40000, num_rows)]
     noise = [int(token) for token in random.integers(100, 40000, 1000)]
-    alone = rows_alone(path, text)
+    alone = rows_alone(path, text, kv_type)
 
-    options = RuntimeOptions(num_slots=4, ctx_size=1024, exact=True, num_threads=num_threads)
+    options = RuntimeOptions(num_slots=4, ctx_size=1024, exact=True, num_threads=num_threads, kv_type=kv_type)
     with closing(StageRuntime(path, options)) as runtime:
         starts = {0: 0, 1: 0, 3: 0}
         start = max(0, num_rows - 100) // 32 * 32
