@@ -39,17 +39,18 @@ async def running_api(
     ping_interval_s: float = 5.0,
     max_connections: int | None = None,
     patience_s: float = 60.0,
+    **hosts: Any,
 ) -> AsyncIterator[Api]:
-    """Serve `engine` on a free port."""
+    """Serve `engine` on a free port; `hosts` are what `create_app` takes of a mesh's hosts."""
     app = create_app(
         engine=engine,
         tokenizer=tokenizer,
         model_id=MODEL,
         created=1_700_000_000,
         api_keys=keys,
-        status=lambda: {"hosts": 3},
         ready=ready,
         ping_interval_s=ping_interval_s,
+        **{"status": lambda: {"hosts": 3}, **hosts},
     )
     async with (
         serve_api(app, "127.0.0.1", 0, max_connections=max_connections, patience_s=patience_s) as url,

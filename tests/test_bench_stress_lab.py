@@ -37,6 +37,8 @@ def test_every_answer_of_a_quick_load_is_checked(smollm2_path: Path, tmp_path: P
 
     checks = {check["name"]: check["holds"] for check in found["checks"]}
     assert checks["no session left when idle"] is True
+    assert [stage["open_sessions"] for stage in found["stages"]] == [0, 0]
+    assert all(stage["rows"] >= stage["decodes"] > 0 for stage in found["stages"])
     assert len(found["footprints"]) == 2
     for footprint in found["footprints"]:
         assert footprint["process_bytes"] > footprint["weight_bytes"]

@@ -22,7 +22,7 @@ from mesh.chat_template import chat_template_of
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from mesh.engine import Engine
     from mesh.tokenizer import Tokenizer
@@ -42,6 +42,7 @@ def create_app(
     now_s: Callable[[], float] = time.time,
     random_bits: Callable[[int], int] = secrets.randbits,
     ping_interval_s: float = DEFAULT_PING_INTERVAL_S,
+    stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None,
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None,
 ) -> FastAPI:
     """The API in front of an engine. Run it with `mesh.api.serve_api`.
@@ -59,6 +60,7 @@ def create_app(
         now_s: Unix seconds.
         random_bits: Random numbers of so many bits, for ids and for seeds that requests leave out.
         ping_interval_s: A stream that has been silent this long sends a comment.
+        stage_counts: Goes into the stages of `/mesh/status`: what they themselves count.
         measure_links: Answers `/mesh/links`, given round trips and bytes; None where there are no hosts.
     """
     app = FastAPI(
@@ -85,6 +87,7 @@ def create_app(
         now_s=now_s,
         random_bits=random_bits,
         ping_interval_s=ping_interval_s,
+        stage_counts=stage_counts,
         measure_links=measure_links,
     )
     app.state.needs_key = api_keys is not None

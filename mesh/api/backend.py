@@ -10,7 +10,7 @@ from mesh.api.unknown_fields import UnknownFields
 from spanmesh_proto.errors import ClusterError, ModelNotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
 
@@ -37,6 +37,7 @@ class Backend:
         now_s: Unix seconds.
         random_bits: Random numbers of so many bits: ids and seeds.
         ping_interval_s: A stream that has been silent this long sends a comment.
+        stage_counts: What the stages themselves count, in order; none where there are none.
         measure_links: Measures the links between hosts, given round trips and bytes; None without hosts.
         closing: Set when the server shuts down; open answers end at once.
         unknown_fields: Which field names were logged.
@@ -53,6 +54,7 @@ class Backend:
     now_s: Callable[[], float]
     random_bits: Callable[[int], int]
     ping_interval_s: float
+    stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)

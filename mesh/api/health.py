@@ -22,4 +22,9 @@ async def health(request: Request) -> Response:
 @router.get("/mesh/status", response_model=None)
 async def mesh_status(request: Request) -> Response:
     """Hosts, stages and counts, as `mesh status` shows them."""
-    return json_response(dict(backend_of(request).status()))
+    backend = backend_of(request)
+    counts = [] if backend.stage_counts is None else await backend.stage_counts()
+    status = dict(backend.status())
+    if counts:
+        status["stages"] = [{**stage, **own} for stage, own in zip(status["stages"], counts, strict=True)]
+    return json_response(status)

@@ -205,6 +205,14 @@ class Coordinator:
         self._prefill_pace.num_sessions = len(self._sessions)
         self._grouping.set_num_sessions(len(self._sessions))
 
+    async def stage_stats(self) -> list[wire.StageStats]:
+        """What every stage counts itself, in order.
+
+        Raises:
+            TimeoutError: If one does not answer in time.
+        """
+        return await self._ring.stats()
+
     def _session(self, request: GenerationRequest, num_cached: int) -> Session:
         id = next(self._session_ids)  # noqa: A001 - an id is called id
         options = self._options

@@ -14,6 +14,7 @@ from mesh.serve.measured_links import measured_links
 from mesh.serve.pending import PendingEngine
 from mesh.serve.preflight import check
 from mesh.serve.proposers import open_proposers
+from mesh.serve.stage_counts import stage_counts
 from mesh.serve.state import MeshState
 from spanmesh_proto.errors import ClusterError
 from stages.cutting import StageCache
@@ -50,6 +51,7 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         api_keys=known.api_keys,
         status=state.as_dict,
         ready=lambda: engine.is_ready,
+        stage_counts=lambda: stage_counts(engine),
         measure_links=lambda num_probes, bulk_bytes: measured_links(state, num_probes, bulk_bytes),
     )
     with open_proposers(options, known) as proposers:

@@ -121,13 +121,14 @@ def _saturation(report: Report) -> str:
 
 
 def _stages(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    heads = ("stage", "host", "layers", "windows", "mean compute", "mean queue")
+    heads = ("stage", "host", "layers", "windows", "rows in a batch", "mean compute", "mean queue")
     return heads, [
         (
             str(stage["index"]),
             stage["host"],
             "[{}, {})".format(*stage["layers"]),
             str(stage["windows"]),
+            f"{stage['rows'] / stage['decodes']:.1f}" if stage.get("decodes") else "",
             f"{stage['mean_compute_ms']:.2f}",
             f"{stage['mean_queue_ms']:.2f}",
         )

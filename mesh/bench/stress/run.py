@@ -109,8 +109,9 @@ def run_stress(options: StressOptions) -> Report:
         run = _Run(options, facts, Ground(lab, asker, mesh, peer, {}), watch)
         run.work()
         report = run.report()
+        # Before anything else can go wrong, or somebody loses patience.
+        write_report(report, options.output)
         mesh.stop()
-    write_report(report, options.output)
     return report
 
 

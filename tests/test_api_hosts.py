@@ -1,0 +1,90 @@
+"""What the API tells of a mesh's hosts: counts of the stages, links between hosts."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from mesh.cli import run
+from mesh.cluster.links import Link
+from mesh.tokenizer import Tokenizer
+from tests.api_harness import ScriptedEngine, running_api, tokenizer
+
+__all__ = ["tokenizer"]
+
+pytestmark = pytest.mark.model
+
+NEAR = Link("head", "attic", (1.0, 2.0, 3.0), (2.0, 3.0, 4.0), 12.5e6)
+GONE = Link("attic", "head", failure="host attic left the mesh")
+ROUND = {"order": ["b", "a"], "order_ms": 30.5, "best": ["a", "b"], "best_ms": 20.25}
+
+
+def measuring(*links: Link) -> Callable[[int, int], Awaitable[Mapping[str, Any]]]:
+    async def measure(num_probes: int, bulk_bytes: int) -> Mapping[str, Any]:
+        return {
+            "head": "head",
+            "hidden_bytes": 2304,
+            "asked": [num_probes, bulk_bytes],
+            "links": [link.as_dict() for link in links],
+            "round": ROUND,
+        }
+
+    return measure
+
+
+async def test_the_status_has_what_the_stages_count_themselves(tokenizer: Tokenizer) -> None:
+    async def counts() -> list[dict[str, Any]]:
+        return [{"open_sessions": 2}]
+
+    hosts = {"status": lambda: {"stages": [{"index": 0}]}, "stage_counts": counts}
+    async with running_api(ScriptedEngine([]), tokenizer, **hosts) as api:
+        found = (await api.http.get("/mesh/status")).json()
+    assert found == {"stages": [{"index": 0, "open_sessions": 2}]}
+
+
+async def test_links_are_measured_as_asked_for(tokenizer: Tokenizer) -> None:
+    async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring(NEAR)) as api:
+        found = (await api.http.post("/mesh/links?probes=7&bulk_bytes=5")).json()
+        assert found["asked"] == [7, 5]
+        for query in ("probes=0", "probes=x", "probes=1001", "bulk_bytes=-1", f"bulk_bytes={2**40}"):
+            refused = await api.http.post(f"/mesh/links?{query}")
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == query.partition("=")[0]
+    async with running_api(ScriptedEngine([]), tokenizer) as api:
+        assert (await api.http.post("/mesh/links")).status_code == 503
+
+
+async def test_the_command_shows_every_link_and_the_better_order(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring(NEAR, GONE)) as api:
+        # One link could not be measured: that is a failure, and the others are shown.
+        assert await asyncio.to_thread(run, ["bench", "net", "--url", api.url]) == 1
+        said = capsys.readouterr().out
+        assert (
+            await asyncio.to_thread(run, ["bench", "net", "--url", api.url, "--json", "--megabytes", "3"])
+            == 1
+        )
+        found = json.loads(capsys.readouterr().out)
+    assert found["asked"] == [50, 3_000_000]
+    (row,) = [line for line in said.splitlines() if "12.5" in line]
+    assert row.replace("│", " ").split() == ["head", "attic", "2.00", "2.98", "3.00", "3.98", "1.50", "12.5"]
+    assert "attic to head: host attic left the mesh" in said
+    assert "a token's round: head - b - a - head: 30.50 ms" in said
+    assert "shorter: head - a - b - head: 20.25 ms" in said
+
+
+async def test_without_joined_hosts_there_is_nothing_to_show(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring()) as api:
+        assert await asyncio.to_thread(run, ["bench", "net", "--url", api.url]) == 0
+        assert "no other host has joined" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--probes", "0"], ["--megabytes", "201"], ["--url", "ftp://x"]])
+def test_bad_options_are_refused(arguments: list[str]) -> None:
+    assert run(["bench", "net", *arguments]) == 2
