@@ -19,6 +19,7 @@ from stages.channels import SERVER_OPTIONS, KeyCheck
 from stages.cutting import StageCache
 from stages.fetch import FetchSource, fetch_stage
 from stages.free_memory import free_memory_bytes
+from stages.hidden_codec import HiddenType
 from stages.kv_types import KV_TYPES
 from stages.runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
@@ -45,6 +46,7 @@ class StageConfig:
         beside_bytes: What other stages, placed on the same host, are yet to take.
         mesh_id: Which mesh it belongs to.
         mesh_key: Shared by all stages and the coordinator.
+        hidden_type: How its hidden states travel to the next stage.
     """
 
     stage_index: int
@@ -59,6 +61,7 @@ class StageConfig:
     mesh_id: str
     mesh_key: str
     cache_dir: str | None = None
+    hidden_type: HiddenType = HiddenType.F32
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,11 @@ class StageActor:
         if self._runtime is None:
             raise ClusterError(f"stage {config.stage_index} was started before it was loaded")
         self._service = StageService(
-            self._runtime, stage_index=config.stage_index, mesh_id=config.mesh_id, mesh_key=config.mesh_key
+            self._runtime,
+            stage_index=config.stage_index,
+            mesh_id=config.mesh_id,
+            mesh_key=config.mesh_key,
+            hidden_type=config.hidden_type,
         )
         self._runtime = None  # the service's worker owns and frees it now
         self._server = grpc.aio.server(interceptors=[KeyCheck(config.mesh_key)], options=SERVER_OPTIONS)

@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import structlog
 
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
@@ -21,6 +20,8 @@ from spanmesh_proto.errors import (
     wire_of,
 )
 from stages.channels import abort
+from stages.encoded_hidden import EncodedHidden
+from stages.hidden_codec import HiddenType
 from stages.judge import Judge
 from stages.link import StageLink
 from stages.opening import Opening
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     import grpc
-    from numpy.typing import NDArray
 
 log = structlog.get_logger()
 
@@ -54,9 +54,18 @@ class StageService(rpc.StageServicer):
         stage_index: Its place in the pipeline.
         mesh_id: Which mesh it belongs to; peers of another one are refused.
         mesh_key: Shared by all stages and the coordinator.
+        hidden_type: How its hidden states travel to the next stage. What arrives says its type itself.
     """
 
-    def __init__(self, runtime: StageRuntime, *, stage_index: int, mesh_id: str, mesh_key: str) -> None:
+    def __init__(
+        self,
+        runtime: StageRuntime,
+        *,
+        stage_index: int,
+        mesh_id: str,
+        mesh_key: str,
+        hidden_type: HiddenType = HiddenType.F32,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._info = runtime.info
         self._max_rows = runtime.max_rows
@@ -69,6 +78,7 @@ class StageService(rpc.StageServicer):
             runtime,
             self._queue,
             clock_us=monotonic_us,
+            hidden_type=hidden_type,
             on_windows=self._from_worker(self._send_on),
             on_verdicts=self._from_worker(self._answer),
             on_failures=self._from_worker(self._report),
@@ -254,9 +264,8 @@ class StageService(rpc.StageServicer):
                 raise InvalidWindow(
                     f"a window has {len(window.tokens)} rows; this stage takes {self._max_rows}"
                 )
-            span = Span(
-                session.slot, window.start, list(window.tokens), self._hidden_of(window), window.verify_rows
-            )
+            span = Span(session.slot, window.start, list(window.tokens), num_outputs=window.verify_rows)
+            hidden = None if self._info.is_first else EncodedHidden.of_window(window, self._info.n_embd)
         except MeshError as error:
             self._report([_failure(window.session, window.epoch, window.id, error)])
             return
@@ -266,27 +275,13 @@ class StageService(rpc.StageServicer):
                 epoch=window.epoch,
                 id=window.id,
                 span=span,
+                hidden=hidden,
                 judge=session.judge,
                 times=tuple(window.times),
                 arrived_us=monotonic_us(),
                 most_together=window.most_together,
             )
         )
-
-    def _hidden_of(self, window: wire.Window) -> NDArray[np.float32] | None:
-        if self._info.is_first:
-            return None
-        if window.hidden_type != wire.HIDDEN_TYPE_F32:
-            raise InvalidWindow(
-                f"hidden states of type {window.hidden_type} are not known here; send float32"
-            )
-        expected_bytes = len(window.tokens) * self._info.n_embd * 4
-        if len(window.hidden) != expected_bytes:
-            raise InvalidWindow(
-                f"{len(window.tokens)} rows need {expected_bytes} bytes of hidden states, "
-                f"{len(window.hidden)} came"
-            )
-        return np.frombuffer(window.hidden, dtype="<f4").reshape(len(window.tokens), self._info.n_embd)
 
     def _from_worker(self, handler: Any) -> Any:
         """A function for the worker's thread that runs `handler` in the event loop."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from spanmesh_proto import windows_pb2 as wire
+    from stages.encoded_hidden import EncodedHidden
     from stages.judge import Judge
     from stages.runtime import Span
 
@@ -26,11 +27,12 @@ class QueuedWindow:
         session: The session's id.
         epoch: Its epoch when the window was sent.
         id: The window's id within the session.
-        span: What llama.cpp gets.
+        span: What llama.cpp gets, but for hidden states.
         judge: Its session's, at the tail.
         times: What the stages before took.
         arrived_us: When it arrived, on this host's monotonic clock.
         most_together: Windows that may share its batch, itself included; 0: as many as fit.
+        hidden: Hidden states of its rows, unless the stage is the first.
     """
 
     session: int
@@ -41,6 +43,13 @@ class QueuedWindow:
     times: tuple[wire.StageTime, ...]
     arrived_us: int
     most_together: int = 0
+    hidden: EncodedHidden | None = None
+
+    def decoded(self) -> QueuedWindow:
+        """The same, with its hidden states in the span."""
+        if self.hidden is None:
+            return self
+        return replace(self, span=replace(self.span, hidden=self.hidden.decode()), hidden=None)
 
 
 @dataclass(frozen=True)

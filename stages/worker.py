@@ -6,17 +6,19 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import structlog
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, StageFailed, wire_of
+from stages.encoded_hidden import TO_WIRE
+from stages.hidden_codec import HiddenType, encode
 from stages.logprobs import to_wire
 from stages.window_queue import Freed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from stages.runtime import StageRuntime
@@ -49,6 +51,7 @@ class StageWorker(threading.Thread):
         runtime: Owned by this thread from `start` on.
         queue: Where windows come from.
         clock_us: Monotonic, microseconds.
+        hidden_type: How hidden states travel to the next stage.
         on_windows: Gets windows for the next stage; called in this thread.
         on_verdicts: Gets the tail's answers; called in this thread.
         on_failures: Gets windows that could not be computed; called in this thread.
@@ -60,6 +63,7 @@ class StageWorker(threading.Thread):
         queue: WindowQueue,
         *,
         clock_us: Callable[[], int],
+        hidden_type: HiddenType,
         on_windows: Callable[[list[wire.Window]], None],
         on_verdicts: Callable[[list[wire.Verdict]], None],
         on_failures: Callable[[list[wire.Failure]], None],
@@ -68,6 +72,7 @@ class StageWorker(threading.Thread):
         self._runtime = runtime
         self._queue = queue
         self._clock_us = clock_us
+        self._hidden_type = hidden_type
         self._on_windows = on_windows
         self._on_verdicts = on_verdicts
         self._on_failures = on_failures
@@ -78,9 +83,10 @@ class StageWorker(threading.Thread):
         while (work := self._queue.take()) is not None:
             for change in work.changes:
                 self._change(change)
+            started_us = self._clock_us()
             windows = self._without_invalid(work.windows)
             if windows:
-                self._compute(windows)
+                self._compute(windows, started_us)
         self._runtime.close()
 
     def _change(self, change: Freed | Copied) -> None:
@@ -94,9 +100,10 @@ class StageWorker(threading.Thread):
             self._on_failures([failure])
 
     def _without_invalid(self, windows: tuple[QueuedWindow, ...]) -> list[QueuedWindow]:
-        """One bad window must not take the batch with it."""
+        """The windows with their hidden states decoded. One bad window must not take the batch with it."""
         valid = []
-        for window in windows:
+        for queued in windows:
+            window = queued.decoded()
             try:
                 self._runtime.check(window.span)
             except MeshError as error:
@@ -105,8 +112,7 @@ class StageWorker(threading.Thread):
                 valid.append(window)
         return valid
 
-    def _compute(self, windows: list[QueuedWindow]) -> None:
-        started_us = self._clock_us()
+    def _compute(self, windows: list[QueuedWindow], started_us: int) -> None:
         try:
             outputs = self._runtime.decode([window.span for window in windows])
             self._hand_on(windows, outputs, started_us)
@@ -132,7 +138,7 @@ class StageWorker(threading.Thread):
         else:
             onward = [self._onward(window, hidden) for window, hidden in pairs]
             counts.compute_us += self._stamp(windows, onward, started_us)
-            self._on_windows(onward)
+            self._on_windows([window for window in onward if window.hidden])
 
     def _stamp(
         self, windows: list[QueuedWindow], messages: Sequence[wire.Window | wire.Verdict], started_us: int
@@ -159,8 +165,8 @@ class StageWorker(threading.Thread):
             logprobs=to_wire(draws.logprobs),
         )
 
-    @staticmethod
-    def _onward(window: QueuedWindow, hidden: NDArray[np.float32]) -> wire.Window:
+    def _onward(self, window: QueuedWindow, hidden: NDArray[np.float32]) -> wire.Window:
+        """The window for the next stage; without hidden states if they could not be encoded."""
         span = window.span
         return wire.Window(
             session=window.session,
@@ -169,10 +175,19 @@ class StageWorker(threading.Thread):
             start=span.start,
             tokens=span.tokens,
             verify_rows=span.num_outputs,
-            hidden=np.ascontiguousarray(hidden, dtype="<f4").tobytes(),
-            hidden_type=wire.HIDDEN_TYPE_F32,
+            hidden=self._encoded(window, hidden),
+            hidden_type=TO_WIRE[self._hidden_type],
             most_together=window.most_together,
         )
+
+    def _encoded(self, window: QueuedWindow, hidden: NDArray[np.float32]) -> bytes:
+        """Nothing if values are no numbers: that fails one session, not those that shared its batch."""
+        try:
+            return encode(hidden, self._hidden_type)
+        except MeshError as error:
+            self._runtime.free(window.span.slot)
+            self._on_failures([failure_of(window, error)])
+            return b""
 
 
 def failure_of(window: QueuedWindow, error: MeshError) -> wire.Failure:

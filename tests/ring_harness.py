@@ -15,6 +15,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from speculative.controller import ControllerOptions
 from stages.channels import SERVER_OPTIONS, KeyCheck
 from stages.cutting import StageCache, read_model_facts
+from stages.hidden_codec import HiddenType
 from stages.layers import ranges_from_cuts
 from stages.runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
@@ -40,19 +41,26 @@ class RunningStage:
 
 @contextlib.asynccontextmanager
 async def running_stages(
-    model: Path, cuts: tuple[int, ...], options: RuntimeOptions, cache_dir: Path
+    model: Path,
+    cuts: tuple[int, ...],
+    options: RuntimeOptions,
+    cache_dir: Path,
+    *,
+    hidden_type: HiddenType = HiddenType.F32,
 ) -> AsyncIterator[list[RunningStage]]:
     """Stages of `model`, linked to each other, stopped at the end."""
     cache = StageCache(cache_dir)
     ranges = ranges_from_cuts(cuts, read_model_facts(model).n_layers)
     runtimes = (StageRuntime(cache.cut(model, layers).path if cuts else model, options) for layers in ranges)
-    async with running_services(runtimes) as stages:
+    async with running_services(runtimes, hidden_type=hidden_type) as stages:
         yield stages
 
 
 @contextlib.asynccontextmanager
 async def running_services(
     runtimes: Iterable[StageRuntime | FakeRuntime],
+    *,
+    hidden_type: HiddenType = HiddenType.F32,
 ) -> AsyncIterator[list[RunningStage]]:
     """Stages around `runtimes`, linked to each other, stopped at the end."""
     stages: list[RunningStage] = []
@@ -63,6 +71,7 @@ async def running_services(
                 stage_index=index,
                 mesh_id=MESH_ID,
                 mesh_key=MESH_KEY,
+                hidden_type=hidden_type,
             )
             stack.push_async_callback(service.close)
             server = grpc.aio.server(interceptors=[KeyCheck(MESH_KEY)], options=SERVER_OPTIONS)

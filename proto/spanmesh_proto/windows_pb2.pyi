@@ -10,7 +10,11 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class HiddenType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     HIDDEN_TYPE_F32: _ClassVar[HiddenType]
+    HIDDEN_TYPE_F16: _ClassVar[HiddenType]
+    HIDDEN_TYPE_Q8: _ClassVar[HiddenType]
 HIDDEN_TYPE_F32: HiddenType
+HIDDEN_TYPE_F16: HiddenType
+HIDDEN_TYPE_Q8: HiddenType
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "software_version", "mesh_id", "sender")

@@ -1,0 +1,150 @@
+"""Hidden states as bytes for the wire, and back: exact, or smaller. Pure.
+
+A row is encoded by itself: its bytes do not depend on the rows beside it, so a text does not depend on how
+windows were cut or batched.
+
+`q8` is the idea of GGML's Q8_0, block-wise quantisation with one scale for 32 values, with two differences.
+All scales of a row come before all its values, so that a last block may be short. And a scale keeps
+float32's range in two bytes (the upper half of its bits, as in bfloat16): some models have hidden states
+beyond what half precision holds.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from spanmesh_proto.errors import StageFailed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+BLOCK_WIDTH: Final = 32
+_SCALE_BYTES: Final = 2
+_MOST_STEPS: Final = 127
+_LARGEST_F16: Final = np.float32(65504)
+
+
+class HiddenType(StrEnum):
+    """How the values of a hidden state travel, the most exact first."""
+
+    F32 = "f32"
+    """As computed."""
+    F16 = "f16"
+    """Rounded to half precision; what is beyond its range becomes its largest number, 65504."""
+    Q8 = "q8"
+    """In blocks of 32 values, each a multiple, -127 to 127, of the block's scale."""
+
+    def row_bytes(self, n_embd: int) -> int:
+        """What a row of `n_embd` values takes."""
+        match self:
+            case HiddenType.F32:
+                return 4 * n_embd
+            case HiddenType.F16:
+                return 2 * n_embd
+            case HiddenType.Q8:
+                return _num_blocks(n_embd) * _SCALE_BYTES + n_embd
+
+
+def encode(hidden: NDArray[np.float32], hidden_type: HiddenType) -> bytes:
+    """Rows as bytes, little-endian, row after row.
+
+    Args:
+        hidden: float32 (rows, n_embd).
+        hidden_type: How.
+
+    Returns:
+        `row_bytes` bytes for each row.
+
+    Raises:
+        StageFailed: If a value is infinite or no number, which only `f32` can carry.
+    """
+    match hidden_type:
+        case HiddenType.F32:
+            return np.ascontiguousarray(hidden, dtype="<f4").tobytes()
+        case HiddenType.F16:
+            _require_finite(hidden, hidden_type)
+            return np.clip(hidden, -_LARGEST_F16, _LARGEST_F16).astype("<f2").tobytes()
+        case HiddenType.Q8:
+            _require_finite(hidden, hidden_type)
+            return _quantised(hidden)
+
+
+def decode(data: bytes, hidden_type: HiddenType, n_embd: int) -> NDArray[np.float32]:
+    """The rows that were encoded, as near as their type has them.
+
+    Args:
+        data: What `encode` gave: whole rows.
+        hidden_type: How they were encoded.
+        n_embd: Values of a row.
+
+    Returns:
+        float32 (rows, n_embd); not to be written to.
+    """
+    match hidden_type:
+        case HiddenType.F32:
+            return np.frombuffer(data, "<f4").reshape(-1, n_embd)
+        case HiddenType.F16:
+            return np.frombuffer(data, "<f2").astype(np.float32).reshape(-1, n_embd)
+        case HiddenType.Q8:
+            return _dequantised(data, n_embd)
+
+
+def _quantised(hidden: NDArray[np.float32]) -> bytes:
+    rows, n_embd = hidden.shape
+    num_blocks = _num_blocks(n_embd)
+    scale_bits = _rounded_up(_largest_of_blocks(hidden) / np.float32(_MOST_STEPS))
+    scales = _scales(scale_bits)
+    # A block of zeros, or of numbers too small for a scale, has the scale 0.
+    divisors = _per_value(np.where(scales == 0, np.float32(np.inf), scales), n_embd)
+    encoded = np.empty((rows, num_blocks * _SCALE_BYTES + n_embd), np.uint8)
+    encoded[:, : num_blocks * _SCALE_BYTES] = scale_bits.view(np.uint8)
+    encoded[:, num_blocks * _SCALE_BYTES :] = np.rint(hidden / divisors).astype(np.int8).view(np.uint8)
+    return encoded.tobytes()
+
+
+def _dequantised(data: bytes, n_embd: int) -> NDArray[np.float32]:
+    scales_bytes = _num_blocks(n_embd) * _SCALE_BYTES
+    encoded = np.frombuffer(data, np.uint8).reshape(-1, scales_bytes + n_embd)
+    scales = _scales(np.ascontiguousarray(encoded[:, :scales_bytes]).view("<u2"))
+    steps = encoded[:, scales_bytes:].view(np.int8)
+    return _per_value(scales, n_embd) * steps
+
+
+def _largest_of_blocks(hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+    """float32 (rows, blocks): the largest absolute value of each."""
+    rows, n_embd = hidden.shape
+    padded = np.zeros((rows, _num_blocks(n_embd) * BLOCK_WIDTH), np.float32)
+    np.abs(hidden, out=padded[:, :n_embd])
+    largest: NDArray[np.float32] = padded.reshape(rows, -1, BLOCK_WIDTH).max(axis=-1)
+    return largest
+
+
+def _rounded_up(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper half of each float32, which is at least 0; up, so that no value needs more than 127 steps."""
+    return ((values.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)).astype("<u2")
+
+
+def _scales(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _per_value(per_block: NDArray[np.float32], n_embd: int) -> NDArray[np.float32]:
+    return np.repeat(per_block, BLOCK_WIDTH, axis=-1)[:, :n_embd]
+
+
+def _num_blocks(n_embd: int) -> int:
+    return -(-n_embd // BLOCK_WIDTH)
+
+
+def _require_finite(hidden: NDArray[np.float32], hidden_type: HiddenType) -> None:
+    is_finite = np.isfinite(hidden)
+    if is_finite.all():
+        return
+    row, column = np.argwhere(~is_finite)[0]
+    raise StageFailed(
+        f"value {column} of row {row} of the hidden states is {hidden[row, column]}: {hidden_type} carries "
+        "finite numbers only; check the model file, or use --wire f32"
+    )
