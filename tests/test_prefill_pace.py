@@ -31,8 +31,8 @@ def test_alone_a_prompt_keeps_every_stage_busy() -> None:
     assert chunks(pace, 768) == [64] * 12
     assert chunks(pace, 2048) == [128] * 16
     # Not in crumbs.
-    assert chunks(pace, 70) == [35, 35]
-    assert chunks(pace, 20) == [20]
+    assert chunks(pace, 150) == [75, 75]
+    assert chunks(pace, 100) == [100]
     assert chunks(PrefillPace(num_stages=1, max_rows=128), 300) == [128, 128, 44]
 
 
