@@ -33,9 +33,9 @@ LIMIT_SHARE: Final = 0.85
 PREFILL_RATIO: Final = 1.5
 SECOND_TURN_SHARE: Final = 0.25
 ITL_RATIO: Final = 4.0
+CROWD_ANSWER_TOKENS: Final = 128
 
 _CROWD_PROMPT_TOKENS: Final = 24
-_CROWD_ANSWER_TOKENS: Final = 128
 _LONG_PROMPT_TOKENS: Final = 2000
 _LONGER_PROMPT_TOKENS: Final = 4000
 _DECODING_TOKENS: Final = 192
@@ -84,7 +84,7 @@ def crowd_against_limit(
             edges,
             num_sessions=num_at_once,
             prompt_tokens=round(median(prompts)),
-            answer_tokens=_CROWD_ANSWER_TOKENS,
+            answer_tokens=CROWD_ANSWER_TOKENS,
             exact=exact,
         )
         shares.append(ours.tokens_per_s / max(limits.values()))
@@ -208,11 +208,11 @@ def itls_during(decoding: Record, prefill: Record) -> list[float]:
     return [(later - earlier) * 1e3 for earlier, later in gaps if later > start_s and earlier < stop_s]
 
 
-def crowd(count: int, seed: int) -> list[Script]:
-    """Short prompts, no two the same, with long answers of one length."""
+def crowd(count: int, seed: int, answer_tokens: int = CROWD_ANSWER_TOKENS) -> list[Script]:
+    """Short prompts, no two the same, with answers of one length."""
     prompts = made_up_prompts(count, _CROWD_PROMPT_TOKENS, seed)
     return [
-        Script(f"crowd {index}", (Turn(prompt.text, _CROWD_ANSWER_TOKENS, is_cold=True),))
+        Script(f"crowd {index}", (Turn(prompt.text, answer_tokens, is_cold=True),))
         for index, prompt in enumerate(prompts)
     ]
 

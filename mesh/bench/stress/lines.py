@@ -113,7 +113,7 @@ def _percentiles(found: Spread | None) -> tuple[str, str]:
 
 
 def _saturation(report: Report) -> str:
-    if len(report.steps) < 2:
+    if not report.has_ramp:
         return ""
     if report.saturation is None:
         return f"Not saturated: the most requests at once still brought over {LEAST_GAIN:.0%} more tokens/s."

@@ -47,7 +47,8 @@ class Report:
     Attributes:
         circumstances: How it was made, by name.
         steps: Of the ramp, the soak last.
-        saturation: Concurrency after which more brings nothing; None if there is none, or no ramp.
+        has_ramp: Whether there were several steps of a ramp.
+        saturation: Concurrency after which more brings nothing; None if there is none.
         lines: Of the acceptance table.
         checks: What must hold.
         footprints: Of every stage.
@@ -59,6 +60,7 @@ class Report:
 
     circumstances: dict[str, Any]
     steps: tuple[Step, ...]
+    has_ramp: bool
     saturation: int | None
     lines: tuple[Line, ...]
     checks: tuple[Check, ...]

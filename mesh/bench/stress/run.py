@@ -59,6 +59,8 @@ _PEER_CTX_SIZE: Final = 2560
 _CROWD_AT_ONCE: Final = 8
 _LIMIT_AT_ONCE: Final = 16
 _MIXED_REQUESTS: Final = 200
+_WARM_UP_AT_ONCE: Final = 4
+_WARM_UP_TOKENS: Final = 24
 _REQUESTS_PER_USER: Final = 8
 _PEER_LINES: Final = frozenset({"crowd", "prefill"})
 # Between two looks at memory.
@@ -131,6 +133,7 @@ class _Run:
         self._failures: list[str] = []
         self._steady: list[list[MemorySample]] = []
         self._reference: Reference | None = None
+        self._num_mixed = 0
         self._soaked: Step | None = None
         self._started_s = time.monotonic()
 
@@ -171,15 +174,16 @@ class _Run:
             hosts = [int(stage["host"].removeprefix("host")) for stage in status["stages"]]
             found = footprints(status["stages"], hosts, sizes, samples)
             self._checks += [leak_check(status), *footprint_checks(found)]
-            if options.preset == "acceptance" and "memory" in options.lines:
-                self._lines.append(acceptance.memory_line(found, _MIXED_REQUESTS))
+            if self._num_mixed:
+                self._lines.append(acceptance.memory_line(found, self._num_mixed))
             if self._soaked is not None:
                 self._lines.append(acceptance.soak_line(self._soaked, status))
         self._checks = [*answer_checks(self._steps, is_exact=options.exact), *self._checks]
         return Report(
             circumstances=self._circumstances(),
             steps=tuple(self._steps),
-            saturation=saturation(self._ramp) if len(self._ramp) > 1 else None,
+            has_ramp=len(self._ramp) > 1,
+            saturation=saturation(self._ramp),
             lines=tuple(self._lines),
             checks=tuple(self._checks),
             footprints=tuple(found),
@@ -191,9 +195,10 @@ class _Run:
 
     def _warm_up(self) -> None:
         """A first answer is slow for reasons that nobody asks about."""
-        acceptance.require_all(self._ground.ask_mesh(acceptance.crowd(2, 0), num_at_once=2))
+        scripts = acceptance.crowd(_WARM_UP_AT_ONCE, 0, _WARM_UP_TOKENS)
+        acceptance.require_all(self._ground.ask_mesh(scripts, num_at_once=_WARM_UP_AT_ONCE))
         if self._ground.peer is not None:
-            self._ground.ask_peer(acceptance.crowd(2, 0), num_at_once=2)
+            self._ground.ask_peer(scripts, num_at_once=_WARM_UP_AT_ONCE)
 
     def _climb(self) -> None:
         options = self._options
@@ -231,7 +236,8 @@ class _Run:
             if name in measures and (ground.peer is not None or name not in _PEER_LINES):
                 self._measure(measures[name])
         if "memory" in options.lines:
-            self._load(_CROWD_AT_ONCE, _MIXED_REQUESTS, None, is_steady=True)
+            step = self._load(_CROWD_AT_ONCE, _MIXED_REQUESTS, None, is_steady=True)
+            self._num_mixed = step.figures.num_requests
 
     def _soak(self) -> None:
         minutes = self._options.soak_minutes

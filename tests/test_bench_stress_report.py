@@ -1,0 +1,171 @@
+"""The report of `mesh bench stress`, from results that were made up."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mesh.bench.serve.record import Failure, Record
+from mesh.bench.stress.check import Check, answer_checks, flatness_check, leak_check
+from mesh.bench.stress.footprint import footprints
+from mesh.bench.stress.growth import growth_of
+from mesh.bench.stress.judging import Expected, Judgement, Problem, judge_all
+from mesh.bench.stress.line import Line
+from mesh.bench.stress.lines import as_text
+from mesh.bench.stress.memory import MemorySample
+from mesh.bench.stress.order import Outcome
+from mesh.bench.stress.report import Report, RoleMemory, as_json, write_report
+from mesh.bench.stress.script import Turn
+from mesh.bench.stress.step import Step, step_of
+from mesh.bench.stress.told import Told
+from mesh.stage_sizes import StageSizes, Workload
+from stages.cutting import read_model_facts
+
+MIB = 2**20
+STAGES = (
+    {
+        "index": 0,
+        "host": "host1",
+        "layers": [0, 15],
+        "windows": 9,
+        "mean_compute_ms": 2.0,
+        "mean_queue_ms": 0.5,
+    },
+    {
+        "index": 1,
+        "host": "host2",
+        "layers": [15, 30],
+        "windows": 9,
+        "mean_compute_ms": 2.5,
+        "mean_queue_ms": 0.1,
+    },
+)
+
+
+def answer(number: int, *, failure: Failure | None = None) -> Told:
+    record = Record(
+        number,
+        "q",
+        0.0,
+        0.0,
+        0.0,
+        1.0,
+        (0.25, 0.5),
+        0.5,
+        7,
+        None,
+        2,
+        has_usage=True,
+        finish="length",
+        failure=failure,
+    )
+    return Told(record, " a b", (1, 2), ())
+
+
+def step(concurrency: int, count: int, *, fails: bool = False, peer: float | None = None) -> Step:
+    told = tuple(answer(number) for number in range(count))
+    if fails:
+        told = (*told, answer(count, failure=Failure("http_500", "a stage went away")))
+    judgement = judge_all(told, {"q": Expected(Turn("?", 2), answer(0))}, is_exact=True, text_of=None)
+    return step_of(concurrency, Outcome(told, 2.0), judgement, peer)
+
+
+def samples(leak_bytes_per_s: float = 0.0) -> list[MemorySample]:
+    """A minute of two hosts; what is no part of the mesh is beside them."""
+    return [
+        MemorySample(look, float(look), host, 10 * host + place, role, size, size)
+        for look in range(60)
+        for host in (1, 2)
+        for place, (role, size) in enumerate(
+            (
+                ("stage", 200 * MIB + round(leak_bytes_per_s * look)),
+                ("ray", 100 * MIB),
+                ("other", 900 * MIB),
+            )
+        )
+    ]
+
+
+@pytest.fixture
+def report(smollm2_path: Path) -> Report:
+    facts = read_model_facts(smollm2_path)
+    sizes = StageSizes(facts, Workload(256, 1))
+    looks = samples()
+    growth = growth_of([look.at_s for look in looks if look.pid == 10], [200.0 * MIB] * 60)
+    assert growth is not None
+    return Report(
+        circumstances={"preset": "ramp", "seed": 1},
+        steps=(step(1, 4, peer=2.0), step(2, 8, peer=2.0)),
+        has_ramp=True,
+        saturation=None,
+        lines=(Line("tokens/s | ratio", 2.0, 2.5, note="a note"), Line("not asked", None, 1.0)),
+        checks=(
+            Check("all sound", holds=True, detail="12 answers"),
+            Check("flat", holds=None, detail="short"),
+        ),
+        footprints=tuple(footprints(STAGES, (1, 2), sizes, looks)),
+        stages=STAGES,
+        memory=(RoleMemory(1, "stage", 1, 200 * MIB, (growth,)),),
+        samples=tuple(looks),
+        failures=(),
+    )
+
+
+def test_a_report_tells_every_part_on_a_page_and_to_programs(report: Report, tmp_path: Path) -> None:
+    write_report(report, tmp_path / "out")
+    page = (tmp_path / "out" / "report.md").read_text()
+    for words in ("preset ramp", "| tokens/s / ratio | ≥ 2.5 | 2.00 | missed | a note |", "Not saturated"):
+        assert words in page
+    assert "| 2 | 8 of 8 | 8.0 | 2.0 | 4.00 | 250.0 |" in page
+    assert page.count("![") == len(list((tmp_path / "out").glob("*.png"))) == 2
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert found["good"]
+    assert [step["ratio"] for step in found["steps"]] == [2.0, 4.0]
+    assert found["lines"][1]["verdict"] == "not measured"
+    assert len(found["samples"]) == len(report.samples)
+    assert "samples" not in json.loads(as_json(report))
+    assert "cannot be said  flat: short" in as_text(report)
+
+
+def test_a_missed_line_is_a_figure_but_a_failed_check_is_a_failure(report: Report) -> None:
+    assert report.is_good
+    assert not replace(report, checks=(Check("sound", holds=False, detail=""),)).is_good
+    assert not replace(report, failures=("no answer",)).is_good
+
+
+def test_what_is_no_part_of_the_mesh_does_not_weigh_on_a_stage(report: Report) -> None:
+    for each in report.footprints:
+        assert each.process_bytes == 200 * MIB
+        assert each.host_bytes == 300 * MIB
+        assert each.host_overhead_bytes - each.overhead_bytes == 100 * MIB
+
+
+def test_every_step_is_checked_by_itself() -> None:
+    sound, broken = answer_checks([step(1, 2), step(2, 2, fails=True)], is_exact=True)
+    assert sound.holds
+    assert not broken.holds
+    assert "1 failure" in broken.detail
+    assert "a stage went away" in broken.detail
+    forked = replace(step(4, 1), judgement=Judgement(4, 4, 1, ()))
+    (fast,) = answer_checks([forked], is_exact=False)
+    assert fast.holds
+    assert "1 of 4 texts other than alone" in fast.detail
+    assert forked.judgement.fork_rate == 0.25
+    assert Judgement(1, 0, 0, (Problem("text", "q", ""),)).by_kind == {"text": 1}
+
+
+@pytest.mark.parametrize(("running", "open_at_stages"), [(0, 0), (1, 0), (0, 2)])
+def test_a_session_that_somebody_still_holds_is_found(running: int, open_at_stages: int) -> None:
+    status = {
+        "sessions": {"running": running, "waiting": 0},
+        "stages": [{"open_sessions": 0}, {"open_sessions": open_at_stages}],
+    }
+    assert leak_check(status).holds is (running + open_at_stages == 0)
+
+
+def test_memory_is_judged_by_process_and_only_if_there_was_time() -> None:
+    assert flatness_check(samples(), "stage", 60.0).holds is True
+    assert flatness_check(samples(leak_bytes_per_s=MIB), "stage", 60.0).holds is False
+    assert flatness_check(samples(leak_bytes_per_s=MIB), "stage", 10.0).holds is None
+    assert flatness_check(samples(), "join", 60.0).holds is None
