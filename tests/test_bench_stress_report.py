@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +22,9 @@ from mesh.bench.stress.step import Step, step_of
 from mesh.bench.stress.told import Told
 from mesh.stage_sizes import StageSizes, Workload
 from stages.cutting import read_model_facts
+
+if TYPE_CHECKING:
+    from mesh.bench.stress.processes import Role
 
 MIB = 2**20
 STAGES = (
@@ -73,17 +77,13 @@ def step(concurrency: int, count: int, *, fails: bool = False, peer: float | Non
 
 def samples(leak_bytes_per_s: float = 0.0) -> list[MemorySample]:
     """A minute of two hosts; what is no part of the mesh is beside them."""
+    sizes: dict[Role, int] = {"stage": 200 * MIB, "ray": 100 * MIB, "other": 900 * MIB}
     return [
-        MemorySample(look, float(look), host, 10 * host + place, role, size, size)
+        MemorySample(look, float(look), host, 10 * host + place, role, size, size + leaked)
         for look in range(60)
         for host in (1, 2)
-        for place, (role, size) in enumerate(
-            (
-                ("stage", 200 * MIB + round(leak_bytes_per_s * look)),
-                ("ray", 100 * MIB),
-                ("other", 900 * MIB),
-            )
-        )
+        for place, (role, size) in enumerate(sizes.items())
+        for leaked in [round(leak_bytes_per_s * look) if role == "stage" else 0]
     ]
 
 
