@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from stages.wire_loss import WireLoss
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -58,11 +60,13 @@ class CutResult:
 
     Attributes:
         cut: First layer of the second stage.
-        phases: The difference in each phase.
+        phases: The difference in each phase, hidden states crossing the cut as they are.
+        wire_losses: What smaller wire types cost there, prompt and decode together.
     """
 
     cut: int
     phases: tuple[PhaseResult, ...]
+    wire_losses: tuple[WireLoss, ...] = ()
 
     @property
     def difference(self) -> Difference:

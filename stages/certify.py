@@ -5,6 +5,7 @@ each the whole model's greedy choice, whatever the cut model would have chosen. 
 several batches, past the model's sliding window if it has one, where a wrong window shows.
 
 The whole model runs once; what it had at each cut is kept and compared with what the first stage hands on.
+Smaller wire types are tried on the second stage alone: the first one does not notice.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
+from stages import hidden_codec
 from stages.certificate import Certificate, CutResult, Difference, compare, phases_of
 from stages.cutting.cut import write_stage
 from stages.cutting.source_model import read_source
+from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.wire_loss import wire_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +34,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.cutting.source_model import SourceModel
+    from stages.wire_loss import WireLoss
 
 PHASES: Final = ("prefill", "decode", "chunks")
+# Those with logits of every position.
+_LOSS_PHASES: Final = ("prefill", "decode")
 _SLOT: Final = 0
 _SEED: Final = 20_240_613
 _CHUNK_ROWS: Final = 40
@@ -73,11 +80,13 @@ class CertifyOptions:
         n_prompt: Rows of the prefill, at most 63.
         n_decode: Rows decoded one at a time.
         num_threads: Threads of llama.cpp.
+        wires: Smaller wire types whose losses are to be measured.
     """
 
     n_prompt: int = 48
     n_decode: int = 24
     num_threads: int = 1
+    wires: tuple[HiddenType, ...] = ()
 
 
 def certify(
@@ -114,7 +123,8 @@ def certify(
     if not chosen:
         raise UncuttableModel(f"{model.name} has {source.n_layers} layers; there is nothing to cut")
     plan = _Plan(options or CertifyOptions(), _num_chunk_rows(source))
-    meter = _Meter(plan.num_decodes * (1 + 2 * len(chosen)), progress)
+    runs_per_cut = 2 + len(plan.options.wires)
+    meter = _Meter(plan.num_decodes * (1 + runs_per_cut * len(chosen)), progress)
     decodes = []
     for decode in _run_whole(model, plan, chosen):
         decodes.append(decode)
@@ -204,13 +214,23 @@ class _Bench:
 
     def certify_cut(self, cut: int, decodes: Sequence[_Decode]) -> CutResult:
         first = self._run_stage(LayerRange(0, cut), [decode.span() for decode in decodes])
-        onward = [decode.span(hidden) for decode, hidden in zip(decodes, first, strict=True)]
-        second = self._run_stage(LayerRange(cut, self.source.n_layers), onward)
+        wires = (HiddenType.F32, *self.plan.options.wires)
+        onward = [
+            decode.span(_carried(hidden, wire))
+            for wire in wires
+            for decode, hidden in zip(decodes, first, strict=True)
+        ]
+        logits_of_all = self._run_stage(LayerRange(cut, self.source.n_layers), onward)
+        num = len(decodes)
+        second, *lossy = (logits_of_all[start : start + num] for start in range(0, len(onward), num))
         differences: list[tuple[str, Difference]] = [
             (decode.phase, compare((decode.hidden[cut], hidden), (decode.logits, logits)))
             for decode, hidden, logits in zip(decodes, first, second, strict=True)
         ]
-        return CutResult(cut, phases_of(differences, PHASES))
+        losses = tuple(
+            _loss(wire, decodes, logits) for wire, logits in zip(self.plan.options.wires, lossy, strict=True)
+        )
+        return CutResult(cut, phases_of(differences, PHASES), losses)
 
     def _run_stage(self, layers: LayerRange, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
         path = self.folder / "stage.gguf"
@@ -223,3 +243,18 @@ class _Bench:
                 self.meter.step()
         path.unlink()
         return results
+
+
+def _carried(hidden: NDArray[np.float32], wire: HiddenType) -> NDArray[np.float32]:
+    """What arrives of hidden states, float32 (rows, n_embd)."""
+    return hidden_codec.decode(hidden_codec.encode(hidden, wire), wire, hidden.shape[1])
+
+
+def _loss(wire: HiddenType, decodes: Sequence[_Decode], logits: Sequence[NDArray[np.float32]]) -> WireLoss:
+    pairs = [
+        (decode.logits, cut)
+        for decode, cut in zip(decodes, logits, strict=True)
+        if decode.phase in _LOSS_PHASES
+    ]
+    whole, cut = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    return wire_loss(wire, whole, cut)

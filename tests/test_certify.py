@@ -12,8 +12,10 @@ from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.certificate import Difference, compare
 from stages.certify import CertifyOptions, certify
 from stages.cutting import cut_stage, families
+from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.wire_loss import wire_loss
 from tests.tiny_models import N_VOCAB, TinyModel
 
 EXACT = RuntimeOptions(ctx_size=128, exact=True)
@@ -122,11 +124,44 @@ def test_a_model_that_llama_cpp_does_not_load(tmp_path: Path) -> None:
         certify(source)
 
 
+@pytest.mark.model
+def test_what_smaller_wire_types_cost(smollm2_path: Path) -> None:
+    options = CertifyOptions(n_prompt=12, n_decode=4, wires=(HiddenType.F16, HiddenType.Q8))
+    certificate = certify(smollm2_path, [15], options)
+    assert certificate.is_exact  # of float32, whatever the others cost
+    (result,) = certificate.cuts
+    assert [loss.hidden_type for loss in result.wire_losses] == ["f16", "q8"]
+    for loss in result.wire_losses:
+        assert loss.n_tokens == 16
+        assert 0 < loss.mean_logit_diff < 1
+        assert loss.mean_logit_diff < loss.max_logit_diff < 5
+        assert 0 < loss.mean_kl_nats < loss.max_kl_nats < 0.2
+    half, eighth = result.wire_losses
+    assert half.mean_kl_nats < eighth.mean_kl_nats
+
+
+def test_losses_are_those_of_the_distributions() -> None:
+    whole, cut = rows(0, 0), rows(0, np.log(3))
+    # Halves against a quarter and three quarters.
+    expected = np.log(0.5) - (np.log(0.25) + np.log(0.75)) / 2
+    loss = wire_loss(HiddenType.Q8, np.concatenate([whole, whole]), np.concatenate([cut, whole]))
+    assert loss.max_kl_nats == pytest.approx(expected)
+    assert loss.mean_kl_nats == pytest.approx(expected / 2)
+    assert loss.max_logit_diff == pytest.approx(np.log(3))
+    assert loss.mean_logit_diff == pytest.approx(np.log(3) / 4)
+    assert (loss.n_tokens, loss.n_changed_tokens) == (2, 1)
+    # Logits that a constant was added to say the same.
+    assert wire_loss(HiddenType.F16, whole, whole + 7).max_kl_nats == 0
+
+
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     source = TinyModel("llama").write(tmp_path / "tiny.gguf")
     certify(
-        source, [2, 3], CertifyOptions(n_decode=3), progress=lambda done, total: calls.append((done, total))
+        source,
+        [2, 3],
+        CertifyOptions(n_decode=3, wires=(HiddenType.Q8,)),
+        progress=lambda done, total: calls.append((done, total)),
     )
     assert [done for done, _ in calls] == list(range(1, len(calls) + 1))
     assert calls[-1] == (len(calls), len(calls))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+import numpy as np
 import pytest
 
 from mesh.coordinator import StageAddress
@@ -23,6 +24,7 @@ from spanmesh_proto.errors import (
     StageFailed,
 )
 from stages.channels import key_metadata
+from stages.hidden_codec import HiddenType, encode
 from stages.layers import LayerRange
 from stages.link import StageLink
 from stages.runtime import RuntimeOptions
@@ -145,6 +147,22 @@ async def test_hidden_states_of_the_wrong_size_are_refused(stages: list[RunningS
         assert "2 rows need 4608 bytes of hidden states as f32, 100 came" in (await peer.failure()).message
         await peer.window(session=1, tokens=[5, 6], hidden=b"\0" * 4608, verify_rows=1)
         assert len((await peer.verdict()).tokens) == 1
+
+
+async def test_hidden_states_are_read_by_the_type_that_their_window_names(stages: list[RunningStage]) -> None:
+    hidden = np.random.default_rng(3).standard_normal((2, 576)).astype(np.float32)
+    async with Peer(stages[1:]) as peer:
+        await peer.open(1, 0)
+        for number, hidden_type in enumerate(HiddenType):
+            window: dict[str, Any] = {"session": 1, "tokens": [5, 6], "verify_rows": 1, "hidden_type": number}
+            await peer.window(**window, hidden=encode(hidden, hidden_type))
+            assert len((await peer.verdict()).tokens) == 1
+            await peer.window(**window, hidden=b"x")
+            needed = f"2 rows need {2 * hidden_type.row_bytes(576)} bytes of hidden states as {hidden_type}"
+            assert needed in (await peer.failure()).message
+        await peer.window(session=1, tokens=[5], hidden=b"x", hidden_type=9)
+        unknown = "hidden states of type 9 are not known here; known are f32, f16, q8"
+        assert unknown in (await peer.failure()).message
 
 
 async def test_a_stage_trims_at_start(stages: list[RunningStage]) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from mesh.progress import progress_bars
 from stages.certify import CertifyOptions
 from stages.certify_apart import certify_apart
+from stages.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +40,22 @@ class _Cuts(click.ParamType[tuple[int, ...] | None]):
             self.fail(f"{value!r} is neither 'all' nor layers such as 5,11", param, ctx)
 
 
+class _WireTypes(click.ParamType[tuple[HiddenType, ...]]):
+    """Wire types separated by commas."""
+
+    name = "wires"
+
+    def convert(
+        self, value: str | tuple[HiddenType, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[HiddenType, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(HiddenType(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of wire types: there are {', '.join(HiddenType)}", param, ctx)
+
+
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
@@ -47,16 +64,35 @@ class _Cuts(click.ParamType[tuple[int, ...] | None]):
 @click.option(
     "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of llama.cpp."
 )
+@click.option(
+    "--wire",
+    "wires",
+    type=_WireTypes(),
+    default=(),
+    metavar="f16,q8",
+    help="Wire types whose cost in logits to report, too.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def certify(model: Path, cuts: tuple[int, ...] | None, threads: int, *, as_json: bool) -> None:
+def certify(
+    model: Path,
+    cuts: tuple[int, ...] | None,
+    threads: int,
+    wires: tuple[HiddenType, ...],
+    *,
+    as_json: bool,
+) -> None:
     """Compare MODEL cut in two with MODEL whole, at each cut alone.
 
-    Prefill and decode, logits and hidden states. Exits with 1 if a cut is not equal to the last bit.
+    Prefill and decode, logits and hidden states. Exits with 1 if a cut is not equal to the last bit; what
+    smaller wire types cost is only reported.
     """
     with progress_bars() as bars:
         bar = bars.add(f"certifying {model.name}")
         certificate = certify_apart(
-            model, cuts, CertifyOptions(num_threads=threads), progress=lambda done, total: bar(done / total)
+            model,
+            cuts,
+            CertifyOptions(num_threads=threads, wires=wires),
+            progress=lambda done, total: bar(done / total),
         )
     if as_json:
         click.echo(json.dumps(_as_dict(certificate)))
@@ -77,6 +113,7 @@ def _as_dict(certificate: Certificate) -> dict[str, object]:
                 "cut": result.cut,
                 **asdict(result.difference),
                 "phases": {phase.phase: asdict(phase.difference) for phase in result.phases},
+                "wires": [asdict(loss) for loss in result.wire_losses],
             }
             for result in certificate.cuts
         ],
@@ -92,6 +129,8 @@ def _print_table(certificate: Certificate) -> None:
     for result in certificate.cuts:
         table.add_row(str(result.cut), *_cells(result.difference))
     Console().print(table)
+    if any(result.wire_losses for result in certificate.cuts):
+        Console().print(_losses(certificate))
     unequal = [result.cut for result in certificate.cuts if not result.difference.is_bit_equal]
     num_cuts = len(certificate.cuts)
     click.echo(
@@ -99,6 +138,22 @@ def _print_table(certificate: Certificate) -> None:
         if unequal
         else f"bit-equal at every cut tried ({num_cuts})"
     )
+
+
+def _losses(certificate: Certificate) -> Table:
+    table = Table(title="what smaller wire types cost, against the whole model")
+    for heading in ("cut", "wire", "largest logit diff", "mean", "largest KL, nats", "mean", "other tokens"):
+        table.add_column(heading, justify="right")
+    for result in certificate.cuts:
+        for loss in result.wire_losses:
+            sizes = (loss.max_logit_diff, loss.mean_logit_diff, loss.max_kl_nats, loss.mean_kl_nats)
+            table.add_row(
+                str(result.cut),
+                loss.hidden_type,
+                *(f"{size:.2g}" for size in sizes),
+                f"{loss.n_changed_tokens}/{loss.n_tokens}",
+            )
+    return table
 
 
 def _cells(difference: Difference) -> tuple[str, ...]:

@@ -45,6 +45,13 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     help="Format of the KV caches; q8_0 takes half as much memory as f16.",
 )
 @click.option(
+    "--wire",
+    default="f32",
+    show_default=True,
+    type=click.Choice(["f32", "f16", "q8"]),
+    help="How hidden states travel between stages: exact, in half as many bytes, or in about a quarter.",
+)
+@click.option(
     "--max-waiting",
     default=64,
     show_default=True,
@@ -87,6 +94,7 @@ def serve(
     ctx_size: int | None,
     parallel: int,
     kv_type: str,
+    wire: str,
     max_waiting: int,
     threads: int | None,
     memory: int | None,
@@ -105,6 +113,7 @@ def serve(
     from mesh.interruption import run_interruptible  # noqa: PLC0415
     from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
     from mesh.serve.run import serve_mesh  # noqa: PLC0415
+    from stages.hidden_codec import HiddenType  # noqa: PLC0415
 
     if model is None and split is None:
         stages = stages or demo_num_stages(wait_for)
@@ -130,5 +139,6 @@ def serve(
         speculation=speculation_from(**speculation),
         is_exact=exact,
         api_key_path=api_key_file,
+        wire=HiddenType(wire),
     )
     return run_interruptible(lambda interruption: serve_mesh(options, interruption))

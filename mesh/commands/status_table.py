@@ -47,7 +47,7 @@ def _hosts(hosts: list[Mapping[str, Any]]) -> Table:
 
 
 def _stages(stages: list[Mapping[str, Any]]) -> Table:
-    table = Table("stage", "host", "address", "layers", "windows", "compute ms", "queue ms")
+    table = Table("stage", "host", "address", "layers", "wire", "windows", "compute ms", "queue ms")
     for stage in stages:
         start, stop = stage["layers"]
         table.add_row(
@@ -55,6 +55,7 @@ def _stages(stages: list[Mapping[str, Any]]) -> Table:
             stage["host"],
             stage["address"],
             rf"\[{start}, {stop})",
+            stage["wire"] or "-",
             str(stage["windows"]),
             f"{stage['mean_compute_ms']:.2f}",
             f"{stage['mean_queue_ms']:.2f}",

@@ -192,6 +192,7 @@ class Coordinator:
                     "host": stage.host,
                     "address": stage.address,
                     "layers": [stage.layers.start, stage.layers.stop],
+                    "wire": str(stage.wire) if index + 1 < len(self._stages) else None,
                     "windows": totals.num_windows,
                     "mean_compute_ms": _mean_ms(totals.compute_us, totals.num_windows),
                     "mean_queue_ms": _mean_ms(totals.queue_us, totals.num_windows),

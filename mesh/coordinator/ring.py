@@ -30,11 +30,13 @@ class StageAddress:
         host: Name of the host.
         address: `ip:port`.
         layers: What it holds.
+        wire: How its hidden states travel to the next stage; means nothing at the tail. For the status.
     """
 
     host: str
     address: str
     layers: LayerRange
+    wire: str = "f32"
 
 
 class Ring:

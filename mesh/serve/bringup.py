@@ -206,6 +206,7 @@ class Bringup:
                 beside_bytes=loading_bytes_on[stage.host] - stage.memory.loading_bytes,
                 mesh_id=keys.mesh_id,
                 mesh_key=keys.mesh_key,
+                hidden_type=self._options.wire,
             )
             for index, (stage, file, member) in enumerate(zip(placed.stages, files, members, strict=True))
         ]

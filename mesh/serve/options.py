@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import ClusterError
+from stages.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from mesh.serve.speculation_options import SpeculationOptions
@@ -44,6 +45,7 @@ class ServeOptions:
         speculation: Who proposes tokens, and how much of it flies.
         is_exact: Whether to compute so that text does not depend on the batch.
         api_key_path: File with API keys, or None for an open API.
+        wire: How hidden states travel between the stages.
     """
 
     model: Path
@@ -67,6 +69,7 @@ class ServeOptions:
     speculation: SpeculationOptions
     is_exact: bool
     api_key_path: Path | None
+    wire: HiddenType = HiddenType.F32
 
 
 def demo_model() -> Path:

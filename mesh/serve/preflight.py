@@ -19,6 +19,7 @@ from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.byte_size import format_size
 from stages.cutting import ModelFacts, read_model_facts
+from stages.hidden_codec import HiddenType
 from stages.kv_types import check_kv_type
 
 if TYPE_CHECKING:
@@ -67,6 +68,12 @@ def check(options: ServeOptions) -> Preflight:
             "--head-only leaves no host to hold the model: add --wait-for with the number of hosts that "
             "will join",
             param="--wait-for",
+        )
+    if options.is_exact and options.wire is not HiddenType.F32:
+        raise ClusterError(
+            f"--exact promises the same text in one stage or in many, which --wire {options.wire} does not: "
+            "leave one of the two out",
+            param="--wire",
         )
     check_port_free(options.host, options.port, "--port")
     check_port_free(options.advertise, options.join_port, "--join-port")

@@ -84,7 +84,9 @@ class StageActors:
             for actor, member in zip(self._actors, self._members, strict=True)
         )
         addresses = [
-            StageAddress(member.name, join_address(member.address, port), config.layers)
+            StageAddress(
+                member.name, join_address(member.address, port), config.layers, wire=config.hidden_type
+            )
             for config, member, port in zip(self._configs, self._members, ports, strict=True)
         ]
         await self._all(
