@@ -18,16 +18,17 @@ def _lab() -> None:
 
 def test_every_answer_of_a_quick_load_is_checked(smollm2_path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "report"
-    arguments = ["--quick", "--exact", "--hosts", "2", "--seed", "7", "--concurrency", "3", "--requests", "8"]
-    assert run(["bench", "stress", str(smollm2_path), *arguments, "--output", str(folder)]) == 0
+    size = ["--hosts", "2", "--chats", "3", "--concurrency", "3", "--requests", "6"]
+    arguments = ["--quick", "--exact", *size, "--output", str(folder)]
+    assert run(["bench", "stress", str(smollm2_path), *arguments]) == 0
     found = json.loads((folder / "report.json").read_text())
     assert found["good"]
     assert found["failures"] == []
     (step,) = found["steps"]
-    assert (step["concurrency"], step["figures"]["completed"], step["figures"]["failed"]) == (3, 8, 0)
+    assert (step["concurrency"], step["figures"]["completed"], step["figures"]["failed"]) == (3, 6, 0)
     assert step["figures"]["max_concurrency"] == 3
     # All were asked alone before, and exact means equal.
-    assert step["judgement"]["num_compared"] == 8
+    assert step["judgement"]["num_compared"] == 6
     assert step["judgement"]["num_forks"] == 0
     assert step["judgement"]["problems"] == []
     # A chat's later turn begins with what the stages still hold of it.
