@@ -99,7 +99,8 @@ class StageSizes:
 
     def weight_bytes(self, layers: LayerRange) -> int:
         """What is loaded."""
-        return self.read_bytes(layers) + (self.model.embedding_bytes if layers.start == 0 else 0)
+        holds_embedding = layers.start == 0 and not (self.model.is_tied and layers == self.whole)
+        return self.read_bytes(layers) + (self.model.embedding_bytes if holds_embedding else 0)
 
     def cache_bytes(self, layers: LayerRange) -> int:
         """What the KV cache takes."""

@@ -192,7 +192,7 @@ class DraftContext:
 def _kv_type(name: str) -> int:
     if name.upper() not in GGMLQuantizationType.__members__:
         raise DraftUnusable(f"llama.cpp knows no format {name} for the KV cache of a draft model")
-    return GGMLQuantizationType[name.upper()].value
+    return int(GGMLQuantizationType[name.upper()].value)
 
 
 def _load(path: Path, options: DraftOptions) -> Any:

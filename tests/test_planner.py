@@ -45,6 +45,7 @@ def model(
         layer_bytes=(layer_mib * MIB,) * n_layers,
         embedding_bytes=embedding_mib * MIB,
         head_bytes=head_mib * MIB,
+        is_tied=False,
         kv_widths=(kv_width,) * n_layers,
         head_widths=(64, 64),
         row_width=0,

@@ -297,6 +297,8 @@ def test_a_port_in_use_is_found_out_before_any_work() -> None:
         (["serve", "--parallel", "0"], 2, "--parallel"),
         (["serve", "--memory", "much"], 2, "8G"),
         (["serve", "--memory", "100M"], 1, "does not fit"),
+        (["serve", "--memory", "1100M", "--ctx-size", "8192"], 1, "it would fit with --kv-type q8_0 or"),
+        (["serve", "--kv-type", "q9"], 2, "'q9' is not one of"),
         (["serve", "--stages", "99"], 1, "1 to 30 stages"),
         (["serve", "--split", "10,10"], 1, "has 30"),
         (["serve", "--draft", "missing.gguf"], 1, "missing.gguf"),

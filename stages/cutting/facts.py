@@ -30,6 +30,7 @@ class ModelFacts:
         layer_bytes: Weights of each layer.
         embedding_bytes: The token embedding, which the first stage holds.
         head_bytes: Output norm and head, which the tail holds; a tied embedding counts again.
+        is_tied: Whether the embedding is the head, so that a stage with all layers holds it once.
         kv_widths: Per layer, elements that one position takes in a KV cache: keys and values of all heads.
         head_widths: Elements of one key head and of one value head.
         row_width: Elements that one row takes while a layer is computed, at most.
@@ -48,6 +49,7 @@ class ModelFacts:
     layer_bytes: tuple[int, ...]
     embedding_bytes: int
     head_bytes: int
+    is_tied: bool
     kv_widths: tuple[int, ...]
     head_widths: tuple[int, int]
     row_width: int
@@ -82,6 +84,7 @@ def read_model_facts(path: Path) -> ModelFacts:
         layer_bytes=tuple(sum(tensor.n_bytes for tensor in layer) for layer in source.layers),
         embedding_bytes=embedding.n_bytes,
         head_bytes=sum(tensor.n_bytes for tensor in head),
+        is_tied=OUTPUT not in tensors,
         kv_widths=_kv_widths(source),
         head_widths=_head_widths(source),
         row_width=_row_width(source),
