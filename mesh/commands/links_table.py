@@ -33,6 +33,8 @@ def print_links(found: Mapping[str, Any]) -> None:
             console.print(f"{link['from']} to {link['to']}: {link['failure']}", highlight=False)
     if found["round"]:
         _print_round(console, found["head"], found["round"])
+    for wire in found["wires"]:
+        _print_wire(console, wire)
 
 
 def _figures(link: Mapping[str, Any]) -> list[str]:
@@ -50,6 +52,16 @@ def _print_round(console: Console, head: str, found: Mapping[str, Any]) -> None:
     if found["best"] != found["order"]:
         shorter = f"shorter: {_way(head, found['best'])}: {found['best_ms']:.2f} ms"
         console.print(f"{shorter}; start `mesh serve` again to have that order", highlight=False)
+
+
+def _print_wire(console: Console, wire: Mapping[str, Any]) -> None:
+    if wire["proposed"] == "f32":
+        return
+    takes = f"takes {wire['row_transfer_ms']:.2f} ms on the wire, {wire['row_compute_ms']:.2f} ms at a stage"
+    console.print(
+        f"{wire['from']} to {wire['to']}: a row {takes}; `mesh serve --wire {wire['proposed']}` would help",
+        highlight=False,
+    )
 
 
 def _way(head: str, order: list[str]) -> str:

@@ -48,8 +48,8 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--wire",
     default="f32",
     show_default=True,
-    type=click.Choice(["f32", "f16", "q8"]),
-    help="How hidden states travel between stages: exact, in half as many bytes, or in about a quarter.",
+    type=click.Choice(["f32", "f16", "q8", "auto"]),
+    help="How hidden states travel: exact, in half as many bytes, in about a quarter, or as each link needs.",
 )
 @click.option(
     "--max-waiting",
@@ -139,6 +139,6 @@ def serve(
         speculation=speculation_from(**speculation),
         is_exact=exact,
         api_key_path=api_key_file,
-        wire=HiddenType(wire),
+        wire=None if wire == "auto" else HiddenType(wire),
     )
     return run_interruptible(lambda interruption: serve_mesh(options, interruption))

@@ -21,8 +21,11 @@ from mesh.serve.measured_links import HIDDEN_VALUE_BYTES
 from mesh.serve.mesh_keys import MeshKeys, new_mesh_keys
 from mesh.serve.preflight import own_capacity
 from mesh.serve.stage_actors import StageActors
+from mesh.serve.wires import planned_wires
+from mesh.stage_sizes import StageSizes
 from spanmesh_proto.errors import StageFailed
 from stages.actor import StageConfig
+from stages.hidden_codec import HiddenType
 from stages.numerics import numerics_for
 from stages.runtime import RuntimeOptions
 
@@ -43,6 +46,8 @@ log = structlog.get_logger()
 _WATCH_S: Final = 0.5
 # Round trips of each size on each link before the stages are placed.
 _NUM_PROBES: Final = 6
+# Sent over each link for its bandwidth: more than fits into the first round trips of a connection.
+_BULK_BYTES: Final = 256 * 1024
 # A round through fewer hosts, the head among them, is the same in any order.
 _FEWEST_FOR_AN_ORDER: Final = 4
 
@@ -151,6 +156,24 @@ class Bringup:
         )
         return ordered
 
+    async def _wires(self, placed: Plan) -> tuple[HiddenType, ...]:
+        """How each stage's hidden states travel; `--wire auto` measures the links for it."""
+        if self._options.wire is not None:
+            return (self._options.wire,) * len(placed.stages)
+        if len({stage.host for stage in placed.stages}) == 1:
+            return (HiddenType.F32,) * len(placed.stages)
+        self._say("measuring links")
+        hidden_bytes = HiddenType.F32.row_bytes(self._known.model.n_embd)
+        links = await self._head.survey.measure(LinkWish(hidden_bytes, _NUM_PROBES, _BULK_BYTES))
+        choices = planned_wires(
+            placed,
+            StageSizes(self._known.model, self._known.workload),
+            {member.name: member.facts.speed_gb_per_s for member in self._head.members},
+            links,
+        )
+        log.info("wires_chosen", links=[choice.as_dict() for choice in choices if choice is not None])
+        return tuple(HiddenType.F32 if choice is None else choice.proposed for choice in choices)
+
     def _capacity_of(self, member: Member) -> HostCapacity:
         if member.ray_node_name == self._head.own.ray_node_name:
             return own_capacity(member.name, self._known)
@@ -160,8 +183,9 @@ class Bringup:
         self._say("cutting")
         parts = [stage.layers for stage in placed.stages]
         files = await cut_stages(self._cache, self._options.model, parts)
+        wires = await self._wires(placed)
         keys = new_mesh_keys(files)
-        async with self._actors(placed, files, keys) as actors:
+        async with self._actors(placed, files, keys, wires) as actors:
             self._say("placing stages")
             await actors.place()
             self._say("loading")
@@ -179,7 +203,7 @@ class Bringup:
 
     @asynccontextmanager
     async def _actors(
-        self, placed: Plan, files: Sequence[StageFile], keys: MeshKeys
+        self, placed: Plan, files: Sequence[StageFile], keys: MeshKeys, wires: Sequence[HiddenType]
     ) -> AsyncIterator[StageActors]:
         members = self._hosts_of(placed)
         num_stages_on = Counter(member.name for member in members)
@@ -206,9 +230,11 @@ class Bringup:
                 beside_bytes=loading_bytes_on[stage.host] - stage.memory.loading_bytes,
                 mesh_id=keys.mesh_id,
                 mesh_key=keys.mesh_key,
-                hidden_type=self._options.wire,
+                hidden_type=wire,
             )
-            for index, (stage, file, member) in enumerate(zip(placed.stages, files, members, strict=True))
+            for index, (stage, file, member, wire) in enumerate(
+                zip(placed.stages, files, members, wires, strict=True)
+            )
         ]
         actors = StageActors(self._head.driver, configs, members)
         try:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import structlog
+
 from mesh.cluster.links import LinkWish
 from mesh.serve.link_order import round_times
+from mesh.serve.wires import planned_wires
+from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
+    from mesh.cluster.links import Links
     from mesh.serve.state import MeshState
+    from mesh.wire_choice import WireChoice
+
+log = structlog.get_logger()
 
 # Hidden states travel as float32 unless the user chooses otherwise.
 HIDDEN_VALUE_BYTES: Final = 4
@@ -32,10 +40,26 @@ async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> 
     links = await state.survey.measure(LinkWish(hidden_bytes, num_probes, bulk_bytes))
     stages = () if state.plan is None else state.plan.stages
     found = round_times([stage.host for stage in stages], state.survey.head, links)
+    wires = _wires(state, links) if bulk_bytes else ()
+    for wire in wires:
+        if wire.is_bottleneck:
+            log.info("wire_proposed", option=f"--wire {wire.proposed}", **wire.as_dict())
     return {
         "head": state.survey.head,
         "hidden_bytes": hidden_bytes,
         "bulk_bytes": bulk_bytes,
         "links": [link.as_dict() for link in links.links],
         "round": None if found is None else found.as_dict(),
+        "wires": [wire.as_dict() for wire in wires],
     }
+
+
+def _wires(state: MeshState, links: Links) -> tuple[WireChoice, ...]:
+    """What those links ask for that hidden states cross."""
+    if state.plan is None:
+        return ()
+    # How long a row takes does not depend on the caches.
+    sizes = StageSizes(state.model, Workload(ctx_size=1, num_slots=1))
+    speeds = {member.name: member.facts.speed_gb_per_s for member in state.members or ()}
+    choices = planned_wires(state.plan, sizes, speeds, links)
+    return tuple(choice for choice in choices if choice is not None)

@@ -45,7 +45,7 @@ class ServeOptions:
         speculation: Who proposes tokens, and how much of it flies.
         is_exact: Whether to compute so that text does not depend on the batch.
         api_key_path: File with API keys, or None for an open API.
-        wire: How hidden states travel between the stages.
+        wire: How hidden states travel between the stages, or None to let each link's bandwidth decide.
     """
 
     model: Path
@@ -69,7 +69,7 @@ class ServeOptions:
     speculation: SpeculationOptions
     is_exact: bool
     api_key_path: Path | None
-    wire: HiddenType = HiddenType.F32
+    wire: HiddenType | None = HiddenType.F32
 
 
 def demo_model() -> Path:

@@ -71,8 +71,8 @@ def check(options: ServeOptions) -> Preflight:
         )
     if options.is_exact and options.wire is not HiddenType.F32:
         raise ClusterError(
-            f"--exact promises the same text in one stage or in many, which --wire {options.wire} does not: "
-            "leave one of the two out",
+            "--exact promises the same text in one stage or in many, which "
+            f"--wire {options.wire or 'auto'} does not: leave one of the two out",
             param="--wire",
         )
     check_port_free(options.host, options.port, "--port")

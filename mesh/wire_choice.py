@@ -1,0 +1,93 @@
+"""Which wire type a link between two stages asks for. Pure.
+
+In a full pipeline a row of hidden states is on the link while the stages compute the next: as long as that
+takes no longer than computing a row, the link holds nobody up, and exact float32 costs nothing. Batches and
+chunks make both longer alike, so one row tells. Nor does the round trip matter here: it is the same for
+every type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from stages.hidden_codec import HiddenType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+@dataclass(frozen=True)
+class WireChoice:
+    """Of one link that hidden states cross.
+
+    Attributes:
+        source: Host of the stage that sends.
+        target: Host of the stage that receives.
+        transfer_ms: How long a row is on the link as float32.
+        compute_ms: How long the slowest stage computes a row.
+        proposed: The most exact type with which the link holds nobody up; the smallest if none does.
+    """
+
+    source: str
+    target: str
+    transfer_ms: float
+    compute_ms: float
+    proposed: HiddenType
+
+    @property
+    def is_bottleneck(self) -> bool:
+        """Whether float32 makes the link the slowest part of the pipeline."""
+        return self.proposed is not HiddenType.F32
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "from": self.source,
+            "to": self.target,
+            "row_transfer_ms": self.transfer_ms,
+            "row_compute_ms": self.compute_ms,
+            "proposed": str(self.proposed),
+        }
+
+
+def wire_choices(
+    hosts: Sequence[str],
+    compute_ms: Sequence[float],
+    n_embd: int,
+    bytes_per_s: Callable[[str, str], float | None],
+) -> tuple[WireChoice | None, ...]:
+    """What each stage's link to the next asks for.
+
+    Args:
+        hosts: Of the stages, in pipeline order.
+        compute_ms: What a row takes at each stage.
+        n_embd: Values of a row of hidden states.
+        bytes_per_s: Bandwidth from one host to another; None if it is not known.
+
+    Returns:
+        One for each stage; None for the tail, between stages of one host, and where the bandwidth is unknown.
+    """
+    slowest_ms = max(compute_ms)
+    choices: list[WireChoice | None] = []
+    for source, target in pairwise(hosts):
+        rate = None if source == target else bytes_per_s(source, target)
+        choices.append(None if not rate else _choice(source, target, slowest_ms, n_embd, rate))
+    return (*choices, None)
+
+
+def transfer_ms(hidden_type: HiddenType, n_embd: int, bytes_per_s: float) -> float:
+    """How long one row is on a link, the way to get there left out."""
+    return hidden_type.row_bytes(n_embd) / bytes_per_s * 1e3
+
+
+def _choice(source: str, target: str, compute_ms: float, n_embd: int, rate: float) -> WireChoice:
+    fitting = (wire for wire in HiddenType if transfer_ms(wire, n_embd, rate) <= compute_ms)
+    return WireChoice(
+        source,
+        target,
+        transfer_ms(HiddenType.F32, n_embd, rate),
+        compute_ms,
+        next(fitting, HiddenType.Q8),
+    )
