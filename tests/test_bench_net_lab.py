@@ -1,6 +1,7 @@
 """Links of different length: measured, minded by the plan, and shown by `mesh bench net`."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,14 @@ def test_stages_far_from_one_another_are_no_neighbours(smollm2_path: Path, tmp_p
     require_lab()
     with Lab(NUM_HOSTS, NEAR_MS, shared=[tmp_path]) as lab:
         lab.set_delay_ms(FAR_MS, between=(1, 2))
-        mesh = MeshSystem(lab, smollm2_path, tmp_path, options=["--ctx-size", "256", "--parallel", "1"])
+        options = ["--ctx-size", "256", "--parallel", "1", "--wire", "auto"]
+        mesh = MeshSystem(lab, smollm2_path, tmp_path, options=options)
         try:
             mesh.start()
             stages = get_json(lab, 0, mesh.port, "/mesh/status")["stages"]
             done = lab.exec(0, [COMMAND, "bench", "net", "--json", "--probes", "5", "--megabytes", "1"])
             shown = lab.exec(0, [COMMAND, "bench", "net", "--probes", "2", "--megabytes", "0"])
+            log = mesh.log(0).read_text()
             mesh.stop()
         except BaseException:
             for host in range(NUM_HOSTS):
@@ -48,5 +51,10 @@ def test_stages_far_from_one_another_are_no_neighbours(smollm2_path: Path, tmp_p
         assert (FAR_MS if is_far else NEAR_MS) <= link["hop_ms"] < (2 * FAR_MS if is_far else FAR_MS)
         assert link["rtt_ms"]["min"] >= 2 * (FAR_MS if is_far else NEAR_MS)
         assert link["bytes_per_s"] > 1e5
+    # Each link that hidden states cross was looked at, when the stages were placed and now.
+    assert [stage["wire"] in ("f32", "f16", "q8") for stage in stages] == [True, True, False]
+    pairs = [(stage["host"], after["host"]) for stage, after in pairwise(stages)]
+    assert [(wire["from"], wire["to"]) for wire in found["wires"]] == pairs
+    assert "wires_chosen" in log
     assert shown.returncode == 0, shown.stderr
     assert "a token's round: host0 - " in shown.stdout
