@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,10 +82,6 @@ class Work:
 
     changes: tuple[Freed | Copied, ...]
     windows: tuple[QueuedWindow, ...]
-
-
-# A part of a prompt with more rows than this is a chunk, which others should not have to wait for twice.
-_MOST_SHARED_ROWS: Final = 16
 
 
 class WindowQueue:
@@ -195,5 +191,5 @@ class WindowQueue:
 
 
 def _is_chunk(window: QueuedWindow) -> bool:
-    rows = len(window.span.tokens)
-    return rows > _MOST_SHARED_ROWS and window.span.num_outputs < rows
+    """Whether it is a part of a prompt: elsewhere every row but a committed one is verified."""
+    return window.span.num_outputs < len(window.span.tokens)

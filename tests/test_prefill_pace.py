@@ -1,6 +1,5 @@
 """How a prompt is cut into chunks, alone and among others."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,19 +35,19 @@ def test_alone_a_prompt_keeps_every_stage_busy() -> None:
     assert chunks(PrefillPace(num_stages=1, max_rows=128), 300) == [128, 128, 44]
 
 
-def test_among_others_a_chunk_is_as_short_as_their_windows_ask() -> None:
+def test_among_others_a_chunk_is_as_long_as_they_can_bear() -> None:
     pace = PrefillPace(num_stages=2, max_rows=128)
-    pace.num_sessions = 2
+    pace.num_decoding = 1
     assert pace.rows(2048) == 16
     for _ in range(40):
-        pace.learn([StageMeasure(64, 3.0, 32.0), StageMeasure(64, 3.0, 64.0)], elapsed_ms=120.0)
-    # A row takes the slower stage 1 ms.
-    assert pace.rows(2048) == 15
-    # Where windows without proposals take 20 ms themselves, 40 more are no great wait.
+        pace.learn_chunk([StageMeasure(64, 3.0, 32.0), StageMeasure(64, 3.0, 64.0)], elapsed_ms=112.0)
+        # Undisturbed it takes 20 ms, so 25 ms more at each of two stages are two and a half times that.
+        pace.learn_window([StageMeasure(1, 40.0, 5.0)] * 2, elapsed_ms=100.0)
+    assert pace.rows(2048) == 25
     for _ in range(40):
-        pace.learn([StageMeasure(1, 0.0, 20.0)] * 2, elapsed_ms=60.0)
-    assert pace.rows(2048) == pytest.approx(40, abs=1)
-    pace.num_sessions = 1
+        pace.learn_chunk([StageMeasure(4, 0.0, 200.0)] * 2, elapsed_ms=410.0)
+    assert pace.rows(2048) == 1
+    pace.num_decoding = 0
     assert pace.rows(2048) == 128
 
 
@@ -57,7 +56,7 @@ def test_a_slow_network_takes_more_chunks_under_way() -> None:
     for pace, network_ms in ((near, 1.0), (far, 400.0)):
         assert pace.num_in_flight(32) == 4
         for _ in range(40):
-            pace.learn([StageMeasure(32, 5.0, 32.0)] * 3, elapsed_ms=111.0 + network_ms)
+            pace.learn_chunk([StageMeasure(32, 5.0, 32.0)] * 3, elapsed_ms=111.0 + network_ms)
     assert near.num_in_flight(32) == 5
     assert far.num_in_flight(32) == 16
     assert far.num_in_flight(128) == 8

@@ -141,13 +141,6 @@ def test_groups_stay_as_small_as_they_were_told_and_a_chunk_waits_for_all_of_the
     assert groups == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0)], [(9, 1)]]
 
 
-def test_a_short_prompt_shares_a_batch() -> None:
-    queue = WindowQueue(64, lambda _session, _epoch: True)
-    queue.put(window(1, 12, num_outputs=1))
-    queue.put(window(2, 3))
-    assert taken(queue) == [(1, 0), (2, 0)]
-
-
 def test_a_void_chunk_holds_nobody_up() -> None:
     void: set[int] = set()
     queue = WindowQueue(64, lambda session, _epoch: session not in void)

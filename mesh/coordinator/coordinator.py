@@ -203,7 +203,6 @@ class Coordinator:
 
     def _note_sessions(self) -> None:
         self._wakefulness.update(len(self._sessions))
-        self._prefill_pace.num_sessions = len(self._sessions)
         self._grouping.set_num_sessions(len(self._sessions))
 
     async def stage_stats(self) -> list[wire.StageStats]:

@@ -2,7 +2,7 @@
 
 Alone, a prompt is cut so that every stage has a chunk to compute most of the time: the pipeline fills and
 drains once for each prompt, and what that wastes shrinks with the chunks. Among others a chunk is also what
-their next tokens wait for, at each stage, so there it lasts no longer than a few of their own windows.
+their next tokens wait for, at each stage, so there it is as long as they can bear.
 Chunked prefill: Agrawal et al. 2023 (Sarathi).
 """
 
@@ -20,15 +20,10 @@ if TYPE_CHECKING:
 _CHUNKS_PER_STAGE: Final = 4
 # From so many rows on llama.cpp's attention on CPUs works in tiles: behind a long text that halves the time.
 _FEWEST_ROWS_ALONE: Final = 64
-_FEWEST_ROWS_AMONG_OTHERS: Final = 4
 _ROWS_UNMEASURED: Final = 16
-_FEWEST_ROWS_MEASURED: Final = 8
-# How long a chunk may hold a stage while others wait: at least this, or so many of their windows.
-_HOLD_MS: Final = 15.0
-_HOLD_WINDOWS: Final = 2.0
+# While others decode, a chunk at every stage may add so many times what a token of theirs takes undisturbed.
+_MOST_DELAY: Final = 2.5
 _MOST_IN_FLIGHT: Final = 16
-# Batches of at most so many rows tell what a window without proposals takes.
-_PLAIN_ROWS: Final = 2
 _WEIGHT: Final = 0.25
 
 
@@ -40,16 +35,16 @@ class PrefillPace:
         max_rows: Most rows of one window.
 
     Attributes:
-        num_sessions: Sessions that run.
+        num_decoding: Sessions whose prompt is done.
     """
 
     def __init__(self, num_stages: int, max_rows: int) -> None:
-        self.num_sessions = 1
+        self.num_decoding = 0
         self._num_stages = num_stages
         self._max_rows = max_rows
         self._row_ms: float | None = None
-        self._plain_ms = 0.0
-        self._network_ms = 0.0
+        self._window_ms: float | None = None
+        self._network_ms: float | None = None
 
     def rows(self, num_tokens: int) -> int:
         """Rows of the next chunk.
@@ -57,7 +52,7 @@ class PrefillPace:
         Args:
             num_tokens: Tokens of the whole prompt that were not cached when it began.
         """
-        if self.num_sessions > 1:
+        if self.num_decoding:
             return self._rows_among_others()
         if self._num_stages == 1:
             return self._max_rows
@@ -68,32 +63,39 @@ class PrefillPace:
     def num_in_flight(self, rows: int) -> int:
         """How many chunks of so many rows keep every stage busy."""
         fill = self._num_stages + 1
-        if self._row_ms:
+        if self._row_ms and self._network_ms:
             fill += math.ceil(self._network_ms / (self._row_ms * rows))
         return min(fill, _MOST_IN_FLIGHT)
 
-    def learn(self, stages: Sequence[StageMeasure], elapsed_ms: float) -> None:
-        """Take the times of a window.
+    def learn_chunk(self, stages: Sequence[StageMeasure], elapsed_ms: float) -> None:
+        """Take the times of a chunk.
 
         Args:
             stages: What each stage took for it.
             elapsed_ms: From sending it to its verdict.
         """
-        if not stages:
-            return
-        slowest = max(stages, key=lambda stage: stage.compute_ms)
-        spent_ms = sum(stage.queue_ms + stage.compute_ms for stage in stages)
-        self._network_ms += _WEIGHT * (max(0.0, elapsed_ms - spent_ms) - self._network_ms)
-        if slowest.num_rows <= _PLAIN_ROWS:
-            self._plain_ms += _WEIGHT * (slowest.compute_ms - self._plain_ms)
-        elif slowest.num_rows >= _FEWEST_ROWS_MEASURED:
-            row_ms = slowest.compute_ms / slowest.num_rows
-            self._row_ms = (
-                row_ms if self._row_ms is None else self._row_ms + _WEIGHT * (row_ms - self._row_ms)
-            )
+        if stages:
+            self._learn_network(stages, elapsed_ms)
+            self._row_ms = _mean(self._row_ms, max(stage.compute_ms / stage.num_rows for stage in stages))
+
+    def learn_window(self, stages: Sequence[StageMeasure], elapsed_ms: float) -> None:
+        """Take the times of a window that was not a part of a prompt, as of a chunk."""
+        if stages:
+            network_ms = self._learn_network(stages, elapsed_ms)
+            undisturbed_ms = network_ms + sum(stage.compute_ms for stage in stages)
+            self._window_ms = _mean(self._window_ms, undisturbed_ms)
+
+    def _learn_network(self, stages: Sequence[StageMeasure], elapsed_ms: float) -> float:
+        network_ms = max(0.0, elapsed_ms - sum(stage.queue_ms + stage.compute_ms for stage in stages))
+        self._network_ms = _mean(self._network_ms, network_ms)
+        return self._network_ms
 
     def _rows_among_others(self) -> int:
-        if not self._row_ms:
+        if not self._row_ms or not self._window_ms:
             return min(_ROWS_UNMEASURED, self._max_rows)
-        hold_ms = max(_HOLD_MS, _HOLD_WINDOWS * self._plain_ms)
-        return max(_FEWEST_ROWS_AMONG_OTHERS, min(self._max_rows, int(hold_ms / self._row_ms)))
+        hold_ms = _MOST_DELAY * self._window_ms / self._num_stages
+        return max(1, min(self._max_rows, int(hold_ms / self._row_ms)))
+
+
+def _mean(known: float | None, newest: float) -> float:
+    return newest if known is None else known + _WEIGHT * (newest - known)

@@ -106,6 +106,7 @@ class Session:
         self._num_sent = 0
         self._flights: deque[_Flight] = deque()
         self._outbox = Outbox(on_room=self._on_room)
+        self._is_decoding = False
         self._is_over = False
         self._is_woken = False
         self.is_failed = False
@@ -157,8 +158,11 @@ class Session:
         if step is None:
             self._prefill()
             self._pump()
-            self._prefill_pace.learn(_measures(verdict), arrived_ms - flight.sent_ms)
+            self._prefill_pace.learn_chunk(_measures(verdict), arrived_ms - flight.sent_ms)
         else:
+            if flight.window.is_prompt:
+                self._is_decoding = True
+                self._prefill_pace.num_decoding += 1
             self._take(step, flight, verdict, arrived_ms)
 
     def on_failure(self, epoch: int, error: MeshError) -> None:
@@ -177,6 +181,8 @@ class Session:
     def close(self) -> None:
         """Send nothing more, and let go of the proposer."""
         self._is_over = True
+        self._prefill_pace.num_decoding -= self._is_decoding
+        self._is_decoding = False
         if self._speculator is not None:
             self._speculator.close()
 
@@ -254,10 +260,11 @@ class Session:
         telemetry = self.telemetry
         window = flight.window
         measures, elapsed_ms = _measures(verdict), arrived_ms - flight.sent_ms
-        self._prefill_pace.learn(measures, elapsed_ms)
         if window.is_prompt:
+            self._prefill_pace.learn_chunk(measures, elapsed_ms)
             telemetry.add_first_token(arrived_ms)
         else:
+            self._prefill_pace.learn_window(measures, elapsed_ms)
             self._grouping.learn(len(window.tokens), measures, elapsed_ms)
             telemetry.add_window(
                 step.judgement,
