@@ -100,6 +100,8 @@ def ask(port: int, wanted: Ask, *, api_key: str | None = None, timeout_s: float 
     """
     body = {
         "model": "default",
+        # The same question is asked again and again: nobody may find its prompt in a cache.
+        "cache_prompt": False,
         **wanted.body,
         "stream": True,
         "stream_options": {"include_usage": True},
