@@ -10,6 +10,8 @@ import pytest
 from mesh.cli import run
 from mesh.cluster.links import Link
 from mesh.tokenizer import Tokenizer
+from mesh.wire_choice import WireChoice
+from stages.hidden_codec import HiddenType
 from tests.api_harness import ScriptedEngine, running_api, tokenizer
 
 __all__ = ["tokenizer"]
@@ -19,6 +21,8 @@ pytestmark = pytest.mark.model
 NEAR = Link("head", "attic", (1.0, 2.0, 3.0), (2.0, 3.0, 4.0), 12.5e6)
 GONE = Link("attic", "head", failure="host attic left the mesh")
 ROUND = {"order": ["b", "a"], "order_ms": 30.5, "best": ["a", "b"], "best_ms": 20.25}
+SLOW = WireChoice("head", "attic", 18.43, 4.5, HiddenType.Q8)
+QUICK = WireChoice("attic", "b", 0.2, 4.5, HiddenType.F32)
 
 
 def measuring(*links: Link) -> Callable[[int, int], Awaitable[Mapping[str, Any]]]:
@@ -29,6 +33,7 @@ def measuring(*links: Link) -> Callable[[int, int], Awaitable[Mapping[str, Any]]
             "asked": [num_probes, bulk_bytes],
             "links": [link.as_dict() for link in links],
             "round": ROUND,
+            "wires": [SLOW.as_dict(), QUICK.as_dict()],
         }
 
     return measure
@@ -74,6 +79,9 @@ async def test_the_command_shows_every_link_and_the_better_order(
     assert row.replace("│", " ").split() == ["head", "attic", "2.00", "2.98", "3.00", "3.98", "1.50", "12.5"]
     assert "attic to head: host attic left the mesh" in said
     assert "a token's round: head - b - a - head: 30.50 ms" in said
+    (proposed,) = [line for line in said.splitlines() if "--wire" in line]
+    assert proposed.startswith("head to attic: a row takes 18.43 ms on the wire, 4.50 ms at a stage")
+    assert "`mesh serve --wire q8` would help" in proposed
     assert "shorter: head - a - b - head: 20.25 ms" in said
 
 
