@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HostReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links")
+    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links", "certificate_request")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class HostReport(_message.Message):
     RAY_IS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     ECHO_PORT_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     secret: str
@@ -44,7 +45,8 @@ class HostReport(_message.Message):
     ray_is_running: bool
     echo_port: int
     links: LinkReport
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ...) -> None: ...
+    certificate_request: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ..., certificate_request: _Optional[bytes] = ...) -> None: ...
 
 class LinkReport(_message.Message):
     __slots__ = ("id", "links")
@@ -69,7 +71,7 @@ class MeasuredLink(_message.Message):
     def __init__(self, target: _Optional[str] = ..., small_ms: _Optional[_Iterable[float]] = ..., hidden_ms: _Optional[_Iterable[float]] = ..., bytes_per_s: _Optional[float] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class HeadReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state", "is_closing", "measure")
+    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state", "is_closing", "measure", "certificate")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +79,7 @@ class HeadReport(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     IS_CLOSING_FIELD_NUMBER: _ClassVar[int]
     MEASURE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     ray_address: str
@@ -84,7 +87,8 @@ class HeadReport(_message.Message):
     state: str
     is_closing: bool
     measure: LinkOrder
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ..., is_closing: _Optional[bool] = ..., measure: _Optional[_Union[LinkOrder, _Mapping]] = ...) -> None: ...
+    certificate: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ..., is_closing: _Optional[bool] = ..., measure: _Optional[_Union[LinkOrder, _Mapping]] = ..., certificate: _Optional[bytes] = ...) -> None: ...
 
 class LinkOrder(_message.Message):
     __slots__ = ("id", "targets", "hidden_bytes", "num_probes", "bulk_bytes")
