@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from mesh.commands.bench_fuzz import fuzz
 from mesh.commands.bench_net import net
 from mesh.commands.bench_serve import serve
 from mesh.commands.bench_stress import stress
@@ -45,12 +46,13 @@ class _Modes(click.ParamType[tuple["SpeculationMode", ...]]):
 
 @click.group()
 def bench() -> None:
-    """Measure any OpenAI server, a running mesh's links, or a lab of hosts on this machine (needs root)."""
+    """Measure any OpenAI server, a running mesh's links, a lab of hosts (needs root), or feed bad input."""
 
 
 bench.add_command(serve)
 bench.add_command(stress)
 bench.add_command(net)
+bench.add_command(fuzz)
 
 
 @bench.command()

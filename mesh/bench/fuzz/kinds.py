@@ -1,0 +1,32 @@
+"""The kinds of hostile input, each by the function that feeds it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mesh.bench.fuzz.options import FuzzOptions
+    from mesh.bench.fuzz.report import FuzzReport
+
+# Each is an option of `mesh bench fuzz` of the same name; imported only when it is asked for.
+_KINDS: Final = {
+    "http": "mesh.bench.fuzz.over_http:fuzz_http",
+}
+
+
+def fuzz(kind: str, options: FuzzOptions) -> FuzzReport:
+    """Feed one kind of hostile input.
+
+    Args:
+        kind: Such as `http`.
+        options: What the user says.
+
+    Raises:
+        MeshError: If what is to be tested does not start.
+    """
+    module, _, name = _KINDS[kind].partition(":")
+    feed: Callable[[FuzzOptions], FuzzReport] = getattr(importlib.import_module(module), name)
+    return feed(options)

@@ -1,0 +1,51 @@
+"""`mesh bench fuzz`: hostile input for everything that listens or reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+_CASES = click.IntRange(1)
+
+
+@click.command()
+@click.argument("model", required=False, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--http", type=_CASES, metavar="N", help="Requests to the API, made from its own document.")
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of all randomness.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("bench-fuzz"),
+    show_default=True,
+    help="Folder for failing inputs and logs.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print the reports as JSON.")
+def fuzz(*, model: Path | None, seed: int, output: Path, is_json: bool, **num_cases: int | None) -> None:
+    """Feed N inputs of each kind that is named; what serves a model serves MODEL, or the demo's.
+
+    Everything starts on this machine for the run and ends with it. Failing inputs are kept. Exits with 1 if
+    something crashed, hung, was blamed on the server, or if memory grew.
+    """
+    wanted = {kind: count for kind, count in num_cases.items() if count is not None}
+    if not wanted:
+        raise click.UsageError("name at least one kind and how many, such as --http 10000")
+    from mesh.bench.fuzz.kinds import fuzz as feed  # noqa: PLC0415 - keeps --help quick
+    from mesh.bench.fuzz.options import FuzzOptions  # noqa: PLC0415
+    from mesh.bench.fuzz.report import as_dict, as_text  # noqa: PLC0415
+    from mesh.serve.options import demo_model  # noqa: PLC0415
+
+    output.mkdir(parents=True, exist_ok=True)
+    model = model or demo_model()
+    reports = []
+    for kind, count in wanted.items():
+        report = feed(kind, FuzzOptions(count, seed, model, output))
+        reports.append(report)
+        if not is_json:
+            click.echo(as_text(report))
+    if is_json:
+        click.echo(json.dumps([as_dict(report) for report in reports], indent=2))
+    if not all(report.is_good for report in reports):
+        click.get_current_context().exit(1)
