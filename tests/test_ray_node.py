@@ -150,6 +150,25 @@ asyncio.run(main())
     assert not folder.exists()
 
 
+def test_a_node_whose_raylet_is_killed_ends_and_says_so(strangers: set[psutil.Process]) -> None:
+    node = RayNode(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
+    try:
+        asyncio.run(node.wait_ready())
+        processes = descendants(os.getpid()) - strangers
+        (raylet,) = (process for process in processes if process.name() == "raylet")
+        raylet.kill()
+        asyncio.run(asyncio.wait_for(node.ended(), 10))
+        if sys.platform == "linux":
+            # The node counts as ready a moment before Ray's command has ended.
+            assert node.last_words in {
+                f"process {raylet.pid} of the Ray node ended with status -9",
+                "raylet of the Ray node ended while it started",
+            }
+        assert alive(processes, within_s=0) == []
+    finally:
+        node.stop()
+
+
 def test_stopping_while_starting_leaves_nothing(strangers: set[psutil.Process]) -> None:
     node = RayNode(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
     time.sleep(1.5)

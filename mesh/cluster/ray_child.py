@@ -1,4 +1,4 @@
-"""`python -m mesh.cluster.ray_child start …`: Ray's command line in a process that dies with its parent.
+"""`python -m mesh.cluster.ray_child start …`: a Ray node under a process that dies with its parent.
 
 Setting this up between fork and exec would run Python code in a forked copy of a process with threads, which
 may hang.
@@ -13,6 +13,7 @@ import sys
 from typing import Any, Final
 
 from mesh.cluster.ray_environment import PARENT_PID
+from mesh.cluster.ray_keeper import keep
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -40,10 +41,14 @@ def drop_client_server(ray_params: Any, head: bool) -> None:  # noqa: FBT001 - R
 
 
 def main() -> None:
-    """Run Ray's own command."""
+    """Start a Ray node with the arguments of `ray start`, and stay until it ends."""
     die_with_parent(int(os.environ[PARENT_PID]))
+    arguments = sys.argv[1:]
+    if sys.platform == "linux":
+        sys.exit(keep([sys.executable, "-m", "ray.scripts.scripts", *arguments], "raylet"))
     from ray.scripts.scripts import main as ray_main  # noqa: PLC0415 - the parent may die while Ray is imported
 
+    sys.argv[1:] = [*arguments, "--block"]
     ray_main()
 
 

@@ -89,8 +89,15 @@ class RayNode:
 
     @property
     def is_running(self) -> bool:
-        """Whether its first process lives; Ray ends that one when another of the node's processes fails."""
+        """Whether its first process lives; that one ends when another of the node's processes does."""
         return self._child.poll() is None
+
+    @property
+    def last_words(self) -> str:
+        """The last line that its processes have said."""
+        lines = [line.strip() for line in self._log_path.read_text(errors="replace").splitlines()]
+        words = [line for line in lines if line]
+        return words[-1] if words else "it said nothing"
 
     async def ended(self) -> None:
         """Return when its first process has ended."""
@@ -111,10 +118,10 @@ class RayNode:
         ready_path = self.ray_dir / "ray_current_cluster"
         while not ready_path.exists():
             if not self.is_running:
-                raise ClusterError(f"Ray did not start on {self._config.address}: {self._last_words()}")
+                raise ClusterError(f"Ray did not start on {self._config.address}: {self.last_words}")
             if time.monotonic() - started_s > timeout_s:
                 raise ClusterError(
-                    f"Ray on {self._config.address} is not ready after {timeout_s:g} s: {self._last_words()}"
+                    f"Ray on {self._config.address} is not ready after {timeout_s:g} s: {self.last_words}"
                 )
             await asyncio.sleep(_POLL_S)
         log.info("ray_started", node=self._config.name, seconds=round(time.monotonic() - started_s, 1))
@@ -134,7 +141,6 @@ class RayNode:
             where = [f"--address={config.head_address}"]
         return [
             "start",
-            "--block",
             *where,
             f"--node-ip-address={config.address}",
             f"--node-name={config.name}",
@@ -177,11 +183,6 @@ class RayNode:
                 if os.getsid(pid) == self._child.pid:
                     found.add(psutil.Process(pid))
         return [process for process in found if _is_alive(process)]
-
-    def _last_words(self) -> str:
-        lines = [line.strip() for line in self._log_path.read_text(errors="replace").splitlines()]
-        words = [line for line in lines if line]
-        return words[-1] if words else "it said nothing"
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -1,0 +1,131 @@
+"""The first process of a Ray node on Linux: keeps what `ray start` leaves running, and ends it.
+
+`ray start --block` does the same with all of Ray imported, in 80 MB on every host. This needs a tenth: it is
+the reaper of its descendants (prctl(2), PR_SET_CHILD_SUBREAPER), so that Ray's processes become its children
+when the command that started them has ended, and none of them can get away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGCHLD)
+_GRACE_S: Final = 2.0
+
+
+def keep(command: Sequence[str], needed: str) -> int:
+    """Run a command that leaves daemons behind; return when one of them has ended, or on SIGTERM.
+
+    Whatever descends from this process has been ended then.
+
+    Args:
+        command: Program and arguments. Its daemons run when it ends.
+        needed: Name of a daemon that is among them; if it has died by then, it may have left no trace.
+
+    Returns:
+        The command's exit status if it failed; 0 after SIGTERM; 1 if a daemon ended by itself.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # Waited for below, so that none comes between two looks. The command itself is to hear them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    starter = os.posix_spawn(command[0], list(command), os.environ, setsigmask=())
+    try:
+        return _watch(starter, needed)
+    finally:
+        _end_all()
+
+
+def _watch(starter: int, needed: str) -> int:
+    daemons: set[int] = set()
+    while True:
+        if signal.sigwait(_SIGNALS) == signal.SIGTERM:
+            return 0
+        # One SIGCHLD may stand for several.
+        for pid, status in _ended():
+            if pid == starter:
+                if status:
+                    return status
+                daemons = set(_children())
+                if needed not in map(_name, daemons):
+                    print(f"{needed} of the Ray node ended while it started", flush=True)  # noqa: T201
+                    return 1
+            elif pid in daemons:
+                print(f"process {pid} of the Ray node ended with status {status}", flush=True)  # noqa: T201
+                return 1
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """Children that have ended, with exit status, negative for a signal; each is let go when asked for."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
+
+
+def _let_go() -> None:
+    for _ in _ended():
+        pass
+
+
+def _children() -> list[int]:
+    """Ids of this process's children."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                # The name in brackets may hold anything; state and parent follow it.
+                parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+            except OSError:
+                continue
+            if int(parent) == os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _end_all() -> None:
+    """End every descendant: those that lose their parent become children in turn."""
+    deadline_s = time.monotonic() + _GRACE_S
+    _signal_children(signal.SIGTERM)
+    while _children() and (left_s := deadline_s - time.monotonic()) > 0:
+        signal.sigtimedwait((signal.SIGCHLD,), left_s)
+        _let_go()
+    while _children():
+        _signal_children(signal.SIGKILL)
+        signal.sigtimedwait((signal.SIGCHLD,), _GRACE_S)
+        _let_go()
+
+
+def _signal_children(number: signal.Signals) -> None:
+    for pid in _children():
+        # They are ours and not yet waited for, so the id cannot have become somebody else's.
+        os.kill(pid, number)
+
+
+def main() -> None:
+    """`python -m mesh.cluster.ray_keeper DAEMON COMMAND…`."""
+    sys.exit(keep(sys.argv[2:], sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
