@@ -175,7 +175,7 @@ def _best(
 ) -> tuple[StagePlacement, ...] | None:
     """Stages on the best hosts that can hold them, or None if none can."""
     for seats in _seatings(sizes, hosts, num_stages):
-        layers = _balance(sizes, seats)
+        layers = balance(sizes, seats)
         if layers is not None:
             return tuple(
                 StagePlacement(host.name, part, sizes.memory(part))
@@ -207,29 +207,42 @@ def _seated(hosts: Sequence[HostCapacity], num_stages: int) -> Iterator[HostCapa
         yield from [replace(host, memory_bytes=host.memory_bytes // times)] * times
 
 
-def _balance(sizes: StageSizes, seats: Sequence[HostCapacity]) -> tuple[LayerRange, ...] | None:
+def balance(
+    sizes: StageSizes, seats: Sequence[HostCapacity], part: LayerRange | None = None
+) -> tuple[LayerRange, ...] | None:
     """Layers for these hosts in this order, so that the slowest stage is as fast as can be.
 
-    Of the ways that are equally good by that measure, the most even one; None if the hosts are too small.
+    Of the ways that are equally good by that measure, the most even one.
+
+    Args:
+        sizes: Of the model's stages.
+        seats: One host for each stage, with what memory it may use.
+        part: What is to be shared out; all layers unless given.
+
+    Returns:
+        Layers for each seat; None if the hosts are too small, or the model cannot be cut so often.
     """
-    slowest = _shortest(sizes, seats, max)
+    part = part or sizes.whole
+    slowest = _shortest(sizes, seats, part, max)
     if slowest is None:
         return None
     limit = slowest[0] * (1 + 1e-9)
-    evenest = _shortest(sizes, seats, lambda total, time: total + time * time if time <= limit else math.inf)
+    evenest = _shortest(
+        sizes, seats, part, lambda total, time: total + time * time if time <= limit else math.inf
+    )
     return None if evenest is None else evenest[1]
 
 
 def _shortest(
-    sizes: StageSizes, seats: Sequence[HostCapacity], add: Callable[[float, float], float]
+    sizes: StageSizes, seats: Sequence[HostCapacity], part: LayerRange, add: Callable[[float, float], float]
 ) -> tuple[float, tuple[LayerRange, ...]] | None:
-    """The cheapest way from layer 0 to the last, one stage a host; stage times are summed up by `add`."""
-    reached: dict[int, tuple[float, tuple[LayerRange, ...]]] = {0: (0.0, ())}
+    """The cheapest way through the part's layers, one stage a host; stage times are summed up by `add`."""
+    reached: dict[int, tuple[float, tuple[LayerRange, ...]]] = {part.start: (0.0, ())}
     for seat in seats:
         step: dict[int, tuple[float, tuple[LayerRange, ...]]] = {}
         for start, (cost, way) in reached.items():
             for stop in sizes.edges:
-                if stop <= start:
+                if not start < stop <= part.stop:
                     continue
                 layers = LayerRange(start, stop)
                 if sizes.memory(layers).total_bytes > seat.memory_bytes:
@@ -238,7 +251,7 @@ def _shortest(
                 if longer < step.get(stop, (math.inf,))[0]:
                     step[stop] = (longer, (*way, layers))
         reached = step
-    return reached.get(sizes.model.n_layers)
+    return reached.get(part.stop)
 
 
 def _cuts_of(split: Sequence[int]) -> tuple[int, ...]:

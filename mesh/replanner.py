@@ -1,0 +1,271 @@
+"""Who takes over the layers of stages that are lost, or that are to leave their host. Pure.
+
+What survives stays where it is as long as that is possible at all: loading is what a repair waits for. So the
+plan that comes out is not the one that `mesh.planner` would make of the same hosts, but the nearest one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from mesh.planner import HostCapacity, StagePlacement, balance, plan
+from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
+from stages.byte_size import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from mesh.stage_sizes import StageSizes
+    from stages.layers import LayerRange
+
+# Orders of hosts that are tried for each split of lost layers.
+_MAX_ORDERS: Final = 24
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Layers that a host has loaded ahead, ready to become a stage at once.
+
+    Attributes:
+        host: Its name.
+        layers: Which.
+    """
+
+    host: str
+    layers: LayerRange
+
+
+@dataclass(frozen=True)
+class NewStage:
+    """One stage of the ring to be.
+
+    Attributes:
+        placement: Where, and what.
+        kept: Index of the stage of the old ring that goes on as this one, or None.
+        is_copy: Whether the host has it loaded already, as a `Copy`.
+    """
+
+    placement: StagePlacement
+    kept: int | None = None
+    is_copy: bool = False
+
+
+@dataclass(frozen=True)
+class Replan:
+    """The ring to be.
+
+    Attributes:
+        stages: In pipeline order; together they hold every layer once.
+        dropped: Copies that must go first: their memory is needed.
+        reason: One line for a person.
+    """
+
+    stages: tuple[NewStage, ...]
+    dropped: tuple[Copy, ...]
+    reason: str
+
+
+def replan(
+    sizes: StageSizes,
+    stages: Sequence[StagePlacement],
+    lost: Collection[int],
+    hosts: Sequence[HostCapacity],
+    copies: Iterable[Copy] = (),
+    *,
+    may_start_over: bool = True,
+) -> Replan:
+    """Place lost stages again.
+
+    Each goes, in this order, to a host that holds a copy of it; to one host that has room for it, a spare
+    before the one that had it, and that before any other; to several hosts, its layers shared out. Only if
+    one of them finds no place is the whole model placed anew.
+
+    Args:
+        sizes: Of the model's stages.
+        stages: The ring so far.
+        lost: Indices of what is to be placed.
+        hosts: Where something may be placed, each with all the memory that it gives, what is on it included.
+        copies: What hosts have loaded ahead.
+        may_start_over: Whether surviving stages may be given up for a new plan.
+
+    Raises:
+        ModelDoesNotFit: With what is needed and what each host has left.
+        NotEnoughHosts: If there is no host for what is lost.
+    """
+    if lost and not hosts:
+        raise NotEnoughHosts("no host can take a stage: join one with `mesh join`")
+    survivors = [stage for index, stage in enumerate(stages) if index not in lost]
+    room = _Room(hosts, survivors, copies, had_stages={stage.host for stage in stages})
+    placed = _placed_again(sizes, [(index, stages[index]) for index in sorted(lost)], room)
+    if placed is not None:
+        pieces: Iterator[tuple[NewStage, ...]] = (
+            placed[index] if index in placed else (NewStage(stage, kept=index),)
+            for index, stage in enumerate(stages)
+        )
+        new = tuple(itertools.chain.from_iterable(pieces))
+        return Replan(new, tuple(room.dropped), _reason(new))
+    if not may_start_over:
+        raise ModelDoesNotFit(_no_room([stages[index] for index in sorted(lost)], room))
+    return _start_over(sizes, stages, lost, hosts, tuple(copies))
+
+
+class _Room:
+    """What hosts have left while stages are placed on them one by one."""
+
+    def __init__(
+        self,
+        hosts: Sequence[HostCapacity],
+        survivors: Iterable[StagePlacement],
+        copies: Iterable[Copy],
+        *,
+        had_stages: Collection[str],
+    ) -> None:
+        self.hosts = {host.name: host for host in hosts}
+        self.num_stages = Counter(stage.host for stage in survivors)
+        self.copies = [copy for copy in copies if copy.host in self.hosts]
+        self.dropped: list[Copy] = []
+        self._had_stages = had_stages
+        self._taken_bytes: Counter[str] = Counter()
+        for stage in survivors:
+            self._taken_bytes[stage.host] += stage.memory.total_bytes
+
+    def bytes_on(self, host: str) -> int:
+        """Without the copies there, which can go."""
+        return self.hosts[host].memory_bytes - self._taken_bytes[host]
+
+    def is_spare(self, host: str) -> bool:
+        """Whether it holds no stage, nor has just lost one: who knows what of."""
+        return not self.num_stages[host] and host not in self._had_stages
+
+    def take_copy(self, sizes: StageSizes, layers: LayerRange) -> str | None:
+        """The host whose copy becomes the stage."""
+        for copy in sorted(self.copies, key=lambda copy: not self.is_spare(copy.host)):
+            if copy.layers == layers and sizes.memory(layers).total_bytes <= self.bytes_on(copy.host):
+                self.copies.remove(copy)
+                self.take(sizes, copy.host, layers)
+                return copy.host
+        return None
+
+    def take(self, sizes: StageSizes, host: str, layers: LayerRange) -> None:
+        """Place layers on a host, which drops as many of its copies as must go."""
+        self.num_stages[host] += 1
+        self._taken_bytes[host] += sizes.memory(layers).total_bytes
+        self.dropped += (going := self._copies_to_drop(sizes, host, 0))
+        self.copies = [copy for copy in self.copies if copy not in going]
+
+    def must_drop(self, sizes: StageSizes, host: str, layers: LayerRange) -> bool:
+        """Whether the layers fit only without a copy that is there."""
+        return bool(self._copies_to_drop(sizes, host, sizes.memory(layers).total_bytes))
+
+    def _copies_to_drop(self, sizes: StageSizes, host: str, more_bytes: int) -> list[Copy]:
+        left_bytes, going = self.bytes_on(host) - more_bytes, []
+        for copy in self.copies:
+            if copy.host != host:
+                continue
+            size_bytes = sizes.memory(copy.layers).total_bytes
+            if size_bytes <= left_bytes:
+                left_bytes -= size_bytes
+            else:
+                going.append(copy)
+        return going
+
+
+def _placed_again(
+    sizes: StageSizes, lost: Sequence[tuple[int, StagePlacement]], room: _Room
+) -> dict[int, tuple[NewStage, ...]] | None:
+    """What each lost stage becomes; None if one of them finds no place."""
+    placed: dict[int, tuple[NewStage, ...]] = {}
+    for index, stage in lost:
+        host = room.take_copy(sizes, stage.layers)
+        if host is not None:
+            placed[index] = (NewStage(replace(stage, host=host), is_copy=True),)
+    # The largest first: small ones find a place beside them more easily than the other way round.
+    rest = sorted(
+        ((index, stage) for index, stage in lost if index not in placed),
+        key=lambda item: -item[1].memory.total_bytes,
+    )
+    for index, stage in rest:
+        parts = _one_host(sizes, stage, room) or _several_hosts(sizes, stage.layers, room)
+        if not parts:
+            return None
+        placed[index] = tuple(
+            NewStage(StagePlacement(host, layers, sizes.memory(layers))) for host, layers in parts
+        )
+    return placed
+
+
+def _one_host(sizes: StageSizes, stage: StagePlacement, room: _Room) -> list[tuple[str, LayerRange]]:
+    fitting = [host for host in room.hosts if stage.memory.total_bytes <= room.bytes_on(host)]
+    if not fitting:
+        return []
+    chosen = min(
+        fitting,
+        key=lambda host: (
+            not room.is_spare(host),
+            host != stage.host,
+            room.must_drop(sizes, host, stage.layers),
+            room.num_stages[host],
+            -room.hosts[host].speed_gb_per_s,
+        ),
+    )
+    room.take(sizes, chosen, stage.layers)
+    return [(chosen, stage.layers)]
+
+
+def _several_hosts(sizes: StageSizes, layers: LayerRange, room: _Room) -> list[tuple[str, LayerRange]]:
+    """The roomiest hosts, as few of them as suffice."""
+    roomy = sorted(room.hosts, key=lambda host: -room.bytes_on(host))
+    for count in range(2, len(roomy) + 1):
+        for order in itertools.islice(itertools.permutations(roomy[:count]), _MAX_ORDERS):
+            seats = [replace(room.hosts[host], memory_bytes=room.bytes_on(host)) for host in order]
+            shares = balance(sizes, seats, layers)
+            if shares is not None:
+                parts = list(zip(order, shares, strict=True))
+                for host, share in parts:
+                    room.take(sizes, host, share)
+                return parts
+    return []
+
+
+def _start_over(
+    sizes: StageSizes,
+    stages: Sequence[StagePlacement],
+    lost: Collection[int],
+    hosts: Sequence[HostCapacity],
+    copies: Sequence[Copy],
+) -> Replan:
+    """A plan of its own, which keeps what happens to be where it wants it."""
+    placed = plan(sizes.model, hosts, sizes.workload)
+    alive = {(stage.host, stage.layers): index for index, stage in enumerate(stages) if index not in lost}
+    room = _Room(hosts, (), copies, had_stages=())
+    new = []
+    for stage in placed.stages:
+        copy = Copy(stage.host, stage.layers)
+        kept = alive.get((stage.host, stage.layers))
+        is_copy = kept is None and copy in room.copies
+        if is_copy:
+            room.copies.remove(copy)
+        new.append(NewStage(stage, kept, is_copy))
+    for stage in placed.stages:
+        room.take(sizes, stage.host, stage.layers)
+    return Replan(tuple(new), tuple(room.dropped), f"placed anew: {placed.reason}")
+
+
+def _reason(stages: Iterable[NewStage]) -> str:
+    moved = [
+        f"{stage.placement.layers} to {stage.placement.host}{' (had a copy)' if stage.is_copy else ''}"
+        for stage in stages
+        if stage.kept is None
+    ]
+    return "layers " + ", ".join(moved) if moved else "nothing moved"
+
+
+def _no_room(stages: Iterable[StagePlacement], room: _Room) -> str:
+    needed = ", ".join(
+        f"layers {stage.layers} need {format_size(stage.memory.total_bytes)}" for stage in stages
+    )
+    free = ", ".join(f"{format_size(max(0, room.bytes_on(host)))} on {host}" for host in room.hosts)
+    return f"nobody else can hold what is to move: {needed}; free are {free}; join more hosts"
