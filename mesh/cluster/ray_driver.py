@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.cluster.exit_detail import exit_detail
 from mesh.cluster.ray_environment import become_driver
 from spanmesh_proto.errors import ClusterError, MeshError, StageFailed
 
@@ -103,7 +104,7 @@ async def result_of(call: Awaitable[Any], who: str) -> Any:
             raise cause from None
         raise StageFailed(f"{who} failed: {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
-        raise StageFailed(f"{who} went away: {_gist(error)}") from error
+        raise StageFailed(f"{who} went away: {exit_detail(str(error))}") from error
     except RayError as error:
         raise StageFailed(f"{who} failed: {_gist(error)}") from error
 

@@ -1,0 +1,50 @@
+"""Which stage a spare host should load ahead. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mesh.replanner import Copy
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from mesh.planner import HostCapacity, StagePlacement
+    from mesh.stage_sizes import StageSizes
+
+
+def next_copy(
+    sizes: StageSizes,
+    stages: Sequence[StagePlacement],
+    hosts: Sequence[HostCapacity],
+    copies: Collection[Copy],
+) -> Copy | None:
+    """The copy most worth having that nobody has yet.
+
+    A spare, that is a host without a stage, takes copies for as long as its memory lasts: first of a stage
+    of which there are fewest copies, of those the one whose loss would cost most, which is the one with the
+    most bytes to load.
+
+    Args:
+        sizes: Of the model's stages.
+        stages: The ring as it is.
+        hosts: All that are ready, each with all the memory that it gives.
+        copies: Those that there are.
+
+    Returns:
+        None if every spare is full, or has a copy of everything.
+    """
+    busy = {stage.host for stage in stages}
+    wanted = []
+    for host in hosts:
+        if host.name in busy:
+            continue
+        held = [copy for copy in copies if copy.host == host.name]
+        left_bytes = host.memory_bytes - sum(sizes.memory(copy.layers).total_bytes for copy in held)
+        for index, stage in enumerate(stages):
+            copy = Copy(host.name, stage.layers)
+            if copy in held or stage.memory.total_bytes > left_bytes:
+                continue
+            num_copies = sum(other.layers == stage.layers for other in copies)
+            wanted.append((num_copies, -stage.memory.weight_bytes, index, copy))
+    return min(wanted, key=lambda item: item[:3])[3] if wanted else None

@@ -1,0 +1,40 @@
+"""What a stage's process said before it crashed: Ray keeps the standard error of each process on its host."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+# What a crash leaves behind: llama.cpp's own words say most, then those about the signal.
+_TELLING: Final = (
+    re.compile(r"GGML_ASSERT|GGML_ABORT|ggml_abort|CUDA error|out of memory|bad_alloc|terminate called"),
+    re.compile(r"Fatal Python error: .+"),
+    re.compile(r"\*\*\* SIG\w+ received"),
+)
+_TAIL_BYTES: Final = 64 * 1024
+_MOST_CHARS: Final = 200
+
+
+def telling_line(text: str) -> str | None:
+    """The line of a crashed process's standard error that says why; None if none does."""
+    lines = [line.strip() for line in text.splitlines()]
+    for pattern in _TELLING:
+        for line in reversed(lines):
+            if pattern.search(line):
+                return line[:_MOST_CHARS]
+    return None
+
+
+class WordReader:
+    """A Ray actor that reads them, on the host where they are."""
+
+    async def last_words(self, pid: int) -> str | None:
+        """Why the process with this id crashed, by its own words; None if it left none."""
+        # This process's own standard error lies beside the other's.
+        folder = Path("/proc/self/fd/2").readlink().parent
+        for path in folder.glob(f"worker-*-{pid}.err"):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+                return telling_line(file.read().decode(errors="replace"))
+        return None
