@@ -15,11 +15,12 @@ import grpc
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.byte_size import format_size
-from stages.channels import SERVER_OPTIONS, KeyCheck
+from stages.channels import SERVER_OPTIONS, KeyCheck, add_port
 from stages.cutting import StageCache
 from stages.fetch import FetchSource, fetch_stage
 from stages.free_memory import free_memory_bytes
 from stages.hidden_codec import HiddenType
+from stages.identity import Identity, NewKey
 from stages.kv_types import KV_TYPES
 from stages.runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
@@ -90,6 +91,8 @@ class StageActor:
         self._runtime: StageRuntime | None = None
         self._service: StageService | None = None
         self._server: grpc.aio.Server | None = None
+        self._key: NewKey | None = None
+        self._identity: Identity | None = None
 
     async def check_memory(self) -> None:
         """Whether all that is to be loaded on this host finds room. To be asked before any stage loads.
@@ -125,27 +128,40 @@ class StageActor:
         """How far `load` has come."""
         return self._progress
 
+    async def certificate_request(self) -> bytes:
+        """Make a key for the next `start`; returns the request to have it certified, PEM."""
+        self._key = NewKey()
+        return self._key.request_pem()
+
+    async def take_certificate(self, certificate_pem: bytes, authority_pem: bytes) -> None:
+        """What came of the latest request: what the stage will show its peers, and whom it believes."""
+        if self._key is None:
+            raise ClusterError(f"stage {self._config.stage_index} got a certificate that it did not ask for")
+        self._identity = self._key.identity(certificate_pem, authority_pem)
+
     async def start(self, bind_address: str) -> int:
-        """Serve on a free port of `bind_address`; returns the port.
+        """Serve on a free port of `bind_address`, to peers of the same mesh only; returns the port.
 
         Raises:
             ClusterError: If nothing can be bound there.
         """
         config = self._config
-        if self._runtime is None:
-            raise ClusterError(f"stage {config.stage_index} was started before it was loaded")
+        identity = self._identity
+        if self._runtime is None or identity is None:
+            raise ClusterError(f"stage {config.stage_index} was started before it was loaded and certified")
         self._service = StageService(
             self._runtime,
             stage_index=config.stage_index,
             mesh_id=config.mesh_id,
             mesh_key=config.mesh_key,
             hidden_type=config.hidden_type,
+            identity=identity,
         )
         self._runtime = None  # the service's worker owns and frees it now
         self._server = grpc.aio.server(interceptors=[KeyCheck(config.mesh_key)], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(self._service, self._server)
         try:
-            port = self._server.add_insecure_port(f"{bind_address}:0")
+            port = add_port(self._server, f"{bind_address}:0", lambda: identity)
         except RuntimeError as error:
             raise ClusterError(
                 f"stage {config.stage_index} cannot listen on {bind_address}: {error}; is --advertise an "
@@ -154,15 +170,19 @@ class StageActor:
         await self._server.start()
         return port
 
-    async def connect(self, next_address: str) -> None:
+    async def connect(self, next_address: str, next_host: str) -> None:
         """Link this stage to the next one.
+
+        Args:
+            next_address: Its `host:port`.
+            next_host: Name of the host that must answer there.
 
         Raises:
             HostUnreachable: Naming the address that does not answer.
         """
         if self._service is None:
             raise ClusterError(f"stage {self._config.stage_index} was connected before it was started")
-        await self._service.connect(next_address)
+        await self._service.connect(next_address, next_host)
 
     async def stop(self) -> None:
         """Stop serving and free all memory."""

@@ -1,4 +1,4 @@
-"""How gRPC is set up between hosts: message sizes, keepalive, and the mesh key that every call carries."""
+"""How gRPC is set up between hosts: TLS, message sizes, keepalive, and the key that every call carries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 
 from spanmesh_proto.errors import MeshError, wire_of
+from stages.identity import peer_name
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+
+    from stages.identity import Identity
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 _KEY_HEADER: Final = "x-mesh-key"
@@ -39,6 +42,51 @@ SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.so_reuseport", 0),
 )
+
+
+def open_channel(address: str, host: str, identity: Identity | None) -> grpc.aio.Channel:
+    """A channel over mutual TLS.
+
+    Args:
+        address: `host:port` of the peer.
+        host: Name of the host that must answer there; its certificate has to say so.
+        identity: What this process shows. None speaks plain text, which no other process should hear.
+    """
+    if identity is None:
+        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        identity.authority_pem, identity.private_key_pem, identity.certificate_pem
+    )
+    options = (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", peer_name(host)))
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def add_port(server: grpc.aio.Server, address: str, identity: Callable[[], Identity] | None) -> int:
+    """Have a server listen over mutual TLS: peers without a certificate of the same mesh are turned away.
+
+    Args:
+        server: Not started yet.
+        address: `host:port`; port 0 takes a free one.
+        identity: What this process shows; asked at each connection, as certificates are renewed. None speaks
+            plain text, which no other process should hear.
+
+    Returns:
+        The port.
+
+    Raises:
+        RuntimeError: If nothing can be bound there.
+    """
+    if identity is None:
+        return server.add_insecure_port(address)
+
+    def current() -> grpc.ServerCertificateConfiguration:
+        now = identity()
+        return grpc.ssl_server_certificate_configuration(
+            [(now.private_key_pem, now.certificate_pem)], root_certificates=now.authority_pem
+        )
+
+    credentials = grpc.dynamic_ssl_server_credentials(current(), current, require_client_authentication=True)
+    return server.add_secure_port(address, credentials)
 
 
 def key_metadata(mesh_key: str) -> tuple[tuple[str, str], ...]:

@@ -12,10 +12,12 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed, from_code
-from stages.channels import CLIENT_OPTIONS, key_metadata
+from stages.channels import key_metadata, open_channel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from stages.identity import Identity
 
 log = structlog.get_logger()
 
@@ -48,15 +50,24 @@ class StageLink:
         hello: First frame; carries the protocol version.
         mesh_key: Shared by all stages and the coordinator.
         on_lost: Called once with the reason when the stream ends without `close`.
+        host: Name of the host that must answer there.
+        identity: What this process shows there; None if both ends are in one process.
     """
 
     def __init__(
-        self, address: str, hello: wire.Hello, mesh_key: str, on_lost: Callable[[MeshError], None]
+        self,
+        address: str,
+        hello: wire.Hello,
+        mesh_key: str,
+        on_lost: Callable[[MeshError], None],
+        *,
+        host: str = "",
+        identity: Identity | None = None,
     ) -> None:
         self._address = address
         self._on_lost = on_lost
         self._hello = hello
-        self._channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._channel = open_channel(address, host, identity)
         self._call: grpc.aio.StreamStreamCall[wire.Frame, wire.Welcome] = rpc.StageStub(self._channel).Link(
             metadata=key_metadata(mesh_key)
         )

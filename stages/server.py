@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from stages.identity import Identity
+
 log = structlog.get_logger()
 
 
@@ -55,6 +57,7 @@ class StageService(rpc.StageServicer):
         mesh_id: Which mesh it belongs to; peers of another one are refused.
         mesh_key: Shared by all stages and the coordinator.
         hidden_type: How its hidden states travel to the next stage. What arrives says its type itself.
+        identity: What it shows the next stage; None if that is in this process.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class StageService(rpc.StageServicer):
         mesh_id: str,
         mesh_key: str,
         hidden_type: HiddenType = HiddenType.F32,
+        identity: Identity | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._info = runtime.info
@@ -72,6 +76,7 @@ class StageService(rpc.StageServicer):
         self._stage_index = stage_index
         self._mesh_id = mesh_id
         self._mesh_key = mesh_key
+        self._identity = identity
         self._sessions = SessionTable(runtime.num_slots)
         self._queue = WindowQueue(runtime.max_rows, self._sessions.is_live)
         self._worker = StageWorker(
@@ -89,8 +94,12 @@ class StageService(rpc.StageServicer):
         self._controls: set[asyncio.Queue[wire.ControlReply]] = set()
         self._worker.start()
 
-    async def connect(self, next_address: str) -> None:
+    async def connect(self, next_address: str, next_host: str = "") -> None:
         """Open the link to the next stage.
+
+        Args:
+            next_address: Its `host:port`.
+            next_host: Name of the host that must answer there.
 
         Raises:
             HostUnreachable: Naming the address that does not answer.
@@ -101,7 +110,14 @@ class StageService(rpc.StageServicer):
             mesh_id=self._mesh_id,
             sender=f"stage {self._stage_index}",
         )
-        link = StageLink(next_address, hello, self._mesh_key, self._on_next_lost)
+        link = StageLink(
+            next_address,
+            hello,
+            self._mesh_key,
+            self._on_next_lost,
+            host=next_host,
+            identity=self._identity,
+        )
         await link.open()
         self._next = link
 

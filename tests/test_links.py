@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime as dt
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ import grpc
 import pytest
 
 from mesh.cluster.addresses import free_port
+from mesh.cluster.authority import Authority
+from mesh.cluster.certificate import make_certificate
 from mesh.cluster.echo import MAX_ANSWER_BYTES, EchoServer, echo_key
 from mesh.cluster.link_probe import measure_link
 from mesh.cluster.link_survey import LinkSurvey
@@ -19,8 +22,8 @@ from mesh.cluster.membership_client import Membership, find_head
 from mesh.serve.link_order import round_times
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
-from stages.channels import key_metadata
-from tests.test_membership import HOST, head
+from stages.channels import key_metadata, open_channel
+from tests.test_membership import HOST, head, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -29,9 +32,20 @@ if TYPE_CHECKING:
 WISH = LinkWish(hidden_bytes=2304, num_probes=5)
 
 
+def new_authority() -> Authority:
+    return Authority(make_certificate(dt.datetime.now(dt.UTC)))
+
+
+AUTHORITY = new_authority()
+A = AUTHORITY.own_identity(["a"], "127.0.0.1")
+
+
 @asynccontextmanager
-async def echo(secret: str = "secret") -> AsyncIterator[str]:
-    server = EchoServer(secret)
+async def echo(
+    secret: str = "secret", host: str = "b", authority: Authority = AUTHORITY
+) -> AsyncIterator[str]:
+    identity = authority.own_identity([host], "127.0.0.1")
+    server = EchoServer(secret, lambda: identity)
     port = await server.start("127.0.0.1")
     try:
         yield f"127.0.0.1:{port}"
@@ -42,7 +56,7 @@ async def echo(secret: str = "secret") -> AsyncIterator[str]:
 async def test_round_trips_and_bandwidth_of_a_real_link() -> None:
     wish = dataclasses.replace(WISH, bulk_bytes=3_000_001)
     async with echo() as address:
-        link = await measure_link("a", "b", address, "secret", wish)
+        link = await measure_link("a", "b", address, wish, secret="secret", identity=A)
     assert (link.source, link.target, link.failure) == ("a", "b", "")
     assert len(link.small_ms) == len(link.hidden_ms) == 5
     assert min(link.small_ms) > 0
@@ -55,19 +69,19 @@ async def test_round_trips_and_bandwidth_of_a_real_link() -> None:
 
 async def test_whoever_does_not_know_the_secret_gets_no_answer() -> None:
     async with echo() as address:
-        link = await measure_link("a", "b", address, "guess", WISH)
+        link = await measure_link("a", "b", address, WISH, secret="guess", identity=A)
     assert "mesh key" in link.failure
     assert link.hop_ms is None
 
 
 async def test_a_host_that_is_not_there_is_named() -> None:
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    link = await measure_link("a", "b", address, "secret", WISH)
+    link = await measure_link("a", "b", address, WISH, secret="secret", identity=A)
     assert address in link.failure
 
 
 async def test_nobody_can_have_huge_answers_made() -> None:
-    async with echo() as address, grpc.aio.insecure_channel(address) as channel:
+    async with echo() as address, open_channel(address, "b", A) as channel:
         call = rpc.EchoStub(channel).Bounce(metadata=key_metadata(echo_key("secret")))
         await call.write(wire.Probe(answer_bytes=MAX_ANSWER_BYTES + 1))
         with pytest.raises(grpc.aio.AioRpcError, match=f"{MAX_ANSWER_BYTES} at most"):
@@ -76,16 +90,28 @@ async def test_nobody_can_have_huge_answers_made() -> None:
 
 async def test_the_head_has_every_host_measure_every_other(tmp_path: Path) -> None:
     other = dataclasses.replace(HOST, name="attic", ray_node_name="attic.1")
-    async with head(tmp_path) as side, echo() as own_address:
+    async with (
+        head(tmp_path) as side,
+        echo(host="head", authority=side.authority) as own_address,
+    ):
         port = int(own_address.rpartition(":")[2])
         own = dataclasses.replace(HOST, name="head", ray_node_name="head.1", echo_port=port)
-        survey = LinkSurvey(own, side.members, side.service, "secret")
+        survey = LinkSurvey(
+            own,
+            side.members,
+            side.service,
+            "secret",
+            side.authority.own_identity(["head"], "127.0.0.1"),
+        )
         async with (
             Membership(await find_head(side.token), "secret", HOST) as one,
             Membership(await find_head(side.token), "secret", other) as two,
         ):
             await one.join()
             await two.join()
+            await one.report_ready()
+            await two.report_ready()
+            await until(side.members, 2)
             listening = [asyncio.create_task(listen(member)) for member in (one, two)]
             links = await survey.measure(WISH)
             side.service.announce_to_all("ready")
@@ -101,12 +127,23 @@ async def test_the_head_has_every_host_measure_every_other(tmp_path: Path) -> No
 
 
 async def test_a_host_that_leaves_in_the_middle_is_told_of(tmp_path: Path) -> None:
-    async with head(tmp_path) as side, echo() as own_address:
+    async with (
+        head(tmp_path) as side,
+        echo(host="head", authority=side.authority) as own_address,
+    ):
         port = int(own_address.rpartition(":")[2])
         own = dataclasses.replace(HOST, name="head", ray_node_name="head.1", echo_port=port)
-        survey = LinkSurvey(own, side.members, side.service, "secret")
+        survey = LinkSurvey(
+            own,
+            side.members,
+            side.service,
+            "secret",
+            side.authority.own_identity(["head"], "127.0.0.1"),
+        )
         async with Membership(await find_head(side.token), "secret", HOST) as one:
             await one.join()
+            await one.report_ready()
+            await until(side.members, 1)
             # It is a member, but does not listen.
             measuring = asyncio.create_task(survey.measure(WISH))
             await asyncio.sleep(0.2)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.cluster.addresses import free_port
+from mesh.cluster.authority import LIFETIME, Authority
 from mesh.cluster.certificate import make_certificate
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.join_token import JoinToken
@@ -52,16 +53,22 @@ class HeadSide:
     server: MembershipServer
     cache: StageCache
     source: FetchSource
+    authority: Authority
 
 
 @asynccontextmanager
-async def head(tmp_path: Path, expires_at_s: int = FAR_FUTURE_S) -> AsyncIterator[HeadSide]:
+async def head(
+    tmp_path: Path, expires_at_s: int = FAR_FUTURE_S, lifetime: dt.timedelta = LIFETIME
+) -> AsyncIterator[HeadSide]:
     certificate = make_certificate(dt.datetime.now(dt.UTC))
     port = free_port("127.0.0.1")
     address = f"127.0.0.1:{port}"
     token = JoinToken((address,), "secret", certificate.fingerprint, expires_at_s)
     members, cache = Members(), StageCache(tmp_path / "head")
-    service = MembershipService(token=token, ray=RAY, members=members, cache=cache, versions=VERSIONS)
+    authority = Authority(certificate, lifetime=lifetime)
+    service = MembershipService(
+        token=token, ray=RAY, members=members, cache=cache, versions=VERSIONS, authority=authority
+    )
     server = MembershipServer(service, certificate)
     await server.start("127.0.0.1", port)
     try:
@@ -72,6 +79,7 @@ async def head(tmp_path: Path, expires_at_s: int = FAR_FUTURE_S) -> AsyncIterato
             server,
             cache,
             FetchSource(address, certificate.certificate_pem, "secret"),
+            authority,
         )
     finally:
         await server.stop()

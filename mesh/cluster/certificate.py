@@ -1,4 +1,7 @@
-"""The head's self-signed certificate: made anew for each mesh, trusted because the join token names it."""
+"""The head's self-signed certificate: made anew for each mesh, trusted because the join token names it.
+
+It is the mesh's certificate authority, too: see `mesh.cluster.authority`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken
 from stages.fetch import SERVER_NAME
 
 _LIFETIME: Final = dt.timedelta(days=365)
-_CLOCK_SKEW: Final = dt.timedelta(days=1)
+CLOCK_SKEW: Final = dt.timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def make_certificate(now: dt.datetime) -> Certificate:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_before(now - CLOCK_SKEW)
         .not_valid_after(now + _LIFETIME)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -11,10 +11,12 @@ from mesh.cluster.addresses import join_address
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
 from spanmesh_proto.errors import ClusterError, InvalidRequest
-from stages.channels import SERVER_OPTIONS, KeyCheck, abort
+from stages.channels import SERVER_OPTIONS, KeyCheck, abort, add_port
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
+
+    from stages.identity import Identity
 
 MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 
@@ -46,9 +48,11 @@ class EchoServer:
 
     Args:
         secret: The join token's.
+        identity: What this host shows; asked at each connection.
     """
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, secret: str, identity: Callable[[], Identity]) -> None:
+        self._identity = identity
         self._server = grpc.aio.server(interceptors=[KeyCheck(echo_key(secret))], options=SERVER_OPTIONS)
         rpc.add_EchoServicer_to_server(EchoService(), self._server)
 
@@ -59,7 +63,7 @@ class EchoServer:
             ClusterError: If nothing can be bound there.
         """
         try:
-            port = self._server.add_insecure_port(join_address(address, 0))
+            port = add_port(self._server, join_address(address, 0), self._identity)
         except RuntimeError as error:
             raise ClusterError(
                 f"cannot listen on {address}: {error}; --advertise must be an address of this host"

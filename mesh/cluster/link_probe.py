@@ -14,11 +14,12 @@ from mesh.cluster.links import Link
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError
-from stages.channels import CLIENT_OPTIONS, key_metadata
+from stages.channels import key_metadata, open_channel
 from stages.link import explain
 
 if TYPE_CHECKING:
     from mesh.cluster.links import LinkWish
+    from stages.identity import Identity
 
     Bounce = grpc.aio.StreamStreamCall[wire.Probe, wire.Probe]
 
@@ -29,15 +30,18 @@ _CHUNK_BYTES: Final = 512 * 1024
 _CONNECT_TIMEOUT_S: Final = 3.0
 
 
-async def measure_link(source: str, target: str, address: str, secret: str, wish: LinkWish) -> Link:
+async def measure_link(
+    source: str, target: str, address: str, wish: LinkWish, *, secret: str, identity: Identity
+) -> Link:
     """Round trips over one held-open stream, as windows take it, then much data at once.
 
     Args:
         source: Name of this host.
         target: Name of the other.
         address: `host:port` of its echo service.
-        secret: The join token's.
         wish: What is to be measured.
+        secret: The join token's.
+        identity: What this host shows the other.
 
     Returns:
         What was measured; a link that cannot be measured says why.
@@ -45,7 +49,7 @@ async def measure_link(source: str, target: str, address: str, secret: str, wish
     try:
         async with (
             asyncio.timeout(wish.patience_s),
-            grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel,
+            open_channel(address, target, identity) as channel,
         ):
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await channel.channel_ready()

@@ -11,6 +11,8 @@ from spanmesh_proto import membership_pb2 as wire
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from stages.identity import Identity
+
 
 def order_of(id: int, targets: Mapping[str, str], wish: LinkWish) -> wire.LinkOrder:
     """What the head asks a host for.
@@ -29,17 +31,19 @@ def order_of(id: int, targets: Mapping[str, str], wish: LinkWish) -> wire.LinkOr
     )
 
 
-async def carry_out(order: wire.LinkOrder, source: str, secret: str) -> wire.LinkReport:
+async def carry_out(order: wire.LinkOrder, source: str, secret: str, identity: Identity) -> wire.LinkReport:
     """Measure what is ordered from this host, one link after the other.
 
     Args:
         order: The head's.
         source: Name of this host.
         secret: The join token's.
+        identity: What this host shows the others.
     """
     wish = LinkWish(order.hidden_bytes, order.num_probes, order.bulk_bytes)
     links = [
-        await measure_link(source, target.name, target.address, secret, wish) for target in order.targets
+        await measure_link(source, target.name, target.address, wish, secret=secret, identity=identity)
+        for target in order.targets
     ]
     return wire.LinkReport(
         id=order.id,

@@ -17,6 +17,7 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from mesh.cluster.members import Member, Members
     from mesh.cluster.membership_server import MembershipService
+    from stages.identity import Identity
 
 log = structlog.get_logger()
 
@@ -32,13 +33,17 @@ class LinkSurvey:
         members: Hosts; the head's own may be among them.
         service: Reaches the others.
         secret: The join token's.
+        identity: What this host shows the others.
     """
 
-    def __init__(self, own: Member, members: Members, service: MembershipService, secret: str) -> None:
+    def __init__(
+        self, own: Member, members: Members, service: MembershipService, secret: str, identity: Identity
+    ) -> None:
         self._own = own
         self._members = members
         self._service = service
         self._secret = secret
+        self._identity = identity
         self._ids = itertools.count(1)
         self._turn = asyncio.Lock()
 
@@ -83,7 +88,7 @@ class LinkSurvey:
         try:
             async with asyncio.timeout(timeout_s):
                 if member.ray_node_name == self._own.ray_node_name:
-                    report = await carry_out(order, member.name, self._secret)
+                    report = await carry_out(order, member.name, self._secret, self._identity)
                 else:
                     report = await self._service.ask_links(member.name, order)
         except TimeoutError:

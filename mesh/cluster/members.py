@@ -90,7 +90,14 @@ class Members:
         self._by_name[member.name] = member
         self._notify()
 
-    def update(self, name: str, *, is_ready: bool | None = None, layers: str | None = None) -> None:
+    def update(
+        self,
+        name: str,
+        *,
+        is_ready: bool | None = None,
+        layers: str | None = None,
+        echo_port: int | None = None,
+    ) -> None:
         """Note what changed about a member; does nothing if it has left."""
         member = self._by_name.get(name)
         if member is None:
@@ -99,6 +106,8 @@ class Members:
             member = dataclasses.replace(member, is_ready=is_ready)
         if layers is not None:
             member = dataclasses.replace(member, layers=layers)
+        if echo_port is not None:
+            member = dataclasses.replace(member, echo_port=echo_port)
         self._by_name[name] = member
         self._notify()
 

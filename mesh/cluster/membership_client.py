@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import grpc
 
 from mesh.cluster.certificate import fetch_pinned_certificate
 from mesh.cluster.echo import EchoServer
+from mesh.cluster.host_certificate import HostCertificate
 from mesh.cluster.link_reports import carry_out
 from mesh.cluster.membership_server import RayAccess
 from mesh.cluster.reachability import CheckListener
@@ -23,7 +24,7 @@ from stages.fetch import pinned_channel
 from stages.link import explain
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Coroutine
 
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.members import Member
@@ -84,8 +85,10 @@ class Membership:
         self._secret = secret
         self._member = member
         self._check = CheckListener()
-        self._echo = EchoServer(secret)
-        self._measuring: set[asyncio.Task[None]] = set()
+        self._certificate = HostCertificate(head.certificate_pem)
+        self._echo: EchoServer | None = None
+        self._echo_port = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.StreamStreamCall[wire.HostReport, wire.HeadReport] | None = None
 
@@ -93,9 +96,9 @@ class Membership:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._measuring:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._measuring, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._call is not None:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self._call.done_writing()
@@ -103,7 +106,8 @@ class Membership:
         if self._channel is not None:
             await self._channel.close(grace=None)
         await self._check.close()
-        await self._echo.stop()
+        if self._echo is not None:
+            await self._echo.stop()
 
     async def join(self) -> RayAccess:
         """Ask to be admitted.
@@ -118,12 +122,12 @@ class Membership:
             JoinError: For any other reason that the head gives.
         """
         check_port = await self._check.open(self._member.address)
-        echo_port = await self._echo.start(self._member.address)
         report = report_of(
-            replace(self._member, echo_port=echo_port),
+            self._member,
             secret=self._secret,
             check_port=check_port,
             check_nonce=self._check.nonce,
+            certificate_request=self._certificate.request_pem(),
         )
         self._channel = pinned_channel(self._head.address, self._head.certificate_pem)
         self._call = rpc.MembershipStub(self._channel).Join()
@@ -142,14 +146,22 @@ class Membership:
                 f"{answer.software_version}"
                 f"), this host speaks {PROTOCOL_VERSION}: install the same spanmesh on both"
             )
+        self._certificate.take(answer.certificate)
+        self._in_background(self._renew())
+        self._echo = EchoServer(self._secret, self._certificate.identity)
+        self._echo_port = await self._echo.start(self._member.address)
         return RayAccess(answer.ray_address, answer.ray_token)
 
     async def report_ready(self) -> None:
         """Tell the head that this host's Ray node runs."""
-        await self._write(wire.HostReport(name=self._member.name, ray_is_running=True))
+        await self._write(
+            wire.HostReport(name=self._member.name, ray_is_running=True, echo_port=self._echo_port)
+        )
 
     async def states(self) -> AsyncIterator[str]:
-        """What the head has to say, until it closes the mesh; meanwhile links are measured as it wants.
+        """What the head has to say, until it closes the mesh.
+
+        Meanwhile links are measured as it wants, and certificates taken.
 
         Raises:
             HostUnreachable: If the head is gone without a goodbye.
@@ -157,17 +169,28 @@ class Membership:
         while True:
             report = await self._read()
             if report.HasField("measure"):
-                task = asyncio.create_task(self._measure(report.measure))
-                self._measuring.add(task)
-                task.add_done_callback(self._measuring.discard)
+                self._in_background(self._measure(report.measure))
+                continue
+            if report.certificate:
+                self._certificate.take(report.certificate)
                 continue
             yield report.state
             if report.is_closing:
                 return
 
     async def _measure(self, order: wire.LinkOrder) -> None:
-        links = await carry_out(order, self._member.name, self._secret)
+        links = await carry_out(order, self._member.name, self._secret, self._certificate.identity())
         await self._write(wire.HostReport(name=self._member.name, links=links))
+
+    async def _renew(self) -> None:
+        while True:
+            await self._certificate.due()
+            await self._write(wire.HostReport(certificate_request=self._certificate.request_pem()))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     @property
     def _joined(self) -> grpc.aio.StreamStreamCall[wire.HostReport, wire.HeadReport]:

@@ -25,6 +25,7 @@ from stages.channels import SERVER_OPTIONS, abort
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from mesh.cluster.authority import Authority
     from mesh.cluster.certificate import Certificate
     from mesh.cluster.host_facts import Versions
     from mesh.cluster.join_token import JoinToken
@@ -67,6 +68,7 @@ class MembershipService(rpc.MembershipServicer):
         members: Kept up to date.
         cache: Whose files `FetchStage` sends.
         versions: Of the head.
+        authority: Certifies the keys of admitted hosts.
         clock_s: Unix time.
     """
 
@@ -78,6 +80,7 @@ class MembershipService(rpc.MembershipServicer):
         members: Members,
         cache: StageCache,
         versions: Versions,
+        authority: Authority,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
         self._token = token
@@ -85,6 +88,7 @@ class MembershipService(rpc.MembershipServicer):
         self._members = members
         self._cache = cache
         self._versions = versions
+        self._authority = authority
         self._clock_s = clock_s
         self._outboxes: dict[str, asyncio.Queue[wire.HeadReport]] = {}
         self._orders: dict[tuple[str, int], asyncio.Future[wire.LinkReport]] = {}
@@ -134,7 +138,7 @@ class MembershipService(rpc.MembershipServicer):
         """One host, for as long as it stays."""
         reports = aiter(request_iterator)
         try:
-            member = await self._admit(reports)
+            member, certificate = await self._admit(reports)
         except MeshError as error:
             log.warning("host_refused", peer=context.peer(), reason=error.message)
             await abort(context, error)
@@ -149,6 +153,7 @@ class MembershipService(rpc.MembershipServicer):
                 ray_address=self._ray.address,
                 ray_token=self._ray.token,
                 state="admitted",
+                certificate=certificate,
             )
             async for report in _until_done(outbox, listener):
                 yield report
@@ -181,7 +186,7 @@ class MembershipService(rpc.MembershipServicer):
                 yield wire.FetchChunk(data=data, total_bytes=total_bytes)
         log.info("stage_sent", sha256=request.sha256[:12], num_bytes=total_bytes - request.offset)
 
-    async def _admit(self, reports: AsyncIterator[wire.HostReport]) -> Member:
+    async def _admit(self, reports: AsyncIterator[wire.HostReport]) -> tuple[Member, bytes]:
         try:
             async with asyncio.timeout(_REPORT_TIMEOUT_S):
                 report = await anext(reports)
@@ -193,6 +198,11 @@ class MembershipService(rpc.MembershipServicer):
             report.address, report.check_port, report.check_nonce, timeout_s=_DIAL_BACK_TIMEOUT_S
         )
         self._members.admit(member)
+        try:
+            certificate = self._authority.sign(report.certificate_request, member.name, member.address)
+        except MeshError:
+            self._members.remove(member.name)
+            raise
         facts = member.facts
         log.info(
             "host_joined",
@@ -210,7 +220,7 @@ class MembershipService(rpc.MembershipServicer):
                 there=facts.versions.llama_cpp,
                 here=self._versions.llama_cpp,
             )
-        return member
+        return member, certificate
 
     async def _listen(self, name: str, reports: AsyncIterator[wire.HostReport]) -> None:
         async for report in reports:
@@ -218,9 +228,21 @@ class MembershipService(rpc.MembershipServicer):
                 answer = self._orders.get((name, report.links.id))
                 if answer is not None and not answer.done():
                     answer.set_result(report.links)
+            if report.certificate_request:
+                self._renew(name, report.certificate_request)
             if report.ray_is_running:
-                self._members.update(name, is_ready=True)
+                self._members.update(name, is_ready=True, echo_port=report.echo_port)
                 log.info("host_ready", host=name)
+
+    def _renew(self, name: str, request_pem: bytes) -> None:
+        for member in self._members:
+            if member.name == name:
+                try:
+                    certificate = self._authority.sign(request_pem, name, member.address)
+                except MeshError as error:
+                    log.warning("certificate_refused", host=name, reason=error.message)
+                else:
+                    self._outboxes[name].put_nowait(wire.HeadReport(certificate=certificate))
 
     def _open(self, request: wire.FetchRequest) -> BinaryIO:
         path = self._cache.find(request.sha256)

@@ -8,7 +8,9 @@ from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 
 
-def report_of(member: Member, *, secret: str, check_port: int, check_nonce: bytes) -> wire.HostReport:
+def report_of(
+    member: Member, *, secret: str, check_port: int, check_nonce: bytes, certificate_request: bytes
+) -> wire.HostReport:
     """What a host sends when it asks to join."""
     facts = member.facts
     return wire.HostReport(
@@ -27,7 +29,7 @@ def report_of(member: Member, *, secret: str, check_port: int, check_nonce: byte
         ray_version=facts.versions.ray,
         python_version=facts.versions.python,
         ray_node_name=member.ray_node_name,
-        echo_port=member.echo_port,
+        certificate_request=certificate_request,
     )
 
 
@@ -49,5 +51,4 @@ def member_of(report: wire.HostReport) -> Member:
             ),
         ),
         ray_node_name=report.ray_node_name,
-        echo_port=report.echo_port,
     )

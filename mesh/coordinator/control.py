@@ -11,11 +11,13 @@ import grpc
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed
-from stages.channels import CLIENT_OPTIONS, key_metadata
+from stages.channels import key_metadata, open_channel
 from stages.link import explain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from stages.identity import Identity
 
 
 class ControlStream:
@@ -27,6 +29,8 @@ class ControlStream:
         mesh_key: Shared by all stages and the coordinator.
         on_failure: Called with each failure that the stage reports.
         on_lost: Called once with the reason when the stream ends without `close`.
+        host: Name of the host that must answer there.
+        identity: What this process shows there; None if both ends are in one process.
     """
 
     def __init__(
@@ -37,12 +41,14 @@ class ControlStream:
         *,
         on_failure: Callable[[wire.Failure], None],
         on_lost: Callable[[MeshError], None],
+        host: str = "",
+        identity: Identity | None = None,
     ) -> None:
         self._address = address
         self._hello = hello
         self._on_failure = on_failure
         self._on_lost = on_lost
-        self._channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._channel = open_channel(address, host, identity)
         self._call: grpc.aio.StreamStreamCall[wire.ControlRequest, wire.ControlReply] = rpc.StageStub(
             self._channel
         ).Control(metadata=key_metadata(mesh_key))
@@ -117,6 +123,8 @@ class VerdictStream:
         mesh_key: Shared by all stages and the coordinator.
         on_verdict: Called with each verdict.
         on_lost: Called once with the reason when the stream ends without `close`.
+        host: Name of the host that must answer there.
+        identity: What this process shows there; None if both ends are in one process.
     """
 
     def __init__(
@@ -127,11 +135,13 @@ class VerdictStream:
         *,
         on_verdict: Callable[[wire.Verdict], None],
         on_lost: Callable[[MeshError], None],
+        host: str = "",
+        identity: Identity | None = None,
     ) -> None:
         self._address = address
         self._on_verdict = on_verdict
         self._on_lost = on_lost
-        self._channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._channel = open_channel(address, host, identity)
         self._call: grpc.aio.UnaryStreamCall[wire.Hello, wire.VerdictBundle] = rpc.StageStub(
             self._channel
         ).Verdicts(hello, metadata=key_metadata(mesh_key))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from spanmesh_proto import windows_pb2 as wire
     from speculative.controller import Outcome
     from speculative.proposer import Proposer
+    from stages.identity import Identity
 
 log = structlog.get_logger()
 
@@ -78,6 +79,7 @@ class Coordinator:
         mesh_key: Shared by all stages and the coordinator.
         make_proposers: Gives each request its proposers, cheapest first, or none for plain decoding.
         clock_s: Monotonic, seconds.
+        identity: What it shows the stages; None if all are in its own process.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Coordinator:
         mesh_key: str,
         make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None,
         clock_s: Callable[[], float],
+        identity: Identity | None = None,
     ) -> None:
         self._stages = tuple(stages)
         self._options = options
@@ -111,6 +114,7 @@ class Coordinator:
             on_verdict=self._on_verdict,
             on_failure=self._on_failure,
             on_lost=self._on_lost,
+            identity=identity,
         )
 
     @property

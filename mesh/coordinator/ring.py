@@ -17,6 +17,7 @@ from stages.link import StageLink
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stages.identity import Identity
     from stages.layers import LayerRange
 
 log = structlog.get_logger()
@@ -49,6 +50,7 @@ class Ring:
         on_verdict: Called with each verdict.
         on_failure: Called with (stage index, failure).
         on_lost: Called with the reason when a stage is gone; perhaps more than once.
+        identity: What the coordinator shows the stages; None if all are in its own process.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Ring:
         on_verdict: Callable[[wire.Verdict], None],
         on_failure: Callable[[int, wire.Failure], None],
         on_lost: Callable[[MeshError], None],
+        identity: Identity | None = None,
     ) -> None:
         hello = wire.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -70,9 +73,17 @@ class Ring:
         self._stages = tuple(stages)
         self._is_closing = False
         self._on_lost = on_lost
-        self._link = StageLink(stages[0].address, hello, mesh_key, self._lost)
+        self._link = StageLink(
+            stages[0].address, hello, mesh_key, self._lost, host=stages[0].host, identity=identity
+        )
         self._verdicts = VerdictStream(
-            stages[-1].address, hello, mesh_key, on_verdict=on_verdict, on_lost=self._lost
+            stages[-1].address,
+            hello,
+            mesh_key,
+            on_verdict=on_verdict,
+            on_lost=self._lost,
+            host=stages[-1].host,
+            identity=identity,
         )
         self._controls = [
             ControlStream(
@@ -81,6 +92,8 @@ class Ring:
                 mesh_key,
                 on_failure=lambda failure, index=index: on_failure(index, failure),  # type: ignore[misc]
                 on_lost=self._lost,
+                host=stage.host,
+                identity=identity,
             )
             for index, stage in enumerate(stages)
         ]

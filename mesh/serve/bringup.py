@@ -236,7 +236,7 @@ class Bringup:
                 zip(placed.stages, files, members, wires, strict=True)
             )
         ]
-        actors = StageActors(self._head.driver, configs, members)
+        actors = StageActors(self._head.driver, configs, members, self._head.authority)
         try:
             yield actors
         finally:
@@ -261,6 +261,7 @@ class Bringup:
             mesh_key=keys.mesh_key,
             make_proposers=self._proposers,
             clock_s=time.monotonic,
+            identity=self._head.authority.own_identity(["coordinator"], self._head.own.address),
         )
         try:
             await coordinator.start()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mesh.cluster.addresses import join_address
-from mesh.cluster.certificate import Certificate, make_certificate
+from mesh.cluster.authority import Authority
+from mesh.cluster.certificate import make_certificate
 from mesh.cluster.echo import EchoServer
 from mesh.cluster.join_token import JoinToken, encode
 from mesh.cluster.link_survey import LinkSurvey
@@ -47,6 +48,7 @@ class Head:
         token: The join token, as text.
         node: This host's Ray node.
         survey: Measures the links between hosts.
+        authority: Signs the certificates of stages and hosts.
     """
 
     driver: RayDriver
@@ -57,6 +59,7 @@ class Head:
     token: str
     node: RayNode
     survey: LinkSurvey
+    authority: Authority
 
 
 @asynccontextmanager
@@ -89,22 +92,26 @@ async def open_head(
             members = Members()
             if not options.is_head_only:
                 members.admit(own)
-            async with _membership(options, facts, ray, members, cache) as (service, certificate, token):
-                source = FetchSource(token.addresses[0], certificate.certificate_pem, token.secret)
-                async with _survey(own, members, service, token.secret) as survey:
+            async with _membership(options, facts, ray, members, cache) as (service, authority, token):
+                source = FetchSource(token.addresses[0], authority.certificate_pem, token.secret)
+                async with _survey(own, members, service, token.secret, authority) as survey:
                     with token_file(options.token_path, encode(token)):
-                        yield Head(driver, own, members, service, source, encode(token), node, survey)
+                        yield Head(
+                            driver, own, members, service, source, encode(token), node, survey, authority
+                        )
 
 
 @asynccontextmanager
 async def _survey(
-    own: Member, members: Members, service: MembershipService, secret: str
+    own: Member, members: Members, service: MembershipService, secret: str, authority: Authority
 ) -> AsyncIterator[LinkSurvey]:
     """This host answers probes, and asks the others."""
-    echo = EchoServer(secret)
+    # The second name is what the survey calls this host if another has the first.
+    identity = authority.own_identity([own.name, f"{own.name} (head)"], own.address)
+    echo = EchoServer(secret, lambda: identity)
     try:
         port = await echo.start(own.address)
-        yield LinkSurvey(replace(own, echo_port=port), members, service, secret)
+        yield LinkSurvey(replace(own, echo_port=port), members, service, secret, identity)
     finally:
         await echo.stop()
 
@@ -131,7 +138,7 @@ def _ray_driver(node: RayNode, address: str, interruption: Interruption) -> Iter
 @asynccontextmanager
 async def _membership(
     options: ServeOptions, facts: HostFacts, ray: RayAccess, members: Members, cache: StageCache
-) -> AsyncIterator[tuple[MembershipService, Certificate, JoinToken]]:
+) -> AsyncIterator[tuple[MembershipService, Authority, JoinToken]]:
     certificate = make_certificate(dt.datetime.now(dt.UTC))
     token = JoinToken(
         addresses=(),  # known once the service listens; to check a host, they do not matter
@@ -139,12 +146,15 @@ async def _membership(
         fingerprint=certificate.fingerprint,
         expires_at_s=int(time.time() + options.token_hours * 3600),
     )
-    service = MembershipService(token=token, ray=ray, members=members, cache=cache, versions=facts.versions)
+    authority = Authority(certificate)
+    service = MembershipService(
+        token=token, ray=ray, members=members, cache=cache, versions=facts.versions, authority=authority
+    )
     server = MembershipServer(service, certificate)
     port = await server.start(options.advertise, options.join_port)
     address = join_address(options.advertise, port)
     log.info("membership_open", address=address, token_hours=options.token_hours)
     try:
-        yield service, certificate, replace(token, addresses=(address,))
+        yield service, authority, replace(token, addresses=(address,))
     finally:
         await server.stop()

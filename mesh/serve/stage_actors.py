@@ -18,6 +18,7 @@ from stages.actor import StageActor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mesh.cluster.authority import Authority
     from mesh.cluster.members import Member
     from mesh.progress import ProgressBars
     from stages.actor import StageConfig
@@ -35,12 +36,20 @@ class StageActors:
         driver: Places them.
         configs: What each is to hold.
         members: The host of each.
+        authority: Certifies their keys.
     """
 
-    def __init__(self, driver: RayDriver, configs: Sequence[StageConfig], members: Sequence[Member]) -> None:
+    def __init__(
+        self,
+        driver: RayDriver,
+        configs: Sequence[StageConfig],
+        members: Sequence[Member],
+        authority: Authority,
+    ) -> None:
         self._driver = driver
         self._configs = tuple(configs)
         self._members = tuple(members)
+        self._authority = authority
         self._actors: list[Any] = []
 
     async def place(self) -> None:
@@ -79,6 +88,7 @@ class StageActors:
         Raises:
             HostUnreachable: If one host cannot reach the next.
         """
+        await self._certify()
         ports = await self._all(
             actor.start.remote(member.address)
             for actor, member in zip(self._actors, self._members, strict=True)
@@ -90,10 +100,23 @@ class StageActors:
             for config, member, port in zip(self._configs, self._members, ports, strict=True)
         ]
         await self._all(
-            actor.connect.remote(following.address)
+            actor.connect.remote(following.address, following.host)
             for actor, following in zip(self._actors[:-1], addresses[1:], strict=True)
         )
         return tuple(addresses)
+
+    async def _certify(self) -> None:
+        """Sign a key that each stage makes for itself."""
+        authority = self._authority
+        requests = await self._all(actor.certificate_request.remote() for actor in self._actors)
+        certificates = [
+            authority.sign(request, member.name, member.address)
+            for request, member in zip(requests, self._members, strict=True)
+        ]
+        await self._all(
+            actor.take_certificate.remote(certificate, authority.certificate_pem)
+            for actor, certificate in zip(self._actors, certificates, strict=True)
+        )
 
     async def stop(self) -> None:
         """End every actor, gently if it answers."""
