@@ -29,7 +29,7 @@ def telling_line(text: str) -> str | None:
 class WordReader:
     """A Ray actor that reads them, on the host where they are."""
 
-    async def last_words(self, pid: int) -> str | None:
+    def last_words(self, pid: int) -> str | None:
         """Why the process with this id crashed, by its own words; None if it left none."""
         # This process's own standard error lies beside the other's.
         folder = Path("/proc/self/fd/2").readlink().parent

@@ -16,9 +16,8 @@ Fatal Python error: Aborted
 Stack (most recent call first):
 """
 READER = """
-import asyncio
 from stages.last_words import WordReader
-print(asyncio.run(WordReader().last_words({pid})))
+print(WordReader().last_words({pid}))
 """
 
 
