@@ -23,6 +23,7 @@ _COMMANDS: Final = {
     "serve": ("mesh.commands.serve:serve", "Serve a model over one or several hosts."),
     "join": ("mesh.commands.join:join", "Let this host take a share of a mesh."),
     "status": ("mesh.commands.status:status", "Show what a running mesh is doing."),
+    "keys": ("mesh.commands.keys:keys", "Say who may use the API."),
     "slice": ("mesh.commands.slice:slice_", "Write some layers of a model as a stage file."),
     "draft": ("mesh.commands.draft:draft", "Make a draft model for speculation."),
     "bench": ("mesh.commands.bench:bench", "Measure a server, or a lab of several hosts on this machine."),

@@ -109,7 +109,7 @@ async def test_openai_s_client_sends_predictions(
 
 
 async def test_a_history_and_a_turn_belong_to_a_key(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
-    keys = ApiKeys({"alice": KEY, "bob": "sk-of-bob"})
+    keys = ApiKeys.from_plain({"alice": KEY, "bob": "sk-of-bob"})
     async with running_api(engine, tokenizer, keys=keys) as api:
         await api.openai.completions.create(model=MODEL, prompt="Hello")
         async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="sk-of-bob", max_retries=0) as bob:

@@ -1,7 +1,7 @@
 """The OpenAI-compatible HTTP API, in front of any `mesh.engine.Engine`."""
 
+from mesh.api.api_keys import ApiKeys
 from mesh.api.app import create_app
-from mesh.api.auth import ApiKeys
 from mesh.api.backend import Backend
 from mesh.api.server import require_key_beyond_loopback, serve_api
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from mesh.api import chat, completions, health, links, models
-from mesh.api.auth import ApiKeys, KeyGate
+from mesh.api.auth import KeyGate
 from mesh.api.backend import Backend
 from mesh.api.body import max_body_bytes
 from mesh.api.errors import on_http_exception, on_mesh_error
@@ -24,6 +24,7 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from mesh.api.api_keys import ApiKeys
     from mesh.engine import Engine
     from mesh.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ def create_app(
     status: Callable[[], Mapping[str, Any]],
     ready: Callable[[], bool],
     now_s: Callable[[], float] = time.time,
+    steady_s: Callable[[], float] = time.monotonic,
     random_bits: Callable[[int], int] = secrets.randbits,
     ping_interval_s: float = DEFAULT_PING_INTERVAL_S,
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None,
@@ -58,6 +60,7 @@ def create_app(
         status: What `/mesh/status` answers; must be fit for JSON.
         ready: Whether requests can be answered yet; until then they get 503.
         now_s: Unix seconds.
+        steady_s: A steady clock, in seconds, for limits per minute.
         random_bits: Random numbers of so many bits, for ids and for seeds that requests leave out.
         ping_interval_s: A stream that has been silent this long sends a comment.
         stage_counts: Goes into the stages of `/mesh/status`: what they themselves count.
@@ -72,7 +75,7 @@ def create_app(
         exception_handlers={MeshError: on_mesh_error, HTTPException: on_http_exception},
         middleware=[
             Middleware(RequestLog, random_bits=random_bits),
-            Middleware(KeyGate, keys=api_keys),
+            Middleware(KeyGate, keys=api_keys, now_s=now_s, steady_s=steady_s),
         ],
     )
     app.state.backend = Backend(

@@ -84,7 +84,7 @@ class Numbers(click.ParamType[tuple[Number, ...]]):
 
 
 def read_first_key(path: Path) -> str:
-    """The first API key of a key file.
+    """The first API key in a file that holds one: the hashes of `mesh keys` open nothing.
 
     Raises:
         ClusterError: If there is none.
@@ -94,7 +94,12 @@ def read_first_key(path: Path) -> str:
     except OSError as error:
         raise ClusterError(f"cannot read {path}: {error.strerror}", param="--api-key-file") from error
     for line in lines:
-        if line and not line.startswith("#"):
-            # `KEY` or `NAME KEY`.
-            return line.split()[-1]
-    raise ClusterError(f"{path} holds no API key", param="--api-key-file")
+        words = line.split()
+        # `KEY` or `NAME KEY`.
+        if len(words) in {1, 2} and not line.startswith("#") and not words[-1].startswith("sha256:"):
+            return words[-1]
+    raise ClusterError(
+        f"{path} holds no API key, or only hashes of some: put the key that `mesh keys add` printed into"
+        " MESH_API_KEY, or into a file of its own",
+        param="--api-key-file",
+    )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mesh.private_file import write_private_file
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @contextmanager
@@ -32,7 +31,7 @@ def token_file(path: Path | None, text: str) -> Iterator[None]:
         yield
         return
     try:
-        _write(path, text)
+        write_private_file(path, f"{text}\n")
     except OSError as error:
         raise ClusterError(
             f"cannot write the join token to {path}: {error.strerror}", param="--token-file"
@@ -43,15 +42,3 @@ def token_file(path: Path | None, text: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             if path.read_text().strip() == text:
                 path.unlink()
-
-
-def _write(path: Path, text: str) -> None:
-    # A temporary file is made with mode 0600; renaming it keeps that.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text + "\n")
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

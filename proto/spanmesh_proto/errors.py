@@ -23,6 +23,8 @@ The tree, with one line on what each leaf means::
         ├── ContextLengthExceeded   prompt and answer do not fit the context
         ├── Unauthorized            no API key, or a wrong one
         ├── ModelNotFound           the request names a model that is not served
+        ├── MisdirectedRequest      the Host header names another server
+        ├── RateLimited             the API key has used up its share for now
         └── Overloaded              no room now; try again
 
 An instance carries one message that names the thing and the remedy. `WIRE` is the only place where
@@ -139,6 +141,14 @@ class ModelNotFound(RequestError):
     """The request names a model that is not served."""
 
 
+class MisdirectedRequest(RequestError):
+    """The Host header names another server."""
+
+
+class RateLimited(RequestError):
+    """The API key has used up its share for now."""
+
+
 class Overloaded(RequestError):
     """No room now; try again."""
 
@@ -182,6 +192,8 @@ WIRE: Final[dict[type[MeshError], Wire]] = {
     ContextLengthExceeded: Wire("context_length_exceeded", "OUT_OF_RANGE", 400, "invalid_request_error"),
     Unauthorized: Wire("invalid_api_key", "UNAUTHENTICATED", 401, "invalid_request_error"),
     ModelNotFound: Wire("model_not_found", "NOT_FOUND", 404, "invalid_request_error"),
+    MisdirectedRequest: Wire("misdirected_request", "PERMISSION_DENIED", 421, "invalid_request_error"),
+    RateLimited: Wire("rate_limit_exceeded", "RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
     Overloaded: Wire("overloaded", "RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
 }
 

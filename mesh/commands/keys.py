@@ -1,0 +1,118 @@
+"""`mesh keys`: who may use the API."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import secrets
+from pathlib import Path
+
+import click
+
+from mesh.api.key_file import add_key, default_key_file, read_key_file, remove_key
+from mesh.api.key_line import KeyRecord, digest_of
+
+_SPAN = re.compile(r"(\d{1,6})([hdw])")
+_HOURS = {"h": 1, "d": 24, "w": 24 * 7}
+# The field's own beginning, so that tools that look for leaked secrets know one.
+_PREFIX = "sk-mesh-"
+_RANDOM_BYTES = 32
+
+_FILE = click.option(
+    "--api-key-file",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file of keys; in the user's configuration folder unless given.",
+)
+_LIMIT = click.IntRange(1, 10**12)
+
+
+class _Expiry(click.ParamType[dt.datetime]):
+    """`30d`, `12h`, `2w`, or a date, in UTC unless it names another zone."""
+
+    name = "expiry"
+
+    def convert(
+        self, value: str | dt.datetime, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dt.datetime:
+        if isinstance(value, dt.datetime):
+            return value
+        now = dt.datetime.now(dt.UTC).replace(microsecond=0)
+        try:
+            if span := _SPAN.fullmatch(value):
+                return now + dt.timedelta(hours=int(span[1]) * _HOURS[span[2]])
+            moment = dt.datetime.fromisoformat(value)
+        except (ValueError, OverflowError):
+            self.fail(
+                f"{value!r} is neither a time such as 12h, 30d or 2w nor a date such as 2027-01-31",
+                param,
+                ctx,
+            )
+        moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=dt.UTC)
+        if moment <= now:
+            self.fail(f"{value!r} is past", param, ctx)
+        return moment
+
+
+@click.group()
+def keys() -> None:
+    """Say who may use the API: named keys in a file that holds only their hashes.
+
+    A server that was started with the file heeds every change from the next request on.
+    """
+
+
+@keys.command()
+@click.argument("name")
+@click.option("--requests-per-minute", type=_LIMIT, metavar="N", help="Most requests; no limit unless given.")
+@click.option(
+    "--tokens-per-minute",
+    type=_LIMIT,
+    metavar="N",
+    help="Most tokens, of prompts and answers; no limit unless given.",
+)
+@click.option("--expires", type=_Expiry(), metavar="WHEN", help="Such as 30d, 12h or 2027-01-31.")
+@_FILE
+def add(
+    *,
+    name: str,
+    requests_per_minute: int | None,
+    tokens_per_minute: int | None,
+    expires: dt.datetime | None,
+    path: Path | None,
+) -> None:
+    """Make a key called NAME and print it, this once: nobody can read it from the file."""
+    path = path or default_key_file()
+    key = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+    add_key(path, KeyRecord(name, digest_of(key), requests_per_minute, tokens_per_minute, expires))
+    click.echo(key)
+    click.echo(f"the key {name} is in {path}, as a hash: keep what was printed", err=True)
+
+
+@keys.command("list")
+@_FILE
+def list_(*, path: Path | None) -> None:
+    """Show the names of all keys, and what limits them."""
+    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
+    from rich.table import Table  # noqa: PLC0415
+
+    now_s = dt.datetime.now(dt.UTC).timestamp()
+    table = Table("key", "requests/minute", "tokens/minute", "expires")
+    for record in read_key_file(path or default_key_file()):
+        limits = (record.requests_per_minute, record.tokens_per_minute)
+        when = "never" if record.expires_at is None else f"{record.expires_at:%Y-%m-%d %H:%M %Z}"
+        if record.is_expired(now_s):
+            when += ", expired"
+        name = f"{record.name} (not hashed)" if record.is_plain else record.name
+        table.add_row(name, *("no limit" if limit is None else str(limit) for limit in limits), when)
+    Console().print(table)
+
+
+@keys.command()
+@click.argument("name")
+@_FILE
+def rm(*, name: str, path: Path | None) -> None:
+    """Remove the key NAME: it opens nothing from the next request on."""
+    path = path or default_key_file()
+    remove_key(path, name)
+    click.echo(f"the key {name} is gone from {path}", err=True)

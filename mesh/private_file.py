@@ -1,0 +1,31 @@
+"""Files with secrets: whole or not at all, and readable by this user only."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_private_file(path: Path, text: str) -> None:
+    """Put `text` into `path` in one step: a reader sees the old content or the new, never a part.
+
+    Args:
+        path: Replaced if it exists; where it is a link, what the link leads to is replaced.
+        text: All of it.
+
+    Raises:
+        OSError: If the folder cannot be written to.
+    """
+    path = path.resolve()
+    # A temporary file is made with mode 0600; renaming it keeps that.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

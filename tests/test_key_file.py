@@ -1,0 +1,174 @@
+"""The file of API keys and the command that edits it."""
+
+import datetime as dt
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.api.api_keys import ApiKeys
+from mesh.api.key_file import add_key, read_key_file, remove_key
+from mesh.api.key_line import KeyRecord, check_key_name, digest_of, format_key_line, parse_key_line
+from mesh.cli import run
+from spanmesh_proto.errors import MeshError
+
+LIMITS = st.none() | st.integers(1, 10**12)
+MOMENTS = st.none() | st.integers(0, 2**33).map(lambda seconds: dt.datetime.fromtimestamp(seconds, dt.UTC))
+
+
+@given(
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", fullmatch=True),
+    digest=st.binary(min_size=32, max_size=32),
+    requests=LIMITS,
+    tokens=LIMITS,
+    expires=MOMENTS,
+)
+def test_a_key_is_read_as_it_was_written(
+    name: str, digest: bytes, requests: int | None, tokens: int | None, expires: dt.datetime | None
+) -> None:
+    check_key_name(name)
+    record = KeyRecord(name, digest, requests, tokens, expires)
+    assert parse_key_line(format_key_line(record), 1) == record
+
+
+@given(line=st.text(max_size=200))
+def test_any_line_is_a_key_or_an_error_of_ours(line: str) -> None:
+    said = ""
+    try:
+        parse_key_line(line, 3)
+    except MeshError as error:
+        said = error.message
+    assert not any(word in said for word in line.split() if len(word) > 8)
+
+
+@pytest.mark.parametrize(
+    ("rest", "reason"),
+    [
+        ("sha256:00", "64 small hexadecimal digits"),
+        (f"sha256:{'0' * 64} tokens-per-minute=0", "no number from 1"),
+        (f"sha256:{'0' * 64} tokens-per-minute=1e9", "no number from 1"),
+        (f"sha256:{'0' * 64} expires=tomorrow", "no date such as"),
+        (f"sha256:{'0' * 64} colour=red", "no setting of a key"),
+        (f"sha256:{'0' * 64} expires=2030-01-01 expires=2030-01-01", "says something twice"),
+        ("neither this", "neither"),
+    ],
+)
+def test_a_malformed_line_is_named_by_its_number(tmp_path: Path, rest: str, reason: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# comment\nalice {rest}\n")
+    with pytest.raises(MeshError, match=f"line 2 of the API key file.*{reason}"):
+        read_key_file(path)
+
+
+def test_the_command_makes_lists_and_removes_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    path = tmp_path / "config" / "spanmesh" / "api-keys"
+    assert run(["keys", "add", "alice", "--tokens-per-minute", "500", "--expires", "30d"]) == 0
+    key = capsys.readouterr().out.strip()
+    assert key.startswith("sk-mesh-")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert key not in path.read_text()
+    assert run(["keys", "add", "bob"]) == 0
+    assert capsys.readouterr().out.strip() != key
+
+    found = ApiKeys.from_file(path).find(key)
+    assert found is not None
+    assert (found.name, found.tokens_per_minute, found.requests_per_minute) == ("alice", 500, None)
+    assert found.expires_at is not None
+    left = found.expires_at - dt.datetime.now(dt.UTC)
+    assert dt.timedelta(days=29) < left <= dt.timedelta(days=30)
+
+    assert run(["keys", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[1] for line in shown.splitlines() if "no limit" in line] == ["alice", "bob"]
+    assert key not in shown
+    assert run(["keys", "rm", "alice"]) == 0
+    assert [record.name for record in read_key_file(path)] == ["bob"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["add", "alice"], 1, "has a key alice already"),
+        (["add", "no name"], 1, "cannot be a key's name"),
+        (["add", "#alice"], 1, "cannot be a key's name"),
+        (["add", "bob", "--expires", "soon"], 2, "neither a time such as 12h"),
+        (["add", "bob", "--expires", "2001-01-01"], 2, "is past"),
+        (["add", "bob", "--tokens-per-minute", "0"], 2, "--tokens-per-minute"),
+        (["rm", "bob"], 1, "has no key bob"),
+    ],
+)
+def test_what_cannot_be_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"alice sha256:{'0' * 64}")
+    assert run(["keys", *arguments, "--api-key-file", str(path)]) == code
+    assert says in capsys.readouterr().err
+    assert path.read_text() == f"alice sha256:{'0' * 64}"
+
+
+def test_other_lines_stay_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# mine\n\nplain open-sesame\nnameless-key-of-old")
+    add_key(path, KeyRecord("alice", digest_of("a")))
+    add_key(path, KeyRecord("bob", digest_of("b")))
+    remove_key(path, "alice")
+    lines = path.read_text().splitlines()
+    assert lines[:4] == ["# mine", "", "plain open-sesame", "nameless-key-of-old"]
+    assert [record.name for record in read_key_file(path)] == ["plain", "key-4", "bob"]
+
+
+def test_two_who_edit_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+
+    def add(part: int) -> None:
+        for number in range(5):
+            add_key(path, KeyRecord(f"key-{part}-{number}", digest_of(f"{part} {number}")))
+
+    threads = [threading.Thread(target=add, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read_key_file(path)) == 20
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    path, link = tmp_path / "keys", tmp_path / "link"
+    link.symlink_to(path)
+    add_key(link, KeyRecord("alice", digest_of("a")))
+    assert link.is_symlink()
+    assert [record.name for record in read_key_file(path)] == ["alice"]
+
+
+def test_changes_count_at_once_and_a_lost_file_lets_nobody_in(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    add_key(path, KeyRecord("alice", digest_of("of alice")))
+    keys = ApiKeys.from_file(path)
+    assert keys.find("of alice") is not None
+    add_key(path, KeyRecord("bob", digest_of("of bob")))
+    assert keys.find("of bob") is not None
+    remove_key(path, "alice")
+    assert keys.find("of alice") is None
+    remove_key(path, "bob")
+    assert keys.find("of bob") is None
+    path.write_text("one two three\n")
+    assert keys.find("three") is None
+    path.write_text("carol of-carol\n")
+    assert keys.find("of-carol") is not None
+    path.unlink()
+    assert keys.find("of-carol") is None
+
+
+def test_a_hash_is_no_key_for_a_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys"
+    add_key(path, KeyRecord("alice", digest_of("of alice")))
+    assert run(["status", "--api-key-file", str(path)]) == 1
+    assert "MESH_API_KEY" in capsys.readouterr().err
