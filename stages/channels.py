@@ -6,6 +6,7 @@ import hmac
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
+import structlog
 
 from spanmesh_proto.errors import MeshError, wire_of
 from stages.identity import peer_name
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from stages.identity import Identity
+
+log = structlog.get_logger()
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 _KEY_HEADER: Final = "x-mesh-key"
@@ -110,6 +113,10 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
     def __init__(self, mesh_key: str) -> None:
         self._key = mesh_key.encode()
 
+    def replace(self, mesh_key: str) -> None:
+        """Ask for another key from now on."""
+        self._key = mesh_key.encode()
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
@@ -128,7 +135,9 @@ def _refusal(handler: Any) -> Any:
     """A handler of the same kind (streaming or not) that refuses."""
 
     async def refuse_stream(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the mesh key is missing or wrong")
+        reason = "the mesh key is missing or wrong"
+        log.warning("peer_refused", peer=context.peer(), reason=reason)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
         yield  # the type of a streaming handler
 
     if handler is None:

@@ -17,6 +17,8 @@ from mesh.cluster.authority import LIFETIME, Authority
 from mesh.cluster.certificate import make_certificate
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.join_token import JoinToken
+from mesh.cluster.link_probe import measure_link
+from mesh.cluster.links import LinkWish
 from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_client import Head, Membership, find_head
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
@@ -184,6 +186,37 @@ async def test_a_channel_trusts_the_pinned_certificate_only(tmp_path: Path) -> N
         with pytest.raises(HostUnreachable):
             await membership.join()
         assert len(side.members) == 0
+
+
+async def test_a_host_without_a_certificate_request_is_refused_and_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.identity.NewKey.request_pem", lambda _: b"")
+    async with head(tmp_path) as side:
+        with pytest.raises(JoinError, match="'studio' sent no proper certificate request"):
+            await join(side.token)
+        assert len(side.members) == 0
+
+
+async def test_a_host_renews_its_certificate_while_it_is_a_member(tmp_path: Path) -> None:
+    async with (
+        head(tmp_path, lifetime=dt.timedelta(seconds=1.5)) as side,
+        Membership(await find_head(side.token), "secret", HOST) as membership,
+    ):
+        await membership.join()
+        await membership.report_ready()
+        listening = asyncio.create_task(anext(membership.states()))
+        await until(side.members, 1)
+        (member,) = side.members
+        address = f"127.0.0.1:{member.echo_port}"
+        own = side.authority.own_identity(["head"], "127.0.0.1")
+        wish = LinkWish(hidden_bytes=64, num_probes=1)
+        for _ in range(2):
+            link = await measure_link("head", "studio", address, wish, secret="secret", identity=own)
+            assert link.failure == ""
+            # Longer than the first certificate lives.
+            await asyncio.sleep(1.6)
+        listening.cancel()
 
 
 async def test_another_protocol_version_is_refused_with_both_named(

@@ -20,15 +20,14 @@ def _now() -> dt.datetime:
 
 
 def renewal_in_s(certificate_pem: bytes, now: dt.datetime) -> float:
-    """Seconds until two thirds of a certificate's life are over; 0 if they are.
+    """Seconds until two thirds of what is left of a certificate's life are over.
 
     Args:
-        certificate_pem: The certificate.
-        now: Aware time.
+        certificate_pem: Fresh from the head.
+        now: Aware time. However wrong this clock is, the head is not asked more than once a second.
     """
-    certificate = x509.load_pem_x509_certificate(certificate_pem)
-    start, stop = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    return max((start + (stop - start) * 2 / 3 - now).total_seconds(), 0.0)
+    left = x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc - now
+    return max(left.total_seconds() * 2 / 3, 1.0)
 
 
 class HostCertificate:

@@ -1,0 +1,115 @@
+"""Certificates of hosts: what the head signs, what it does not, and when a host asks again."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+
+from mesh.cluster.authority import Authority
+from mesh.cluster.certificate import make_certificate
+from mesh.cluster.host_certificate import HostCertificate, renewal_in_s
+from spanmesh_proto.errors import JoinError
+from stages.identity import NewKey, peer_name
+
+NOW = dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
+AUTHORITY = Authority(make_certificate(NOW), clock=lambda: NOW)
+
+
+def request_by(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey, *names: str) -> bytes:
+    wanted = x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    signed = request.add_extension(wanted, critical=False).sign(key, hashes.SHA256())
+    return signed.public_bytes(serialization.Encoding.PEM)
+
+
+def names_in(certificate: x509.Certificate) -> list[object]:
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [name.value for name in names]
+
+
+def test_a_certificate_names_the_host_as_it_was_admitted_and_nobody_else() -> None:
+    request = request_by(ec.generate_private_key(ec.SECP256R1()), peer_name("victim"), "spanmesh-head")
+    certificate = x509.load_pem_x509_certificate(AUTHORITY.sign(request, "studio", "192.0.2.7"))
+    assert names_in(certificate) == [peer_name("studio"), ipaddress.ip_address("192.0.2.7")]
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(AUTHORITY.certificate_pem))
+    assert certificate.not_valid_after_utc - NOW == dt.timedelta(days=30)
+
+
+def test_a_certificate_does_not_outlive_the_authority() -> None:
+    late = Authority(make_certificate(NOW), clock=lambda: NOW + dt.timedelta(days=360))
+    certificate = x509.load_pem_x509_certificate(late.sign(NewKey().request_pem(), "studio", "studio.lan"))
+    assert certificate.not_valid_after_utc == NOW + dt.timedelta(days=365)
+    assert names_in(certificate) == [peer_name("studio"), "studio.lan"]
+
+
+def tampered() -> bytes:
+    """A request whose key is not the one that signed it."""
+    own, other = (x509.load_pem_x509_csr(NewKey().request_pem()) for _ in range(2))
+    der = own.public_bytes(serialization.Encoding.DER)
+    mine, another = (
+        request.public_key().public_bytes(
+            serialization.Encoding.X962, serialization.PublicFormat.UncompressedPoint
+        )
+        for request in (own, other)
+    )
+    return x509.load_der_x509_csr(der.replace(mine, another)).public_bytes(serialization.Encoding.PEM)
+
+
+@pytest.mark.parametrize(
+    "request_pem",
+    [
+        b"",
+        b"\xff" * 100,
+        b"-----BEGIN CERTIFICATE REQUEST-----\nAAAA\n-----END CERTIFICATE REQUEST-----\n",
+        NewKey().request_pem() * 20,
+        NewKey().request_pem()[:200],
+        request_by(rsa.generate_private_key(65537, 2048), "a"),
+        request_by(ec.generate_private_key(ec.SECP384R1()), "a"),
+        tampered(),
+    ],
+)
+def test_what_is_no_proper_request_is_refused(request_pem: bytes) -> None:
+    with pytest.raises(JoinError, match="'studio' sent no proper certificate request"):
+        AUTHORITY.sign(request_pem, "studio", "192.0.2.7")
+
+
+def test_an_address_that_no_certificate_can_hold_is_refused() -> None:
+    with pytest.raises(JoinError, match="give --advertise an IP address"):
+        AUTHORITY.sign(NewKey().request_pem(), "studio", "stüdio.lan")
+
+
+def test_hosts_get_names_of_their_own_whatever_they_are_called() -> None:
+    assert len({peer_name(host) for host in ("a", "A", "10.0.0.7", "a.b", "a_b")}) == 5
+
+
+def test_a_private_key_shows_in_no_text() -> None:
+    identity = AUTHORITY.own_identity(["studio"], "192.0.2.7")
+    assert "PRIVATE" in identity.private_key_pem.decode()
+    assert "PRIVATE" not in repr(identity)
+
+
+def test_renewal_is_due_when_two_thirds_are_over_and_never_at_once() -> None:
+    certificate_pem = AUTHORITY.sign(NewKey().request_pem(), "studio", "192.0.2.7")
+    assert renewal_in_s(certificate_pem, NOW) == 20 * 86400
+    assert renewal_in_s(certificate_pem, NOW + dt.timedelta(days=100)) == 1.0
+
+
+def test_only_the_latest_request_counts() -> None:
+    certificate = HostCertificate(AUTHORITY.certificate_pem, clock=lambda: NOW)
+    first = AUTHORITY.sign(certificate.request_pem(), "studio", "192.0.2.7")
+    certificate.take(first)
+    second = AUTHORITY.sign(certificate.request_pem(), "studio", "192.0.2.7")
+    # Until the head has answered, the first certificate and its own key stay in use.
+    assert certificate.identity().certificate_pem == first
+    certificate.take(second)
+    identity = certificate.identity()
+    key = serialization.load_pem_private_key(identity.private_key_pem, password=None)
+    signed = x509.load_pem_x509_certificate(identity.certificate_pem)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    assert key.public_key() == signed.public_key()
