@@ -175,6 +175,17 @@ def test_a_host_that_is_cut_off_is_out_of_reach_until_reconnected(lab: Lab) -> N
     assert lab.round_trip_ms(1, 2) < 4.0
 
 
+def test_a_host_whose_packets_get_lost_hears_nothing_and_keeps_its_wire(lab: Lab) -> None:
+    lab.set_delay_ms(1.0)
+    lab.lose_packets(2)
+    with pytest.raises(MeshError, match="host2 to host0"):
+        lab.round_trip_ms(2, 0, num_samples=1)
+    assert lab.round_trip_ms(0, 1) < 4.0
+    assert "LOWER_UP" in lab.exec(2, ["ip", "link", "show", "mesh"]).stdout
+    lab.deliver_packets(2)
+    assert lab.round_trip_ms(1, 2) < 4.0
+
+
 def test_an_exception_inside_the_context_leaves_nothing_behind() -> None:
     others = set(_descendants(os.getpid()))
     pids: set[int] = set()

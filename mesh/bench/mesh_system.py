@@ -27,16 +27,18 @@ _POLL_S: Final = 0.1
 
 
 class MeshSystem:
-    """A head without layers, and one stage on every other host of the lab.
+    """A head without layers, and one stage on every other host of the lab but the spare ones.
 
     Args:
         lab: Its host 0 is the head.
         model: The GGUF, on the head only.
         logs: Directory for logs and the join token; the hosts must see it (`Lab(shared=…)`).
         num_hosts: How many of the lab's hosts take part, by default all.
+        num_spares: How many of them are to hold no layers, the head apart.
         num_threads: Of each stage.
         split: Layers of each stage, by default as `mesh serve` plans it.
         options: Further options of `mesh serve`.
+        join_options: Further options of `mesh join`.
         api_key: What clients must show, or None for an open API.
     """
 
@@ -51,30 +53,34 @@ class MeshSystem:
         logs: Path,
         *,
         num_hosts: int | None = None,
+        num_spares: int = 0,
         num_threads: int = 1,
         split: Sequence[int] | None = None,
         options: Sequence[str] = (),
+        join_options: Sequence[str] = (),
         api_key: str | None = None,
     ) -> None:
         self._lab = lab
         self._num_hosts = num_hosts or lab.num_hosts
+        self._num_spares = num_spares
         self._model = model
         self._logs = logs
         self._threads = str(num_threads)
         self._split = split
         self._options = list(options)
+        self._join_options = list(join_options)
         if api_key is not None:
             key_path = logs / "api-keys"
             key_path.touch(mode=0o600)
             key_path.write_text(api_key + "\n", encoding="utf-8")
             self._options += ["--api-key-file", str(key_path)]
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self.token_path = logs / "join-token"
 
     @property
     def num_stages(self) -> int:
-        """One for each host but the head."""
-        return self._num_hosts - 1
+        """One for each host but the head and the spare ones."""
+        return self._num_hosts - 1 - self._num_spares
 
     def start(self, *, timeout_s: float = 120.0) -> None:
         """Bring everything up and wait until it answers.
@@ -83,24 +89,40 @@ class MeshSystem:
             MeshError: If it does not come up.
         """
         self.token_path.unlink(missing_ok=True)
-        waiting = ["--head-only", "--wait-for", str(self.num_stages)]
-        if self._split is None:
-            waiting += ["--stages", str(self.num_stages)]
-        else:
-            waiting += ["--split", ",".join(map(str, self._split))]
-        where = ["--advertise", self._lab.address(0), "--token-file", str(self.token_path)]
-        serve = self._launch(
-            0,
-            ["serve", str(self._model), *where, *waiting, "--threads", self._threads, *self._options],
-        )
+        serve = self.start_head()
         deadline_s = time.monotonic() + timeout_s
         while not self.token_path.exists():
             if serve.poll() is not None or time.monotonic() > deadline_s:
                 raise MeshError(f"mesh serve wrote no join token:\n{last_lines(self.log(0))}")
             time.sleep(_POLL_S)
         for host in range(1, self._num_hosts):
-            self._launch(host, [*self.join_argv(host), "--threads", self._threads])
-        wait_healthy(self._lab, 0, self.port, serve, self.log(0), timeout_s=timeout_s)
+            self.start_join(host)
+        self.wait_healthy(timeout_s=timeout_s)
+
+    def start_head(self) -> subprocess.Popen[bytes]:
+        """`mesh serve` on host 0, also once more after it ended: then its log goes on."""
+        waiting = ["--head-only", "--wait-for", str(self._num_hosts - 1)]
+        if self._split is None:
+            waiting += ["--stages", str(self.num_stages)]
+        else:
+            waiting += ["--split", ",".join(map(str, self._split))]
+        where = ["--advertise", self._lab.address(0), "--token-file", str(self.token_path)]
+        return self._launch(
+            0,
+            ["serve", str(self._model), *where, *waiting, "--threads", self._threads, *self._options],
+        )
+
+    def start_join(self, host: int) -> subprocess.Popen[bytes]:
+        """`mesh join` on a host, also once more after it ended."""
+        return self._launch(host, [*self.join_argv(host), "--threads", self._threads, *self._join_options])
+
+    def wait_healthy(self, *, timeout_s: float = 120.0) -> None:
+        """Wait until the head answers 200 to `/health`; raises MeshError if it does not."""
+        wait_healthy(self._lab, 0, self.port, self._processes[0], self.log(0), timeout_s=timeout_s)
+
+    def process(self, host: int) -> subprocess.Popen[bytes]:
+        """The latest `mesh` of a host, whether it still runs or not."""
+        return self._processes[host]
 
     def join_argv(self, host: int) -> list[str]:
         """Arguments of `mesh` with which a host joins."""
@@ -120,11 +142,11 @@ class MeshSystem:
             MeshError: If one is still there when the time is over.
         """
         deadline_s = time.monotonic() + timeout_s
-        for host, process in enumerate(self._processes):
+        for host, process in sorted(self._processes.items()):
             if (hosts is None or host in hosts) and process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)
         codes: list[int] = []
-        for host, process in enumerate(self._processes):
+        for host, process in sorted(self._processes.items()):
             try:
                 codes.append(process.wait(max(0.0, deadline_s - time.monotonic())))
             except subprocess.TimeoutExpired:
@@ -135,7 +157,7 @@ class MeshSystem:
 
     def kill(self) -> None:
         """End what is left, without a word."""
-        for process in self._processes:
+        for process in self._processes.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -148,7 +170,7 @@ class MeshSystem:
     def cpu_s(self) -> float:
         """Processor time that all its processes, Ray's included, took so far."""
         total_s = 0.0
-        for root in self._processes:
+        for root in self._processes.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 top = psutil.Process(root.pid)
                 for process in (top, *top.children(recursive=True)):
@@ -161,6 +183,7 @@ class MeshSystem:
         return self._logs / f"mesh-host{host}.log"
 
     def _launch(self, host: int, arguments: list[str]) -> subprocess.Popen[bytes]:
-        process = start_logged(self._lab, host, [COMMAND, *arguments], self.log(host))
-        self._processes.append(process)
+        is_again = host in self._processes
+        process = start_logged(self._lab, host, [COMMAND, *arguments], self.log(host), is_again=is_again)
+        self._processes[host] = process
         return process

@@ -20,9 +20,11 @@ _POLL_S: Final = 0.2
 _LAST_LINES: Final = 15
 
 
-def start_logged(lab: Lab, host: int, argv: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a program on a host with all its output in a file."""
-    with log.open("wb") as output:
+def start_logged(
+    lab: Lab, host: int, argv: Sequence[str], log: Path, *, is_again: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a program on a host with all its output in a file; `is_again` keeps what the file holds."""
+    with log.open("ab" if is_again else "wb") as output:
         return lab.run(host, argv, stdout=output, stderr=output)
 
 

@@ -44,6 +44,7 @@ class Lab:
         self._delay_ms = delay_ms
         self._stack = ExitStack()
         self._hosts: list[Host] = []
+        self._out_of_reach: set[int] = set()
         self._router: Companion
 
     def __enter__(self) -> Self:
@@ -136,6 +137,14 @@ class Lab:
         """Put the wire of a host that was cut off back in."""
         self._hosts[host].configure(["ip", "-batch", "-"], stdin=_LINK_UP)
 
+    def lose_packets(self, host: int) -> None:
+        """Lose every packet from and to a host, as when a switch on its way fails: its own wire stays up."""
+        self._set_out_of_reach(self._out_of_reach | {host})
+
+    def deliver_packets(self, host: int) -> None:
+        """Lose them no longer."""
+        self._set_out_of_reach(self._out_of_reach - {host})
+
     def round_trip_ms(self, source: int, destination: int, *, num_samples: int = 30) -> float:
         """Median round trip between two hosts, answered by the destination's kernel."""
         done = self.exec(
@@ -145,6 +154,10 @@ class Lab:
             raise MeshError(f"no round trip from host{source} to host{destination}: {done.stderr.strip()}")
         samples: list[float] = json.loads(done.stdout)
         return statistics.median(samples)
+
+    def _set_out_of_reach(self, hosts: set[int]) -> None:
+        self._out_of_reach = hosts
+        self._command({"out_of_reach": [self.address(host) for host in sorted(hosts)]})
 
     def _start_router(self) -> None:
         places = [f"{self.address(index)}={host.keeper_pid}" for index, host in enumerate(self._hosts)]

@@ -31,6 +31,7 @@ _READ_BYTES: Final = 65536
 _DESTINATION: Final = slice(16, 20)
 # Where the two addresses of an IPv4 packet are, next to one another.
 _PAIR: Final = slice(12, 20)
+_SOURCE: Final = slice(12, 16)
 
 
 class Router:
@@ -46,6 +47,8 @@ class Router:
         self._queue = queue
         # By source and destination address.
         self._own_queues: dict[bytes, DelayQueue] = {}
+        # Packets from and to these addresses get lost.
+        self._out_of_reach: set[bytes] = set()
         self._num_packets = self._num_bytes = self._num_unroutable = self._late_ns = self._max_late_ns = 0
 
     def run(self, control: int, answers: int) -> None:
@@ -88,7 +91,7 @@ class Router:
         return None if soonest_ns is None else max(0, soonest_ns - time.monotonic_ns()) / 1e9
 
     def _obey(self, command: dict[str, Any]) -> bytes:
-        """Set a delay: between two hosts, in both directions, or on every wire."""
+        """Set a delay, between two hosts, in both directions, or on every wire; lose a host's packets, or not."""
         if "delay_ms" in command:
             delay_ns = round(command["delay_ms"] * 1e6)
             if "between" in command:
@@ -98,6 +101,10 @@ class Router:
             else:
                 for queue in self._queues:
                     queue.delay_ns = delay_ns
+        if "out_of_reach" in command:
+            self._out_of_reach = {
+                ipaddress.IPv4Address(address).packed for address in command["out_of_reach"]
+            }
         return json.dumps(asdict(self.traffic())).encode() + b"\n"
 
     def _receive(self, device: int) -> None:
@@ -107,7 +114,13 @@ class Router:
                 packet = os.read(device, _READ_BYTES)
             except BlockingIOError:
                 return
+            if self._out_of_reach and self._is_lost(packet):
+                self._num_unroutable += 1
+                continue
             self._own_queues.get(packet[_PAIR], self._queue).push(packet, now_ns)
+
+    def _is_lost(self, packet: bytes) -> bool:
+        return packet[_SOURCE] in self._out_of_reach or packet[_DESTINATION] in self._out_of_reach
 
     def _deliver(self) -> None:
         now_ns = time.monotonic_ns()
