@@ -73,6 +73,7 @@ class GenerationStats:
         num_windows: Windows judged, prefill chunks left out.
         num_proposed: Proposed tokens that were verified.
         num_accepted: Proposed tokens that the target chose too.
+        num_replays: How often it began again, as a stage was lost or its layers moved.
         prefill_ms: From the first window sent to the first token.
         decode_ms: From the first token to the latest.
         report: What speculation did, up to the moment of the call; None where nothing could be proposed.
@@ -82,6 +83,7 @@ class GenerationStats:
     num_windows: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
+    num_replays: int = 0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     report: Callable[[], SpeculationReport] | None = field(default=None, compare=False, repr=False)

@@ -35,6 +35,12 @@ class SharedMeasures:
     plain_time: PlainTime = field(default_factory=PlainTime)
     standings: dict[str, Standing] = field(default_factory=dict)
 
+    def forget_ring(self) -> None:
+        """Forget all times: the ring was made anew. What proposers are worth does not depend on it."""
+        self.timing.forget_ring()
+        self.crowd = Crowd()
+        self.plain_time = PlainTime()
+
     def add_plain(self, outcome: Outcome) -> None:
         """Learn from a plain window that had the ring to itself."""
         self.timing.add(outcome, is_alone=True)

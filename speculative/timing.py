@@ -26,6 +26,10 @@ class Timing:
 
     def __init__(self) -> None:
         self.draft_ms_per_token: float | None = None
+        self.forget_ring()
+
+    def forget_ring(self) -> None:
+        """Begin to learn anew: other stages, perhaps more or fewer, on other hosts."""
         self.network_ms: float | None = None
         self.num_measured = 0
         self._alone: list[Staircase] = []

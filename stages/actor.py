@@ -6,28 +6,36 @@ Ray places it, starts it and watches it; tokens never pass through Ray.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import os
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
+import structlog
 
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.byte_size import format_size
-from stages.channels import SERVER_OPTIONS, KeyCheck, add_port
+from stages.channels import SERVER_OPTIONS, add_port
 from stages.cutting import StageCache
 from stages.fetch import FetchSource, fetch_stage
 from stages.free_memory import free_memory_bytes
 from stages.hidden_codec import HiddenType
 from stages.identity import Identity, NewKey
 from stages.kv_types import KV_TYPES
+from stages.orphan import orphaned
 from stages.runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stages.layers import LayerRange
     from stages.stage_memory import StageMemory
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class StageConfig:
         mesh_id: Which mesh it belongs to.
         mesh_key: Shared by all stages and the coordinator.
         hidden_type: How its hidden states travel to the next stage.
+        term: Of the coordinator that it is for.
+        orphan_s: Without a coordinator for so long, in seconds, it ends its own process.
     """
 
     stage_index: int
@@ -63,6 +73,8 @@ class StageConfig:
     mesh_key: str
     cache_dir: str | None = None
     hidden_type: HiddenType = HiddenType.F32
+    term: int = 0
+    orphan_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -83,10 +95,14 @@ class StageActor:
 
     Args:
         config: All that it needs to know.
+        end_process: Ends this process at once.
     """
 
-    def __init__(self, config: StageConfig) -> None:
+    def __init__(self, config: StageConfig, end_process: Callable[[], None] = lambda: os._exit(0)) -> None:
         self._config = config
+        self._end_process = end_process
+        self._orphan_watch: asyncio.Task[None] | None = None
+        self._heard_s = time.monotonic()
         self._progress = StageProgress("waiting", 0.0)
         self._runtime: StageRuntime | None = None
         self._service: StageService | None = None
@@ -126,6 +142,7 @@ class StageActor:
 
     async def progress(self) -> StageProgress:
         """How far `load` has come."""
+        self._heard_s = time.monotonic()
         return self._progress
 
     async def certificate_request(self) -> bytes:
@@ -156,9 +173,10 @@ class StageActor:
             mesh_key=config.mesh_key,
             hidden_type=config.hidden_type,
             identity=identity,
+            term=config.term,
         )
         self._runtime = None  # the service's worker owns and frees it now
-        self._server = grpc.aio.server(interceptors=[KeyCheck(config.mesh_key)], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[self._service.key_check], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(self._service, self._server)
         try:
             port = add_port(self._server, f"{bind_address}:0", lambda: identity)
@@ -168,7 +186,33 @@ class StageActor:
                 "address of that host?"
             ) from None
         await self._server.start()
+        self._heard_s = time.monotonic()
+        self._orphan_watch = asyncio.create_task(self._end_if_orphaned(self._service))
         return port
+
+    async def rejoin(
+        self,
+        stage_index: int,
+        mesh_id: str,
+        mesh_key: str,
+        term: int,
+        hidden_type: HiddenType | None = None,
+    ) -> None:
+        """Take another place, in another ring, with the same layers; see `StageService.rejoin`.
+
+        Returns when the batch that computes now is done.
+
+        Raises:
+            ClusterError: If it does not serve.
+            ProtocolError: If a coordinator of a higher term was here meanwhile.
+        """
+        self._heard_s = time.monotonic()
+        if self._service is None:
+            raise ClusterError(f"stage {self._config.stage_index} was moved before it was started")
+        await self._service.rejoin(stage_index, mesh_id, mesh_key, term, hidden_type=hidden_type)
+        self._config = replace(
+            self._config, stage_index=stage_index, mesh_id=mesh_id, mesh_key=mesh_key, term=term
+        )
 
     async def connect(self, next_address: str, next_host: str) -> None:
         """Link this stage to the next one.
@@ -186,6 +230,8 @@ class StageActor:
 
     async def stop(self) -> None:
         """Stop serving and free all memory."""
+        if self._orphan_watch is not None and self._orphan_watch is not asyncio.current_task():
+            self._orphan_watch.cancel()
         if self._server is not None:
             await self._server.stop(grace=0)
             self._server = None
@@ -195,6 +241,19 @@ class StageActor:
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
+
+    async def _end_if_orphaned(self, service: StageService) -> None:
+        """A head that was killed says no goodbye; what it started must not hold memory for ever."""
+        orphan_s = self._config.orphan_s
+        await orphaned(lambda: min(service.idle_s, time.monotonic() - self._heard_s), orphan_s)
+        log.error(
+            "stage_orphaned",
+            stage=self._config.stage_index,
+            layers=str(self._config.layers),
+            after_s=orphan_s,
+        )
+        await self.stop()
+        self._end_process()
 
     def _require_free(self, beside_bytes: int) -> None:
         """Refuse rather than be killed for memory: what was free when the host joined may be taken by now."""

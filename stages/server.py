@@ -19,7 +19,7 @@ from spanmesh_proto.errors import (
     StageFailed,
     wire_of,
 )
-from stages.channels import abort
+from stages.channels import KeyCheck, abort
 from stages.encoded_hidden import EncodedHidden
 from stages.hidden_codec import HiddenType
 from stages.judge import Judge
@@ -28,7 +28,7 @@ from stages.opening import Opening
 from stages.runtime import Span, StageRuntime
 from stages.sessions import SessionTable
 from stages.wakefulness import Wakefulness
-from stages.window_queue import Copied, Freed, QueuedWindow, WindowQueue
+from stages.window_queue import Copied, Freed, Passed, QueuedWindow, WindowQueue
 from stages.worker import StageWorker
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def monotonic_us() -> int:
 class StageService(rpc.StageServicer):
     """One stage: takes windows from upstream, computes them, sends them on or judges them.
 
-    Lives in the event loop that made it; llama.cpp runs in the worker's thread.
+    Lives in the event loop that made it; llama.cpp runs in the worker's thread. `rejoin` gives it another
+    place, in another ring, and leaves what is loaded as it is.
 
     Args:
         runtime: The loaded stage.
@@ -58,6 +59,10 @@ class StageService(rpc.StageServicer):
         mesh_key: Shared by all stages and the coordinator.
         hidden_type: How its hidden states travel to the next stage. What arrives says its type itself.
         identity: What it shows the next stage; None if that is in this process.
+        term: Of the coordinator that it is for; one of a lower term is refused.
+
+    Attributes:
+        key_check: What its server must ask first.
     """
 
     def __init__(
@@ -69,7 +74,9 @@ class StageService(rpc.StageServicer):
         mesh_key: str,
         hidden_type: HiddenType = HiddenType.F32,
         identity: Identity | None = None,
+        term: int = 0,
     ) -> None:
+        self.key_check = KeyCheck(mesh_key)
         self._loop = asyncio.get_running_loop()
         self._info = runtime.info
         self._max_rows = runtime.max_rows
@@ -77,6 +84,7 @@ class StageService(rpc.StageServicer):
         self._mesh_id = mesh_id
         self._mesh_key = mesh_key
         self._identity = identity
+        self._term = term
         self._sessions = SessionTable(runtime.num_slots)
         self._queue = WindowQueue(runtime.max_rows, self._sessions.is_live)
         self._worker = StageWorker(
@@ -90,8 +98,10 @@ class StageService(rpc.StageServicer):
         )
         self._wakefulness = Wakefulness()
         self._next: StageLink | None = None
-        self._verdicts: set[asyncio.Queue[wire.VerdictBundle]] = set()
-        self._controls: set[asyncio.Queue[wire.ControlReply]] = set()
+        self._links: set[asyncio.Task[Any]] = set()
+        self._verdicts: set[asyncio.Queue[wire.VerdictBundle | None]] = set()
+        self._controls: dict[asyncio.Queue[wire.ControlReply], asyncio.Task[None]] = {}
+        self._idle_since_s: float | None = time.monotonic()
         self._worker.start()
 
     async def connect(self, next_address: str, next_host: str = "") -> None:
@@ -109,6 +119,7 @@ class StageService(rpc.StageServicer):
             software_version=SOFTWARE_VERSION,
             mesh_id=self._mesh_id,
             sender=f"stage {self._stage_index}",
+            term=self._term,
         )
         link = StageLink(
             next_address,
@@ -120,6 +131,54 @@ class StageService(rpc.StageServicer):
         )
         await link.open()
         self._next = link
+
+    async def rejoin(
+        self,
+        stage_index: int,
+        mesh_id: str,
+        mesh_key: str,
+        term: int,
+        *,
+        hidden_type: HiddenType | None = None,
+    ) -> None:
+        """Leave the ring for a place in another one; what is loaded stays. `connect` then links it onward.
+
+        All streams of the old ring end, its peers are refused from now on, and its sessions are over. Returns
+        when the batch that computes now is done: nothing of the old ring leaves after that.
+
+        Args:
+            stage_index: Its place in the new pipeline.
+            mesh_id: Which ring it belongs to from now on.
+            mesh_key: Shared by all stages of that ring and the coordinator.
+            term: Of the coordinator that it is for.
+            hidden_type: How its hidden states travel to the next stage; None leaves that as it was.
+
+        Raises:
+            ProtocolError: If a coordinator of a higher term was here meanwhile.
+        """
+        if term < self._term:
+            raise self._stale(f"the coordinator that moves stage {self._stage_index}", term)
+        self._stage_index, self._mesh_id, self._mesh_key, self._term = stage_index, mesh_id, mesh_key, term
+        self.key_check.replace(mesh_key)
+        if hidden_type is not None:
+            self._worker.send_as(hidden_type)
+        for task in (*self._links, *self._controls.values()):
+            task.cancel()
+        for bundles in self._verdicts:
+            bundles.put_nowait(None)
+        self._end_sessions()
+        following, self._next = self._next, None
+        if following is not None:
+            await following.close()
+        passed = asyncio.Event()
+        self._queue.change(Passed(lambda: self._loop.call_soon_threadsafe(passed.set)))
+        await passed.wait()
+        log.info("ring_joined", stage=stage_index, layers=str(self._info.layers), term=term)
+
+    @property
+    def idle_s(self) -> float:
+        """For how long no coordinator was connected, in seconds; 0 while one is."""
+        return 0.0 if self._idle_since_s is None else time.monotonic() - self._idle_since_s
 
     async def close(self) -> None:
         """Stop computing and free the memory."""
@@ -151,12 +210,15 @@ class StageService(rpc.StageServicer):
         first = await context.read()
         is_hello = isinstance(first, wire.Frame) and first.WhichOneof("kind") == "hello"
         await context.write(await self._greet(first.hello if is_hello else None, context))
-        while isinstance(frame := await context.read(), wire.Frame):
-            if frame.HasField("windows"):
-                for window in frame.windows.windows:
-                    self._on_window(window)
-            elif frame.HasField("open"):
-                self._on_open(frame.open)
+        reader = asyncio.create_task(self._read_link(context))
+        self._links.add(reader)
+        try:
+            await asyncio.wait({reader})
+            if not reader.cancelled():
+                reader.result()
+        finally:
+            self._links.discard(reader)
+            reader.cancel()
 
     async def Control(  # noqa: N802
         self,
@@ -169,7 +231,8 @@ class StageService(rpc.StageServicer):
         hello = first.hello if first is not None and first.WhichOneof("kind") == "hello" else None
         yield wire.ControlReply(welcome=await self._greet(hello, context))
         reader = asyncio.create_task(self._read_control(request_iterator, replies))
-        self._controls.add(replies)
+        self._controls[replies] = reader
+        self._idle_since_s = None
         try:
             while True:
                 reply = asyncio.ensure_future(replies.get())
@@ -180,12 +243,11 @@ class StageService(rpc.StageServicer):
                 yield reply.result()
         finally:
             reader.cancel()
-            self._controls.discard(replies)
+            del self._controls[replies]
             if not self._controls:
-                # No coordinator, nobody to answer: its sessions are over.
-                for slot in self._sessions.close_all():
-                    self._queue.change(Freed(slot))
-                self._wakefulness.update(0)
+                # No coordinator, nobody to answer.
+                self._idle_since_s = time.monotonic()
+                self._end_sessions()
 
     async def Verdicts(  # noqa: N802
         self, request: wire.Hello, context: grpc.aio.ServicerContext[wire.Hello, wire.VerdictBundle]
@@ -197,11 +259,11 @@ class StageService(rpc.StageServicer):
                 context, ProtocolError(f"stage {self._stage_index} is not the tail: it has no verdicts")
             )
         await context.send_initial_metadata(())
-        bundles: asyncio.Queue[wire.VerdictBundle] = asyncio.Queue()
+        bundles: asyncio.Queue[wire.VerdictBundle | None] = asyncio.Queue()
         self._verdicts.add(bundles)
         try:
-            while True:
-                yield await bundles.get()
+            while (bundle := await bundles.get()) is not None:
+                yield bundle
         finally:
             self._verdicts.discard(bundles)
 
@@ -225,6 +287,10 @@ class StageService(rpc.StageServicer):
                 context,
                 ProtocolError(f"this stage belongs to mesh {self._mesh_id!r}, not to {hello.mesh_id!r}"),
             )
+        elif hello.term < self._term:
+            await abort(context, self._stale(hello.sender or "the peer", hello.term))
+        else:
+            self._term = hello.term
         return wire.Welcome(
             protocol_version=PROTOCOL_VERSION,
             software_version=SOFTWARE_VERSION,
@@ -232,6 +298,25 @@ class StageService(rpc.StageServicer):
             layer_start=self._info.layers.start,
             layer_stop=self._info.layers.stop,
         )
+
+    def _stale(self, sender: str, term: int) -> ProtocolError:
+        return ProtocolError(
+            f"{sender} is of term {term}, stage {self._stage_index} serves term {self._term}: another "
+            "`mesh serve` has taken the mesh over; end the older one"
+        )
+
+    def _end_sessions(self) -> None:
+        for slot in self._sessions.close_all():
+            self._queue.change(Freed(slot))
+        self._wakefulness.update(0)
+
+    async def _read_link(self, context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome]) -> None:
+        while isinstance(frame := await context.read(), wire.Frame):
+            if frame.HasField("windows"):
+                for window in frame.windows.windows:
+                    self._on_window(window)
+            elif frame.HasField("open"):
+                self._on_open(frame.open)
 
     async def _read_control(
         self, requests: AsyncIterator[wire.ControlRequest], replies: asyncio.Queue[wire.ControlReply]

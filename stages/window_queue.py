@@ -77,10 +77,24 @@ class Copied:
 
 
 @dataclass(frozen=True)
+class Passed:
+    """Nothing to change: tells that all that came before is computed or dropped.
+
+    Attributes:
+        tell: Called in the thread that computes.
+    """
+
+    tell: Callable[[], None]
+
+
+Change = Freed | Copied | Passed
+
+
+@dataclass(frozen=True)
 class Work:
     """What the thread does next: first the changes of slots, in order, then `windows` as one batch."""
 
-    changes: tuple[Freed | Copied, ...]
+    changes: tuple[Change, ...]
     windows: tuple[QueuedWindow, ...]
 
 
@@ -101,9 +115,9 @@ class WindowQueue:
         self._is_live = is_live
         # Everything comes by this queue: unlike a condition variable it wakes the taker without Python on
         # either side, and what was taken from it is the taker's alone.
-        self._arrivals: queue.SimpleQueue[QueuedWindow | Freed | Copied | None] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[QueuedWindow | Change | None] = queue.SimpleQueue()
         self._waiting: deque[QueuedWindow] = deque()
-        self._changes: list[Freed | Copied] = []
+        self._changes: list[Change] = []
         # Windows that are still to be taken before the next chunk.
         self._num_before_chunk: int | None = None
         self._is_closed = False
@@ -116,7 +130,7 @@ class WindowQueue:
         """Append a window."""
         self._arrivals.put(window)
 
-    def change(self, change: Freed | Copied) -> None:
+    def change(self, change: Change) -> None:
         """Have a slot changed before the next batch."""
         self._arrivals.put(change)
 
@@ -137,7 +151,7 @@ class WindowQueue:
                 return Work(changes, windows)
             self._note(self._arrivals.get())
 
-    def _note(self, arrival: QueuedWindow | Freed | Copied | None) -> None:
+    def _note(self, arrival: QueuedWindow | Change | None) -> None:
         if arrival is None:
             self._is_closed = True
         elif isinstance(arrival, QueuedWindow):

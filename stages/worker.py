@@ -13,7 +13,7 @@ from spanmesh_proto.errors import MeshError, StageFailed, wire_of
 from stages.encoded_hidden import TO_WIRE
 from stages.hidden_codec import HiddenType, encode
 from stages.logprobs import to_wire
-from stages.window_queue import Freed
+from stages.window_queue import Freed, Passed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.runtime import StageRuntime
-    from stages.window_queue import Copied, QueuedWindow, WindowQueue
+    from stages.window_queue import Change, QueuedWindow, WindowQueue
 
 log = structlog.get_logger()
 
@@ -78,6 +78,10 @@ class StageWorker(threading.Thread):
         self._on_failures = on_failures
         self.counts = WorkerCounts()
 
+    def send_as(self, hidden_type: HiddenType) -> None:
+        """Have hidden states travel in another type from now on."""
+        self._hidden_type = hidden_type
+
     def run(self) -> None:
         """Work until the queue is closed."""
         while (work := self._queue.take()) is not None:
@@ -89,9 +93,12 @@ class StageWorker(threading.Thread):
                 self._compute(windows, started_us)
         self._runtime.close()
 
-    def _change(self, change: Freed | Copied) -> None:
+    def _change(self, change: Change) -> None:
         if isinstance(change, Freed):
             self._runtime.free(change.slot)
+            return
+        if isinstance(change, Passed):
+            change.tell()
             return
         try:
             self._runtime.copy(change.source, change.slot, change.num_positions)

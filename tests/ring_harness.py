@@ -13,7 +13,7 @@ import grpc
 from mesh.coordinator import Coordinator, CoordinatorOptions, StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
 from speculative.controller import ControllerOptions
-from stages.channels import SERVER_OPTIONS, KeyCheck
+from stages.channels import SERVER_OPTIONS
 from stages.cutting import StageCache, read_model_facts
 from stages.hidden_codec import HiddenType
 from stages.layers import ranges_from_cuts
@@ -74,7 +74,7 @@ async def running_services(
                 hidden_type=hidden_type,
             )
             stack.push_async_callback(service.close)
-            server = grpc.aio.server(interceptors=[KeyCheck(MESH_KEY)], options=SERVER_OPTIONS)
+            server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)
             rpc.add_StageServicer_to_server(service, server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()

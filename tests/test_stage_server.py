@@ -287,7 +287,7 @@ async def test_over_long_prompts_are_refused_and_long_answers_end_at_the_context
         assert (len(tokens), last.finish) == (6, "length")
 
 
-async def test_a_lost_stage_fails_its_sessions_with_the_reason(
+async def test_a_stage_that_is_lost_for_good_fails_its_sessions_with_the_reason(
     smollm2_path: Path, stage_cache_dir: Path
 ) -> None:
     async with (
@@ -297,9 +297,12 @@ async def test_a_lost_stage_fails_its_sessions_with_the_reason(
         answer = coordinator.generate(GenerationRequest(PROMPT, max_tokens=200))
         await anext(answer)
         await stages[1].server.stop(0)
-        with pytest.raises(StageFailed):
+        loss = await coordinator.broken()
+        assert loss.suspects == (1,)
+        assert not coordinator.is_ready
+        coordinator.give_up(StageFailed(f"layers [15, 30) are lost: {loss.reason}"))
+        with pytest.raises(StageFailed, match=r"layers \[15, 30\) are lost: "):
             async for _ in answer:
                 pass
-        assert not coordinator.is_ready
-        with pytest.raises(StageFailed):
+        with pytest.raises(StageFailed, match=r"layers \[15, 30\) are lost: "):
             await collect(coordinator, GenerationRequest(PROMPT, max_tokens=2))

@@ -28,6 +28,7 @@ class ControlStream:
         hello: First message; carries the protocol version.
         mesh_key: Shared by all stages and the coordinator.
         on_failure: Called with each failure that the stage reports.
+        on_heard: Called when it answers a question.
         on_lost: Called once with the reason when the stream ends without `close`.
         host: Name of the host that must answer there.
         identity: What this process shows there; None if both ends are in one process.
@@ -40,6 +41,7 @@ class ControlStream:
         mesh_key: str,
         *,
         on_failure: Callable[[wire.Failure], None],
+        on_heard: Callable[[], None],
         on_lost: Callable[[MeshError], None],
         host: str = "",
         identity: Identity | None = None,
@@ -47,13 +49,15 @@ class ControlStream:
         self._address = address
         self._hello = hello
         self._on_failure = on_failure
+        self._on_heard = on_heard
         self._on_lost = on_lost
         self._channel = open_channel(address, host, identity)
         self._call: grpc.aio.StreamStreamCall[wire.ControlRequest, wire.ControlReply] = rpc.StageStub(
             self._channel
         ).Control(metadata=key_metadata(mesh_key))
         self._requests: asyncio.Queue[wire.ControlRequest] = asyncio.Queue()
-        self._pongs: asyncio.Queue[wire.Pong] = asyncio.Queue()
+        self._pongs: dict[int, asyncio.Future[wire.Pong]] = {}
+        self._num_pings = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self, timeout_s: float = 10) -> wire.Welcome:
@@ -79,19 +83,33 @@ class ControlStream:
         """End the session and free its slot."""
         self._requests.put_nowait(wire.ControlRequest(close=wire.Close(session=session)))
 
+    def ask(self) -> None:
+        """Ask whether the stage lives; `on_heard` is called when it says so."""
+        self._requests.put_nowait(wire.ControlRequest(ping=wire.Ping()))
+
     async def ping(self, timeout_s: float = 2) -> wire.Pong:
         """The stage's counts.
 
         Raises:
             TimeoutError: If the stage does not answer in time.
         """
-        self._requests.put_nowait(wire.ControlRequest(ping=wire.Ping()))
-        async with asyncio.timeout(timeout_s):
-            return await self._pongs.get()
+        self._num_pings += 1
+        number = self._num_pings
+        pong = self._pongs[number] = asyncio.get_running_loop().create_future()
+        self._requests.put_nowait(wire.ControlRequest(ping=wire.Ping(sent_us=number)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await pong
+        finally:
+            del self._pongs[number]
 
-    async def close(self) -> None:
-        """End the stream, after what was asked of the stage has left."""
-        await _finish(self._tasks, self._requests)
+    async def close(self, *, is_lost: bool = False) -> None:
+        """End the stream.
+
+        Args:
+            is_lost: Whether nobody is there any more; else what was asked of the stage leaves first.
+        """
+        await _finish(self._tasks, None if is_lost else self._requests)
         self._call.cancel()
         await self._channel.close(None)
 
@@ -108,7 +126,9 @@ class ControlStream:
                 if reply.WhichOneof("kind") == "failure":
                     self._on_failure(reply.failure)
                 elif reply.WhichOneof("kind") == "pong":
-                    self._pongs.put_nowait(reply.pong)
+                    self._on_heard()
+                    if (pong := self._pongs.get(reply.pong.sent_us)) is not None and not pong.done():
+                        pong.set_result(reply.pong)
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)
         self._on_lost(reason)

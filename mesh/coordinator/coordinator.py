@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mesh.coordinator.gate import Gate
 from mesh.coordinator.generation import Generation
-from mesh.coordinator.grouping import Grouping
-from mesh.coordinator.guarded_proposer import GuardedProposer
-from mesh.coordinator.limits import narrowed
-from mesh.coordinator.prefill_pace import PrefillPace
-from mesh.coordinator.ring import Ring, StageAddress
+from mesh.coordinator.incarnation import Incarnation
+from mesh.coordinator.replay_line import ReplayLine
+from mesh.coordinator.ring import Ring, RingTerms, StageAddress
 from mesh.coordinator.session import Session
 from mesh.coordinator.slots import SlotPool
-from mesh.coordinator.speculator import Speculator
+from mesh.coordinator.speculators import Speculators
 from mesh.speculation_report import SpeculationReport
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, MeshError, StageFailed, from_code
-from speculative.controller import ControllerOptions, SharedMeasures
 from stages.opening import Opening
 from stages.wakefulness import Wakefulness
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from mesh.coordinator.kept_prefixes import Beginning
+    from mesh.coordinator.options import CoordinatorOptions
+    from mesh.coordinator.ring_loss import RingLoss
     from mesh.engine import Committed, GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
     from speculative.controller import Outcome
@@ -35,51 +37,27 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-
-@dataclass(frozen=True)
-class CoordinatorOptions:
-    """How sessions run.
-
-    Attributes:
-        context_length: Positions of one session.
-        num_slots: Sessions at once.
-        max_rows: Most rows of one window.
-        n_vocab: Token ids are below this.
-        max_waiting: Requests that may wait for a slot; at least 1.
-        controller: Limits of speculation, and switches that take parts of it away.
-        cancels: Whether stages are told at once of windows that a rejection voided; without, they learn it
-            from the next window.
-    """
-
-    context_length: int
-    num_slots: int
-    max_rows: int
-    n_vocab: int
-    max_waiting: int = 64
-    controller: ControllerOptions = field(default_factory=ControllerOptions)
-    cancels: bool = True
-
-
-@dataclass
-class _StageTotals:
-    """Times of one stage, summed over verdicts."""
-
-    num_windows: int = 0
-    queue_us: int = 0
-    compute_us: int = 0
+# Of a process that dies, all streams end within this.
+_GATHER_S: Final = 0.05
+_RETRY_AFTER_S: Final = 10
 
 
 class Coordinator:
     """Holds no layers: opens sessions, ships windows, commits verdicts. Implements `mesh.engine.Engine`.
 
+    When the ring breaks, sessions keep prompt and answer so far and wait; `broken` tells whoever places the
+    lost layers again, and `reconnect` has every session replay in the new ring and go on. Their readers
+    notice a pause.
+
     Args:
         stages: Where the stages serve, in pipeline order.
         options: How sessions run.
-        mesh_id: Which mesh they belong to.
+        mesh_id: Which ring they belong to.
         mesh_key: Shared by all stages and the coordinator.
         make_proposers: Gives each request its proposers, cheapest first, or none for plain decoding.
         clock_s: Monotonic, seconds.
         identity: What it shows the stages; None if all are in its own process.
+        term: Of this coordinator: higher than that of any which had the stages before.
     """
 
     def __init__(
@@ -92,30 +70,27 @@ class Coordinator:
         make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None,
         clock_s: Callable[[], float],
         identity: Identity | None = None,
+        term: int = 0,
     ) -> None:
-        self._stages = tuple(stages)
         self._options = options
-        self._make_proposers = make_proposers
         self._clock_s = clock_s
+        self._identity = identity
+        self._term = term
         self._slots = SlotPool(options.num_slots, options.max_waiting, clock_s)
         self._sessions: dict[int, Session] = {}
         self._session_ids = itertools.count(1)
-        self._lost: MeshError | None = None
-        self._totals = [_StageTotals() for _ in stages]
         self._past = SpeculationReport()
-        self._shared = SharedMeasures()
-        self._wakefulness = Wakefulness()
-        self._prefill_pace = PrefillPace(len(self._stages), options.max_rows)
-        self._grouping = Grouping(len(self._stages))
-        self._ring = Ring(
-            self._stages,
-            mesh_id,
-            mesh_key,
-            on_verdict=self._on_verdict,
-            on_failure=self._on_failure,
-            on_lost=self._on_lost,
-            identity=identity,
+        self._speculators = Speculators(
+            make_proposers, options, num_sessions=self._num_moving, clock_ms=self._clock_ms
         )
+        self._wakefulness = Wakefulness()
+        self._gate = Gate(options.repair_wait_s)
+        self._broken = asyncio.Event()
+        self._reconnecting = asyncio.Lock()
+        self._replays: ReplayLine[Session] | None = None
+        self._num_reconnects = 0
+        self._is_whole = False
+        self._incarnation = self._incarnation_of(stages, mesh_id, mesh_key)
 
     @property
     def context_length(self) -> int:
@@ -125,7 +100,12 @@ class Coordinator:
     @property
     def is_ready(self) -> bool:
         """Whether every stage is connected."""
-        return self._lost is None
+        return self._is_whole
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request that comes now has a chance: while the ring is repaired it may wait for that."""
+        return self._gate.refusal is None
 
     async def start(self) -> None:
         """Connect to every stage.
@@ -134,12 +114,63 @@ class Coordinator:
             HostUnreachable: Naming the address that does not answer.
             ProtocolError: If a stage speaks another version or holds other layers than planned.
         """
-        await self._ring.open()
+        await self._incarnation.ring.open()
+        self._is_whole = True
 
     async def stop(self) -> None:
         """Fail what still runs and disconnect."""
-        self._on_lost(StageFailed("the server is shutting down"))
-        await self._ring.close()
+        self.give_up(StageFailed("the server is shutting down"))
+        await self._incarnation.ring.close()
+
+    async def broken(self) -> RingLoss:
+        """Wait until the ring breaks; returns at once while it is broken. Sessions are suspended by then."""
+        while True:
+            await self._broken.wait()
+            # Who else is gone?
+            await asyncio.sleep(_GATHER_S)
+            if (loss := self._incarnation.ring.loss) is not None:
+                return loss
+
+    def pause(self, reason: str) -> None:
+        """Suspend every session until `reconnect`: stages of a whole ring are about to be wired anew.
+
+        Args:
+            reason: For the log.
+        """
+        if self._is_whole:
+            log.info("ring_paused", reason=reason, num_sessions=len(self._sessions))
+            self._suspend()
+
+    async def reconnect(self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str) -> None:
+        """Open a new ring in place of the old one; every session replays in it and goes on.
+
+        Args:
+            stages: Where its stages serve, in pipeline order; perhaps more or fewer than before.
+            mesh_id: Which ring they belong to.
+            mesh_key: Shared by all of them and the coordinator.
+
+        Raises:
+            HostUnreachable: Naming the address that does not answer. Sessions stay suspended; try again.
+            ProtocolError: If a stage speaks another version or holds other layers than planned. Likewise.
+            StageFailed: If the new ring broke at once. Likewise.
+        """
+        async with self._reconnecting:
+            self.pause("the ring is made anew")
+            await self._incarnation.ring.close()
+            incarnation = self._incarnation_of(stages, mesh_id, mesh_key)
+            await incarnation.ring.open()
+            if (loss := incarnation.ring.loss) is not None:
+                await incarnation.ring.close()
+                raise StageFailed(loss.reason)
+            self._go_on_in(incarnation)
+
+    def give_up(self, error: MeshError) -> None:
+        """End every session with `error` and turn new requests away, until a `reconnect`."""
+        if self._is_whole:
+            self._suspend()
+        self._gate.shut(error)
+        for session in self._sessions.values():
+            session.fail(StageFailed(error.message, retry_after_s=error.retry_after_s or _RETRY_AFTER_S))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
         """Continue the prompt. Closing the generator frees the session at every stage.
@@ -148,41 +179,42 @@ class Coordinator:
             InvalidRequest: If the prompt is empty, no token is wanted, or a biased token does not exist.
             ContextLengthExceeded: If prompt + 1 exceeds the context.
             Overloaded: If the waiting line has no place for it.
-            StageFailed: If a stage failed or went away.
+            StageFailed: If a stage failed, or the ring is broken for longer than new requests wait.
         """
         self._check(request)
-        prompt = request.prompt if request.uses_cache else ()
-        async with self._slots.hold(prompt, request.client) as beginning:
-            self._raise_if_lost()
-            session = self._session(request, beginning.num_cached)
+        async with contextlib.AsyncExitStack() as stack:
+            beginning = await self._beginning(stack, request)
+            session = self._session(request, beginning)
             self._sessions[session.id] = session
             self._note_sessions()
+            prefixes, slot, client = self._slots.prefixes, beginning.slot, request.client
             try:
-                self._ring.open_session(_opening(session.id, beginning, request).to_wire())
                 session.start(request.prompt)
                 part = await session.next_part()
                 # Others may begin with the same prompt while this one still runs.
-                self._slots.prefixes.keep(beginning.slot, request.client, request.prompt)
+                prefixes.keep(slot, client, session.computed[: len(request.prompt)])
                 yield part
                 while part.finish is None:
                     part = await session.next_part()
                     yield part
             finally:
                 if session.is_failed:
-                    self._slots.prefixes.forget(beginning.slot)
+                    prefixes.forget(slot)
                 else:
-                    self._slots.prefixes.keep(beginning.slot, request.client, session.computed)
+                    prefixes.keep(slot, client, session.computed)
                 del self._sessions[session.id]
                 self._note_sessions()
-                self._ring.close_session(session.id)
                 session.close()
                 self._past = self._past.merge(session.telemetry.report())
 
     def status(self) -> dict[str, Any]:
         """For `mesh status`: stages with their mean times, sessions, speculation."""
+        loss = self._incarnation.ring.loss
+        refusal = self._gate.refusal
         return {
             "ready": self.is_ready,
-            "lost": self._lost.message if self._lost else None,
+            "lost": loss.reason if loss else refusal.message if refusal else None,
+            "reconnects": self._num_reconnects,
             "sessions": {
                 "running": self._slots.num_busy,
                 "waiting": self._slots.num_waiting,
@@ -190,24 +222,8 @@ class Coordinator:
                 "slots": self._options.num_slots,
             },
             "speculation": self._report().as_dict(),
-            "stages": [
-                {
-                    "index": index,
-                    "host": stage.host,
-                    "address": stage.address,
-                    "layers": [stage.layers.start, stage.layers.stop],
-                    "wire": str(stage.wire) if index + 1 < len(self._stages) else None,
-                    "windows": totals.num_windows,
-                    "mean_compute_ms": _mean_ms(totals.compute_us, totals.num_windows),
-                    "mean_queue_ms": _mean_ms(totals.queue_us, totals.num_windows),
-                }
-                for index, (stage, totals) in enumerate(zip(self._stages, self._totals, strict=True))
-            ],
+            "stages": self._incarnation.status(),
         }
-
-    def _note_sessions(self) -> None:
-        self._wakefulness.update(len(self._sessions))
-        self._grouping.set_num_sessions(len(self._sessions))
 
     async def stage_stats(self) -> list[wire.StageStats]:
         """What every stage counts itself, in order.
@@ -217,50 +233,91 @@ class Coordinator:
         """
         return await self._ring.stats()
 
-    def _session(self, request: GenerationRequest, num_cached: int) -> Session:
-        id = next(self._session_ids)  # noqa: A001 - an id is called id
+    @property
+    def _ring(self) -> Ring:
+        return self._incarnation.ring
+
+    def _incarnation_of(self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str) -> Incarnation:
         options = self._options
+        terms = RingTerms(mesh_id, mesh_key, self._term, options.ping_interval_s, options.ping_timeout_s)
+        ring = Ring(
+            stages,
+            terms,
+            on_verdict=self._on_verdict,
+            on_failure=self._on_failure,
+            on_lost=lambda: self._on_lost(ring),
+            clock_s=self._clock_s,
+            identity=self._identity,
+        )
+        return Incarnation(stages, ring, options.max_rows)
+
+    def _suspend(self) -> None:
+        self._is_whole = False
+        self._gate.hold()
+        if self._replays is not None:
+            self._replays.drop()
+        for session in self._sessions.values():
+            session.suspend()
+
+    def _go_on_in(self, incarnation: Incarnation) -> None:
+        self._incarnation = incarnation
+        self._num_reconnects += 1
+        self._slots.prefixes.forget_all()
+        self._speculators.shared.forget_ring()
+        self._broken.clear()
+        self._is_whole = True
+        self._note_sessions()
+        sessions = sorted(self._sessions.values(), key=lambda session: session.num_to_compute)
+        log.info("ring_whole_again", num_sessions=len(sessions), num_reconnects=self._num_reconnects)
+        self._replays = ReplayLine(sessions, self._replay)
+        self._replays.go_on()
+        self._gate.open()
+
+    def _replay(self, session: Session, on_replayed: Callable[[], None]) -> None:
+        if self._sessions.pop(session.id, None) is None:
+            on_replayed()
+            return
+        session.replay(next(self._session_ids), self._incarnation, on_replayed)
+        self._sessions[session.id] = session
+
+    async def _beginning(self, stack: contextlib.AsyncExitStack, request: GenerationRequest) -> Beginning:
+        """Wait for the ring to be whole, and for a slot, which is held until the stack unwinds."""
+        prompt = request.prompt if request.uses_cache else ()
+        async with self._gate.patience():
+            await self._gate.opened()
+            beginning = await stack.enter_async_context(self._slots.hold(prompt, request.client))
+            if not self._gate.is_open:
+                # The ring broke while it waited for the slot: what was there will be gone.
+                await self._gate.opened()
+                beginning = replace(beginning, source_slot=beginning.slot, num_cached=0)
+        return beginning
+
+    def _note_sessions(self) -> None:
+        self._wakefulness.update(len(self._sessions))
+        self._incarnation.grouping.set_num_sessions(len(self._sessions))
+
+    def _session(self, request: GenerationRequest, beginning: Beginning) -> Session:
+        options = self._options
+        opening = _opening(next(self._session_ids), beginning, request)
+        generation = Generation(
+            request,
+            context_length=options.context_length,
+            max_rows=options.max_rows,
+            num_cached=beginning.num_cached,
+        )
         return Session(
-            id,
-            Generation(
-                request,
-                context_length=options.context_length,
-                max_rows=options.max_rows,
-                num_cached=num_cached,
-            ),
-            self._ring,
-            self._prefill_pace,
-            self._grouping,
-            speculator=self._speculator(id, request),
+            opening,
+            generation,
+            self._incarnation,
+            speculator=self._speculators.make(opening.session, request),
             cancels=options.cancels,
-            has_logprobs=request.num_top_logprobs is not None,
             clock_ms=self._clock_ms,
-            on_plain=None if self._make_proposers is None else self._learn_plain,
+            on_plain=self._learn_plain if self._speculators.are_any else None,
         )
 
     def _learn_plain(self, outcome: Outcome) -> None:
         if len(self._sessions) == 1:
-            self._shared.add_plain(outcome)
-
-    def _speculator(self, session: int, request: GenerationRequest) -> Speculator | None:
-        controller = narrowed(self._options.controller, request.speculation)
-        if self._make_proposers is None or controller is None:
-            return None
-        try:
-            proposers = self._make_proposers(request)
-        except Exception as error:  # noqa: BLE001 - an answer without speculation is an answer
-            log.warning("speculation_switched_off", session=session, reason=repr(error))
-            return None
-        if not proposers:
-            return None
-        return Speculator(
-            [GuardedProposer(each, n_vocab=self._options.n_vocab, session=session) for each in proposers],
-            controller,
-            self._shared,
-            end_tokens=request.end_tokens,
-            num_sessions=self._num_moving,
-            clock_ms=self._clock_ms,
-        )
+            self._speculators.shared.add_plain(outcome)
 
     def _num_moving(self) -> int:
         """Sessions that send windows: one that waits for its reader takes nothing from the others."""
@@ -290,11 +347,6 @@ class Coordinator:
                 "serve with a larger --ctx-size"
             )
         request.sampling.require_vocabulary(self._options.n_vocab)
-        self._raise_if_lost()
-
-    def _raise_if_lost(self) -> None:
-        if self._lost is not None:
-            raise StageFailed(self._lost.message, retry_after_s=10)
 
     def _on_verdict(self, verdict: wire.Verdict) -> None:
         session = self._sessions.get(verdict.session)
@@ -305,22 +357,21 @@ class Coordinator:
                 # The stream of verdicts serves all sessions: none may end it.
                 log.exception("session_failed", session=session.id)
                 session.fail(StageFailed(f"the coordinator failed on a verdict: {error!r}"))
-        for totals, time in zip(self._totals, verdict.times, strict=False):
-            totals.num_windows += 1
-            totals.queue_us += time.queue_us
-            totals.compute_us += time.compute_us
+        self._incarnation.count(verdict.times)
 
     def _on_failure(self, stage_index: int, failure: wire.Failure) -> None:
         error = from_code(failure.code, f"stage {stage_index}: {failure.message}")
-        if failure.session == 0:
-            self._on_lost(error)
-        elif (session := self._sessions.get(failure.session)) is not None:
+        session = self._sessions.get(failure.session)
+        if session is None:
+            # Its session is over, so nobody can say whose slot the stage has let go of.
+            self._slots.prefixes.forget_all()
+        else:
             session.on_failure(failure.epoch, error)
 
-    def _on_lost(self, reason: MeshError) -> None:
-        self._lost = self._lost or reason
-        for session in self._sessions.values():
-            session.fail(StageFailed(reason.message, retry_after_s=10))
+    def _on_lost(self, ring: Ring) -> None:
+        if self._is_whole and ring is self._ring:
+            self._suspend()
+            self._broken.set()
 
 
 def _opening(session: int, beginning: Beginning, request: GenerationRequest) -> Opening:
@@ -333,7 +384,3 @@ def _opening(session: int, beginning: Beginning, request: GenerationRequest) -> 
         request.prompt[: beginning.num_cached],
         beginning.source_slot,
     )
-
-
-def _mean_ms(total_us: int, count: int) -> float:
-    return round(total_us / count / 1000, 3) if count else 0.0

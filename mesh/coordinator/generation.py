@@ -56,7 +56,7 @@ class Generation:
         num_cached: How many of the prompt's tokens the stages hold already; not the last.
 
     Attributes:
-        num_cached: As given.
+        num_cached: As given; 0 after `rewind`.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class Generation:
         self._max_rows = max_rows
         self._max_tokens = min(request.max_tokens, context_length - len(request.prompt))
         self._committed: list[int] = []
+        # What comes before the first decoded token: the prompt, in a replay the answer so far as well.
+        self._prefix = request.prompt
         self._num_prefilled = num_cached
         self._num_computed = num_cached
         self._last = request.prompt[-1]
@@ -104,12 +106,12 @@ class Generation:
     @property
     def is_prefilled(self) -> bool:
         """Whether the whole prompt was sent."""
-        return self._num_prefilled == len(self._request.prompt)
+        return self._num_prefilled == len(self._prefix)
 
     @property
     def num_to_prefill(self) -> int:
         """Tokens of the prompt that were not cached, sent or not."""
-        return len(self._request.prompt) - self.num_cached
+        return len(self._prefix) - self.num_cached
 
     def prefill(self, num_rows: int) -> WindowPlan:
         """The next chunk of the prompt, now in flight; the tail samples the last row of the last.
@@ -118,7 +120,7 @@ class Generation:
             num_rows: Its tokens, if so many are left; at least 1, and at most those of a window are taken.
         """
         start = self._num_prefilled
-        tokens = self._request.prompt[start : start + min(num_rows, self._max_rows)]
+        tokens = self._prefix[start : start + min(num_rows, self._max_rows)]
         self._num_prefilled += len(tokens)
         return self._send(WindowPlan(start, tokens, int(self.is_prefilled), is_prompt=True))
 
@@ -142,6 +144,12 @@ class Generation:
         if self._in_flight:
             return self._send(WindowPlan(self._in_flight[-1].stop, proposal.tokens, count, proposal))
         return self._send(WindowPlan(self.position - 1, (self._last, *proposal.tokens), 1 + count, proposal))
+
+    def rewind(self) -> tuple[WindowPlan, ...]:
+        """Begin again at position 0, with prompt and answer so far as the prompt; returns what flew."""
+        self._prefix = (*self._request.prompt, *self._committed)
+        self.num_cached = self._num_prefilled = self._num_computed = 0
+        return self._void()
 
     def commit(self, sampled: Sequence[int]) -> Step | None:
         """Take the verdict on the oldest window: the tail's ids up to the first that was not proposed.

@@ -90,6 +90,10 @@ class KeptPrefixes:
         """Note that nobody knows what the slot holds."""
         self._kept.pop(slot, None)
 
+    def forget_all(self) -> None:
+        """Note that nobody knows what any slot holds."""
+        self._kept.clear()
+
     def _used(self, slot: int) -> int:
         kept = self._kept.get(slot)
         return 0 if kept is None else kept.used

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
 
 from mesh.coordinator.control import ControlStream, VerdictStream
+from mesh.coordinator.ring_loss import RingLoss
+from mesh.coordinator.silence import Silence
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import MeshError, ProtocolError
+from spanmesh_proto.errors import HostUnreachable, MeshError, ProtocolError, from_code
 from stages.link import StageLink
 
 if TYPE_CHECKING:
@@ -40,48 +43,86 @@ class StageAddress:
     wire: str = "f32"
 
 
+@dataclass(frozen=True)
+class RingTerms:
+    """What a coordinator and the stages of one ring agree on.
+
+    Attributes:
+        mesh_id: Which ring this is.
+        mesh_key: Shared by all its stages and the coordinator.
+        term: Of the coordinator; stages refuse one whose term is lower than they have seen.
+        ping_interval_s: Between two questions to each stage whether it lives, in seconds.
+        ping_timeout_s: A stage that leaves them unanswered for longer is lost.
+    """
+
+    mesh_id: str
+    mesh_key: str
+    term: int = 0
+    ping_interval_s: float = 0.3
+    ping_timeout_s: float = 1.5
+
+
 class Ring:
     """Windows into stage 0, verdicts from the tail, control to every stage.
 
+    A stage is lost when one of its streams ends, when the stage before it loses its link to it, or when it
+    does not answer for too long, whichever comes first.
+
     Args:
         stages: In pipeline order.
-        mesh_id: Which mesh they belong to.
-        mesh_key: Shared by all stages and the coordinator.
+        terms: What the stages were told, too.
         on_verdict: Called with each verdict.
-        on_failure: Called with (stage index, failure).
-        on_lost: Called with the reason when a stage is gone; perhaps more than once.
+        on_failure: Called with (stage index, failure of a window).
+        on_lost: Called once, when the first stage is lost; `loss` then says more.
+        clock_s: Monotonic, seconds.
         identity: What the coordinator shows the stages; None if all are in its own process.
     """
 
     def __init__(
         self,
         stages: Sequence[StageAddress],
-        mesh_id: str,
-        mesh_key: str,
+        terms: RingTerms,
         *,
         on_verdict: Callable[[wire.Verdict], None],
         on_failure: Callable[[int, wire.Failure], None],
-        on_lost: Callable[[MeshError], None],
+        on_lost: Callable[[], None],
+        clock_s: Callable[[], float],
         identity: Identity | None = None,
     ) -> None:
         hello = wire.Hello(
             protocol_version=PROTOCOL_VERSION,
             software_version=SOFTWARE_VERSION,
-            mesh_id=mesh_id,
+            mesh_id=terms.mesh_id,
             sender="coordinator",
+            term=terms.term,
         )
         self._stages = tuple(stages)
+        self._terms = terms
         self._is_closing = False
+        self._on_verdict = on_verdict
+        self._on_failure = on_failure
         self._on_lost = on_lost
+        self._clock_s = clock_s
+        self._reason = ""
+        self._suspects: set[int] = set()
+        self._is_crash = False
+        self._silence = Silence(len(stages), terms.ping_interval_s, terms.ping_timeout_s)
+        self._watch: asyncio.Task[None] | None = None
+        key = terms.mesh_key
         self._link = StageLink(
-            stages[0].address, hello, mesh_key, self._lost, host=stages[0].host, identity=identity
+            stages[0].address,
+            hello,
+            key,
+            lambda reason: self._lost(0, reason),
+            host=stages[0].host,
+            identity=identity,
         )
         self._verdicts = VerdictStream(
             stages[-1].address,
             hello,
-            mesh_key,
-            on_verdict=on_verdict,
-            on_lost=self._lost,
+            key,
+            on_verdict=self._on_answer,
+            on_lost=lambda reason: self._lost(len(stages) - 1, reason),
             host=stages[-1].host,
             identity=identity,
         )
@@ -89,14 +130,22 @@ class Ring:
             ControlStream(
                 stage.address,
                 hello,
-                mesh_key,
-                on_failure=lambda failure, index=index: on_failure(index, failure),  # type: ignore[misc]
-                on_lost=self._lost,
+                key,
+                on_failure=lambda failure, index=index: self._failed(index, failure),  # type: ignore[misc]
+                on_heard=lambda index=index: self._silence.heard(index),  # type: ignore[misc]
+                on_lost=lambda reason, index=index: self._lost(index, reason, is_crash=True),  # type: ignore[misc]
                 host=stage.host,
                 identity=identity,
             )
             for index, stage in enumerate(stages)
         ]
+
+    @property
+    def loss(self) -> RingLoss | None:
+        """What is known of its end so far; None while it is whole."""
+        if not self._suspects:
+            return None
+        return RingLoss(self._reason, tuple(sorted(self._suspects)), is_crash=self._is_crash)
 
     async def open(self) -> None:
         """Connect to every stage and check that together they are the whole model, in order.
@@ -111,6 +160,7 @@ class Ring:
             await self._link.open()
             for index, (stage, welcome) in enumerate(zip(self._stages, welcomes, strict=True)):
                 _check(index, stage, welcome)
+            self._watch = asyncio.create_task(self._listen())
         except BaseException:
             await self.close()
             raise
@@ -145,14 +195,49 @@ class Ring:
     async def close(self) -> None:
         """End all streams."""
         self._is_closing = True
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
         await self._link.close()
         await self._verdicts.close()
-        await asyncio.gather(*(control.close() for control in self._controls))
+        is_lost = self.loss is not None
+        await asyncio.gather(*(control.close(is_lost=is_lost) for control in self._controls))
 
-    def _lost(self, reason: MeshError) -> None:
-        if not self._is_closing:
-            log.error("stage_lost", reason=reason.message)
-            self._on_lost(reason)
+    async def _listen(self) -> None:
+        """Ask every stage, again and again, whether it lives."""
+        interval_s = self._terms.ping_interval_s
+        while True:
+            since_s = self._clock_s()
+            for control in self._controls:
+                control.ask()
+            await asyncio.sleep(interval_s)
+            for index in self._silence.tick(self._clock_s() - since_s):
+                address, timeout_s = self._stages[index].address, self._terms.ping_timeout_s
+                self._lost(index, HostUnreachable(f"{address} has not answered for {timeout_s:g} s"))
+
+    def _on_answer(self, verdict: wire.Verdict) -> None:
+        self._silence.heard_all()
+        self._on_verdict(verdict)
+
+    def _failed(self, index: int, failure: wire.Failure) -> None:
+        if failure.session:
+            self._on_failure(index, failure)
+        else:
+            # It has lost its link: the stage behind it is gone, or the network between them.
+            self._lost(index + 1, from_code(failure.code, f"stage {index}: {failure.message}"))
+
+    def _lost(self, index: int, reason: MeshError, *, is_crash: bool = False) -> None:
+        if self._is_closing:
+            return
+        is_first = not self._suspects
+        if index not in self._suspects:
+            log.error("stage_lost", stage=index, host=self._stages[index].host, reason=reason.message)
+        self._suspects.add(index)
+        self._is_crash = self._is_crash or is_crash
+        if is_first:
+            self._reason = reason.message
+            self._on_lost()
 
 
 def _check(index: int, stage: StageAddress, welcome: wire.Welcome) -> None:

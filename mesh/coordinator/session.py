@@ -5,6 +5,10 @@ before anybody else hears of it.
 
 A session whose reader is too far behind pauses: what is under way comes home, and nothing more leaves until
 the reader has caught up. When windows leave never changes the text, so neither does that.
+
+A session whose ring breaks is suspended: what is under way is lost, and nothing more leaves until it is
+replayed in another ring. There it begins as if prompt and answer so far had been one long prompt. Draws
+depend on the position and on the tokens before it, so what follows is what would have followed.
 """
 
 from __future__ import annotations
@@ -12,104 +16,102 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import structlog
 
+from mesh.coordinator.flight import Flight, measures, outcome
 from mesh.coordinator.outbox import Outbox
 from mesh.coordinator.telemetry import SessionTelemetry
 from mesh.engine import Committed
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import judge_unread
-from speculative.controller import Outcome, StageMeasure
 from speculative.proposal import EMPTY
 from stages.logprobs import from_wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from mesh.coordinator.generation import Generation, Step
-    from mesh.coordinator.grouping import Grouping
-    from mesh.coordinator.prefill_pace import PrefillPace
-    from mesh.coordinator.ring import Ring
+    from mesh.coordinator.incarnation import Incarnation
     from mesh.coordinator.speculator import Speculator
     from mesh.coordinator.window_plan import WindowPlan
     from spanmesh_proto.errors import MeshError
-    from speculative.acceptance import Judgement
+    from speculative.controller import Outcome
+    from stages.opening import Opening
 
 log = structlog.get_logger()
-
-
-class _Flight(NamedTuple):
-    """A window under way."""
-
-    id: int
-    window: WindowPlan
-    sent_ms: float
-    num_ahead: int
 
 
 class Session:
     """Ships one generation's windows and judges their verdicts.
 
     Args:
-        id: Never used twice.
+        opening: What starts it at every stage.
         generation: The request's.
-        ring: Where windows go.
-        prefill_pace: How large chunks of the prompt are.
-        grouping: How many windows a stage computes together.
+        incarnation: Where windows go.
         speculator: Who says what to send beyond committed tokens; None for plain decoding.
         cancels: Whether stages are told at once of windows that a rejection voided.
-        has_logprobs: Whether verdicts carry a logprob for each token.
         clock_ms: Monotonic.
         on_plain: Told of each window, if nobody may propose: it shows what others' speculation has to beat.
 
     Attributes:
-        id: As given.
         telemetry: Counts and times up to now.
         is_failed: Whether it ended with an error: then nobody knows what the stages hold.
     """
 
     def __init__(
         self,
-        id: int,
+        opening: Opening,
         generation: Generation,
-        ring: Ring,
-        prefill_pace: PrefillPace,
-        grouping: Grouping,
+        incarnation: Incarnation,
         *,
         speculator: Speculator | None,
         cancels: bool,
-        has_logprobs: bool,
         clock_ms: Callable[[], float],
         on_plain: Callable[[Outcome], None] | None = None,
     ) -> None:
-        self.id = id
         self.telemetry = SessionTelemetry(
             clock_ms(),
             num_cached=generation.num_cached,
             explain=None if speculator is None else speculator.summary,
             draft_ms_per_token=None if speculator is None else speculator.draft_ms_per_token,
         )
+        self._opening = opening
         self._generation = generation
-        self._ring = ring
-        self._prefill_pace = prefill_pace
-        self._grouping = grouping
+        self._incarnation = incarnation
         self._speculator = speculator
         self._cancels = cancels
         self._on_plain = on_plain
-        self._has_logprobs = has_logprobs
         self._clock_ms = clock_ms
         self._loop = asyncio.get_running_loop()
         self._epoch = 0
         self._num_sent = 0
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._outbox = Outbox(on_room=self._on_room)
         self._is_decoding = False
         self._is_over = False
+        self._is_suspended = False
+        self._on_replayed: Callable[[], None] | None = None
         self._is_woken = False
         self.is_failed = False
+
+    @property
+    def id(self) -> int:
+        """What the stages know it by: a new one in each ring, and never used twice."""
+        return self._opening.session
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be sent, though its reader may not have taken all."""
+        return self._is_over
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens so far, which a replay computes again."""
+        return self._generation.position
 
     @property
     def computed(self) -> tuple[int, ...]:
@@ -123,11 +125,42 @@ class Session:
 
     def start(self, prompt: tuple[int, ...]) -> None:
         """Send the first chunks of the prompt; the rest follow as these are computed."""
-        self._prefill()
+        self._open()
         if self._speculator is not None:
             self._speculator.listen(self._wake)
             self._speculator.begin(prompt)
             self._pump()
+
+    def suspend(self) -> None:
+        """Take all that is under way for lost, and send nothing until `replay`."""
+        self._is_suspended = True
+        self._on_replayed = None
+        self._count_decoding(is_decoding=False)
+        self._flights.clear()
+        voided = self._generation.rewind()
+        if voided and self._speculator is not None:
+            self._speculator.landed(is_void=True)
+
+    def replay(self, id: int, incarnation: Incarnation, on_replayed: Callable[[], None]) -> None:
+        """Begin again with prompt and answer so far, and go on from there.
+
+        Args:
+            id: Never used before.
+            incarnation: Where windows go from now on.
+            on_replayed: Called once all that it replays was sent, or it is over.
+        """
+        self._opening = replace(self._opening, session=id, cached=(), source_slot=self._opening.slot)
+        self._incarnation = incarnation
+        self._epoch = 0
+        self._on_replayed = on_replayed
+        self._is_suspended = False
+        if self._is_over:
+            self._note_replayed()
+            return
+        log.info("session_replays", session=id, num_tokens=self.num_to_compute)
+        self.telemetry.add_replay()
+        self._open()
+        self._pump()
 
     async def next_part(self) -> Committed:
         """The next tokens that joined the answer.
@@ -139,7 +172,7 @@ class Session:
 
     def on_verdict(self, verdict: wire.Verdict) -> None:
         """Judge the oldest window, send what should follow, then tell everybody."""
-        if self._is_over:
+        if self._is_still:
             return
         if verdict.epoch != self._epoch:
             self.telemetry.add_stale_verdict(verdict.window_id)
@@ -158,16 +191,15 @@ class Session:
         if step is None:
             self._prefill()
             self._pump()
-            self._prefill_pace.learn_chunk(_measures(verdict), arrived_ms - flight.sent_ms)
+            self._incarnation.prefill_pace.learn_chunk(measures(verdict), arrived_ms - flight.sent_ms)
         else:
             if flight.window.is_prompt:
-                self._is_decoding = True
-                self._prefill_pace.num_decoding += 1
+                self._count_decoding(is_decoding=True)
             self._take(step, flight, verdict, arrived_ms)
 
     def on_failure(self, epoch: int, error: MeshError) -> None:
         """A stage could not compute a window; what happens to a void one is nobody's concern."""
-        if epoch >= self._epoch:
+        if epoch >= self._epoch and not self._is_still:
             self.fail(error)
 
     def fail(self, error: MeshError) -> None:
@@ -177,17 +209,36 @@ class Session:
             self._is_over = True
             # Behind the tokens that were committed before and are still to be told.
             self._loop.call_soon(self._outbox.put, error)
+            self._note_replayed()
 
     def close(self) -> None:
-        """Send nothing more, and let go of the proposer."""
+        """Send nothing more, free the slot at every stage, and let go of the proposer."""
         self._is_over = True
-        self._prefill_pace.num_decoding -= self._is_decoding
-        self._is_decoding = False
+        self._incarnation.ring.close_session(self.id)
+        self._count_decoding(is_decoding=False)
+        self._note_replayed()
         if self._speculator is not None:
             self._speculator.close()
 
+    @property
+    def _is_still(self) -> bool:
+        return self._is_over or self._is_suspended
+
+    def _open(self) -> None:
+        self._incarnation.ring.open_session(self._opening.to_wire())
+        self._prefill()
+
+    def _count_decoding(self, *, is_decoding: bool) -> None:
+        self._incarnation.prefill_pace.num_decoding += is_decoding - self._is_decoding
+        self._is_decoding = is_decoding
+
+    def _note_replayed(self) -> None:
+        on_replayed, self._on_replayed = self._on_replayed, None
+        if on_replayed is not None:
+            on_replayed()
+
     def _check_logprobs(self, verdict: wire.Verdict) -> None:
-        wanted = len(verdict.tokens) if self._has_logprobs else 0
+        wanted = 0 if self._opening.num_top_logprobs is None else len(verdict.tokens)
         if len(verdict.logprobs) != wanted:
             raise ProtocolError(
                 f"the tail sent {len(verdict.logprobs)} logprobs for {len(verdict.tokens)} ids, not {wanted}"
@@ -195,7 +246,7 @@ class Session:
         if any(len(each.top_tokens) != len(each.top_logprobs) for each in verdict.logprobs):
             raise ProtocolError("the tail named likeliest tokens without a logprob for each")
 
-    def _take(self, step: Step, flight: _Flight, verdict: wire.Verdict, arrived_ms: float) -> None:
+    def _take(self, step: Step, flight: Flight, verdict: wire.Verdict, arrived_ms: float) -> None:
         voided = tuple(self._flights) if step.voided else ()
         if voided or step.judgement.is_rejected:
             self._epoch += 1
@@ -218,7 +269,7 @@ class Session:
             if is_plain:
                 self._speculator.learn(outcomes)
         if voided and self._cancels and step.finish is None:
-            self._ring.cancel(self.id, self._epoch)
+            self._incarnation.ring.cancel(self.id, self._epoch)
             self.telemetry.add_cancel()
         if voided:
             log.debug("windows_voided", session=self.id, epoch=self._epoch, num_windows=len(voided))
@@ -229,43 +280,43 @@ class Session:
     def _outcomes(
         self,
         step: Step,
-        flight: _Flight,
-        voided: tuple[_Flight, ...],
+        flight: Flight,
+        voided: tuple[Flight, ...],
         verdict: wire.Verdict,
         arrived_ms: float,
     ) -> list[Outcome]:
         """What the controller learns: of the window, and of one that its free prediction voided unread."""
         outcomes = []
         if not flight.window.is_prompt:
-            stages = _measures(verdict)
+            stages = measures(verdict)
             outcomes.append(
-                _outcome(
+                outcome(
                     step.judgement, flight, arrived_ms, stages=stages, voided=voided, behind=self._flights
                 )
             )
         if step.is_unread_next:
             judgement = judge_unread(len(voided[0].window.tokens))
             # It is stale itself: the rows of it are still computed somewhere.
-            outcomes.append(_outcome(judgement, voided[0], arrived_ms, stages=(), voided=voided, behind=()))
+            outcomes.append(outcome(judgement, voided[0], arrived_ms, stages=(), voided=voided, behind=()))
         return outcomes
 
     def _tell(
         self,
         step: Step,
-        flight: _Flight,
-        voided: tuple[_Flight, ...],
+        flight: Flight,
+        voided: tuple[Flight, ...],
         verdict: wire.Verdict,
         arrived_ms: float,
     ) -> None:
         telemetry = self.telemetry
         window = flight.window
-        measures, elapsed_ms = _measures(verdict), arrived_ms - flight.sent_ms
+        stages, elapsed_ms = measures(verdict), arrived_ms - flight.sent_ms
         if window.is_prompt:
-            self._prefill_pace.learn_chunk(measures, elapsed_ms)
-            telemetry.add_first_token(arrived_ms)
+            self._incarnation.prefill_pace.learn_chunk(stages, elapsed_ms)
+            telemetry.add_prefilled(arrived_ms)
         else:
-            self._prefill_pace.learn_window(measures, elapsed_ms)
-            self._grouping.learn(len(window.tokens), measures, elapsed_ms)
+            self._incarnation.prefill_pace.learn_window(stages, elapsed_ms)
+            self._incarnation.grouping.learn(len(window.tokens), stages, elapsed_ms)
             telemetry.add_window(
                 step.judgement,
                 window.proposal.proposer,
@@ -288,19 +339,20 @@ class Session:
 
     def _prefill(self) -> None:
         """Have as many chunks of the prompt under way as keep the stages busy."""
-        generation, pace = self._generation, self._prefill_pace
+        generation, pace = self._generation, self._incarnation.prefill_pace
         while not generation.is_prefilled:
             rows = pace.rows(generation.num_to_prefill)
             if generation.num_in_flight >= pace.num_in_flight(rows):
-                break
+                return
             self._send(generation.prefill(rows))
+        self._note_replayed()
 
     def _send_on(self, step: Step) -> None:
         if step.finish is None:
             self._go_on()
 
     def _on_room(self) -> None:
-        if not self._is_over:
+        if not self._is_still:
             log.debug("session_goes_on", session=self.id)
             self._go_on()
 
@@ -329,11 +381,11 @@ class Session:
 
     def _on_wake(self) -> None:
         self._is_woken = False
-        if not self._is_over:
+        if not self._is_still:
             self._pump()
 
     def _send(self, window: WindowPlan) -> None:
-        self._ring.send(
+        self._incarnation.ring.send(
             wire.Window(
                 session=self.id,
                 epoch=self._epoch,
@@ -341,36 +393,8 @@ class Session:
                 start=window.start,
                 tokens=window.tokens,
                 verify_rows=window.num_verified,
-                most_together=self._grouping.most_together,
+                most_together=self._incarnation.grouping.most_together,
             )
         )
-        self._flights.append(_Flight(self._num_sent, window, self._clock_ms(), len(self._flights)))
+        self._flights.append(Flight(self._num_sent, window, self._clock_ms(), len(self._flights)))
         self._num_sent += 1
-
-
-def _measures(verdict: wire.Verdict) -> tuple[StageMeasure, ...]:
-    return tuple(
-        StageMeasure(time.num_rows, time.queue_us / 1000, time.compute_us / 1000) for time in verdict.times
-    )
-
-
-def _outcome(
-    judgement: Judgement,
-    flight: _Flight,
-    arrived_ms: float,
-    *,
-    stages: tuple[StageMeasure, ...],
-    voided: Collection[_Flight],
-    behind: Collection[_Flight],
-) -> Outcome:
-    return Outcome(
-        judgement=judgement,
-        proposal=flight.window.proposal,
-        position=flight.window.start,
-        sent_ms=flight.sent_ms,
-        arrived_ms=arrived_ms,
-        num_in_flight=flight.num_ahead,
-        stages=stages,
-        num_stale=len(voided),
-        num_behind=len(behind),
-    )

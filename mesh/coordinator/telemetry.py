@@ -35,11 +35,12 @@ class SessionTelemetry:
     ) -> None:
         self._started_ms = started_ms
         self._num_cached = num_cached
-        self._first_token_ms = started_ms
+        self._first_token_ms: float | None = None
         self._latest_ms = started_ms
         self._explain = explain
         self._draft_ms_per_token = draft_ms_per_token
         self._num_windows = 0
+        self._num_replays = 0
         self._num_proposed = 0
         self._num_accepted = 0
         self._num_cancels = 0
@@ -50,9 +51,15 @@ class SessionTelemetry:
         self._judged: dict[str, list[Judgement]] = {}
         self._voided_rows: dict[int, int] = {}
 
-    def add_first_token(self, arrived_ms: float) -> None:
-        """The prompt's last verdict came."""
-        self._first_token_ms = self._latest_ms = arrived_ms
+    def add_prefilled(self, arrived_ms: float) -> None:
+        """The prompt's last verdict came, of the first time or of a replay."""
+        if self._first_token_ms is None:
+            self._first_token_ms = arrived_ms
+        self._latest_ms = arrived_ms
+
+    def add_replay(self) -> None:
+        """It began again in another ring."""
+        self._num_replays += 1
 
     def add_window(
         self,
@@ -90,13 +97,15 @@ class SessionTelemetry:
 
     def stats(self) -> GenerationStats:
         """Counts and times up to now."""
+        first_token_ms = self._started_ms if self._first_token_ms is None else self._first_token_ms
         return GenerationStats(
             num_cached=self._num_cached,
             num_windows=self._num_windows,
             num_proposed=self._num_proposed,
             num_accepted=self._num_accepted,
-            prefill_ms=self._first_token_ms - self._started_ms,
-            decode_ms=self._latest_ms - self._first_token_ms,
+            num_replays=self._num_replays,
+            prefill_ms=first_token_ms - self._started_ms,
+            decode_ms=self._latest_ms - first_token_ms,
             report=None if self._explain is None else self.report,
         )
 

@@ -17,16 +17,18 @@ HIDDEN_TYPE_F16: HiddenType
 HIDDEN_TYPE_Q8: HiddenType
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "mesh_id", "sender")
+    __slots__ = ("protocol_version", "software_version", "mesh_id", "sender", "term")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     MESH_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     mesh_id: str
     sender: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., mesh_id: _Optional[str] = ..., sender: _Optional[str] = ...) -> None: ...
+    term: int
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., mesh_id: _Optional[str] = ..., sender: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "software_version", "stage_index", "layer_start", "layer_stop")

@@ -1,0 +1,74 @@
+"""The ring as it stands now, and what its windows teach about its pace: all that a repair makes anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mesh.coordinator.grouping import Grouping
+from mesh.coordinator.prefill_pace import PrefillPace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mesh.coordinator.ring import Ring, StageAddress
+    from spanmesh_proto import windows_pb2 as wire
+
+
+@dataclass
+class _StageTotals:
+    """Times of one stage, summed over verdicts."""
+
+    num_windows: int = 0
+    queue_us: int = 0
+    compute_us: int = 0
+
+
+class Incarnation:
+    """One ring from its opening to its loss.
+
+    Args:
+        stages: Where they serve, in pipeline order.
+        ring: The streams to them.
+        max_rows: Most rows of one window.
+
+    Attributes:
+        ring: As given.
+        prefill_pace: How large chunks of prompts are in it.
+        grouping: How many windows its stages compute together.
+    """
+
+    def __init__(self, stages: Sequence[StageAddress], ring: Ring, max_rows: int) -> None:
+        self.ring = ring
+        self.prefill_pace = PrefillPace(len(stages), max_rows)
+        self.grouping = Grouping(len(stages))
+        self._stages = tuple(stages)
+        self._totals = [_StageTotals() for _ in stages]
+
+    def count(self, times: Iterable[wire.StageTime]) -> None:
+        """Add up what the stages took for a window."""
+        for totals, time in zip(self._totals, times, strict=False):
+            totals.num_windows += 1
+            totals.queue_us += time.queue_us
+            totals.compute_us += time.compute_us
+
+    def status(self) -> list[dict[str, Any]]:
+        """For `mesh status`: each stage with its mean times."""
+        last = len(self._stages) - 1
+        return [
+            {
+                "index": index,
+                "host": stage.host,
+                "address": stage.address,
+                "layers": [stage.layers.start, stage.layers.stop],
+                "wire": str(stage.wire) if index < last else None,
+                "windows": totals.num_windows,
+                "mean_compute_ms": _mean_ms(totals.compute_us, totals.num_windows),
+                "mean_queue_ms": _mean_ms(totals.queue_us, totals.num_windows),
+            }
+            for index, (stage, totals) in enumerate(zip(self._stages, self._totals, strict=True))
+        ]
+
+
+def _mean_ms(total_us: int, count: int) -> float:
+    return round(total_us / count / 1000, 3) if count else 0.0

@@ -1,0 +1,37 @@
+"""What a coordinator is told once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from speculative.controller import ControllerOptions
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """How sessions run.
+
+    Attributes:
+        context_length: Positions of one session.
+        num_slots: Sessions at once.
+        max_rows: Most rows of one window.
+        n_vocab: Token ids are below this.
+        max_waiting: Requests that may wait for a slot; at least 1.
+        controller: Limits of speculation, and switches that take parts of it away.
+        cancels: Whether stages are told at once of windows that a rejection voided; without, they learn it
+            from the next window.
+        repair_wait_s: How long a new request waits for a broken ring to be whole again, in seconds.
+        ping_interval_s: Between two questions to each stage whether it lives, in seconds.
+        ping_timeout_s: A stage that leaves them unanswered for longer is lost.
+    """
+
+    context_length: int
+    num_slots: int
+    max_rows: int
+    n_vocab: int
+    max_waiting: int = 64
+    controller: ControllerOptions = field(default_factory=ControllerOptions)
+    cancels: bool = True
+    repair_wait_s: float = 2.5
+    ping_interval_s: float = 0.3
+    ping_timeout_s: float = 1.5
