@@ -19,7 +19,7 @@ from stages.channels import CLIENT_OPTIONS
 from stages.link import explain
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
     from stages.cutting import StageCache
@@ -128,12 +128,21 @@ async def _append(
         )
 
 
-def pinned_channel(address: str, certificate_pem: bytes) -> grpc.aio.Channel:
-    """A TLS channel to the head that trusts `certificate_pem` and nothing else."""
+def pinned_channel(
+    address: str, certificate_pem: bytes, *, options: Sequence[tuple[str, int]] = ()
+) -> grpc.aio.Channel:
+    """A TLS channel to the head that trusts `certificate_pem` and nothing else.
+
+    Args:
+        address: `host:port`.
+        certificate_pem: The head's.
+        options: Of gRPC, over those that every channel has.
+    """
+    settings = {**dict(CLIENT_OPTIONS), **dict(options)}
     return grpc.aio.secure_channel(
         address,
         grpc.ssl_channel_credentials(root_certificates=certificate_pem),
-        options=(*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)),
+        options=(*settings.items(), ("grpc.ssl_target_name_override", SERVER_NAME)),
     )
 
 

@@ -30,6 +30,7 @@ class Member:
         is_ready: Whether its Ray node runs, so that a stage can be placed there.
         layers: What it holds, for messages; empty while it holds nothing.
         echo_port: Where its echo service listens; 0 if it has none.
+        is_leaving: Whether it is to leave as soon as its layers have moved.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Member:
     is_ready: bool = False
     layers: str = ""
     echo_port: int = 0
+    is_leaving: bool = False
 
 
 def check_name(name: str) -> None:
@@ -71,7 +73,11 @@ class Members:
     @property
     def ready(self) -> tuple[Member, ...]:
         """Members on which a stage can be placed."""
-        return tuple(member for member in self._by_name.values() if member.is_ready)
+        return tuple(member for member in self if member.is_ready and not member.is_leaving)
+
+    def find(self, name: str) -> Member | None:
+        """The member of this name."""
+        return self._by_name.get(name)
 
     def admit(self, member: Member) -> None:
         """Add a member.
@@ -97,6 +103,7 @@ class Members:
         is_ready: bool | None = None,
         layers: str | None = None,
         echo_port: int | None = None,
+        is_leaving: bool | None = None,
     ) -> None:
         """Note what changed about a member; does nothing if it has left."""
         member = self._by_name.get(name)
@@ -108,6 +115,8 @@ class Members:
             member = dataclasses.replace(member, layers=layers)
         if echo_port is not None:
             member = dataclasses.replace(member, echo_port=echo_port)
+        if is_leaving is not None:
+            member = dataclasses.replace(member, is_leaving=is_leaving)
         self._by_name[name] = member
         self._notify()
 

@@ -13,6 +13,7 @@ from mesh.cluster.certificate import fetch_pinned_certificate
 from mesh.cluster.echo import EchoServer
 from mesh.cluster.host_certificate import HostCertificate
 from mesh.cluster.link_reports import carry_out
+from mesh.cluster.membership_keepalive import KEEPALIVE
 from mesh.cluster.membership_server import RayAccess
 from mesh.cluster.reachability import CheckListener
 from mesh.cluster.reports import report_of
@@ -88,6 +89,7 @@ class Membership:
         self._certificate = HostCertificate(head.certificate_pem)
         self._echo: EchoServer | None = None
         self._echo_port = 0
+        self._link_secret = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.StreamStreamCall[wire.HostReport, wire.HeadReport] | None = None
@@ -129,7 +131,7 @@ class Membership:
             check_nonce=self._check.nonce,
             certificate_request=self._certificate.request_pem(),
         )
-        self._channel = pinned_channel(self._head.address, self._head.certificate_pem)
+        self._channel = pinned_channel(self._head.address, self._head.certificate_pem, options=KEEPALIVE)
         self._call = rpc.MembershipStub(self._channel).Join()
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
@@ -148,7 +150,8 @@ class Membership:
             )
         self._certificate.take(answer.certificate)
         self._in_background(self._renew())
-        self._echo = EchoServer(self._secret, self._certificate.identity)
+        self._link_secret = answer.link_secret
+        self._echo = EchoServer(self._link_secret, self._certificate.identity)
         self._echo_port = await self._echo.start(self._member.address)
         return RayAccess(answer.ray_address, answer.ray_token)
 
@@ -157,6 +160,10 @@ class Membership:
         await self._write(
             wire.HostReport(name=self._member.name, ray_is_running=True, echo_port=self._echo_port)
         )
+
+    async def report_leaving(self) -> None:
+        """Ask the head to move this host's layers; when that is done, it closes `states`."""
+        await self._write(wire.HostReport(name=self._member.name, is_leaving=True))
 
     async def states(self) -> AsyncIterator[str]:
         """What the head has to say, until it closes the mesh.
@@ -179,7 +186,7 @@ class Membership:
                 return
 
     async def _measure(self, order: wire.LinkOrder) -> None:
-        links = await carry_out(order, self._member.name, self._secret, self._certificate.identity())
+        links = await carry_out(order, self._member.name, self._link_secret, self._certificate.identity())
         await self._write(wire.HostReport(name=self._member.name, links=links))
 
     async def _renew(self) -> None:

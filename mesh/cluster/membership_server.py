@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 import grpc
 import structlog
 
 from mesh.cluster.addresses import join_address
-from mesh.cluster.admission import check_report, check_secret
 from mesh.cluster.certificate import server_credentials
+from mesh.cluster.door import Door, eviction
+from mesh.cluster.membership_keepalive import KEEPALIVE, SERVER_PINGS
 from mesh.cluster.reachability import check_reachable_back
 from mesh.cluster.reports import member_of
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
@@ -38,12 +40,9 @@ _REPORT_TIMEOUT_S: Final = 2.0
 _DIAL_BACK_TIMEOUT_S: Final = 2.0
 _GOODBYE_TIMEOUT_S: Final = 1.0
 _CHUNK_BYTES: Final = 1024 * 1024
-_OPTIONS: Final = (
-    *SERVER_OPTIONS,
-    # A host that vanishes without a word is noticed within 15 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-)
+# Numbers of orders that measure nothing; those of real ones count from 1.
+_FIRST_PING_ID: Final = 2**32
+_OPTIONS: Final = tuple({**dict(SERVER_OPTIONS), **dict(KEEPALIVE), **dict(SERVER_PINGS)}.items())
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,9 @@ class MembershipService(rpc.MembershipServicer):
         authority: Authority,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
-        self._token = token
+        self._door = Door(token)
+        # Hosts that came before and after an eviction probe each other's links: they need one secret.
+        self._link_secret = token.secret
         self._ray = ray
         self._members = members
         self._cache = cache
@@ -92,6 +93,50 @@ class MembershipService(rpc.MembershipServicer):
         self._clock_s = clock_s
         self._outboxes: dict[str, asyncio.Queue[wire.HeadReport]] = {}
         self._orders: dict[tuple[str, int], asyncio.Future[wire.LinkReport]] = {}
+        self._ping_ids = itertools.count(_FIRST_PING_ID)
+
+    @property
+    def token(self) -> JoinToken:
+        """What admits now."""
+        return self._door.token
+
+    def listens_at(self, address: str) -> None:
+        """Note where the service is reached, for the token."""
+        self._door.token = replace(self._door.token, addresses=(address,))
+
+    async def answers(self, name: str, timeout_s: float) -> bool:
+        """Whether a host is a member and its `mesh join` answers in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                # It measures no link, and says so at once.
+                await self.ask_links(name, wire.LinkOrder(id=next(self._ping_ids)))
+        except (HostUnreachable, TimeoutError):
+            return False
+        return True
+
+    def let_go(self, name: str, state: str) -> None:
+        """Tell a host to leave for good; does nothing if it has left.
+
+        Args:
+            name: The host.
+            state: Why, for its log.
+        """
+        outbox = self._outboxes.get(name)
+        if outbox is not None:
+            outbox.put_nowait(wire.HeadReport(is_closing=True, state=state))
+
+    def evict(self, name: str) -> None:
+        """Cut a host off, never admit it again, and replace the join token's secret.
+
+        Raises:
+            JoinError: If it is no member, or the head itself.
+        """
+        if name not in self._outboxes:
+            raise JoinError(f"no host named {name!r} has joined; `mesh status` lists those that have")
+        self._door.evict(name)
+        self.announce(name, "evicted")
+        self._members.remove(name)
+        log.warning("host_evicted", host=name)
 
     async def ask_links(self, name: str, order: wire.LinkOrder) -> wire.LinkReport:
         """Have a host measure links.
@@ -154,8 +199,11 @@ class MembershipService(rpc.MembershipServicer):
                 ray_token=self._ray.token,
                 state="admitted",
                 certificate=certificate,
+                link_secret=self._link_secret,
             )
             async for report in _until_done(outbox, listener):
+                if self._door.is_evicted(member.name):
+                    await abort(context, eviction(member.name))
                 yield report
         finally:
             listener.cancel()
@@ -173,7 +221,7 @@ class MembershipService(rpc.MembershipServicer):
     ) -> AsyncIterator[wire.FetchChunk]:
         """A stage file from an offset to its end."""
         try:
-            check_secret(request.secret, self._token)
+            self._door.check_secret(request.secret)
             file = await asyncio.to_thread(self._open, request)
         except MeshError as error:
             log.warning("fetch_refused", peer=context.peer(), reason=error.message)
@@ -192,7 +240,7 @@ class MembershipService(rpc.MembershipServicer):
                 report = await anext(reports)
         except (TimeoutError, StopAsyncIteration):
             raise JoinError("the host said nothing") from None
-        check_report(report, self._token, self._versions, self._clock_s())
+        self._door.check(report, self._versions, self._clock_s())
         member = member_of(report)
         await check_reachable_back(
             report.address, report.check_port, report.check_nonce, timeout_s=_DIAL_BACK_TIMEOUT_S
@@ -230,6 +278,9 @@ class MembershipService(rpc.MembershipServicer):
                     answer.set_result(report.links)
             if report.certificate_request:
                 self._renew(name, report.certificate_request)
+            if report.is_leaving:
+                log.info("host_wants_to_leave", host=name)
+                self._members.update(name, is_leaving=True)
             if report.ray_is_running:
                 self._members.update(name, is_ready=True, echo_port=report.echo_port)
                 log.info("host_ready", host=name)
