@@ -78,7 +78,7 @@ async def join_mesh(options: JoinOptions) -> None:
             speed_gb_per_s=round(member.facts.speed_gb_per_s, 1),
         )
         # Here, in the main thread: the node dies with the thread that starts it.
-        node = RayNode(RayNodeConfig(member.address, member.ray_node_name, ray.token, ray.address))
+        node = RayNode.start(RayNodeConfig(member.address, member.ray_node_name, ray.token, ray.address))
         try:
             await first_of(_listen(membership), _serve(membership, node))
         finally:

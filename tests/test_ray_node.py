@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from mesh.cluster.ray_node import RayNode, RayNodeConfig, new_ray_token
+from mesh.cluster.private_folder import PrivateFolder
+from mesh.cluster.ray_node import RayNode, RayNodeConfig, RayNodeRecord, new_ray_token
+from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +70,7 @@ def strangers() -> set[psutil.Process]:
 
 @pytest.fixture
 def head(strangers: set[psutil.Process]) -> Iterator[RayNode]:
-    node = RayNode(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
+    node = RayNode.start(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
     yield node
     node.stop()
 
@@ -94,7 +97,7 @@ def test_two_nodes_carry_actors_and_end_without_a_trace(
     address = asyncio.run(head.wait_ready())
     token = head.token_path.read_text()
     assert head.token_path.stat().st_mode & 0o777 == 0o600
-    worker = RayNode(RayNodeConfig("127.0.0.1", "worker.1", token, address))
+    worker = RayNode.start(RayNodeConfig("127.0.0.1", "worker.1", token, address))
     try:
         asyncio.run(worker.wait_ready())
         processes = descendants(os.getpid())
@@ -129,7 +132,7 @@ def test_a_node_whose_starter_is_killed_dies_with_it() -> None:
 import asyncio
 from mesh.cluster.ray_node import RayNode, RayNodeConfig
 async def main():
-    node = RayNode(RayNodeConfig("127.0.0.1", "head.1", "token" * 8))
+    node = RayNode.start(RayNodeConfig("127.0.0.1", "head.1", "token" * 8))
     await node.wait_ready()
     print("ready", node.ray_dir, flush=True)
     await node.ended()
@@ -146,12 +149,12 @@ asyncio.run(main())
     # Its folder is removed by whoever comes next.
     folder = Path(line.split()[1]).parent
     assert folder.exists()
-    RayNode(RayNodeConfig("127.0.0.1", "next.1", new_ray_token())).stop()
+    RayNode.start(RayNodeConfig("127.0.0.1", "next.1", new_ray_token())).stop()
     assert not folder.exists()
 
 
 def test_a_node_whose_raylet_is_killed_ends_and_says_so(strangers: set[psutil.Process]) -> None:
-    node = RayNode(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
+    node = RayNode.start(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
     try:
         asyncio.run(node.wait_ready())
         processes = descendants(os.getpid()) - strangers
@@ -169,8 +172,59 @@ def test_a_node_whose_raylet_is_killed_ends_and_says_so(strangers: set[psutil.Pr
         node.stop()
 
 
+LINGERING = """
+import asyncio, dataclasses, json, sys
+from mesh.cluster.ray_node import RayNode, RayNodeConfig
+async def main():
+    node = RayNode.start(RayNodeConfig("127.0.0.1", "head.1", "token" * 8, linger_s=float(sys.argv[1])))
+    await node.wait_ready()
+    print(json.dumps(dataclasses.asdict(node.record)), flush=True)
+    await node.ended()
+asyncio.run(main())
+"""
+
+
+def killed_with_a_lingering_node(linger_s: float) -> tuple[RayNodeRecord, set[psutil.Process]]:
+    """The record of a node whose starter was killed, and the node's processes."""
+    code = [sys.executable, "-c", LINGERING, str(linger_s)]
+    with subprocess.Popen(code, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        while not (line := starter.stdout.readline()).startswith("{"):
+            assert starter.poll() is None
+        processes = descendants(starter.pid)
+        record = RayNodeRecord(**json.loads(line))
+        with pytest.raises(ClusterError, match="is in use"):
+            RayNode.adopt(record)
+        starter.send_signal(signal.SIGKILL)
+    return record, processes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nodes linger on Linux only")
+def test_a_node_that_lingers_is_adopted_and_stopped() -> None:
+    record, processes = killed_with_a_lingering_node(60)
+    # Whoever comes by meanwhile leaves its folder alone.
+    PrivateFolder("mesh-ray-").close()
+    node = RayNode.adopt(record)
+    assert node.is_running
+    assert asyncio.run(node.wait_ready()) == (Path(record.folder) / "ray/ray_current_cluster").read_text()
+    assert node.record == record
+    node.stop()
+    assert alive(processes, within_s=0) == []
+    assert not Path(record.folder).exists()
+    with pytest.raises(ClusterError, match="has ended"):
+        RayNode.adopt(record)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nodes linger on Linux only")
+def test_a_node_that_nobody_adopts_ends() -> None:
+    record, processes = killed_with_a_lingering_node(1)
+    assert alive(processes, within_s=15) == []
+    with pytest.raises(ClusterError, match="has ended"):
+        RayNode.adopt(record)
+
+
 def test_stopping_while_starting_leaves_nothing(strangers: set[psutil.Process]) -> None:
-    node = RayNode(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
+    node = RayNode.start(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
     time.sleep(1.5)
     processes = descendants(os.getpid()) - strangers
     assert processes
@@ -183,7 +237,7 @@ def test_stopping_while_starting_leaves_nothing(strangers: set[psutil.Process]) 
 
 
 def test_socket_paths_fit() -> None:
-    node = RayNode(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
+    node = RayNode.start(RayNodeConfig("127.0.0.1", "head.1", new_ray_token()))
     node.stop()
     longest = node.ray_dir / "session_2026-12-31_23-59-59_999999_4194304" / "sockets" / "plasma_store"
     assert len(str(longest)) <= 104

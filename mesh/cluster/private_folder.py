@@ -24,6 +24,7 @@ class PrivateFolder:
 
     Attributes:
         path: The folder.
+        lock: Descriptor of the lock; a child that inherits it owns the folder as well.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -34,15 +35,30 @@ class PrivateFolder:
         for left in root.glob(f"{prefix}*"):
             _remove_if_abandoned(left)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
         """Remove the folder and all that is in it."""
-        if self._lock >= 0:
+        if self.lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+            os.close(self.lock)
+            self.lock = -1
+
+    @classmethod
+    def of_another(cls, path: Path) -> PrivateFolder:
+        """A folder that another process still locks, to be removed by this one.
+
+        Args:
+            path: The folder.
+
+        Raises:
+            OSError: If it is gone.
+        """
+        folder = cls.__new__(cls)
+        folder.path = path
+        folder.lock = os.open(path / _LOCK, os.O_RDWR)
+        return folder
 
 
 def _remove_if_abandoned(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m mesh.cluster.ray_child start …`: a Ray node under a process that dies with its parent.
+"""`python -m mesh.cluster.ray_child start …`: a Ray node under a process that dies with its owner.
 
 Setting this up between fork and exec would run Python code in a forked copy of a process with threads, which
 may hang.
@@ -10,10 +10,11 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any, Final
 
-from mesh.cluster.ray_environment import PARENT_PID
-from mesh.cluster.ray_keeper import keep
+from mesh.cluster.ray_environment import LINGER_S, OWNER_PATH, PARENT_PID
+from mesh.cluster.ray_keeper import Ownership, keep
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -42,10 +43,13 @@ def drop_client_server(ray_params: Any, head: bool) -> None:  # noqa: FBT001 - R
 
 def main() -> None:
     """Start a Ray node with the arguments of `ray start`, and stay until it ends."""
-    die_with_parent(int(os.environ[PARENT_PID]))
+    linger_s = float(os.environ[LINGER_S])
+    if not linger_s:
+        die_with_parent(int(os.environ[PARENT_PID]))
     arguments = sys.argv[1:]
     if sys.platform == "linux":
-        sys.exit(keep([sys.executable, "-m", "ray.scripts.scripts", *arguments], "raylet"))
+        ownership = Ownership(Path(os.environ[OWNER_PATH]), linger_s)
+        sys.exit(keep([sys.executable, "-m", "ray.scripts.scripts", *arguments], "raylet", ownership))
     from ray.scripts.scripts import main as ray_main  # noqa: PLC0415 - the parent may die while Ray is imported
 
     sys.argv[1:] = [*arguments, "--block"]

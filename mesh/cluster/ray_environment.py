@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PARENT_PID: Final = "SPANMESH_PARENT_PID"
+# For a node that may outlive its starter: the file that its owner locks, and for how long nobody may.
+OWNER_PATH: Final = "SPANMESH_OWNER_PATH"
+LINGER_S: Final = "SPANMESH_LINGER_S"
 
 _SETTINGS: Final = {
     "RAY_AUTH_MODE": "token",
@@ -41,16 +44,23 @@ def become_driver(token_path: Path) -> None:
     os.environ.update(ray_environment(token_path))
 
 
-def child_environment(token_path: Path) -> dict[str, str]:
+def child_environment(token_path: Path, owner_path: Path, linger_s: float) -> dict[str, str]:
     """The whole environment of a Ray node's first process, our child.
 
     What the user has set up for another Ray does not reach ours.
+
+    Args:
+        token_path: File with Ray's token, readable by this user only.
+        owner_path: File that the owner of the node holds a lock on.
+        linger_s: How long the node lives without an owner; 0: no longer than this process.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return {
         **inherited,
         **ray_environment(token_path),
         PARENT_PID: str(os.getpid()),
+        OWNER_PATH: str(owner_path),
+        LINGER_S: str(linger_s),
         "RAY_START_HOOK": "mesh.cluster.ray_child.drop_client_server",
         "PYTHONUNBUFFERED": "1",
     }

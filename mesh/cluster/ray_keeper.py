@@ -3,11 +3,15 @@
 `ray start --block` does the same with all of Ray imported, in 80 MB on every host. This needs a tenth: it is
 the reaper of its descendants (prctl(2), PR_SET_CHILD_SUBREAPER), so that Ray's processes become its children
 when the command that started them has ended, and none of them can get away.
+
+A node may outlive its owner for a while. The owner holds a lock on a file, which the kernel gives
+up with the owner, however that ends; whoever takes the lock in time is the new owner.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
@@ -21,9 +25,50 @@ if TYPE_CHECKING:
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGCHLD)
 _GRACE_S: Final = 2.0
+# Between two looks whether somebody owns the node.
+_LOOK_S: Final = 0.5
 
 
-def keep(command: Sequence[str], needed: str) -> int:
+class Ownership:
+    """Whether somebody owns the node, or did a short while ago.
+
+    Args:
+        path: The file that an owner locks.
+        linger_s: How long nobody may.
+    """
+
+    def __init__(self, path: Path, linger_s: float) -> None:
+        self._path = path
+        self._linger_s = linger_s
+        self._ownerless_since_s: float | None = None
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether nobody has owned the node for too long, as far as one who looks often can tell.
+
+        Args:
+            now_s: Seconds of any steady clock.
+        """
+        if is_locked(self._path):
+            self._ownerless_since_s = None
+            return False
+        if self._ownerless_since_s is None:
+            self._ownerless_since_s = now_s
+        return now_s - self._ownerless_since_s >= self._linger_s
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process holds a lock on the file; if it is gone, none does."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def keep(command: Sequence[str], needed: str, ownership: Ownership | None = None) -> int:
     """Run a command that leaves daemons behind; return when one of them has ended, or on SIGTERM.
 
     Whatever descends from this process has been ended then.
@@ -31,6 +76,7 @@ def keep(command: Sequence[str], needed: str) -> int:
     Args:
         command: Program and arguments. Its daemons run when it ends.
         needed: Name of a daemon that is among them; if it has died by then, it may have left no trace.
+        ownership: Ends it, too; without, only SIGTERM does.
 
     Returns:
         The command's exit status if it failed; 0 after SIGTERM; 1 if a daemon ended by itself.
@@ -40,15 +86,19 @@ def keep(command: Sequence[str], needed: str) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     starter = os.posix_spawn(command[0], list(command), os.environ, setsigmask=())
     try:
-        return _watch(starter, needed)
+        return _watch(starter, needed, ownership)
     finally:
         _end_all()
 
 
-def _watch(starter: int, needed: str) -> int:
+def _watch(starter: int, needed: str, ownership: Ownership | None) -> int:
     daemons: set[int] = set()
     while True:
-        if signal.sigwait(_SIGNALS) == signal.SIGTERM:
+        heard = signal.sigtimedwait(_SIGNALS, _LOOK_S)
+        if heard is not None and heard.si_signo == signal.SIGTERM:
+            return 0
+        if ownership is not None and ownership.is_over(time.monotonic()):
+            print("nobody has owned the Ray node for too long", flush=True)  # noqa: T201
             return 0
         # One SIGCHLD may stand for several.
         for pid, status in _ended():

@@ -1,17 +1,22 @@
-"""This host's Ray node: started as a child, stopped so that no process of it is left."""
+"""This host's Ray node: started as a child, stopped so that no process of it is left.
+
+The head's may outlive its starter, so that stages go on while `mesh serve` is started again, which adopts it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import contextlib
+import fcntl
 import os
 import secrets
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, Self
 
 import psutil
 import structlog
@@ -39,12 +44,33 @@ class RayNodeConfig:
         name: Its name in the cluster; no two nodes of a mesh share it.
         token: Ray's token.
         head_address: `host:port` of the cluster to join, or None to start one.
+        linger_s: How long the node lives on when its owner is gone without having stopped it; Linux only.
     """
 
     address: str
     name: str
     token: str
     head_address: str | None = None
+    linger_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RayNodeRecord:
+    """What another process must know to adopt a node.
+
+    Attributes:
+        address: IP address of this host.
+        name: Its name in the cluster.
+        folder: Where its files are.
+        pid: Its first process.
+        started_s: When that one was started, Unix time: ids are used again.
+    """
+
+    address: str
+    name: str
+    folder: str
+    pid: int
+    started_s: float
 
 
 def new_ray_token() -> str:
@@ -52,50 +78,120 @@ def new_ray_token() -> str:
     return secrets.token_hex(32)
 
 
-class RayNode:
-    """The Ray processes of this host.
-
-    Start it in the main thread: on Linux the kernel ends them when the thread that started them ends.
-    `stop`, or at the latest the end of this process, ends every process of the node.
+class _NodeFolder:
+    """The files of a node, and the lock that says that this process owns it.
 
     Args:
-        config: Which node.
+        folder: Of this process or of the one that owned the node before.
+
+    Raises:
+        BlockingIOError: If another process owns the node.
+    """
+
+    def __init__(self, folder: PrivateFolder) -> None:
+        self._folder = folder
+        self.path = folder.path
+        self.lock = folder.lock
+        self.ray_dir = folder.path / "ray"
+        self.token_path = folder.path / "token"
+        self.log_path = folder.path / "ray.log"
+        self.owner_path = folder.path / "owner"
+        self._owner_lock = os.open(self.owner_path, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._owner_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        self._folder.close()
+        os.close(self._owner_lock)
+
+
+class RayNode:
+    """The Ray processes of this host, owned by this process; see `start` and `adopt`.
+
+    `stop`, or at the latest the end of this process (and `linger_s`), ends every process of the node.
+
+    Args:
+        address: IP address of this host.
+        name: Its name in the cluster.
+        folder: Where its files are.
+        first: Its first process.
 
     Attributes:
         ray_dir: Where Ray keeps its sockets and logs.
         token_path: File with Ray's token, readable by this user only.
     """
 
-    def __init__(self, config: RayNodeConfig) -> None:
-        self._config = config
-        self._folder = PrivateFolder("mesh-ray-")
-        self.ray_dir = self._folder.path / "ray"
-        self.token_path = self._folder.path / "token"
-        self.token_path.touch(mode=0o600)
-        self.token_path.write_text(config.token)
-        self._log_path = self._folder.path / "ray.log"
+    def __init__(self, address: str, name: str, folder: _NodeFolder, first: psutil.Process) -> None:
+        self._address = address
+        self._name = name
+        self._folder = folder
+        self._first = first
         self._descendants: set[psutil.Process] = set()
-        with self._log_path.open("wb") as output:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "mesh.cluster.ray_child", *self._arguments()],
-                env=child_environment(self.token_path),
+        self.ray_dir = folder.ray_dir
+        self.token_path = folder.token_path
+        atexit.register(self.stop)
+
+    @classmethod
+    def start(cls, config: RayNodeConfig) -> Self:
+        """Start a node.
+
+        To be called in the main thread: on Linux the kernel ends a node that does not linger when the thread
+        that started it ends.
+        """
+        folder = _NodeFolder(PrivateFolder("mesh-ray-"))
+        folder.token_path.touch(mode=0o600)
+        folder.token_path.write_text(config.token)
+        with folder.log_path.open("wb") as output:
+            first = psutil.Popen(
+                [sys.executable, "-m", "mesh.cluster.ray_child", *_arguments(config, folder.ray_dir)],
+                env=child_environment(folder.token_path, folder.owner_path, config.linger_s),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 # Ctrl-C in the terminal is for us; we end Ray when its turn has come.
                 start_new_session=True,
+                # The folder is in use as long as the node runs.
+                pass_fds=[folder.lock],
             )
-        atexit.register(self.stop)
+        return cls(config.address, config.name, folder, first)
+
+    @classmethod
+    def adopt(cls, record: RayNodeRecord) -> Self:
+        """Own a node whose starter is gone.
+
+        Raises:
+            ClusterError: If it is gone too, or somebody owns it.
+        """
+        try:
+            first = psutil.Process(record.pid)
+            if abs(first.create_time() - record.started_s) < 1 and _is_alive(first):
+                folder = _NodeFolder(PrivateFolder.of_another(Path(record.folder)))
+                return cls(record.address, record.name, folder, first)
+        except BlockingIOError:
+            raise ClusterError(f"the Ray node {record.name} on {record.address} is in use") from None
+        except (psutil.NoSuchProcess, OSError):
+            pass
+        raise ClusterError(f"the Ray node {record.name} that ran on {record.address} has ended")
+
+    @property
+    def record(self) -> RayNodeRecord:
+        """For whoever may adopt it."""
+        return RayNodeRecord(
+            self._address,
+            self._name,
+            str(self._folder.path),
+            self._first.pid,
+            self._first.create_time(),
+        )
 
     @property
     def is_running(self) -> bool:
         """Whether its first process lives; that one ends when another of the node's processes does."""
-        return self._child.poll() is None
+        return _is_alive(self._first)
 
     @property
     def last_words(self) -> str:
         """The last line that its processes have said."""
-        lines = [line.strip() for line in self._log_path.read_text(errors="replace").splitlines()]
+        lines = [line.strip() for line in self._folder.log_path.read_text(errors="replace").splitlines()]
         words = [line for line in lines if line]
         return words[-1] if words else "it said nothing"
 
@@ -118,13 +214,13 @@ class RayNode:
         ready_path = self.ray_dir / "ray_current_cluster"
         while not ready_path.exists():
             if not self.is_running:
-                raise ClusterError(f"Ray did not start on {self._config.address}: {self.last_words}")
+                raise ClusterError(f"Ray did not start on {self._address}: {self.last_words}")
             if time.monotonic() - started_s > timeout_s:
                 raise ClusterError(
-                    f"Ray on {self._config.address} is not ready after {timeout_s:g} s: {self.last_words}"
+                    f"Ray on {self._address} is not ready after {timeout_s:g} s: {self.last_words}"
                 )
             await asyncio.sleep(_POLL_S)
-        log.info("ray_started", node=self._config.name, seconds=round(time.monotonic() - started_s, 1))
+        log.info("ray_started", node=self._name, seconds=round(time.monotonic() - started_s, 1))
         return ready_path.read_text().strip()
 
     def stop(self) -> None:
@@ -134,42 +230,22 @@ class RayNode:
             self._end_processes()
             self._folder.close()
 
-    def _arguments(self) -> list[str]:
-        config = self._config
-        where = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
-        if config.head_address is not None:
-            where = [f"--address={config.head_address}"]
-        return [
-            "start",
-            *where,
-            f"--node-ip-address={config.address}",
-            f"--node-name={config.name}",
-            f"--temp-dir={self.ray_dir}",
-            f"--object-store-memory={_OBJECT_STORE_BYTES}",
-            # Stages ask for no CPU. One unit keeps one worker process warm.
-            "--num-cpus=1",
-            "--disable-usage-stats",
-            "--include-log-monitor=false",
-            # Any free port for everything: several nodes may share a machine.
-            "--min-worker-port=0",
-            "--max-worker-port=0",
-            "--dashboard-agent-listen-port=0",
-        ]
-
     def _end_processes(self) -> None:
         self._descendants.update(self._processes())
         if self.is_running:
             # Ray's own way first: it takes its children along.
-            self._child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(_GRACE_S)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._first.terminate()
+            with contextlib.suppress(psutil.TimeoutExpired):
+                self._first.wait(_GRACE_S)
         deadline_s = time.monotonic() + _KILL_TIMEOUT_S
         while (left := self._processes()) and time.monotonic() < deadline_s:
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(left, timeout=1)
-        self._child.wait(_GRACE_S)
+        with contextlib.suppress(psutil.TimeoutExpired):
+            self._first.wait(_GRACE_S)
         if left:
             log.error("ray_processes_left", pids=[process.pid for process in left])
 
@@ -177,12 +253,34 @@ class RayNode:
         """Processes of the node that live, by session and by descent, so also those without a parent."""
         found = set(self._descendants)
         with contextlib.suppress(psutil.NoSuchProcess):
-            found.update(psutil.Process(self._child.pid).children(recursive=True))
+            found.update(self._first.children(recursive=True))
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                if os.getsid(pid) == self._child.pid:
+                if os.getsid(pid) == self._first.pid:
                     found.add(psutil.Process(pid))
         return [process for process in found if _is_alive(process)]
+
+
+def _arguments(config: RayNodeConfig, ray_dir: Path) -> list[str]:
+    where = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
+    if config.head_address is not None:
+        where = [f"--address={config.head_address}"]
+    return [
+        "start",
+        *where,
+        f"--node-ip-address={config.address}",
+        f"--node-name={config.name}",
+        f"--temp-dir={ray_dir}",
+        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        # Stages ask for no CPU. One unit keeps one worker process warm.
+        "--num-cpus=1",
+        "--disable-usage-stats",
+        "--include-log-monitor=false",
+        # Any free port for everything: several nodes may share a machine.
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        "--dashboard-agent-listen-port=0",
+    ]
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -118,7 +118,7 @@ async def _survey(
 
 @contextmanager
 def _ray_node(config: RayNodeConfig) -> Iterator[RayNode]:
-    node = RayNode(config)
+    node = RayNode.start(config)
     try:
         yield node
     finally:
