@@ -12,9 +12,14 @@ from spanmesh_proto.errors import InvalidJoinToken
 
 TOKEN = JoinToken(("192.0.2.7:4100", "[2001:db8::7]:4100"), "s" * 43, bytes(range(32)), 1_900_000_000)
 
+addresses = st.builds(
+    lambda host, port: f"{host}:{port}",
+    st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6).map(lambda v6: f"[{v6}]"), st.just("head.lan")),
+    st.integers(1, 65535),
+)
 tokens = st.builds(
     JoinToken,
-    addresses=st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=4).map(tuple),
+    addresses=st.lists(addresses, min_size=1, max_size=4).map(tuple),
     secret=st.text(min_size=1, max_size=60),
     fingerprint=st.binary(min_size=32, max_size=32),
     expires_at_s=st.integers(0, 2**40 - 1),
@@ -56,6 +61,10 @@ def test_a_token_cut_short_is_refused(length: int) -> None:
         [1, ["host:1"], "secret", bytes(32), -1],
         [1, ["host:1"], "secret", bytes(32), "soon"],
         [1, [1], "secret", bytes(32), 1],
+        [1, ["host"], "secret", bytes(32), 1],
+        [1, ["a..b:1"], "secret", bytes(32), 1],
+        [1, ["nul\0l:1"], "secret", bytes(32), 1],
+        [1, ["h" * 64 + ":1"], "secret", bytes(32), 1],
         [1, ["host:1"], "secret", bytes(32)],
         {"version": 1},
         [],

@@ -205,7 +205,7 @@ async def test_a_host_renews_its_certificate_while_it_is_a_member(tmp_path: Path
     ):
         await membership.join()
         await membership.report_ready()
-        listening = asyncio.create_task(anext(membership.states()))
+        listening = asyncio.ensure_future(anext(membership.states()))
         await until(side.members, 1)
         (member,) = side.members
         address = f"127.0.0.1:{member.echo_port}"

@@ -10,7 +10,8 @@ from typing import Final
 
 import msgpack
 
-from spanmesh_proto.errors import InvalidJoinToken
+from mesh.cluster.addresses import split_address
+from spanmesh_proto.errors import ClusterError, InvalidJoinToken
 
 TOKEN_VERSION: Final = 1
 _MAX_TOKEN_CHARS: Final = 4096
@@ -77,13 +78,21 @@ def decode(text: str) -> JoinToken:
     match fields[1:]:
         case [list(addresses), str(secret), bytes(fingerprint), int(expires_at_s)] if (
             addresses
-            and all(isinstance(address, str) and address for address in addresses)
+            and all(_is_address(address) for address in addresses)
             and secret
             and len(fingerprint) == _FINGERPRINT_BYTES
             and 0 <= expires_at_s < 2**40
         ):
             return JoinToken(tuple(addresses), secret, fingerprint, expires_at_s)
     raise _malformed(word)
+
+
+def _is_address(field: object) -> bool:
+    try:
+        split_address(field if isinstance(field, str) else "")
+    except ClusterError:
+        return False
+    return True
 
 
 def _unpack(word: str) -> object:
