@@ -6,6 +6,7 @@ The fake model hashes every cell that a row can see: one stale or missing positi
 import asyncio
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -194,3 +195,62 @@ async def test_after_an_error_nothing_is_taken_for_granted() -> None:
         tokens, last = await collect(coordinator, GenerationRequest(PROMPT, 2))
         assert last.stats.num_cached == 0
         assert tokens == alone(GenerationRequest(PROMPT, 2))
+
+
+class Failing:
+    """Holds a stage's next batch until it is told to, then fails it."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        self.computes = asyncio.Event()
+        self._runtime = runtime
+        self._loop = asyncio.get_running_loop()
+        self._goes_on = threading.Event()
+        runtime.on_decode = self._fail
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
+    def _fail(self, _spans: object) -> None:
+        self._loop.call_soon_threadsafe(self.computes.set)
+        assert self._goes_on.wait(10)
+        self._runtime.on_decode = lambda _spans: None
+        raise InvalidWindow("a row went missing")
+
+
+async def test_a_window_that_fails_behind_its_session_s_back_is_remembered() -> None:
+    runtimes = fake_ring()
+    async with running_services(runtimes) as stages, serving(stages) as coordinator:
+        await collect(coordinator, GenerationRequest(PROMPT, 2))
+        failing = Failing(runtimes[1])
+        hanging_up = asyncio.create_task(collect(coordinator, GenerationRequest(PROMPT, 2)))
+        await failing.computes.wait()
+        hanging_up.cancel()
+        await asyncio.wait({hanging_up})
+        failing.go_on()
+        async with asyncio.timeout(10):
+            while coordinator._slots.prefixes._kept:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        tokens, last = await collect(coordinator, GenerationRequest(PROMPT, 2))
+        assert last.stats.num_cached == 0
+        assert tokens == alone(GenerationRequest(PROMPT, 2))
+
+
+async def test_who_copies_from_a_session_that_fails_begins_anew() -> None:
+    runtimes = fake_ring()
+    async with running_services(runtimes) as stages, serving(stages) as coordinator:
+        source = coordinator.generate(GenerationRequest(PROMPT, 40))
+        await anext(source)
+        failing = Failing(runtimes[1])
+        await failing.computes.wait()
+        request = GenerationRequest((*PROMPT, 40), 6)
+        copier = asyncio.create_task(collect(coordinator, request))
+        async with asyncio.timeout(10):
+            while (await coordinator.stage_stats())[1].num_open_sessions < 2:
+                pass
+        failing.go_on()
+        with pytest.raises(InvalidWindow, match="stage 1: a row went missing"):
+            async for _ in source:
+                pass
+        tokens, last = await copier
+    assert tokens == alone(request)
+    assert last.stats.num_replays == 1

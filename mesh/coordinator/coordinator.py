@@ -365,8 +365,16 @@ class Coordinator:
         if session is None:
             # Its session is over, so nobody can say whose slot the stage has let go of.
             self._slots.prefixes.forget_all()
-        else:
-            session.on_failure(failure.epoch, error)
+        elif session.concerns(failure.epoch):
+            if session.rests_on_copy:
+                # Whoever it copied from may have failed before a stage came to that.
+                log.info("session_begins_anew", session=session.id, reason=error.message)
+                self._slots.prefixes.forget_all()
+                session.suspend()
+                self._ring.close_session(session.id)
+                self._replay(session, lambda: None)
+            else:
+                session.fail(error)
 
     def _on_lost(self, ring: Ring) -> None:
         if self._is_whole and ring is self._ring:

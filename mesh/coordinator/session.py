@@ -197,10 +197,14 @@ class Session:
                 self._count_decoding(is_decoding=True)
             self._take(step, flight, verdict, arrived_ms)
 
-    def on_failure(self, epoch: int, error: MeshError) -> None:
-        """A stage could not compute a window; what happens to a void one is nobody's concern."""
-        if epoch >= self._epoch and not self._is_still:
-            self.fail(error)
+    @property
+    def rests_on_copy(self) -> bool:
+        """Whether it began with what another slot held, and none of its windows has come back yet."""
+        return self._generation.num_cached == len(self._generation.computed) > 0
+
+    def concerns(self, epoch: int) -> bool:
+        """Whether it matters that a window of that epoch failed: nobody waits for a void one."""
+        return epoch >= self._epoch and not self._is_still
 
     def fail(self, error: MeshError) -> None:
         """End the answer with `error`."""

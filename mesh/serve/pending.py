@@ -29,8 +29,13 @@ class PendingEngine:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be answered."""
+        """Whether every stage is connected."""
         return self.coordinator is not None and self.coordinator.is_ready
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request that comes now has a chance: while the ring is repaired it may wait for that."""
+        return self.coordinator is not None and self.coordinator.takes_requests
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
         """See `Engine.generate`.

@@ -1,0 +1,165 @@
+"""A ring of fake stages whose stages can die, be moved and be made anew, while a coordinator runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from typing import TYPE_CHECKING
+
+import grpc
+
+from mesh.coordinator import Coordinator, CoordinatorOptions, StageAddress
+from spanmesh_proto import windows_pb2_grpc as rpc
+from stages.channels import SERVER_OPTIONS
+from stages.server import StageService
+from tests.fake_stage import FakeRuntime
+from tests.ring_harness import RunningStage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from stages.runtime import Span
+
+NUM_STAGES = 3
+
+
+class RepairableRing:
+    """Stages in one process, each behind a server of its own.
+
+    Args:
+        on_decode: Called before each batch with the index of the stage, in the thread that computes there.
+
+    Attributes:
+        coordinator: Set by `serving`.
+        num_repairs: Rings made after the first.
+    """
+
+    def __init__(
+        self, on_decode: Callable[[int, Sequence[Span]], None] = lambda _index, _spans: None
+    ) -> None:
+        self.coordinator: Coordinator
+        self.num_repairs = 0
+        self.stages: list[RunningStage | None] = [None] * NUM_STAGES
+        self._on_decode = on_decode
+        self._keys = itertools.count()
+        self.mesh_id = self.mesh_key = ""
+
+    async def fill(self) -> list[StageAddress]:
+        """Start a stage where there is none, have the others rejoin, and link all of them."""
+        number = next(self._keys)
+        self.mesh_id, self.mesh_key = f"ring {number}", f"key {number}"
+        for index, stage in enumerate(self.stages):
+            if stage is None:
+                self.stages[index] = await self._start(index)
+            else:
+                await stage.service.rejoin(index, self.mesh_id, self.mesh_key, 0)
+        stages = self.running
+        for stage, following in itertools.pairwise(stages):
+            await stage.service.connect(following.address.address)
+        return [stage.address for stage in stages]
+
+    @property
+    def running(self) -> list[RunningStage]:
+        """All stages, where none is missing."""
+        return [stage for stage in self.stages if stage is not None]
+
+    async def kill(self, index: int) -> None:
+        """End a stage as if its process died: all its streams at once."""
+        stage, self.stages[index] = self.stages[index], None
+        if stage is not None:
+            await stage.server.stop(0)
+            await stage.service.close()
+
+    async def repair(self) -> None:
+        """What `mesh serve` does after a loss, without Ray."""
+        addresses = await self.fill()
+        await self.coordinator.reconnect(addresses, self.mesh_id, self.mesh_key)
+        self.num_repairs += 1
+
+    async def keep_whole(self) -> None:
+        """Repair again and again; a stage may die meanwhile."""
+        while True:
+            await self.coordinator.broken()
+            with contextlib.suppress(Exception):
+                await self.repair()
+
+    async def close(self) -> None:
+        for index in range(NUM_STAGES):
+            await self.kill(index)
+
+    async def _start(self, index: int) -> RunningStage:
+        runtime = FakeRuntime(
+            index,
+            NUM_STAGES,
+            is_poisoned=True,
+            on_decode=lambda spans: self._on_decode(index, spans),
+        )
+        service = StageService(
+            runtime,  # type: ignore[arg-type]  # a fake has all that a stage uses
+            stage_index=index,
+            mesh_id=self.mesh_id,
+            mesh_key=self.mesh_key,
+        )
+        server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)
+        rpc.add_StageServicer_to_server(service, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return RunningStage(service, server, StageAddress("local", f"127.0.0.1:{port}", runtime.info.layers))
+
+
+class Deaths:
+    """Which stages die, and when: batches of the whole ring are counted.
+
+    Args:
+        at: Number of a batch to the index of the stage that dies as it is computed; -1 is the one that
+            computes it.
+    """
+
+    def __init__(self, at: dict[int, int]) -> None:
+        self.ring: RepairableRing
+        self.num_died = 0
+        self._at = at
+        self._num_batches = 0
+        self._lock = threading.Lock()
+        self._loop = asyncio.get_running_loop()
+        self.dying: set[asyncio.Task[None]] = set()
+
+    def __call__(self, index: int, _spans: Sequence[Span]) -> None:
+        """Before a batch, in the thread that computes it."""
+        with self._lock:
+            self._num_batches += 1
+            dies = self._at.get(self._num_batches)
+        if dies is not None:
+            self._loop.call_soon_threadsafe(self._kill, index if dies < 0 else dies)
+
+    def _kill(self, index: int) -> None:
+        self.num_died += 1
+        task = asyncio.ensure_future(self.ring.kill(index))
+        self.dying.add(task)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    ring: RepairableRing, options: CoordinatorOptions, **more: object
+) -> AsyncIterator[Coordinator]:
+    """A coordinator over the ring, which is repaired whenever it breaks."""
+    stages = await ring.fill()
+    ring.coordinator = Coordinator(
+        stages,
+        options,
+        mesh_id=ring.mesh_id,
+        mesh_key=ring.mesh_key,
+        **{"make_proposers": None, "clock_s": asyncio.get_running_loop().time, **more},  # type: ignore[arg-type]
+    )
+    await ring.coordinator.start()
+    keeper = asyncio.create_task(ring.keep_whole())
+    try:
+        yield ring.coordinator
+    finally:
+        keeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeper
+        await ring.coordinator.stop()
+        await ring.close()

@@ -1,0 +1,117 @@
+"""Rings that break at any moment, around a fake model: one text, each of its tokens once."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mesh.coordinator import CoordinatorOptions
+from mesh.engine import Committed, GenerationRequest
+from speculative.controller import ControllerOptions
+from speculative.ngram import NgramProposer
+from speculative.proposer import Proposer
+from stages.logprobs import TokenLogprobs, token_logprobs
+from stages.sampling import Sampler, Sampling
+from tests.fake_stage import FakeRuntime, plain_answer
+from tests.proposers import Oracle, Parrot, SlowOracle
+from tests.repairable_ring import NUM_STAGES, Deaths, RepairableRing, serving
+
+N_VOCAB = 64
+PROMPT = tuple(range(3, 23))
+NUM_TOKENS = 24
+
+
+def options(**changes: object) -> CoordinatorOptions:
+    return CoordinatorOptions(
+        **{  # type: ignore[arg-type]
+            "context_length": 128,
+            "num_slots": 4,
+            "max_rows": FakeRuntime.max_rows,
+            "n_vocab": N_VOCAB,
+            "repair_wait_s": 30.0,
+            **changes,
+        }
+    )
+
+
+def expected(request: GenerationRequest) -> tuple[list[int], list[TokenLogprobs]]:
+    """One token at a time, with a list for a record."""
+    sampler = Sampler(request.sampling, len(request.prompt))
+    said = list(request.prompt)
+    logprobs = []
+
+    def choose(logits, position: int) -> int:  # type: ignore[no-untyped-def]
+        said.append(sampler.sample(logits, position, said))
+        logprobs.append(token_logprobs(logits, said[-1], 3))
+        return said[-1]
+
+    return plain_answer(request.prompt, request.max_tokens, choose), logprobs
+
+
+async def read(ring: RepairableRing, request: GenerationRequest) -> list[Committed]:
+    return [part async for part in ring.coordinator.generate(request)]
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    prompts=st.lists(st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=40), min_size=1, max_size=4),
+    deaths=st.dictionaries(st.integers(1, 90), st.integers(-1, NUM_STAGES - 1), min_size=1, max_size=3),
+    proposer=st.sampled_from(["off", "oracle", "slow", "ngram", "parrot"]),
+    errs=st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=12),
+    width=st.none() | st.integers(1, 6),
+    depth=st.none() | st.integers(1, 6),
+    sampling=st.sampled_from(
+        [
+            Sampling(),
+            Sampling(1.0, seed=5),
+            Sampling(0.8, seed=4, repetition_penalty=1.5, presence_penalty=0.7, repetition_window=20),
+        ]
+    ),
+)
+def test_one_text_whenever_stages_die(
+    *,
+    prompts: list[list[int]],
+    deaths: dict[int, int],
+    proposer: str,
+    errs: list[bool],
+    width: int | None,
+    depth: int | None,
+    sampling: Sampling,
+) -> None:
+    if proposer in {"oracle", "slow"}:
+        prompts = prompts[:1]
+    requests = [
+        GenerationRequest(tuple(prompt), NUM_TOKENS, sampling=sampling, num_top_logprobs=3)
+        for prompt in prompts
+    ]
+    wanted = [expected(request) for request in requests]
+    text = [*prompts[0], *wanted[0][0]]
+    make_proposer: dict[str, Callable[[], Proposer]] = {
+        "oracle": lambda: Oracle(text, errs),
+        "slow": lambda: SlowOracle(text, errs),
+        "ngram": NgramProposer,
+        "parrot": Parrot,
+    }
+    make = make_proposer.get(proposer)
+
+    async def ask() -> list[list[Committed]]:
+        dies = Deaths(deaths)
+        ring = dies.ring = RepairableRing(dies)
+        controller = ControllerOptions(fixed_width=width, fixed_depth=depth)
+        make_proposers = None if make is None else lambda _request: [make()]
+        async with (
+            asyncio.timeout(60),
+            serving(ring, options(controller=controller), make_proposers=make_proposers),
+        ):
+            answers = await asyncio.gather(*(read(ring, request) for request in requests))
+            await asyncio.gather(*dies.dying)
+        return answers
+
+    for parts, (tokens, logprobs) in zip(asyncio.run(ask()), wanted, strict=True):
+        assert [token for part in parts for token in part.tokens] == tokens
+        assert [part.finish for part in parts] == [None] * (len(parts) - 1) + ["length"]
+        for each, want in zip([each for part in parts for each in part.logprobs], logprobs, strict=True):
+            assert each.logprob == pytest.approx(want.logprob, rel=1e-6)
+            assert [token for token, _ in each.top] == [token for token, _ in want.top]
