@@ -12,7 +12,7 @@ from tests.ring_api import CHAT
 def request_bytes(fields: dict[str, Any], path: str = CHAT, key: str = "none") -> bytes:
     body = json.dumps(fields).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: mesh\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

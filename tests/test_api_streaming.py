@@ -192,7 +192,7 @@ async def test_a_shutdown_does_not_wait_for_clients_that_do_not_read(tokenizer: 
         reader, writer = await asyncio.open_connection(host, int(port), limit=1)
         body = json.dumps({"messages": HELLO, "stream": True}).encode()
         writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         )
         await reader.readexactly(1)

@@ -3,6 +3,7 @@
 from mesh.api.api_keys import ApiKeys
 from mesh.api.app import create_app
 from mesh.api.backend import Backend
+from mesh.api.cors import check_origins
 from mesh.api.server import require_key_beyond_loopback, serve_api
 
-__all__ = ["ApiKeys", "Backend", "create_app", "require_key_beyond_loopback", "serve_api"]
+__all__ = ["ApiKeys", "Backend", "check_origins", "create_app", "require_key_beyond_loopback", "serve_api"]

@@ -16,6 +16,7 @@ from mesh.api import chat, completions, health, links, models
 from mesh.api.auth import KeyGate
 from mesh.api.backend import Backend
 from mesh.api.body import max_body_bytes
+from mesh.api.cors import Cors
 from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.request_log import RequestLog
 from mesh.chat_template import chat_template_of
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from mesh.engine import Engine
     from mesh.tokenizer import Tokenizer
 
-DEFAULT_PING_INTERVAL_S: Final = 5.0
+DEFAULT_PING_INTERVAL_S: Final = 1.0
 
 
 def create_app(
@@ -44,12 +45,13 @@ def create_app(
     steady_s: Callable[[], float] = time.monotonic,
     random_bits: Callable[[int], int] = secrets.randbits,
     ping_interval_s: float = DEFAULT_PING_INTERVAL_S,
+    cors_origins: Sequence[str] = (),
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None,
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None,
 ) -> FastAPI:
     """The API in front of an engine. Run it with `mesh.api.serve_api`.
 
-    There is no CORS header, so pages of other origins cannot read answers, and no documentation page.
+    Unless an origin is named there is no CORS header, so pages of other origins cannot read answers.
 
     Args:
         engine: Answers requests; it need not be started before `ready` says so.
@@ -63,6 +65,7 @@ def create_app(
         steady_s: A steady clock, in seconds, for limits per minute.
         random_bits: Random numbers of so many bits, for ids and for seeds that requests leave out.
         ping_interval_s: A stream that has been silent this long sends a comment.
+        cors_origins: Of web pages that may use it; see `cors.check_origins`.
         stage_counts: Goes into the stages of `/mesh/status`: what they themselves count.
         measure_links: Answers `/mesh/links`, given round trips and bytes; None where there are no hosts.
     """
@@ -75,6 +78,7 @@ def create_app(
         exception_handlers={MeshError: on_mesh_error, HTTPException: on_http_exception},
         middleware=[
             Middleware(RequestLog, random_bits=random_bits),
+            Middleware(Cors, origins=cors_origins),
             Middleware(KeyGate, keys=api_keys, now_s=now_s, steady_s=steady_s),
         ],
     )

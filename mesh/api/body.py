@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from mesh.api import unsupported
+from mesh.api.json_bounds import has_at_most
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -30,11 +31,17 @@ def max_body_bytes(context_length: int) -> int:
     return min(_LEAST_BYTES + _BYTES_PER_POSITION * context_length, _MOST_BYTES)
 
 
-async def read_body(request: Request, kind: type[Body], unknown: UnknownFields) -> Body:
+async def read_body(request: Request, kind: type[Body], unknown: UnknownFields, *, most_values: int) -> Body:
     """Read, parse and check a JSON body.
 
     The content type must be JSON's: a web page cannot send that to another origin without asking first,
     so no page can make a visitor's browser use a server on the visitor's own machine.
+
+    Args:
+        request: With the body.
+        kind: What it must be.
+        unknown: Where fields that nobody knows are noted.
+        most_values: See `json_bounds`.
 
     Raises:
         InvalidRequest: Naming the field at fault, if it is one.
@@ -42,7 +49,10 @@ async def read_body(request: Request, kind: type[Body], unknown: UnknownFields) 
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise InvalidRequest("send the body as JSON, with the header `Content-Type: application/json`")
-    fields = _parse(await request.body())
+    data = await request.body()
+    if not has_at_most(data, most_values):
+        raise InvalidRequest(f"the body holds more than {most_values} values: send less")
+    fields = _parse(data)
     try:
         body = kind.model_validate(fields)
     except ValidationError as error:

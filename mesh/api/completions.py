@@ -15,6 +15,7 @@ from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
 from mesh.api.hopeless_length import refuse_hopeless_length
 from mesh.api.job import Job, make_job
+from mesh.api.json_bounds import max_values
 from mesh.api.logprobs import completion_logprobs
 from mesh.api.respond import respond
 from mesh.api.schemas import CompletionBody, Prompt
@@ -38,7 +39,9 @@ DEFAULT_MAX_TOKENS: Final = 16
 async def completions(request: Request) -> Response:
     """Continue one or more texts as they stand, without a chat template."""
     backend = backend_of(request)
-    body = await read_body(request, CompletionBody, backend.unknown_fields)
+    body = await read_body(
+        request, CompletionBody, backend.unknown_fields, most_values=max_values(backend.engine.context_length)
+    )
     backend.require_ready()
     backend.require_model(body.model)
     key_name = key_name_of(request.scope)

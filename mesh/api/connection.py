@@ -5,12 +5,14 @@ from __future__ import annotations
 import resource
 from typing import TYPE_CHECKING, Any, Final
 
+import h11
 import structlog
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mesh.api.auth import OPEN_PATHS
-from mesh.api.errors import error_response
-from spanmesh_proto.errors import ClusterError
+from mesh.api.errors import error_body, error_response
+from mesh.api.json_response import json_bytes
+from spanmesh_proto.errors import ClusterError, InvalidRequest
 
 if TYPE_CHECKING:
     import asyncio
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 PATIENCE_S: Final = 60.0
+# A request may take that much longer for each of its bytes: a quarter of an hour for the largest.
+_LEAST_BYTES_PER_S: Final = 16 * 1024
 _MOST_CONNECTIONS: Final = 1024
 _RETRY_AFTER_S: Final = 5
 
@@ -31,16 +35,16 @@ def most_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """Refused if there are too many; cut when its client leaves what was written for it unread.
+    """Refused if there are too many; cut when its client does not read, or does not finish its request.
 
     An answer is written as it is read: once the buffers between the two are full, writing waits, and with it
     the session that makes the answer. This puts an end to that wait; the request then ends as if the client
     had hung up. A client that reads slowly keeps its connection: of what waits for it some must be gone after
-    `patience_s`, not all.
+    `patience_s`, not all. A request that was begun has as long to arrive, and a little more for each byte.
 
     Args:
         max_connections: At once, idle ones too; the next one's requests get 503.
-        patience_s: How long a client may take nothing while something waits for it.
+        patience_s: How long a client may take nothing while something waits for it, or say half a request.
         uvicorn: What uvicorn gives a connection.
     """
 
@@ -49,6 +53,8 @@ class Connection(H11Protocol):
         self._max_connections = max_connections
         self._patience_s = patience_s
         self._watch: asyncio.TimerHandle | None = None
+        self._arrival: asyncio.TimerHandle | None = None
+        self._arrival_due_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         """Count it, and wait for its first request no longer than for a next one."""
@@ -58,6 +64,27 @@ class Connection(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
+
+    def data_received(self, data: bytes) -> None:
+        """More of a request; a clock runs until it is whole."""
+        super().data_received(data)
+        self._watch_arrival(len(data))
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, in the shape of every other error; cut it in the middle of an answer."""
+        if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
+            self.transport.abort()
+            return
+        body = json_bytes(error_body(InvalidRequest(msg)))
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def pause_writing(self) -> None:
         """The buffer is full: watch whether it shrinks."""
@@ -72,6 +99,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever made the answer hears of it from uvicorn."""
         self._stop_watching()
+        self._stop_arrival()
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -99,6 +127,31 @@ class Connection(H11Protocol):
             patience_s=self._patience_s,
         )
         self.transport.abort()
+
+    def _watch_arrival(self, num_bytes: int) -> None:
+        state = self.conn.their_state
+        if state is not h11.SEND_BODY and not (state is h11.IDLE and self.conn.trailing_data[0]):
+            self._stop_arrival()
+            return
+        if self._arrival is None:
+            self._arrival_due_s = self.loop.time() + self._patience_s
+            self._arrival = self.loop.call_at(self._arrival_due_s, self._look_at_arrival)
+        self._arrival_due_s += num_bytes / _LEAST_BYTES_PER_S
+
+    def _look_at_arrival(self) -> None:
+        if self.loop.time() < self._arrival_due_s:
+            self._arrival = self.loop.call_at(self._arrival_due_s, self._look_at_arrival)
+            return
+        self._arrival = None
+        log.warning(
+            "sender_cut_off", reason="the request did not arrive in time", patience_s=self._patience_s
+        )
+        self.transport.abort()
+
+    def _stop_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
 
     def _stop_watching(self) -> None:
         if self._watch is not None:

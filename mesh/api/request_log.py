@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 import structlog
+from starlette.requests import ClientDisconnect
 
 from mesh.api.auth import KEY_NAME
 from mesh.api.errors import error_response
@@ -54,6 +55,8 @@ class RequestLog:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_with_id)
+            except ClientDisconnect:
+                log.info("client_gone")
             except Exception as error:
                 log_unexpected(error)
                 if status != CLIENT_GONE_STATUS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import socket
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import uvicorn
 
 from mesh.api.connection import PATIENCE_S, Connection, most_connections
+from mesh.api.local_hosts import LocalHosts, is_loopback
 from mesh.api.uvicorn_log import route_uvicorn_log
 from spanmesh_proto.errors import MeshError, PortInUse
 
@@ -37,6 +37,7 @@ async def serve_api(
     *,
     max_connections: int | None = None,
     patience_s: float = PATIENCE_S,
+    is_insecure: bool = False,
 ) -> AsyncGenerator[str, None]:
     """Serve an app of `create_app` while the block runs; give the base URL.
 
@@ -49,21 +50,23 @@ async def serve_api(
         host: Name or address to listen on.
         port: 0 takes any free one.
         max_connections: At once; None for what `most_connections` says.
-        patience_s: How long a client may take nothing while something waits for it.
+        patience_s: How long a client may take nothing while something waits for it, and how long a request
+            may take to arrive.
+        is_insecure: Whether other machines may use it without a key.
 
     Raises:
         PortInUse: If another process listens there.
         MeshError: If the address is not this machine's, or if it can be reached from other machines and
             the app asks for no API key.
     """
-    if not app.state.needs_key:
-        require_key_beyond_loopback(host, has_keys=False)
+    needs_key = app.state.needs_key
+    require_key_beyond_loopback(host, has_keys=needs_key, is_insecure=is_insecure)
     route_uvicorn_log()
     listener = listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
     most = most_connections() if max_connections is None else max_connections
     config = uvicorn.Config(
-        app,
+        LocalHosts(app) if is_loopback(host) and not needs_key else app,
         # Whatever makes connections will do.
         http=partial(Connection, max_connections=most, patience_s=patience_s),  # type: ignore[arg-type]
         ws="none",
@@ -90,15 +93,21 @@ async def serve_api(
         await running
 
 
-def require_key_beyond_loopback(host: str, *, has_keys: bool) -> None:
+def require_key_beyond_loopback(host: str, *, has_keys: bool, is_insecure: bool = False) -> None:
     """Refuse an API that other machines can reach and that asks for no key.
 
+    Args:
+        host: Where it is to listen.
+        has_keys: Whether it asks for one.
+        is_insecure: Whether the user wants it all the same.
+
     Raises:
-        MeshError: Naming both remedies.
+        MeshError: Naming the remedies.
     """
-    if not has_keys and not _is_loopback(host):
+    if not has_keys and not is_insecure and not is_loopback(host):
         raise MeshError(
-            f"--host {host} lets other machines use the model: give --api-key-file, or listen on 127.0.0.1"
+            f"--host {host} lets other machines use the model: give --api-key-file (`mesh keys add` makes"
+            " one), listen on 127.0.0.1, or let everybody in with --insecure"
         )
 
 
@@ -137,13 +146,6 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
     listener.settimeout(0)
     return listener
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class _Server(uvicorn.Server):

@@ -21,7 +21,19 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port of the API."
 )
-@click.option("--api-key-file", type=_FILE, help="API keys, one a line; needed if --host is not loopback.")
+@click.option(
+    "--api-key-file",
+    type=_FILE,
+    help="API keys, from `mesh keys add`; needed if --host is not loopback.",
+)
+@click.option("--insecure", is_flag=True, help="Let other machines use the API without a key.")
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let web pages of this origin use the API; may be given several times.",
+)
 @click.option(
     "--wait-for", default=0, metavar="N", type=click.IntRange(0), help="Wait until N hosts have joined."
 )
@@ -87,6 +99,8 @@ def serve(
     host: str,
     port: int,
     api_key_file: Path | None,
+    insecure: bool,
+    cors_origins: tuple[str, ...],
     wait_for: int,
     head_only: bool,
     stages: int | None,
@@ -139,6 +153,8 @@ def serve(
         speculation=speculation_from(**speculation),
         is_exact=exact,
         api_key_path=api_key_file,
+        is_insecure=insecure,
+        cors_origins=cors_origins,
         wire=None if wire == "auto" else HiddenType(wire),
     )
     return run_interruptible(lambda interruption: serve_mesh(options, interruption))

@@ -45,6 +45,8 @@ class ServeOptions:
         speculation: Who proposes tokens, and how much of it flies.
         is_exact: Whether to compute so that text does not depend on the batch.
         api_key_path: File with API keys, or None for an open API.
+        is_insecure: Whether the API may be open to other machines without a key.
+        cors_origins: Of web pages that may use the API.
         wire: How hidden states travel between the stages, or None to let each link's bandwidth decide.
     """
 
@@ -70,6 +72,8 @@ class ServeOptions:
     is_exact: bool
     api_key_path: Path | None
     wire: HiddenType | None = HiddenType.F32
+    is_insecure: bool = False
+    cors_origins: tuple[str, ...] = ()
 
 
 def demo_model() -> Path:

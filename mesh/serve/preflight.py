@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.api import ApiKeys, require_key_beyond_loopback
+from mesh.api import ApiKeys, check_origins, require_key_beyond_loopback
 from mesh.cluster.addresses import check_port_free
 from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name
@@ -62,7 +62,9 @@ def check(options: ServeOptions) -> Preflight:
         MeshError: If the API would be open to other machines without a key.
     """
     api_keys = ApiKeys.from_file(options.api_key_path) if options.api_key_path is not None else None
-    require_key_beyond_loopback(options.host, has_keys=api_keys is not None)
+    has_keys = api_keys is not None
+    require_key_beyond_loopback(options.host, has_keys=has_keys, is_insecure=options.is_insecure)
+    check_origins(options.cors_origins, has_keys=has_keys)
     if options.is_head_only and options.num_hosts == 0:
         raise ClusterError(
             "--head-only leaves no host to hold the model: add --wait-for with the number of hosts that "

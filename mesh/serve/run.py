@@ -49,14 +49,15 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         model_id=options.model.stem,
         created=int(time.time()),
         api_keys=known.api_keys,
+        cors_origins=options.cors_origins,
         status=state.as_dict,
-        ready=lambda: engine.is_ready,
+        ready=lambda: engine.takes_requests,
         stage_counts=lambda: stage_counts(engine),
         measure_links=lambda num_probes, bulk_bytes: measured_links(state, num_probes, bulk_bytes),
     )
     with open_proposers(options, known) as proposers:
         async with (
-            serve_api(app, options.host, options.port) as url,
+            serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
             open_head(options, known.facts, cache, interruption) as head,
         ):
             state.members, state.survey = head.members, head.survey

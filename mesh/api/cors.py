@@ -1,0 +1,79 @@
+"""Which web pages may read answers: none, unless `--cors-origin` names their origin."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from starlette.middleware.cors import CORSMiddleware
+
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+ANY: Final = "*"
+_ORIGIN: Final = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d{1,5})?")
+_READABLE: Final = (
+    "Retry-After",
+    "X-Request-Id",
+    *(
+        f"X-Ratelimit-{what}-{of}"
+        for of in ("Requests", "Tokens")
+        for what in ("Limit", "Remaining", "Reset")
+    ),
+)
+
+
+def check_origins(origins: Sequence[str], *, has_keys: bool) -> None:
+    """Check what the user says of web pages.
+
+    Raises:
+        MeshError: If one is no origin, or all pages are let in and no key is asked for.
+    """
+    for origin in origins:
+        if origin == ANY and not has_keys:
+            raise MeshError(
+                "--cors-origin '*' lets every web page that is visited here use the model: name those that"
+                " may, or give --api-key-file",
+                param="--cors-origin",
+            )
+        if origin != ANY and not _ORIGIN.fullmatch(origin):
+            raise MeshError(
+                f"--cors-origin {origin!r} is no origin: write it as a browser does, in small letters and"
+                " without a path, such as https://chat.example.org",
+                param="--cors-origin",
+            )
+
+
+class Cors:
+    """Middleware. For pages of named origins preflights are answered and answers may be read.
+
+    For any other page, and where no origin is named, nothing changes: a preflight is a request like any
+    other, without a key or of the wrong method, and no header lets a page read what comes back.
+
+    Args:
+        app: What lies behind it.
+        origins: As a browser writes them; `*` stands for all.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._origins = frozenset(origins)
+        self._open = CORSMiddleware(
+            app,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            # Clients send headers of their own; no cookie opens anything here.
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=_READABLE,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, by way of Starlette's middleware where the page may."""
+        origins = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"origin"]
+        is_open = any(origin in self._origins or ANY in self._origins for origin in origins)
+        await (self._open if is_open else self._app)(scope, receive, send)

@@ -1,0 +1,255 @@
+"""Who gets in: nobody without a key, no page of another origin, no name of another machine."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute, Route
+from structlog.testing import capture_logs
+
+from mesh.api import ApiKeys, check_origins, create_app
+from mesh.api.local_hosts import names_this_machine
+from mesh.tokenizer import Tokenizer
+from spanmesh_proto.errors import MeshError
+from tests import api_harness
+from tests.api_harness import KEY, Api, ScriptedEngine, running_api
+from tests.raw_client import RawClient, request_bytes
+
+pytestmark = pytest.mark.model
+
+tokenizer = api_harness.tokenizer
+
+CHAT = "/v1/chat/completions"
+ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+ORIGIN = "https://chat.example.org"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
+
+
+@pytest.fixture
+def keys() -> ApiKeys:
+    return ApiKeys.from_plain({"alice": KEY})
+
+
+@pytest.fixture
+def app(tokenizer: Tokenizer, keys: ApiKeys) -> FastAPI:
+    return create_app(
+        engine=ScriptedEngine([(300,)]),
+        tokenizer=tokenizer,
+        model_id="smollm2",
+        created=1,
+        api_keys=keys,
+        status=dict,
+        ready=lambda: True,
+        cors_origins=[ORIGIN],
+    )
+
+
+def paths_of(routes: Sequence[BaseRoute]) -> Iterator[str]:
+    """Of every route, those of included routers too."""
+    for route in routes:
+        router = getattr(route, "original_router", None)
+        if router is not None:
+            yield from paths_of(router.routes)
+        else:
+            assert isinstance(route, APIRoute | Route), f"{route!r} is of a kind that this test does not know"
+            yield route.path
+
+
+async def test_without_a_key_every_route_there_is_answers_401_but_health(app: FastAPI) -> None:
+    paths = {path.replace("{model_id:path}", "smollm2") for path in paths_of(app.routes)}
+    assert {CHAT, "/v1/models/smollm2", "/mesh/links", "/health"} <= paths
+    asked = {*paths, "/", "/docs", "/v1/nothing", "/health/", "//health", "/Health", "/health;x", "/v1"} - {
+        "/health"
+    }
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        for path in sorted(asked):
+            for method in METHODS:
+                for headers in ({}, {"authorization": "Bearer guess"}, {"origin": "https://evil.example"}):
+                    response = await http.request(method, "http://127.0.0.1" + path, headers=headers)
+                    assert response.status_code == 401, (method, path)
+                    assert response.headers["www-authenticate"] == "Bearer"
+        assert (await http.get("/health")).status_code == 200
+
+
+# Web pages
+
+
+async def preflight(api: Api, origin: str) -> httpx.Response:
+    headers = {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-os",
+    }
+    return await api.http.options(CHAT, headers=headers)
+
+
+async def test_pages_of_named_origins_may_ask_and_read(tokenizer: Tokenizer, keys: ApiKeys) -> None:
+    async with running_api(ScriptedEngine([(300,)]), tokenizer, keys=keys, cors_origins=[ORIGIN]) as api:
+        asked = await preflight(api, ORIGIN)
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == ORIGIN
+        assert "x-stainless-os" in asked.headers["access-control-allow-headers"]
+        headers = {"origin": ORIGIN, "authorization": f"Bearer {KEY}"}
+        answer = await api.http.post(CHAT, json=ASKED, headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
+        # The page may read why it was refused, and gets no further without a key.
+        refused = await api.http.post(CHAT, json=ASKED, headers={"origin": ORIGIN})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)
+        for other in ("https://evil.example", "null", "http://chat.example.org", ORIGIN + ".evil.example"):
+            asked = await preflight(api, other)
+            assert asked.status_code == 401
+            assert not any(name.startswith("access-control") for name in asked.headers)
+
+
+async def test_where_no_origin_is_named_a_preflight_is_no_different(tokenizer: Tokenizer) -> None:
+    async with running_api(ScriptedEngine([(300,)]), tokenizer) as api:
+        asked = await preflight(api, ORIGIN)
+        assert asked.status_code == 405
+        assert not any(name.startswith("access-control") for name in asked.headers)
+
+
+@pytest.mark.parametrize(
+    "origin", ["chat.example.org", f"{ORIGIN}/", "https://*.example.org", "null", "", "ftp://x", f"{ORIGIN} "]
+)
+def test_what_is_no_origin_is_named(origin: str) -> None:
+    with pytest.raises(MeshError, match="is no origin"):
+        check_origins([ORIGIN, origin], has_keys=True)
+
+
+def test_all_pages_need_keys() -> None:
+    check_origins(["*"], has_keys=True)
+    check_origins([ORIGIN, "http://localhost:3000", "http://[::1]:3000"], has_keys=False)
+    with pytest.raises(MeshError, match="--api-key-file"):
+        check_origins(["*"], has_keys=False)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.0.1:8000", True),
+        ("127.8.8.8", True),
+        ("LocalHost:80", True),
+        ("[::1]:8000", True),
+        ("[::1]", True),
+        ("evil.example", False),
+        ("evil.example:8000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("127.0.0.1@evil.example", False),
+        ("192.168.1.4", False),
+        ("0.0.0.0", False),
+        ("", False),
+        ("[::1", True),
+        ("::1", False),
+    ],
+)
+def test_which_names_are_this_machine(host: str, *, is_ours: bool) -> None:
+    assert names_this_machine(host) is is_ours
+
+
+async def test_an_open_server_does_not_answer_to_other_names(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine([(300,)])
+    async with running_api(engine, tokenizer) as api:
+        with capture_logs() as events:
+            rebound = await api.http.post(CHAT, json=ASKED, headers={"host": "evil.example"})
+        assert rebound.status_code == 421
+        assert rebound.json()["error"]["code"] == "misdirected_request"
+        assert engine.requests == []
+        assert [event["host"] for event in events] == ["evil.example"]
+        assert (await api.http.post(CHAT, json=ASKED, headers={"host": "localhost"})).status_code == 200
+
+
+async def test_a_server_with_keys_answers_to_any_name(tokenizer: Tokenizer, keys: ApiKeys) -> None:
+    async with running_api(ScriptedEngine([(300,)]), tokenizer, keys=keys) as api:
+        headers = {"host": "mesh.example.org", "authorization": f"Bearer {KEY}"}
+        assert (await api.http.get("/v1/models", headers=headers)).status_code == 200
+
+
+# Clients that do not finish what they began to say
+
+
+@pytest.fixture
+async def impatient(tokenizer: Tokenizer) -> AsyncIterator[Api]:
+    async with running_api(ScriptedEngine([(300,)]), tokenizer, patience_s=0.2) as api:
+        yield api
+
+
+WHOLE = request_bytes(ASKED)
+
+
+@pytest.mark.parametrize("size", [1, 40, WHOLE.index(b"\r\n\r\n") + 4, len(WHOLE) - 1])
+@pytest.mark.parametrize("is_second", [False, True])
+async def test_half_a_request_is_not_waited_for(impatient: Api, size: int, *, is_second: bool) -> None:
+    client = await RawClient.connect(impatient)
+    with capture_logs() as events:
+        async with asyncio.timeout(5):
+            if is_second:
+                await client.send(WHOLE)
+                await client.read_until(b"}}")
+            await client.send(WHOLE[:size])
+            with contextlib.suppress(ConnectionResetError):
+                assert await client.read() == b""
+    client.hang_up()
+    cut = [event for event in events if event["event"] == "sender_cut_off"]
+    assert [event["patience_s"] for event in cut] == [0.2]
+    assert not [event for event in events if event["log_level"] == "error"]
+
+
+async def test_a_slow_sender_in_time_and_one_that_thinks_between_requests_stay(impatient: Api) -> None:
+    client = await RawClient.connect(impatient)
+    for _ in range(2):
+        for start in range(0, len(WHOLE), 64):
+            await client.send(WHOLE[start : start + 64])
+            await asyncio.sleep(0.005)
+        assert b"200 OK" in await client.read_until(b"}}")
+        await asyncio.sleep(0.3)
+    client.hang_up()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01 this is no HTTP\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nBad Name: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
+async def test_what_is_not_http_gets_an_error_of_the_same_shape(impatient: Api, data: bytes) -> None:
+    client = await RawClient.connect(impatient)
+    await client.send(data)
+    head, _, body = (await client.read_until(b"never")).partition(b"\r\n\r\n")
+    client.hang_up()
+    assert b"400 Bad Request" in head
+    assert b"connection: close" in head.lower()
+    error = httpx.Response(200, content=body).json()["error"]
+    assert error["code"] == "invalid_request_error"
+
+
+async def test_nonsense_in_the_middle_of_an_answer_ends_the_connection_and_nothing_else(
+    tokenizer: Tokenizer,
+) -> None:
+    engine = ScriptedEngine([(300,), 30.0, (301,)])
+    async with running_api(engine, tokenizer) as api:
+        client = await RawClient.connect(api)
+        head = request_bytes({**ASKED, "stream": True}).replace(b"Content-Length: ", b"X-Length: ")
+        head, _, body = head.partition(b"\r\n\r\n")
+        chunked = head + b"\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+        with capture_logs() as events:
+            async with asyncio.timeout(5):
+                await client.send(chunked + b"\x00 no request\r\n\r\n")
+                await client.read_until(b"data: ")
+                client.hang_up()
+                await engine.closed.wait()
+        assert (await api.http.get("/health")).status_code == 200
+    assert not [event for event in events if event["log_level"] == "error"]
