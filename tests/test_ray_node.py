@@ -47,6 +47,9 @@ class Greeter:
         os._exit(1)
 
 async def main(ray_dir, token, address, *nodes):
+    kept = RayDriver(SimpleNamespace(ray_dir=Path(ray_dir), token_path=Path(token)), address, are_kept=True)
+    await result_of((await kept.create(Greeter, ray_node_name=nodes[0], name="kept")).where.remote(), "kept")
+    kept.close()
     driver = RayDriver(SimpleNamespace(ray_dir=Path(ray_dir), token_path=Path(token)), address)
     greeters = [await driver.create(Greeter, ray_node_name=node) for node in nodes]
     places = [await result_of(greeter.where.remote(), "greeter") for greeter in greeters]
@@ -56,6 +59,13 @@ async def main(ray_dir, token, address, *nodes):
             await result_of(getattr(greeters[0], method).remote(), "greeter 0")
         except (InvalidModel, StageFailed) as error:
             print(f"> {method}:", type(error).__name__, error.message, error.param)
+    found = driver.find("kept")
+    print("> kept:", await result_of(found.where.remote(), "kept") in places)
+    driver.kill(found)
+    try:
+        driver.find("never there")
+    except StageFailed as error:
+        print("> missing:", error.message)
     driver.close()
 
 asyncio.run(main(*sys.argv[1:]))
@@ -118,6 +128,8 @@ def test_two_nodes_carry_actors_and_end_without_a_trace(
     assert said["> places"] == "2"
     assert said["> refuse"] == "InvalidModel not a model model"
     assert said["> crash"] == "StageFailed greeter 0 failed: KeyError: 'oops' None"
+    assert said["> kept"] == "True"
+    assert said["> missing"] == "the process never there has ended"
     assert said["> die"].startswith("StageFailed greeter 0 went away: ")
     assert len(processes - strangers) > 4
     assert alive(processes - strangers, within_s=0) == []

@@ -25,10 +25,13 @@ class RayDriver:
     Args:
         node: This host's Ray node.
         address: The cluster's address, `host:port`.
+        are_kept: Whether actors live on when this process has ended without `kill`, for another driver to
+            `find`; without, they end with it.
     """
 
-    def __init__(self, node: RayNode, address: str) -> None:
+    def __init__(self, node: RayNode, address: str, *, are_kept: bool = False) -> None:
         become_driver(node.token_path)
+        self._lifetime = "detached" if are_kept else None
         import ray  # noqa: PLC0415
 
         self._ray = ray
@@ -43,13 +46,16 @@ class RayDriver:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(f"cannot connect to Ray at {address}: {error}") from error
 
-    async def create(self, kind: type, *arguments: object, ray_node_name: str) -> Any:
+    async def create(
+        self, kind: type, *arguments: object, ray_node_name: str, name: str | None = None
+    ) -> Any:
         """Start an actor on one node, and nowhere else.
 
         Args:
             kind: The actor's class; importable on every host.
             arguments: For its constructor.
             ray_node_name: Name of the node's `RayNodeConfig`.
+            name: By which it can be found; no other actor of the mesh has it.
 
         Returns:
             Ray's handle.
@@ -62,15 +68,28 @@ class RayDriver:
         node_id = await self._node_id(ray_node_name)
         place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
         # No CPU: how many threads compute is our plan's business, not Ray's.
-        remote = self._ray.remote(kind).options(num_cpus=0, max_restarts=0, scheduling_strategy=place)
+        remote = self._ray.remote(kind).options(
+            num_cpus=0, max_restarts=0, scheduling_strategy=place, name=name, lifetime=self._lifetime
+        )
         return remote.remote(*arguments)
+
+    def find(self, name: str) -> Any:
+        """Ray's handle of an actor that this driver, or one before it, has created.
+
+        Raises:
+            StageFailed: If it has ended.
+        """
+        try:
+            return self._ray.get_actor(name)
+        except ValueError:
+            raise StageFailed(f"the process {name} has ended") from None
 
     def kill(self, actor: Any) -> None:
         """End an actor's process."""
         self._ray.kill(actor, no_restart=True)
 
     def close(self) -> None:
-        """Disconnect; actors that still live end."""
+        """Disconnect; actors that still live end, unless they are kept."""
         self._ray.shutdown()
 
     async def _node_id(self, ray_node_name: str) -> str:
