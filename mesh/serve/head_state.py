@@ -1,0 +1,160 @@
+"""What a head writes down while it serves, so that `mesh serve`, started again after a crash, takes over.
+
+The file holds the mesh's secrets and is for this user only. A head that is closed in peace removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import structlog
+
+from mesh.cluster.ray_node import RayNodeRecord
+
+log = structlog.get_logger()
+
+_FORMAT: Final = 1
+
+
+@dataclass(frozen=True)
+class KeptStage:
+    """A stage that may outlive its head.
+
+    Attributes:
+        actor: Name of its actor in Ray.
+        host: Name of its host.
+        ray_node: Name of that host's Ray node.
+        start: Its first layer.
+        stop: The layer behind its last.
+        sha256: Hash of its stage file, hex.
+        address: `host:port` where it serves.
+    """
+
+    actor: str
+    host: str
+    ray_node: str
+    start: int
+    stop: int
+    sha256: str
+    address: str
+
+
+@dataclass(frozen=True)
+class HeadState:
+    """One head at one time.
+
+    Attributes:
+        term: Grows with each head of the mesh; stages follow the highest.
+        ray: Its Ray node.
+        secret: That of the join token.
+        expires_at_s: Unix time from which the join token is no good.
+        join_port: Where hosts reach it.
+        certificate_pem: Of the mesh's authority.
+        private_key_pem: Of the mesh's authority.
+        setup: Fingerprint of all that stages were loaded with; see `fingerprint`.
+        stages: In pipeline order; none before the first time that the mesh served.
+    """
+
+    term: int
+    ray: RayNodeRecord
+    secret: str
+    expires_at_s: int
+    join_port: int
+    certificate_pem: str
+    private_key_pem: str
+    setup: str
+    stages: tuple[KeptStage, ...] = ()
+
+
+def fingerprint(**setup: object) -> str:
+    """A hash by which two runs of `mesh serve` know that their stages compute the same, in the same way."""
+    return hashlib.sha256(repr(sorted(setup.items())).encode()).hexdigest()
+
+
+class HeadStateFile:
+    """The file of one head; locked as long as that one lives.
+
+    Args:
+        path: Where it is; its folder is made if need be.
+
+    Raises:
+        BlockingIOError: If a head that lives uses it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise
+
+    def __enter__(self) -> Self:
+        """The file stays locked in the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unlock it, and leave what is in it."""
+        os.close(self._lock)
+
+    def load(self) -> HeadState | None:
+        """What the last head left; None if it was closed in peace, or what it left cannot be read."""
+        try:
+            fields = json.loads(self._path.read_text())
+            return _from_json(fields)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.warning("head_state_unreadable", path=str(self._path), reason=repr(error))
+            return None
+
+    def save(self, state: HeadState) -> None:
+        """Replace what is in it, whole or not at all.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        part = self._path.with_suffix(".part")
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+        descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"format": _FORMAT, **dataclasses.asdict(state)}, file)
+        part.replace(self._path)
+
+    def clear(self) -> None:
+        """There is nothing to take over."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+
+def default_state_path(name: str, address: str, join_port: int) -> Path:
+    """Where the head of that name, reached there, keeps its state.
+
+    Args:
+        name: What its host is called.
+        address: Where the others reach it.
+        join_port: As the user says it; 0 is any.
+    """
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return (
+        Path(home) / "spanmesh" / f"head-{fingerprint(name=name, address=address, port=join_port)[:16]}.json"
+    )
+
+
+def _from_json(fields: Any) -> HeadState:
+    if fields.pop("format") != _FORMAT:
+        raise ValueError("written by another version")
+    fields["ray"] = RayNodeRecord(**fields["ray"])
+    fields["stages"] = tuple(KeptStage(**stage) for stage in fields["stages"])
+    return HeadState(**fields)

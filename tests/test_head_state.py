@@ -1,0 +1,65 @@
+"""What a head leaves for the next: read back as written, for nobody else's eyes, one head at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mesh.cluster.ray_node import RayNodeRecord
+from mesh.serve.head_state import HeadState, HeadStateFile, KeptStage, default_state_path, fingerprint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STATE = HeadState(
+    term=3,
+    ray=RayNodeRecord("10.0.0.1", "head.1", "/somewhere", 77, 12.5),
+    secret="s" * 43,
+    expires_at_s=2_000_000_000,
+    join_port=7946,
+    certificate_pem="-----BEGIN…",
+    private_key_pem="-----BEGIN…",
+    setup=fingerprint(model="abc", slots=8),
+    stages=(KeptStage("stage-1", "b", "b.2", 0, 10, "ab" * 32, "10.0.0.2:4000"),),
+)
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "head.json"
+    with HeadStateFile(path) as file:
+        assert file.load() is None
+        file.save(STATE)
+        assert file.load() == STATE
+        file.save(dataclasses.replace(STATE, term=4))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    with HeadStateFile(path) as file:
+        assert file.load() == dataclasses.replace(STATE, term=4)
+        file.clear()
+        file.clear()
+        assert file.load() is None
+
+
+def test_two_heads_do_not_share_it(tmp_path: Path) -> None:
+    with HeadStateFile(tmp_path / "head.json"), pytest.raises(BlockingIOError):
+        HeadStateFile(tmp_path / "head.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', json.dumps({"format": 1, "term": 1})])
+def test_what_cannot_be_read_is_not_taken_over(tmp_path: Path, text: str) -> None:
+    (tmp_path / "head.json").write_text(text)
+    with HeadStateFile(tmp_path / "head.json") as file:
+        assert file.load() is None
+        file.save(STATE)
+        assert file.load() == STATE
+
+
+def test_heads_of_other_names_and_places_have_other_files() -> None:
+    paths = {
+        default_state_path(*head)
+        for head in [("a", "10.0.0.1", 0), ("b", "10.0.0.1", 0), ("a", "10.0.0.2", 0), ("a", "10.0.0.1", 1)]
+    }
+    assert len(paths) == 4
