@@ -84,7 +84,7 @@ class Passed:
         tell: Called in the thread that computes.
     """
 
-    tell: Callable[[], None]
+    tell: Callable[[], object]
 
 
 Change = Freed | Copied | Passed

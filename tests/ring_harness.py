@@ -61,11 +61,12 @@ async def running_services(
     runtimes: Iterable[StageRuntime | FakeRuntime],
     *,
     hidden_type: HiddenType = HiddenType.F32,
+    first_index: int = 0,
 ) -> AsyncIterator[list[RunningStage]]:
     """Stages around `runtimes`, linked to each other, stopped at the end."""
     stages: list[RunningStage] = []
     async with contextlib.AsyncExitStack() as stack:
-        for index, runtime in enumerate(runtimes):
+        for index, runtime in enumerate(runtimes, first_index):
             service = StageService(
                 runtime,  # type: ignore[arg-type]  # a fake has all that a stage uses
                 stage_index=index,

@@ -50,6 +50,15 @@ def expected(request: GenerationRequest) -> tuple[list[int], list[TokenLogprobs]
     return plain_answer(request.prompt, request.max_tokens, choose), logprobs
 
 
+def proposers(text: list[int], errs: list[bool]) -> dict[str, Callable[[], Proposer]]:
+    return {
+        "oracle": lambda: Oracle(text, errs),
+        "slow": lambda: SlowOracle(text, errs),
+        "ngram": NgramProposer,
+        "parrot": Parrot,
+    }
+
+
 async def read(ring: RepairableRing, request: GenerationRequest) -> list[Committed]:
     return [part async for part in ring.coordinator.generate(request)]
 
@@ -87,14 +96,7 @@ def test_one_text_whenever_stages_die(
         for prompt in prompts
     ]
     wanted = [expected(request) for request in requests]
-    text = [*prompts[0], *wanted[0][0]]
-    make_proposer: dict[str, Callable[[], Proposer]] = {
-        "oracle": lambda: Oracle(text, errs),
-        "slow": lambda: SlowOracle(text, errs),
-        "ngram": NgramProposer,
-        "parrot": Parrot,
-    }
-    make = make_proposer.get(proposer)
+    make = proposers([*prompts[0], *wanted[0][0]], errs).get(proposer)
 
     async def ask() -> list[list[Committed]]:
         dies = Deaths(deaths)

@@ -95,7 +95,8 @@ class ControlStream:
         """
         self._num_pings += 1
         number = self._num_pings
-        pong = self._pongs[number] = asyncio.get_running_loop().create_future()
+        pong: asyncio.Future[wire.Pong] = asyncio.get_running_loop().create_future()
+        self._pongs[number] = pong
         self._requests.put_nowait(wire.ControlRequest(ping=wire.Ping(sent_us=number)))
         try:
             async with asyncio.timeout(timeout_s):

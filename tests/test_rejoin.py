@@ -1,0 +1,135 @@
+"""A stage that takes a place in another ring: who it listens to, who it refuses, what it lets go of."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from mesh.coordinator import CoordinatorOptions
+from mesh.engine import GenerationRequest
+from spanmesh_proto import PROTOCOL_VERSION
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto import windows_pb2_grpc as rpc
+from spanmesh_proto.errors import MeshError, ProtocolError
+from stages.channels import CLIENT_OPTIONS, key_metadata
+from stages.link import StageLink
+from tests.fake_stage import FakeRuntime
+from tests.repairable_ring import RepairableRing, serving
+from tests.ring_harness import RunningStage, collect
+
+OPTIONS = CoordinatorOptions(128, 4, FakeRuntime.max_rows, 64)
+
+
+def hello(mesh_id: str, term: int = 0) -> wire.Hello:
+    return wire.Hello(protocol_version=PROTOCOL_VERSION, mesh_id=mesh_id, sender="a test", term=term)
+
+
+async def greet(stage: RunningStage, mesh_id: str, mesh_key: str, term: int = 0) -> None:
+    """Shake hands as the stage before would, and leave."""
+    link = StageLink(stage.address.address, hello(mesh_id, term), mesh_key, lambda _error: None)
+    await link.open()
+    await link.close()
+
+
+@pytest.fixture
+async def ring() -> AsyncIterator[RepairableRing]:
+    ring = RepairableRing()
+    await ring.fill()
+    yield ring
+    await ring.close()
+
+
+async def test_the_old_ring_s_peers_are_refused(ring: RepairableRing) -> None:
+    stage = ring.running[1]
+    await greet(stage, ring.mesh_id, ring.mesh_key)
+    await stage.service.rejoin(1, "new ring", "new key", 3)
+    for mesh_id, mesh_key, reason in (
+        (ring.mesh_id, ring.mesh_key, "mesh key is missing or wrong"),
+        (ring.mesh_id, "new key", f"belongs to mesh 'new ring', not to '{ring.mesh_id}'"),
+        ("new ring", ring.mesh_key, "mesh key is missing or wrong"),
+    ):
+        with pytest.raises(MeshError, match=reason):
+            await greet(stage, mesh_id, mesh_key, 3)
+    await greet(stage, "new ring", "new key", 3)
+
+
+async def test_a_coordinator_that_was_replaced_is_refused(ring: RepairableRing) -> None:
+    stage = ring.running[1]
+    await stage.service.rejoin(1, "ring", "key", 3)
+    await greet(stage, "ring", "key", 5)
+    with pytest.raises(
+        ProtocolError, match="a test is of term 4, stage 1 serves term 5: another `mesh serve`"
+    ):
+        await greet(stage, "ring", "key", 4)
+    with pytest.raises(ProtocolError, match="moves stage 1 is of term 4, stage 1 serves term 5"):
+        await stage.service.rejoin(1, "ring", "key", 4)
+
+
+async def test_streams_of_the_old_ring_end(ring: RepairableRing) -> None:
+    tail = ring.running[-1]
+    async with grpc.aio.insecure_channel(tail.address.address, options=CLIENT_OPTIONS) as channel:
+        stub, key = rpc.StageStub(channel), key_metadata(ring.mesh_key)
+        link = stub.Link(metadata=key)
+        await link.write(wire.Frame(hello=hello(ring.mesh_id)))
+        control = stub.Control(metadata=key)
+        await control.write(wire.ControlRequest(hello=hello(ring.mesh_id)))
+        verdicts = stub.Verdicts(hello(ring.mesh_id), metadata=key)
+        streams: list[Any] = [link, control, verdicts]
+        assert isinstance(await link.read(), wire.Welcome)
+        assert isinstance(await control.read(), wire.ControlReply)
+        await verdicts.initial_metadata()
+        await link.write(
+            wire.Frame(open=wire.Open(session=1, sampling=wire.Sampling(top_p=1, repetition_penalty=1)))
+        )
+        async with asyncio.timeout(5):
+            while tail.service.stats().num_open_sessions == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await tail.service.rejoin(2, "new ring", "new key", 0)
+            assert [await stream.read() for stream in streams] == [grpc.aio.EOF] * 3
+    assert tail.service.stats().num_open_sessions == 0
+
+
+async def test_nothing_of_the_old_ring_leaves_after_it() -> None:
+    """The batch that computes when its stage is moved is waited for."""
+    computes, goes_on = threading.Event(), threading.Event()
+
+    def hold(index: int, _spans: object) -> None:
+        if index == 1 and not goes_on.is_set():
+            computes.set()
+            assert goes_on.wait(10)
+
+    ring = RepairableRing(hold)
+    async with serving(ring, OPTIONS) as coordinator:
+        answer = asyncio.create_task(collect(coordinator, GenerationRequest((1, 2, 3), 4)))
+        assert await asyncio.to_thread(computes.wait, 10)
+        moved = asyncio.create_task(ring.running[1].service.rejoin(1, "elsewhere", "key", 0))
+        done, _ = await asyncio.wait({moved}, timeout=0.1)
+        assert not done
+        goes_on.set()
+        async with asyncio.timeout(10):
+            await moved
+            await answer
+    assert ring.num_repairs == 1
+
+
+async def test_a_planned_move_loses_nothing() -> None:
+    ring = RepairableRing()
+    request = GenerationRequest(tuple(range(3, 30)), 30)
+    async with serving(ring, OPTIONS) as coordinator:
+        undisturbed, _ = await collect(coordinator, request)
+        parts = coordinator.generate(request)
+        said = list((await anext(parts)).tokens)
+        for _ in range(3):
+            coordinator.pause("a stage moves")
+            assert not coordinator.is_ready
+            assert coordinator.takes_requests
+            await ring.repair()
+            said += (await anext(parts)).tokens
+        async for part in parts:
+            said += part.tokens
+    assert said == undisturbed
+    assert part.stats.num_replays == 3
+    assert ring.num_repairs == 3
