@@ -8,7 +8,6 @@ from datetime import datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
-from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
@@ -17,6 +16,7 @@ from mesh.api.auth import KeyGate
 from mesh.api.backend import Backend
 from mesh.api.body import max_body_bytes
 from mesh.api.cors import Cors
+from mesh.api.document import DocumentedApp
 from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.request_log import RequestLog
 from mesh.chat_template import chat_template_of
@@ -24,6 +24,8 @@ from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from fastapi import FastAPI
 
     from mesh.api.api_keys import ApiKeys
     from mesh.engine import Engine
@@ -69,9 +71,11 @@ def create_app(
         stage_counts: Goes into the stages of `/mesh/status`: what they themselves count.
         measure_links: Answers `/mesh/links`, given round trips and bytes; None where there are no hosts.
     """
-    app = FastAPI(
+    app = DocumentedApp(
         title="spanmesh",
-        openapi_url=None,
+        version=version("spanmesh"),
+        docs_url=None,
+        redoc_url=None,
         redirect_slashes=False,
         max_body_size=max_body_bytes(engine.context_length),
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},

@@ -10,9 +10,11 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
+from mesh.api.answer_schemas import ChatCompletion
 from mesh.api.auth import key_name_of
 from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
+from mesh.api.document import answers, takes
 from mesh.api.hopeless_length import refuse_hopeless_length
 from mesh.api.job import make_job
 from mesh.api.json_bounds import max_values
@@ -32,7 +34,12 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses=answers(ChatCompletion, 404, 413, is_streamed=True),
+    openapi_extra=takes(ChatBody),
+)
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     backend = backend_of(request)

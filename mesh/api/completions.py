@@ -10,9 +10,11 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
+from mesh.api.answer_schemas import TextCompletion
 from mesh.api.auth import key_name_of
 from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
+from mesh.api.document import answers, takes
 from mesh.api.hopeless_length import refuse_hopeless_length
 from mesh.api.job import Job, make_job
 from mesh.api.json_bounds import max_values
@@ -35,7 +37,12 @@ router = APIRouter()
 DEFAULT_MAX_TOKENS: Final = 16
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post(
+    "/v1/completions",
+    response_model=None,
+    responses=answers(TextCompletion, 404, 413, is_streamed=True),
+    openapi_extra=takes(CompletionBody),
+)
 async def completions(request: Request) -> Response:
     """Continue one or more texts as they stand, without a chat template."""
     backend = backend_of(request)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
+from mesh.api.answer_schemas import Anything
 from mesh.api.backend import backend_of
+from mesh.api.document import answers
 from mesh.api.json_response import json_response
 from spanmesh_proto.errors import ClusterError, InvalidRequest
 
@@ -19,7 +21,18 @@ MAX_BULK_BYTES: Final = 256 * 2**20
 _PROBES: Final = 20
 
 
-@router.post("/mesh/links", response_model=None)
+def _parameter(name: str, least: int, most: int) -> dict[str, Any]:
+    return {"name": name, "in": "query", "schema": {"type": "integer", "minimum": least, "maximum": most}}
+
+
+@router.post(
+    "/mesh/links",
+    response_model=None,
+    responses=answers(Anything),
+    openapi_extra={
+        "parameters": [_parameter("probes", 1, MAX_PROBES), _parameter("bulk_bytes", 0, MAX_BULK_BYTES)]
+    },
+)
 async def measure_links(request: Request) -> Response:
     """Round trips, and bandwidth if `bulk_bytes` are to be sent, as `mesh bench net` shows them."""
     measure = backend_of(request).measure_links

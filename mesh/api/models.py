@@ -8,7 +8,9 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
+from mesh.api.answer_schemas import ModelCard, ModelList
 from mesh.api.backend import backend_of
+from mesh.api.document import answers
 from mesh.api.json_response import json_response
 
 if TYPE_CHECKING:
@@ -17,13 +19,13 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.get("/v1/models", response_model=None)
+@router.get("/v1/models", response_model=None, responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
     """The one model that is served."""
     return json_response({"object": "list", "data": [_model(backend_of(request))]})
 
 
-@router.get("/v1/models/{model_id:path}", response_model=None)
+@router.get("/v1/models/{model_id:path}", response_model=None, responses=answers(ModelCard, 404))
 async def get_model(request: Request, model_id: str) -> Response:
     """The model by its id, which may hold slashes, or by `default`."""
     backend = backend_of(request)

@@ -19,12 +19,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from mesh.api import unsupported
 from mesh.api.logit_bias import parse_logit_bias
 from mesh.api.ranges import between
 from mesh.engine import SpeculationLimits, SpeculationMode
 from spanmesh_proto.errors import InvalidRequest
 from stages.logprobs import MAX_TOP_LOGPROBS
-from stages.sampling import MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
+from stages.sampling import MAX_BIAS, MAX_BIASES, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 512
@@ -32,11 +33,24 @@ MAX_PROMPTS: Final = 64
 MAX_MESSAGES: Final = 4096
 
 Prompt = str | tuple[int, ...]
-Penalty = Annotated[float | None, between(-MAX_PENALTY, MAX_PENALTY, "; 0 switches it off")]
-RepetitionPenalty = Annotated[
-    float | None, between(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "; 1 switches it off")
+
+
+def _in_document(least: float, most: float) -> Any:
+    """How the API's document tells a range that a validator of ours checks."""
+    return Field(json_schema_extra={"minimum": least, "maximum": most})
+
+
+Penalty = Annotated[
+    float | None,
+    between(-MAX_PENALTY, MAX_PENALTY, "; 0 switches it off"),
+    _in_document(-MAX_PENALTY, MAX_PENALTY),
 ]
-NumTopLogprobs = Annotated[int | None, between(0, MAX_TOP_LOGPROBS)]
+RepetitionPenalty = Annotated[
+    float | None,
+    between(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "; 1 switches it off"),
+    _in_document(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+]
+NumTopLogprobs = Annotated[int | None, between(0, MAX_TOP_LOGPROBS), _in_document(0, MAX_TOP_LOGPROBS)]
 
 
 def parse_stop(value: Any) -> tuple[str, ...]:
@@ -154,15 +168,41 @@ class SpeculationBody(BaseModel):
         return SpeculationLimits(self.mode, self.max_width, self.depth)
 
 
+class TextPart(_Body):
+    """A piece of a message; for the API's document."""
+
+    type: Literal["text"]
+    text: str
+
+
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_StopInput = _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None
+_BiasInput = (
+    Annotated[
+        dict[
+            Annotated[str, Field(pattern=r"^[0-9]{1,18}$")],
+            Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)],
+        ],
+        Field(max_length=MAX_BIASES),
+    ]
+    | None
+)
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
+_PromptInput = str | _Ids | Annotated[list[str], _SeveralPrompts] | Annotated[list[_Ids], _SeveralPrompts]
+
+
 class PredictionBody(_Body):
     """What the client expects the answer to be, all of it (OpenAI's predicted outputs)."""
 
     type: Literal["content"]
-    content: Annotated[str, PlainValidator(parse_prediction)]
+    content: Annotated[str, PlainValidator(parse_prediction, json_schema_input_type=str | list[TextPart])]
 
 
 class GenerationBody(_Body):
     """What both endpoints take."""
+
+    model_config = ConfigDict(json_schema_extra=unsupported.describe)
 
     model: str | None = None
     stream: bool | None = None
@@ -177,9 +217,13 @@ class GenerationBody(_Body):
     presence_penalty: Penalty = None
     repetition_penalty: RepetitionPenalty = None
     repeat_penalty: RepetitionPenalty = None
-    repeat_last_n: Annotated[int | None, between(-1, 2**31 - 1, "; -1 counts all, 0 none")] = None
-    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(parse_logit_bias)] = ()
-    stop: Annotated[tuple[str, ...], PlainValidator(parse_stop)] = ()
+    repeat_last_n: Annotated[
+        int | None, between(-1, 2**31 - 1, "; -1 counts all, 0 none"), _in_document(-1, 2**31 - 1)
+    ] = None
+    logit_bias: Annotated[
+        tuple[tuple[int, float], ...], PlainValidator(parse_logit_bias, json_schema_input_type=_BiasInput)
+    ] = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(parse_stop, json_schema_input_type=_StopInput)] = ()
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
     speculation: SpeculationBody | None = None
@@ -211,7 +255,11 @@ class Message(_Body):
     """One turn of a conversation. Fields beyond these go to the template as they are."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, PlainValidator(parse_content), Field(validate_default=True)] = None
+    content: Annotated[
+        Any,
+        PlainValidator(parse_content, json_schema_input_type=str | list[TextPart] | None),
+        Field(validate_default=True),
+    ] = None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates know it: `developer` is OpenAI's newer word for `system`."""
@@ -224,7 +272,10 @@ class ChatBody(GenerationBody):
 
     # The first one that is wrong is enough: thousands of them would take seconds to tell.
     messages: Annotated[
-        list[Message], FailFast(), Field(min_length=1), BeforeValidator(refuse_too_many_messages)
+        list[Message],
+        FailFast(),
+        Field(min_length=1, json_schema_extra={"maxItems": MAX_MESSAGES}),
+        BeforeValidator(refuse_too_many_messages),
     ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -259,7 +310,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts)]
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts, json_schema_input_type=_PromptInput)]
     echo: bool | None = None
     logprobs: Annotated[NumTopLogprobs, BeforeValidator(none_if_false)] = None
 

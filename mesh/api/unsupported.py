@@ -36,6 +36,12 @@ _HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
 NAMES: Final = frozenset(_HARMLESS)
 
 
+def describe(schema: dict[str, Any]) -> None:
+    """Add these fields to the JSON schema of a request body, each with what it may hold."""
+    for name, values in _HARMLESS.items():
+        schema["properties"].setdefault(name, {"enum": [None, *values]})
+
+
 def refuse_unsupported(fields: Mapping[str, Any]) -> None:
     """Check the fields that no schema names.
 
