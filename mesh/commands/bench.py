@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from mesh.commands.bench_chaos import chaos
 from mesh.commands.bench_fuzz import fuzz
 from mesh.commands.bench_net import net
 from mesh.commands.bench_serve import serve
@@ -53,6 +54,7 @@ bench.add_command(serve)
 bench.add_command(stress)
 bench.add_command(net)
 bench.add_command(fuzz)
+bench.add_command(chaos)
 
 
 @bench.command()

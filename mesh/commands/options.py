@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Number = TypeVar("Number", int, float)
+Name = TypeVar("Name", bound=str)
 
 
 class MemorySize(click.ParamType[int]):
@@ -29,6 +30,33 @@ class MemorySize(click.ParamType[int]):
             return parse_size(value)
         except ClusterError as error:
             self.fail(error.message, param, ctx)
+
+
+class Names(click.ParamType[tuple[Name, ...]]):
+    """`leave,head`: some of the names that there are.
+
+    Args:
+        what: What a name stands for.
+        known: Names, in the order in which they are handed on.
+    """
+
+    name = "names"
+
+    def __init__(self, what: str, known: tuple[Name, ...]) -> None:
+        self._what = what
+        self._known = known
+
+    def convert(
+        self, value: str | tuple[Name, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Name, ...]:
+        """To names."""
+        if isinstance(value, tuple):
+            return value
+        wanted = value.split(",")
+        for each in wanted:
+            if each not in self._known:
+                self.fail(f"{each!r} is no {self._what}; there are {', '.join(self._known)}", param, ctx)
+        return tuple(name for name in self._known if name in wanted)
 
 
 class LayerCounts(click.ParamType[tuple[int, ...]]):

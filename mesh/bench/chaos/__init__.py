@@ -1,0 +1,1 @@
+"""`mesh bench chaos`: a mesh is harmed while clients read, and they may see no more than a pause."""

@@ -1,0 +1,161 @@
+"""The clients of a mesh: as many requests at once as are wanted, newcomers between them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.bench.chaos.look import Running
+from mesh.bench.chaos.stream import Stream
+from mesh.bench.chaos.watched_reading import WatchedReading
+from mesh.bench.serve.record import UNFINISHED, Failure, Record
+from mesh.bench.stream_client import CHAT_PATH
+from mesh.bench.stress.told import Told
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from mesh.bench.serve.client import Client
+
+# Who is told to come again comes again, but nobody waits for long in a bench.
+_MOST_PATIENCE_S: Final = 3.0
+_LEAST_PATIENCE_S: Final = 0.2
+
+
+class Clients:
+    """Asks, and notes when each token came.
+
+    Args:
+        client: Sends requests.
+        clock_s: Monotonic, seconds; the client's.
+        on_end: Called with each request that is over.
+    """
+
+    def __init__(
+        self, client: Client, clock_s: Callable[[], float], on_end: Callable[[Stream], None]
+    ) -> None:
+        self._client = client
+        self._clock_s = clock_s
+        self._on_end = on_end
+        self._under_way: dict[int, tuple[float, WatchedReading]] = {}
+        self._numbers = itertools.count()
+        self._is_closing = False
+
+    async def ask_all(self, questions: Sequence[tuple[str, str]], num_at_once: int) -> None:
+        """Ask each question once, so many at once.
+
+        Args:
+            questions: Name and body of each.
+            num_at_once: At least 1.
+        """
+        await self._work_off(iter(questions), num_at_once)
+
+    async def keep_asking(self, questions: Sequence[tuple[str, str]], num_at_once: int) -> None:
+        """Ask all over again, so many at once, until `let_end`."""
+        self._is_closing = False
+        await self._work_off(self._until_closing(questions), num_at_once)
+
+    def let_end(self) -> None:
+        """Ask no more; what is under way goes on to its end."""
+        self._is_closing = True
+
+    async def ask(self, name: str, body: str) -> Stream:
+        """Ask once."""
+        reading = WatchedReading()
+        number = next(self._numbers)
+        sent_s = self._clock_s()
+        self._under_way[number] = sent_s, reading
+        failure: Failure | None = Failure(UNFINISHED, "the run was ended first")
+        try:
+            failure = await self._client.ask(CHAT_PATH, body.encode(), reading)
+        finally:
+            del self._under_way[number]
+            stream = self._stream(number, name, sent_s, reading, failure)
+        return stream
+
+    def running(self) -> tuple[Running, ...]:
+        """What is under way now."""
+        found = []
+        for sent_s, reading in self._under_way.values():
+            parts_s = reading.heard().parts_s
+            found.append(Running(sent_s, parts_s[-1] if parts_s else None))
+        return tuple(found)
+
+    async def status(self) -> dict[str, Any] | None:
+        """What `/mesh/status` says; None if there is no good answer."""
+        answer = _Body()
+        try:
+            await self._client.exchange("GET", "/mesh/status", b"", answer)
+            found: dict[str, Any] = json.loads(answer.body)
+        except (TimeoutError, OSError, ValueError):
+            return None
+        return found if answer.status == 200 else None
+
+    async def _work_off(self, questions: Iterator[tuple[str, str]], num_at_once: int) -> None:
+        async def user() -> None:
+            for name, body in questions:
+                stream = await self.ask(name, body)
+                self._on_end(stream)
+                if stream.told.record.failure is not None:
+                    await asyncio.sleep(_patience_s(stream.told.record.failure))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num_at_once):
+                group.create_task(user())
+
+    def _until_closing(self, questions: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+        for question in itertools.cycle(questions):
+            if self._is_closing:
+                return
+            yield question
+
+    def _stream(
+        self, number: int, name: str, sent_s: float, reading: WatchedReading, failure: Failure | None
+    ) -> Stream:
+        ended_s = self._clock_s()
+        heard = reading.heard(failure)
+        counted = heard.num_output_tokens
+        record = Record(
+            number=number,
+            prompt_id=name,
+            scheduled_s=sent_s,
+            ready_s=sent_s,
+            sent_s=sent_s,
+            ended_s=ended_s,
+            parts_s=heard.parts_s,
+            last_s=ended_s if heard.last_s is None else heard.last_s,
+            num_input_tokens=heard.num_input_tokens,
+            num_cached_tokens=heard.num_cached_tokens,
+            num_output_tokens=len(heard.parts_s) if counted is None else counted,
+            has_usage=counted is not None,
+            finish=heard.finish,
+            failure=heard.failure,
+        )
+        faults = reading.faults() if heard.failure is None else ()
+        told = Told(record, reading.text, tuple(reading.token_ids), faults)
+        return Stream(told, tuple(reading.bytes_s))
+
+
+class _Body:
+    """A response in one piece; implements `connection.Receiver`."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = b""
+
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:  # noqa: ARG002 - the protocol's
+        self.status = status
+
+    def on_body(self, data: bytes, now_s: float) -> None:  # noqa: ARG002 - the protocol's
+        self.body += data
+
+
+def _patience_s(failure: Failure) -> float:
+    """How long to wait before the next request."""
+    try:
+        told_s = float(failure.retry_after or 0.0)
+    except ValueError:
+        told_s = 0.0
+    return min(_MOST_PATIENCE_S, max(_LEAST_PATIENCE_S, told_s))

@@ -1,0 +1,147 @@
+"""The report in words, for a page and for a terminal. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from mesh.bench.chaos.harm import MEANING
+from mesh.bench.chaos.summary import by_kind
+from mesh.bench.markdown_table import markdown_table
+
+if TYPE_CHECKING:
+    from mesh.bench.chaos.repair import Repair
+    from mesh.bench.chaos.report import Report
+    from mesh.bench.chaos.scenario import Scenario
+    from mesh.bench.stress.check import Check
+
+_KIND_HEADS: Final = (
+    "harm",
+    "times",
+    "warm",
+    "pause p50",
+    "worst",
+    "silence, worst",
+    "repair p50",
+    "all back p50",
+    "new request, worst",
+    "not whole",
+)
+_REPAIR_HEADS: Final = (
+    "",
+    "at",
+    "harm",
+    "host",
+    "held",
+    "pause",
+    "repair",
+    "all back",
+    "new request",
+    "what the head says",
+)
+_MAX_PROBLEMS: Final = 20
+_MAX_WORDS_CHARS: Final = 240
+
+
+def as_markdown(report: Report) -> str:
+    """The whole page."""
+    sections = [
+        ("# A mesh that is harmed while clients read", _circumstances(report)),
+        ("## Acceptance", markdown_table(("measure", "wanted", "measured", "", "note"), _lines(report))),
+        ("## What must hold besides", markdown_table(("check", "holds", "figures"), _checks(report))),
+        ("## Not done", "\n".join(f"- {failure}" for failure in _failures(report))),
+    ]
+    for scenario in report.scenarios:
+        kinds = [
+            (
+                MEANING[each.kind],
+                str(each.count),
+                str(each.num_warm),
+                _number(each.median_pause_s),
+                _number(each.worst_pause_s),
+                _number(each.worst_silence_s),
+                _number(each.median_repair_s),
+                _number(each.median_whole_s),
+                _number(each.worst_newcomer_s),
+                str(each.num_not_whole),
+            )
+            for each in by_kind(scenario.repairs)
+        ]
+        repairs = [_repair(repair) for repair in scenario.repairs]
+        sections += [
+            (f"## Scenario `{scenario.name}` by kind; times in s", markdown_table(_KIND_HEADS, kinds)),
+            (f"## Scenario `{scenario.name}`, one by one", markdown_table(_REPAIR_HEADS, repairs)),
+            (f"## Scenario `{scenario.name}`: bad streams", _problems(scenario)),
+        ]
+    return "\n\n".join(f"{title}\n\n{body}".strip() for title, body in sections if body) + "\n"
+
+
+def as_text(report: Report) -> str:
+    """For a terminal."""
+    parts = [
+        "\n".join(
+            f"{line.verdict:>12}  {_number(line.measured):>6} {line.bound:>6}  {line.title}"
+            + (f"  ({line.note})" if line.note else "")
+            for line in report.lines
+        ),
+        "\n".join(f"{_holds(check):>14}  {check.name}: {check.detail}" for check in report.checks),
+        "\n".join(f"not done: {failure}" for failure in _failures(report)),
+        "\n".join(
+            f"bad stream: {problem.request}: {problem.kind}: {problem.detail}"
+            for scenario in report.scenarios
+            for problem in scenario.problems[:_MAX_PROBLEMS]
+        ),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _circumstances(report: Report) -> str:
+    found = report.circumstances
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items()) + "."
+
+
+def _lines(report: Report) -> list[tuple[str, ...]]:
+    return [
+        (line.title, line.bound, _number(line.measured), line.verdict, line.note) for line in report.lines
+    ]
+
+
+def _checks(report: Report) -> list[tuple[str, str, str]]:
+    return [(check.name, _holds(check), check.detail) for check in report.checks]
+
+
+def _failures(report: Report) -> list[str]:
+    own = [f"{scenario.name}: {failure}" for scenario in report.scenarios for failure in scenario.failures]
+    return [*report.failures, *own]
+
+
+def _repair(repair: Repair) -> tuple[str, ...]:
+    newcomer = repair.newcomer
+    return (
+        str(repair.number),
+        f"{repair.at_s:.1f}",
+        repair.kind,
+        repair.host,
+        _number(repair.hold_s),
+        _number(repair.pause_s),
+        _number(repair.repair_s),
+        _number(repair.whole_s) or f"never: {repair.problem}",
+        "" if newcomer is None else f"{newcomer.took_s:.2f} {newcomer.outcome}",
+        repair.reason[:_MAX_WORDS_CHARS],
+    )
+
+
+def _problems(scenario: Scenario) -> str:
+    shown = [
+        f"- {problem.request}: {problem.kind}: {problem.detail}"
+        for problem in scenario.problems[:_MAX_PROBLEMS]
+    ]
+    more = len(scenario.problems) - _MAX_PROBLEMS
+    return "\n".join([*shown, *([f"- and {more} more"] if more > 0 else [])])
+
+
+def _holds(check: Check) -> str:
+    return {True: "holds", False: "FAILS", None: "cannot be said"}[check.holds]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,61 @@
+"""What the user says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mesh.bench.chaos.harm import HarmKind
+
+ScenarioName = Literal["harms", "leave", "head", "no-room"]
+SCENARIOS: Final[tuple[ScenarioName, ...]] = get_args(ScenarioName)
+
+
+@dataclass(frozen=True)
+class ChaosOptions:
+    """A run of `mesh bench chaos`.
+
+    Attributes:
+        model: A GGUF.
+        scenarios: What is tried, in this order.
+        num_stages: Hosts with layers; one more is the head.
+        num_spares: Hosts without.
+        delay_ms: One way, between any two hosts.
+        num_streams: Requests under way at any time.
+        num_harms: How many.
+        kinds: Among which they are drawn.
+        seed: Of harms, questions and sampling.
+        exact: Numeric mode; then every text must be that of the undisturbed run.
+        num_questions: Different ones.
+        answer_tokens: Lengths of answers, of which each question gets one.
+        ctx_size: Positions of a session.
+        num_threads: Of each stage.
+        speculate: Who proposes, as in `mesh serve`.
+        serve_options: Further options of `mesh serve`.
+        whole_timeout_s: A mesh that is not whole again so long after a harm has failed.
+        output: Folder for the report.
+        logs: Folder for what the processes write; None throws it away.
+    """
+
+    model: Path
+    scenarios: tuple[ScenarioName, ...]
+    num_stages: int
+    num_spares: int
+    delay_ms: float
+    num_streams: int
+    num_harms: int
+    kinds: tuple[HarmKind, ...]
+    seed: int
+    exact: bool
+    num_questions: int
+    answer_tokens: tuple[int, ...]
+    ctx_size: int
+    num_threads: int
+    speculate: str
+    serve_options: tuple[str, ...]
+    whole_timeout_s: float
+    output: Path
+    logs: Path | None

@@ -1,0 +1,91 @@
+"""One harm and what came after it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mesh.bench.chaos.stream import Stream
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A request that was sent right after a harm.
+
+    Attributes:
+        took_s: To its first token, or to its refusal.
+        outcome: `answer`, `503`, or what went wrong.
+    """
+
+    took_s: float
+    outcome: str
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it was answered, or told to come again."""
+        return self.outcome in {"answer", "503"}
+
+
+def newcomer_of(stream: Stream) -> Newcomer:
+    """What a newcomer saw."""
+    record = stream.told.record
+    failure = record.failure
+    if failure is None:
+        return Newcomer(record.parts_s[0] - record.sent_s, "answer")
+    took_s = record.ended_s - record.sent_s
+    if stream.is_refused and failure.retry_after is not None:
+        return Newcomer(took_s, "503")
+    return Newcomer(took_s, f"{failure.kind}: {failure.message}")
+
+
+@dataclass(frozen=True)
+class Repair:
+    """See above. All times in seconds.
+
+    Attributes:
+        number: Of the harm, from 0.
+        kind: Of the harm.
+        host: That it hit.
+        at_s: When, since the first question was asked.
+        hold_s: How long the host stayed cut off, or the process stopped; None for what is not taken back.
+        whole_s: From the harm until the mesh was what it had been, spare hosts included; None if never.
+        repair_s: What the head took for repairs, from its noticing on; None if it made none.
+        pause_s: The longest time between two tokens that a client saw in that time.
+        silence_s: The longest time in which a client heard nothing at all, no comment ping either.
+        newcomer: Who came right after it; None if nobody did.
+        is_warm: Whether a copy of the lost layers was loaded already; None if the mesh does not say.
+        reason: What the mesh says of it; empty if it noted nothing.
+        rejoined: Hosts whose `mesh join` had ended and was started again.
+        problem: Why the mesh was not whole in time; empty if it was.
+    """
+
+    number: int
+    kind: str
+    host: str
+    at_s: float
+    hold_s: float | None
+    whole_s: float | None
+    repair_s: float | None
+    pause_s: float
+    silence_s: float
+    newcomer: Newcomer | None
+    is_warm: bool | None
+    reason: str
+    rejoined: tuple[int, ...]
+    problem: str
+
+
+def longest_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> tuple[float, float]:
+    """The longest pause between tokens and the longest silence of any stream in that time."""
+    within = [
+        stream
+        for stream in streams
+        if stream.told.record.ended_s > start_s and stream.told.record.sent_s < stop_s
+    ]
+    return (
+        max((stream.pause_s(start_s, stop_s) for stream in within), default=0.0),
+        max((stream.silence_s(start_s, stop_s) for stream in within), default=0.0),
+    )

@@ -1,0 +1,30 @@
+"""What one scenario came to. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mesh.bench.chaos.repair import Repair
+    from mesh.bench.stress.judging import Problem
+    from mesh.bench.stress.line import Line
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One of `options.SCENARIOS`.
+
+    Attributes:
+        name: Which.
+        lines: Of the acceptance table.
+        repairs: What was harmed.
+        problems: Of streams.
+        failures: Why it ended before it was through; empty if it was.
+    """
+
+    name: str
+    lines: tuple[Line, ...]
+    repairs: tuple[Repair, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    failures: tuple[str, ...] = field(default=())
