@@ -13,6 +13,7 @@ _CASES = click.IntRange(1)
 @click.command()
 @click.argument("model", required=False, type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--http", type=_CASES, metavar="N", help="Requests to the API, made from its own document.")
+@click.option("--gguf", type=_CASES, metavar="N", help="Model files, damaged, lying and cut short.")
 @click.option("--tokens", type=_CASES, metavar="N", help="Join tokens, mistyped, damaged and made up.")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of all randomness.")
 @click.option(

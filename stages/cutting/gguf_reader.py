@@ -25,6 +25,12 @@ MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _DEFAULT_ALIGNMENT: Final = 32
 _MAX_DIMS: Final = 4
+# The format's own limit for keys; tensors' names are shorter.
+_MAX_NAME_BYTES: Final = 65_535
+# A metadata entry takes at least its key's length, its type and a byte; a tensor takes its name's length, the
+# number of its dimensions, its type and its offset. A count beyond what there is room for is never believed.
+_LEAST_KEY_BYTES: Final = 8 + 4 + 1
+_LEAST_TENSOR_BYTES: Final = 8 + 4 + 4 + 8
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -97,9 +103,13 @@ class _Reader:
             )
         n_tensors = self._number("Q")
         n_keys = self._number("Q")
+        if n_tensors * _LEAST_TENSOR_BYTES + n_keys * _LEAST_KEY_BYTES > len(self._data) - self._position:
+            raise struct.error
         metadata: dict[str, Value] = {}
         for _ in range(n_keys):
             key = self._text()
+            if key in metadata:
+                raise InvalidModel(f"{self._path}: metadata key {key!r} is in the file twice")
             metadata[key] = self._value(key)
         infos = [self._tensor() for _ in range(n_tensors)]
         alignment = self._alignment(metadata)
@@ -127,7 +137,12 @@ class _Reader:
         return taken
 
     def _text(self) -> str:
-        return self._take(self._number("Q")).decode(errors="replace")
+        n_bytes = self._number("Q")
+        if n_bytes > _MAX_NAME_BYTES:
+            raise InvalidModel(
+                f"{self._path}: a name of {n_bytes} bytes, at most {_MAX_NAME_BYTES} exist; fetch it again"
+            )
+        return self._take(n_bytes).decode(errors="replace")
 
     def _kind(self, key: str) -> ValueType:
         number = self._number("I")

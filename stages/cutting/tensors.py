@@ -15,7 +15,7 @@ OUTPUT_NORM: Final = "output_norm.weight"
 OUTPUT: Final = "output.weight"
 OUTPUT_BIAS: Final = "output.bias"
 
-_BLOCK: Final = re.compile(r"blk\.(\d+)\.(.+)")
+_BLOCK: Final = re.compile(r"blk\.([0-9]{1,9})\.(.+)")
 
 
 def layer_of(name: str) -> int | None:
