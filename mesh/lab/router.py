@@ -91,7 +91,7 @@ class Router:
         return None if soonest_ns is None else max(0, soonest_ns - time.monotonic_ns()) / 1e9
 
     def _obey(self, command: dict[str, Any]) -> bytes:
-        """Set a delay, between two hosts, in both directions, or on every wire; lose a host's packets, or not."""
+        """Set a delay, between two hosts or on every wire; say whose packets get lost."""
         if "delay_ms" in command:
             delay_ns = round(command["delay_ms"] * 1e6)
             if "between" in command:

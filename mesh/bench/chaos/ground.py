@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_POLL_S: Final = 0.25
+_POLL_S: Final = 0.5
 # A mesh that is whole for a moment only, before it has noticed a loss, is not whole.
 _SETTLE_S: Final = 1.5
 ANSWERS_TIMEOUT_S: Final = 300.0
@@ -67,7 +67,12 @@ class Ground:
 
     def missing(self, look: Look, since_s: float) -> str | None:
         """Why the mesh is not yet what it was; see `look.what_is_missing`."""
-        return what_is_missing(look, since_s=since_s, num_hosts=self.num_hosts)
+        return what_is_missing(
+            look,
+            since_s=since_s,
+            num_hosts=self.num_hosts,
+            with_copies=self.num_hosts > self.options.num_stages,
+        )
 
     def wait_whole(self, since_s: float) -> float:
         """Wait until the mesh is what it was, starting again whoever left.

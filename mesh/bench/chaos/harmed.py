@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_POLL_S: Final = 0.2
+_POLL_S: Final = 0.5
 _NEWCOMER_TIMEOUT_S: Final = 200.0
 # Within this a harm shows, if only by streams that stand still.
 _SHOWS_S: Final = 1.0

@@ -14,7 +14,7 @@ from mesh.bench.stress.script import Turn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MADE_UP_TOKENS: Final = (20, 60, 200)
+_MADE_UP_TOKENS: Final = (12, 30, 80)
 _PENALTIES: Final[tuple[dict[str, float], ...]] = (
     {"frequency_penalty": 0.4, "presence_penalty": 0.2},
     {"repetition_penalty": 1.15},

@@ -1,0 +1,310 @@
+"""Pure parts of `mesh bench chaos`: harms, how streams, repairs and meshes are judged, reports."""
+
+import json
+import os
+import socket
+from collections import Counter
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.bench.chaos.account import account_of, events_of
+from mesh.bench.chaos.bounds import repair_lines, stream_lines
+from mesh.bench.chaos.harm import KINDS, MEANING, HarmKind, draw_harms, victim
+from mesh.bench.chaos.lines import as_markdown, as_text
+from mesh.bench.chaos.listener import listener
+from mesh.bench.chaos.look import Look, Running, what_is_missing
+from mesh.bench.chaos.options import SCENARIOS
+from mesh.bench.chaos.question import questions
+from mesh.bench.chaos.repair import Newcomer, Repair, longest_s, newcomer_of
+from mesh.bench.chaos.report import Report, as_json
+from mesh.bench.chaos.room import least_memory_bytes
+from mesh.bench.chaos.scenario import Scenario
+from mesh.bench.chaos.stream import Stream
+from mesh.bench.chaos.summary import by_kind
+from mesh.bench.chaos.tally import tally
+from mesh.bench.serve.record import Failure, Record
+from mesh.bench.stress.check import Check
+from mesh.bench.stress.judging import Expected
+from mesh.bench.stress.script import Turn
+from mesh.bench.stress.told import Told
+from mesh.commands.bench_chaos import chaos
+from mesh.planner import HostCapacity, plan
+from mesh.stage_sizes import Workload
+from spanmesh_proto.errors import ModelDoesNotFit
+from tests.test_planner import model as made_up_model
+
+
+def stream(
+    *parts_s: float,
+    sent_s: float = 0.0,
+    ended_s: float = 10.0,
+    text: str = "abc",
+    ids: tuple[int, ...] = (1, 2, 3),
+    failure: Failure | None = None,
+    bytes_s: tuple[float, ...] = (),
+) -> Stream:
+    record = Record(
+        number=0,
+        prompt_id="q",
+        scheduled_s=sent_s,
+        ready_s=sent_s,
+        sent_s=sent_s,
+        ended_s=ended_s,
+        parts_s=parts_s,
+        last_s=ended_s,
+        num_input_tokens=5,
+        num_cached_tokens=0,
+        num_output_tokens=3,
+        has_usage=True,
+        finish=None if failure else "length",
+        failure=failure,
+    )
+    return Stream(Told(record, text, ids, ()), bytes_s or parts_s)
+
+
+def expected() -> dict[str, Expected]:
+    return {"q": Expected(Turn("Say so.", 3), stream(1.0, 2.0, 3.0).told)}
+
+
+def repair(kind: str = "first", **fields: Any) -> Repair:
+    plain = Repair(
+        number=0,
+        kind=kind,
+        host="host1",
+        at_s=1.0,
+        hold_s=None,
+        whole_s=9.0,
+        repair_s=0.3,
+        pause_s=2.0,
+        silence_s=1.0,
+        newcomer=Newcomer(1.0, "answer"),
+        is_warm=True,
+        reason="layers [0, 10) to host4 (had a copy)",
+        rejoined=(),
+        problem="",
+    )
+    return replace(plain, **fields)
+
+
+@given(
+    count=st.integers(0, 60),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, unique=True),
+    seed=st.integers(0, 2**32),
+)
+def test_every_kind_of_harm_comes_about_as_often(count: int, kinds: list[HarmKind], seed: int) -> None:
+    harms = draw_harms(count, kinds, seed)
+    assert harms == draw_harms(count, kinds, seed)
+    assert [harm.number for harm in harms] == list(range(count))
+    times = Counter(harm.kind for harm in harms)
+    assert set(times) <= set(kinds)
+    assert max((times[kind] for kind in kinds), default=0) - min(times[kind] for kind in kinds) <= 1
+    assert all(0 < harm.wait_s < harm.hold_s + 4 and harm.hold_s > 2 for harm in harms)
+
+
+@given(pick=st.floats(0, 1, exclude_max=True), kind=st.sampled_from(KINDS), num_stages=st.integers(1, 5))
+def test_a_harm_hits_a_host_with_a_stage(pick: float, kind: HarmKind, num_stages: int) -> None:
+    hosts = [f"host{index}" for index in range(num_stages)]
+    hit = victim(kind, pick, hosts)
+    assert hit in hosts
+    if kind == "first":
+        assert hit == hosts[0]
+    if kind == "tail":
+        assert hit == hosts[-1]
+    if kind == "middle" and num_stages > 2:
+        assert hit in hosts[1:-1]
+
+
+def test_questions_are_greedy_or_seeded_with_penalties() -> None:
+    asked = questions(12, (5, 9), seed=3)
+    assert asked == questions(12, (5, 9), seed=3)
+    assert len({question.turn.text for question in asked}) == 12
+    bodies = [json.loads(question.body) for question in asked]
+    assert {body["max_tokens"] for body in bodies} == {5, 9}
+    drawn = [body for body in bodies if body["temperature"]]
+    assert len(drawn) == 6
+    assert all("seed" in body and any("penalty" in name for name in body) for body in drawn)
+    assert all(body["return_token_ids"] and body["ignore_eos"] for body in bodies)
+
+
+def test_a_pause_is_the_longest_gap_that_touches_the_time() -> None:
+    one = stream(1.0, 1.1, 6.1, 6.2, 9.2, bytes_s=(1.0, 1.1, 2.1, 3.1, 6.1, 6.2, 9.2))
+    assert one.pause_s(2.0, 7.0) == pytest.approx(5.0)
+    assert one.pause_s(6.15, 7.0) == pytest.approx(3.0)
+    assert one.pause_s(9.5, 20.0) == 0.0
+    # Comment pings are no tokens, but somebody is there.
+    assert one.silence_s(2.0, 6.15) == pytest.approx(3.0)
+    other = stream(5.0, 5.5, sent_s=4.0)
+    assert longest_s([one, other], 2.0, 6.0) == (pytest.approx(5.0), pytest.approx(3.0))
+    # Ended before, or sent after.
+    assert longest_s([stream(0.1, 0.9, ended_s=1.0), stream(8.0, 8.9, sent_s=7.0)], 2.0, 6.0) == (0.0, 0.0)
+
+
+def test_a_stream_survives_json() -> None:
+    one = stream(1.0, 2.0, failure=Failure("http_503", "later", "2"), bytes_s=(0.5, 1.0, 2.0))
+    assert Stream.from_dict(json.loads(json.dumps(one.as_dict()))) == one
+
+
+def test_streams_that_fail_or_differ_count_and_refusals_do_not() -> None:
+    streams = [
+        stream(1.0, 2.0, 3.0),
+        stream(1.0, 2.0, 3.0, text="abd"),
+        stream(1.0, 2.0, 3.0, ids=(1, 2, 4)),
+        stream(1.0, failure=Failure("stream_error", "gone")),
+        stream(failure=Failure("http_503", "come again", "2")),
+    ]
+    found = tally(streams, expected(), is_exact=True)
+    assert (found.num_streams, found.num_failed, found.num_unlike, found.num_refused) == (4, 1, 2, 1)
+    assert [problem.kind for problem in found.problems] == ["text", "failure", "text"]
+    fast = tally(streams, expected(), is_exact=False)
+    assert [problem.kind for problem in fast.problems] == ["failure"]
+    assert [line.verdict for line in stream_lines(found, "now", is_exact=True)] == ["missed", "missed"]
+    assert [line.verdict for line in stream_lines(fast, "now", is_exact=False)] == ["missed"]
+
+
+def test_a_newcomer_gets_an_answer_or_a_503_that_says_when_to_come_again() -> None:
+    assert newcomer_of(stream(3.0, 4.0, sent_s=1.0)) == Newcomer(2.0, "answer")
+    refused = stream(sent_s=1.0, ended_s=3.5, failure=Failure("http_503", "later", "2"))
+    assert newcomer_of(refused) == Newcomer(2.5, "503")
+    silent = stream(sent_s=1.0, ended_s=3.5, failure=Failure("http_503", "later"))
+    broken = stream(1.5, sent_s=1.0, ended_s=3.5, failure=Failure("stream_error", "gone"))
+    assert not newcomer_of(silent).is_sound
+    assert newcomer_of(broken).outcome == "stream_error: gone"
+
+
+def whole() -> dict[str, Any]:
+    return {
+        "ready": True,
+        "phase": "serving",
+        "hosts": [
+            {"name": "host1", "ready": True, "copies": []},
+            {"name": "host2", "ready": True, "copies": ["[0, 30)"]},
+        ],
+        "stages": [{"host": "host1", "layers": [0, 30], "address": "10.0.0.1:5"}],
+    }
+
+
+def test_a_mesh_is_whole_when_all_are_back_and_all_streams_go_on() -> None:
+    def missing(status: dict[str, Any] | None, *running: Running) -> str | None:
+        look = Look(20.0, status, running)
+        return what_is_missing(look, since_s=10.0, num_hosts=2, with_copies=True)
+
+    assert missing(whole(), Running(1.0, 11.0), Running(12.0, None)) is None
+    assert missing(None) == "the head does not answer"
+    assert "repairing" in str(missing({**whole(), "ready": False, "phase": "repairing"}))
+    assert missing({**whole(), "hosts": whole()["hosts"][1:]}) == "1 of 2 hosts are ready"
+    cold = [{"name": name, "ready": True} for name in ("host1", "host2")]
+    assert missing({**whole(), "hosts": cold}) == "layers [0, 30) have no copy"
+    assert missing(whole(), Running(1.0, 9.0), Running(1.0, None)) == "2 of 2 streams have not gone on"
+
+
+def test_the_heads_log_tells_how_layers_moved() -> None:
+    log = "\n".join(
+        (
+            "words for people",
+            json.dumps({"event": "ring_broken", "reason": "a stream ended"}),
+            json.dumps({"event": "repaired", "seconds": 0.25, "how": "layers [0, 9) to host4 (had a copy)"}),
+            json.dumps(
+                {"event": "repaired", "seconds": 1.0, "how": "layers [9, 12) to host2, [12, 15) to host3"}
+            ),
+            '{"event": "half a li',
+        )
+    )
+    events = events_of(log)
+    assert len(events) == 3
+    warm = account_of(events[:2])
+    assert (warm.num_repairs, warm.is_warm, warm.repair_s) == (1, True, 0.25)
+    assert warm.reason == "a stream ended; layers [0, 9) to host4 (had a copy)"
+    assert account_of(events).is_warm is False
+    assert account_of([]).is_warm is None
+
+
+def test_lines_hold_the_pauses_against_their_bounds() -> None:
+    repairs = [
+        repair(pause_s=2.0),
+        repair(pause_s=3.0, is_warm=False),
+        repair(pause_s=16.0, is_warm=None, newcomer=Newcomer(4.0, "http_500: oh")),
+    ]
+    lines = {line.title: line for line in repair_lines(repairs)}
+    measured = {title.removeprefix("harms: "): (line.measured, line.verdict) for title, line in lines.items()}
+    assert measured["pause seen by a client, median, s"] == (3.0, "met")
+    assert measured["pause, worst, s"] == (16.0, "missed")
+    assert measured["pause where a spare had the layers loaded, median, s"] == (2.0, "met")
+    assert measured["a new request's answer or 503, worst, s"] == (4.0, "missed")
+    assert measured["new requests with neither"] == (1, "missed")
+    assert {line.verdict for line in repair_lines([])} == {"not measured"}
+
+
+def test_kinds_are_summed_up_apart() -> None:
+    first, second = by_kind(
+        [repair(pause_s=1.0), repair("stop", whole_s=None, newcomer=None), repair(pause_s=4.0, is_warm=False)]
+    )
+    assert (first.kind, first.count, first.num_warm) == ("first", 2, 1)
+    assert (first.median_pause_s, first.worst_pause_s) == (2.5, 4.0)
+    assert (second.kind, second.num_not_whole, second.median_whole_s) == ("stop", 1, None)
+    assert second.worst_newcomer_s is None
+
+
+def report(*, failed: int = 0, pause_s: float = 2.0, holds: bool = True) -> Report:
+    streams = [stream(1.0, failure=Failure("stream_error", "gone"))] * failed + [stream(1.0, 2.0, 3.0)]
+    found = tally(streams, expected(), is_exact=True)
+    repairs = (repair(pause_s=pause_s), repair("cut-off", whole_s=None, hold_s=3.0, problem="| no host"))
+    lines = (*stream_lines(found, "harms", is_exact=True), *repair_lines(repairs))
+    scenario = Scenario("harms", lines, repairs, found.problems)
+    return Report({"seed": 1}, (scenario,), (Check("nothing left", holds, "none"),), ())
+
+
+def test_a_report_is_good_unless_something_was_lost() -> None:
+    assert report().is_good
+    # A long pause is a figure.
+    assert report(pause_s=60.0).is_good
+    assert not report(failed=1).is_good
+    assert not report(holds=False).is_good
+    assert not replace(report(), failures=("no lab",)).is_good
+    broken_off = replace(report().scenarios[0], failures=("the mesh did not come back",))
+    assert not replace(report(), scenarios=(broken_off,)).is_good
+
+
+def test_the_report_says_it_in_words_and_in_json() -> None:
+    bad = report(failed=1, pause_s=60.0)
+    page, text, fields = as_markdown(bad), as_text(bad), json.loads(as_json(bad))
+    assert MEANING["cut-off"] in page
+    assert "never: / no host" in page
+    assert "q: failure: stream_error: gone" in page
+    assert "| harms: failed streams | ≤ 0 | 1.00 | missed | of 2 |" in page
+    assert "missed" in text
+    assert "bad stream: q" in text
+    assert fields["good"] is False
+    assert fields["scenarios"][0]["repairs"][1]["problem"] == "| no host"
+    assert [each["kind"] for each in fields["scenarios"][0]["kinds"]] == ["first", "cut-off"]
+
+
+def test_the_tightest_memory_fits_as_many_hosts_and_no_fewer() -> None:
+    model, workload = made_up_model(), Workload(256, 2)
+    memory_bytes = least_memory_bytes(model, workload, 3)
+
+    def place(num_hosts: int, memory_bytes: int) -> int:
+        hosts = [HostCapacity(f"host{index}", memory_bytes, 1.0) for index in range(num_hosts)]
+        return len(plan(model, hosts, workload, num_stages=num_hosts).stages)
+
+    assert place(3, memory_bytes) == 3
+    for num_hosts, less in ((3, 2**21), (2, 0)):
+        with pytest.raises(ModelDoesNotFit):
+            place(num_hosts, memory_bytes - less)
+
+
+def test_the_listener_of_a_port_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert listener([os.getppid(), os.getpid()], port) == os.getpid()
+    assert listener([os.getpid()], port) is None
+
+
+def test_the_command_knows_what_there_is() -> None:
+    options = {param.name: param for param in chaos.params}
+    assert options["kinds"].type.convert(",".join(get_args(HarmKind)), None, None) == KINDS
+    assert options["scenarios"].type.convert(",".join(SCENARIOS), None, None) == SCENARIOS
+    assert set(MEANING) == set(KINDS)
