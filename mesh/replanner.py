@@ -61,11 +61,13 @@ class Replan:
         stages: In pipeline order; together they hold every layer once.
         dropped: Copies that must go first: their memory is needed.
         reason: One line for a person.
+        starts_over: Whether surviving stages were given up for it.
     """
 
     stages: tuple[NewStage, ...]
     dropped: tuple[Copy, ...]
     reason: str
+    starts_over: bool = False
 
 
 def replan(
@@ -251,7 +253,8 @@ def _start_over(
         new.append(NewStage(stage, kept, is_copy))
     for stage in placed.stages:
         room.take(sizes, stage.host, stage.layers)
-    return Replan(tuple(new), tuple(room.dropped), f"placed anew: {placed.reason}")
+    reason = f"placed anew: {placed.reason}"
+    return Replan(tuple(new), tuple(room.dropped), reason, starts_over=True)
 
 
 def _reason(stages: Iterable[NewStage]) -> str:

@@ -79,7 +79,8 @@ def test_only_if_nothing_else_helps_the_model_is_placed_anew() -> None:
     with pytest.raises(ModelDoesNotFit, match=r"layers \[20, 30\) need 1.2 GiB; free are 500.0 MiB on a, "):
         replan(SIZES, THREE, {2}, tight, may_start_over=False)
     anew = replan(SIZES, THREE, {2}, tight)
-    assert anew.reason.startswith("placed anew")
+    assert anew.starts_over
+    assert anew.reason.startswith("placed anew: no fewer than 2 hosts")
     assert shown(anew) == ["a 0-15", "b 15-30"]
 
 
@@ -163,7 +164,7 @@ def test_every_repair_is_sound(
     for stage in result.stages:
         if stage.kept is not None:
             assert stage.placement == stages[stage.kept]
-    if not result.reason.startswith("placed anew"):
+    if not result.starts_over:
         assert set(kept) == set(range(len(stages))) - lost
     else:
         assert may_start_over

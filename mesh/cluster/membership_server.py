@@ -69,6 +69,9 @@ class MembershipService(rpc.MembershipServicer):
         versions: Of the head.
         authority: Certifies the keys of admitted hosts.
         clock_s: Unix time.
+
+    Attributes:
+        link_secret: What members prove to one another's echo service.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class MembershipService(rpc.MembershipServicer):
     ) -> None:
         self._door = Door(token)
         # Hosts that came before and after an eviction probe each other's links: they need one secret.
-        self._link_secret = token.secret
+        self.link_secret = token.secret
         self._ray = ray
         self._members = members
         self._cache = cache
@@ -199,7 +202,7 @@ class MembershipService(rpc.MembershipServicer):
                 ray_token=self._ray.token,
                 state="admitted",
                 certificate=certificate,
-                link_secret=self._link_secret,
+                link_secret=self.link_secret,
             )
             async for report in _until_done(outbox, listener):
                 if self._door.is_evicted(member.name):

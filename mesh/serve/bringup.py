@@ -2,58 +2,47 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import Counter
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
-from mesh.cluster.links import LinkWish
 from mesh.coordinator import Coordinator, CoordinatorOptions
 from mesh.interruption import first_of
-from mesh.planner import HostCapacity, Plan, plan
+from mesh.replanner import NewStage, Replan
 from mesh.serve.announce import print_join_line
-from mesh.serve.cutting import cut_stages
-from mesh.serve.link_order import by_links, round_times
-from mesh.serve.measured_links import HIDDEN_VALUE_BYTES
-from mesh.serve.mesh_keys import MeshKeys, new_mesh_keys
-from mesh.serve.preflight import own_capacity
-from mesh.serve.stage_actors import StageActors
-from mesh.serve.wires import planned_wires
-from mesh.stage_sizes import StageSizes
+from mesh.serve.crew import make_crew
+from mesh.serve.departures import Departures
+from mesh.serve.first_plan import FirstPlan
+from mesh.serve.fleet import Fleet, Seat
+from mesh.serve.last_words import LastWords
+from mesh.serve.mesh_keys import new_mesh_keys
+from mesh.serve.placer import Placer, note_trouble, wire_up
+from mesh.serve.spares import Spares
+from mesh.serve.stage_maker import StageMaker
+from mesh.serve.tending import Tending
 from spanmesh_proto.errors import StageFailed
-from stages.actor import StageConfig
-from stages.hidden_codec import HiddenType
 from stages.numerics import numerics_for
-from stages.runtime import RuntimeOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from mesh.cluster.members import Member
     from mesh.coordinator import StageAddress
+    from mesh.planner import Plan, StagePlacement
     from mesh.serve.head import Head
+    from mesh.serve.mesh_keys import MeshKeys
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
     from mesh.serve.proposers import Proposers
     from mesh.serve.state import MeshState
-    from stages.cutting import StageCache, StageFile
+    from stages.cutting import StageCache
 
 log = structlog.get_logger()
 
-_WATCH_S: Final = 0.5
-# Round trips of each size on each link before the stages are placed.
-_NUM_PROBES: Final = 6
-# Sent over each link for its bandwidth: more than fits into the first round trips of a connection.
-_BULK_BYTES: Final = 256 * 1024
-# A round through fewer hosts, the head among them, is the same in any order.
-_FEWEST_FOR_AN_ORDER: Final = 4
-
 
 class Bringup:
-    """Hosts, plan, stage files, actors, ring.
+    """Hosts, plan, stage files, actors, ring; then whatever keeps it whole.
 
     Args:
         options: What the user says.
@@ -78,8 +67,13 @@ class Bringup:
         self._known = known
         self._state = state
         self._head = head
-        self._cache = cache
         self._proposers = proposers
+        self._fleet = Fleet()
+        self._planning = FirstPlan(options, known, head, self._say)
+        self._maker = StageMaker(options, known, head, cache)
+        self._placer = Placer(self._maker, self._fleet, head.members)
+        # Grows from one start of the head to the next, as long as its clock does.
+        self._term = time.time_ns() // 1_000_000
 
     async def run(self, on_served: Callable[[], None]) -> NoReturn:
         """All steps, then stay until cancelled.
@@ -88,11 +82,16 @@ class Bringup:
             on_served: Called when requests are answered.
 
         Raises:
-            MeshError: If a step fails, or a stage goes away.
+            MeshError: If a step fails. Once requests are answered, what fails is repaired.
         """
         await self._gather_hosts()
-        placed = await self._plan()
-        await first_of(self._serve(placed, on_served), self._watch_hosts(placed))
+        placed = await self._planning.make()
+        self._note_plan(placed.stages, placed.reason)
+        try:
+            await first_of(self._load(placed), self._watch_hosts(placed))
+            await self._serve(on_served)
+        finally:
+            await self._fleet.stop()
         raise StageFailed("the mesh ended by itself")
 
     async def _gather_hosts(self) -> None:
@@ -107,140 +106,56 @@ class Bringup:
         own = self._head.own.ray_node_name
         return sum(member.ray_node_name != own for member in self._head.members.ready)
 
-    async def _plan(self) -> Plan:
-        hosts = [self._capacity_of(member) for member in self._head.members.ready]
-        placed = self._placed(hosts)
-        placed = await self._ordered_by_links(hosts, placed)
-        self._state.plan = placed
-        layers: dict[str, list[str]] = {}
-        for stage in placed.stages:
-            layers.setdefault(stage.host, []).append(str(stage.layers))
-        for host, ranges in layers.items():
-            self._head.members.update(host, layers=", ".join(ranges))
-            self._head.service.announce(host, f"layers {', '.join(ranges)}")
-        log.info("planned", stages=len(placed.stages), reason=placed.reason, hosts=layers)
-        return placed
+    async def _load(self, placed: Plan) -> None:
+        wires = await self._planning.wires(placed)
+        self._fleet.seats = tuple(Seat(stage, wire) for stage, wire in zip(placed.stages, wires, strict=True))
+        self._say("loading")
+        everything = Replan(tuple(NewStage(stage) for stage in placed.stages), (), placed.reason)
+        self._fleet.seats = await self._placer.fill(everything, wires, note_trouble)
 
-    def _placed(self, hosts: Sequence[HostCapacity]) -> Plan:
-        return plan(
-            self._known.model,
-            hosts,
-            self._known.workload,
-            num_stages=self._options.num_stages,
-            split=self._options.split,
-        )
-
-    async def _ordered_by_links(self, hosts: Sequence[HostCapacity], placed: Plan) -> Plan:
-        """The plan again with its hosts in the order that makes a token's round shortest."""
-        survey = self._head.survey
-        chosen = tuple(dict.fromkeys(stage.host for stage in placed.stages))
-        if len({survey.head, *chosen}) < _FEWEST_FOR_AN_ORDER:
-            return placed
-        self._say("measuring links")
-        hidden_bytes = self._known.model.n_embd * HIDDEN_VALUE_BYTES
-        links = await survey.measure(LinkWish(hidden_bytes, _NUM_PROBES))
-        before = round_times(chosen, survey.head, links)
-        if before is None:
-            log.warning("links_unknown", hosts=chosen, consequence="stages stay in the order of joining")
-            return placed
-        ordered = self._placed(by_links(hosts, chosen, survey.head, links))
-        order = tuple(dict.fromkeys(stage.host for stage in ordered.stages))
-        after = round_times(order, survey.head, links)
-        if after is None or after.order_ms >= before.order_ms:
-            order, ordered, after = chosen, placed, before
-        log.info(
-            "ordered_by_links",
-            hosts=order,
-            round_ms=round(after.order_ms, 2),
-            as_joined_ms=round(before.order_ms, 2),
-        )
-        return ordered
-
-    async def _wires(self, placed: Plan) -> tuple[HiddenType, ...]:
-        """How each stage's hidden states travel; `--wire auto` measures the links for it."""
-        if self._options.wire is not None:
-            return (self._options.wire,) * len(placed.stages)
-        if len({stage.host for stage in placed.stages}) == 1:
-            return (HiddenType.F32,) * len(placed.stages)
-        self._say("measuring links")
-        hidden_bytes = HiddenType.F32.row_bytes(self._known.model.n_embd)
-        links = await self._head.survey.measure(LinkWish(hidden_bytes, _NUM_PROBES, _BULK_BYTES))
-        choices = planned_wires(
-            placed,
-            StageSizes(self._known.model, self._known.workload),
-            {member.name: member.facts.speed_gb_per_s for member in self._head.members},
-            links,
-        )
-        log.info("wires_chosen", links=[choice.as_dict() for choice in choices if choice is not None])
-        return tuple(HiddenType.F32 if choice is None else choice.proposed for choice in choices)
-
-    def _capacity_of(self, member: Member) -> HostCapacity:
-        if member.ray_node_name == self._head.own.ray_node_name:
-            return own_capacity(member.name, self._known)
-        return HostCapacity(member.name, member.facts.memory_bytes, member.facts.speed_gb_per_s)
-
-    async def _serve(self, placed: Plan, on_served: Callable[[], None]) -> None:
-        self._say("cutting")
-        parts = [stage.layers for stage in placed.stages]
-        files = await cut_stages(self._cache, self._options.model, parts)
-        wires = await self._wires(placed)
-        keys = new_mesh_keys(files)
-        async with self._actors(placed, files, keys, wires) as actors:
-            self._say("placing stages")
-            await actors.place()
-            self._say("loading")
-            await actors.load()
-            self._say("connecting")
-            async with self._coordinator(await actors.connect(), keys) as coordinator:
-                self._state.engine.coordinator = coordinator
-                self._say("serving")
-                on_served()
-                while coordinator.is_ready:  # noqa: ASYNC110 - the coordinator has no event for it
-                    await asyncio.sleep(_WATCH_S)
-                raise StageFailed(
-                    f"the ring is broken: {coordinator.status()['lost']}; start `mesh serve` again"
-                )
-
-    @asynccontextmanager
-    async def _actors(
-        self, placed: Plan, files: Sequence[StageFile], keys: MeshKeys, wires: Sequence[HiddenType]
-    ) -> AsyncIterator[StageActors]:
-        members = self._hosts_of(placed)
-        num_stages_on = Counter(member.name for member in members)
-        loading_bytes_on: Counter[str] = Counter()
-        for stage in placed.stages:
-            loading_bytes_on[stage.host] += stage.memory.loading_bytes
-        configs = [
-            StageConfig(
-                stage_index=index,
-                layers=file.layers,
-                sha256=file.sha256,
-                size_bytes=file.size_bytes,
-                source=self._head.source,
-                options=RuntimeOptions(
-                    num_slots=self._known.workload.num_slots,
-                    ctx_size=self._known.workload.ctx_size,
-                    # They spin: stages of one host share its threads out.
-                    num_threads=max(1, member.facts.num_threads // num_stages_on[member.name]),
-                    exact=self._options.is_exact,
-                    kv_type=self._known.workload.kv_type,
-                ),
-                host=stage.host,
-                memory=stage.memory,
-                beside_bytes=loading_bytes_on[stage.host] - stage.memory.loading_bytes,
-                mesh_id=keys.mesh_id,
-                mesh_key=keys.mesh_key,
-                hidden_type=wire,
+    async def _serve(self, on_served: Callable[[], None]) -> None:
+        head, fleet, state = self._head, self._fleet, self._state
+        self._say("connecting")
+        keys = new_mesh_keys(self._term)
+        addresses = await wire_up(fleet.seats, keys, note_trouble)
+        async with self._coordinator(addresses, keys) as coordinator, LastWords(head.driver) as last_words:
+            crew = make_crew(
+                self._known,
+                head,
+                fleet,
+                self._placer,
+                coordinator,
+                term=self._term,
+                capacity_of=self._planning.capacity_of,
+                incidents=state.incidents,
+                on_failure=lambda *what: last_words.look_up(state.incidents, *what),
+                on_plan=self._note_plan,
+                say=self._say,
             )
-            for index, (stage, file, member, wire) in enumerate(
-                zip(placed.stages, files, members, wires, strict=True)
+            spares = Spares(
+                fleet,
+                self._maker,
+                head.members,
+                crew.sizes,
+                capacity_of=crew.capacity_of,
+                clock_s=time.monotonic,
             )
-        ]
-        actors = StageActors(self._head.driver, configs, members, self._head.authority)
-        try:
-            yield actors
-        finally:
-            await actors.stop()
+            state.fleet = fleet
+            state.departures = departures = Departures(
+                head.members,
+                head.service,
+                fleet,
+                state.incidents,
+                on_new_token=self._tell_new_token,
+                clock_s=time.monotonic,
+            )
+            state.engine.coordinator = coordinator
+            self._say("serving")
+            on_served()
+            try:
+                await Tending(crew, spares, departures).run()
+            finally:
+                await crew.switch.close()
 
     @asynccontextmanager
     async def _coordinator(
@@ -262,6 +177,7 @@ class Bringup:
             make_proposers=self._proposers,
             clock_s=time.monotonic,
             identity=self._head.authority.own_identity(["coordinator"], self._head.own.address),
+            term=self._term,
         )
         try:
             await coordinator.start()
@@ -269,30 +185,36 @@ class Bringup:
         finally:
             await coordinator.stop()
 
-    def _hosts_of(self, placed: Plan) -> list[Member]:
-        """The host of each stage.
-
-        Raises:
-            StageFailed: If one has left since the plan was made.
-        """
-        present = {member.name: member for member in self._head.members}
-        for stage in placed.stages:
-            if stage.host not in present:
-                raise _left(stage.host, str(stage.layers))
-        return [present[stage.host] for stage in placed.stages]
-
     async def _watch_hosts(self, placed: Plan) -> NoReturn:
-        """Raise when a host that the plan needs leaves: Ray would notice later."""
+        """Raise when a host that the plan needs leaves before everything is loaded."""
         while True:
-            self._hosts_of(placed)
+            present = {member.name for member in self._head.members.ready}
+            for stage in placed.stages:
+                if stage.host not in present:
+                    raise StageFailed(
+                        f"host {stage.host}, which was to hold layers {stage.layers}, left the mesh; start "
+                        "`mesh serve` again"
+                    )
             await self._head.members.changed()
+
+    def _note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
+        self._state.note_plan(stages, reason)
+        layers: dict[str, list[str]] = {member.name: [] for member in self._head.members}
+        for stage in stages:
+            layers.setdefault(stage.host, []).append(str(stage.layers))
+        for member in self._head.members:
+            held = ", ".join(layers[member.name])
+            if held != member.layers:
+                self._head.members.update(member.name, layers=held)
+                self._head.service.announce(member.name, f"layers {held}" if held else "no layers")
+        log.info("planned", stages=len(stages), reason=reason, hosts=layers)
+
+    def _tell_new_token(self) -> None:
+        print_join_line(self._head.token)
+        self._head.write_token(self._head.token)
 
     def _say(self, phase: str) -> None:
         if phase != self._state.phase:
             self._state.phase = phase
             log.info("phase", phase=phase)
             self._head.service.announce_to_all(phase)
-
-
-def _left(host: str, layers: str) -> StageFailed:
-    return StageFailed(f"host {host}, which holds layers {layers}, left the mesh; start `mesh serve` again")

@@ -25,7 +25,7 @@ from mesh.serve.token_file import token_file
 from stages.fetch import FetchSource
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from mesh.cluster.host_facts import HostFacts
     from mesh.interruption import Interruption
@@ -44,22 +44,31 @@ class Head:
         own: This host.
         members: Hosts; this one among them unless it holds no layers.
         service: Tells hosts what goes on.
-        source: Where hosts fetch stage files.
-        token: The join token, as text.
         node: This host's Ray node.
         survey: Measures the links between hosts.
         authority: Signs the certificates of stages and hosts.
+        write_token: Writes the join token to the file that the user wants it in.
     """
 
     driver: RayDriver
     own: Member
     members: Members
     service: MembershipService
-    source: FetchSource
-    token: str
     node: RayNode
     survey: LinkSurvey
     authority: Authority
+    write_token: Callable[[str], None]
+
+    @property
+    def token(self) -> str:
+        """The join token that is good now, as text."""
+        return encode(self.service.token)
+
+    @property
+    def source(self) -> FetchSource:
+        """Where hosts fetch stage files, and what proves now that they may."""
+        token = self.service.token
+        return FetchSource(token.addresses[0], self.authority.certificate_pem, token.secret)
 
 
 @asynccontextmanager
@@ -92,22 +101,22 @@ async def open_head(
             members = Members()
             if not options.is_head_only:
                 members.admit(own)
-            async with _membership(options, facts, ray, members, cache) as (service, authority, token):
-                source = FetchSource(token.addresses[0], authority.certificate_pem, token.secret)
-                async with _survey(own, members, service, token.secret, authority) as survey:
-                    with token_file(options.token_path, encode(token)):
-                        yield Head(
-                            driver, own, members, service, source, encode(token), node, survey, authority
-                        )
+            async with (
+                _membership(options, facts, ray, members, cache) as (service, authority),
+                _survey(own, members, service, authority) as survey,
+            ):
+                with token_file(options.token_path, encode(service.token)) as write_token:
+                    yield Head(driver, own, members, service, node, survey, authority, write_token)
 
 
 @asynccontextmanager
 async def _survey(
-    own: Member, members: Members, service: MembershipService, secret: str, authority: Authority
+    own: Member, members: Members, service: MembershipService, authority: Authority
 ) -> AsyncIterator[LinkSurvey]:
     """This host answers probes, and asks the others."""
     # The second name is what the survey calls this host if another has the first.
     identity = authority.own_identity([own.name, f"{own.name} (head)"], own.address)
+    secret = service.link_secret
     echo = EchoServer(secret, lambda: identity)
     try:
         port = await echo.start(own.address)
@@ -138,7 +147,7 @@ def _ray_driver(node: RayNode, address: str, interruption: Interruption) -> Iter
 @asynccontextmanager
 async def _membership(
     options: ServeOptions, facts: HostFacts, ray: RayAccess, members: Members, cache: StageCache
-) -> AsyncIterator[tuple[MembershipService, Authority, JoinToken]]:
+) -> AsyncIterator[tuple[MembershipService, Authority]]:
     certificate = make_certificate(dt.datetime.now(dt.UTC))
     token = JoinToken(
         addresses=(),  # known once the service listens; to check a host, they do not matter
@@ -153,8 +162,9 @@ async def _membership(
     server = MembershipServer(service, certificate)
     port = await server.start(options.advertise, options.join_port)
     address = join_address(options.advertise, port)
+    service.listens_at(address)
     log.info("membership_open", address=address, token_hours=options.token_hours)
     try:
-        yield service, authority, replace(token, addresses=(address,))
+        yield service, authority
     finally:
         await server.stop()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mesh.planner import Plan
+from mesh.serve.incidents import Incidents
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mesh.cluster.link_survey import LinkSurvey
     from mesh.cluster.members import Member, Members
     from mesh.engine import SpeculationMode
-    from mesh.planner import Plan
+    from mesh.planner import StagePlacement
+    from mesh.serve.departures import Departures
+    from mesh.serve.fleet import Fleet
     from mesh.serve.pending import PendingEngine
     from stages.cutting import ModelFacts
 
@@ -29,6 +36,9 @@ class MeshState:
         numeric_mode: `fast` or `exact`.
         speculation_mode: Who may propose.
         survey: Measures the links between hosts, once the head is open.
+        incidents: What went wrong lately.
+        fleet: Stages and copies, once requests are answered.
+        departures: Hosts that are to leave, likewise.
     """
 
     model: ModelFacts
@@ -39,6 +49,13 @@ class MeshState:
     numeric_mode: str = "fast"
     speculation_mode: SpeculationMode = "off"
     survey: LinkSurvey | None = None
+    incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
+    fleet: Fleet | None = None
+    departures: Departures | None = None
+
+    def note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
+        """Who holds what from now on."""
+        self.plan = Plan(tuple(stages), reason)
 
     def as_dict(self) -> dict[str, Any]:
         """Fit for JSON."""
@@ -57,7 +74,8 @@ class MeshState:
             "phase": self.phase,
             "ready": self.engine.is_ready,
             "plan": self.plan.reason if self.plan is not None else None,
-            "hosts": [_host_as_dict(member) for member in self.members or ()],
+            "hosts": [_host_as_dict(member, self._copies_on(member)) for member in self.members or ()],
+            **self.incidents.as_dict(),
         }
         if coordinator is None:
             return status | {"stages": []}
@@ -65,14 +83,21 @@ class MeshState:
         status["speculation"] = {"mode": self.speculation_mode, **status["speculation"]}
         return status
 
+    def _copies_on(self, member: Member) -> list[str]:
+        copies = () if self.fleet is None else self.fleet.copy_list()
+        return [str(copy.layers) for copy in copies if copy.host == member.name]
 
-def _host_as_dict(member: Member) -> dict[str, Any]:
+
+def _host_as_dict(member: Member, copies: list[str]) -> dict[str, Any]:
     facts = member.facts
     return {
         "name": member.name,
         "address": member.address,
         "ready": member.is_ready,
+        "leaving": member.is_leaving,
         "layers": member.layers,
+        # Loaded ahead: what a spare host could take over at once.
+        "copies": copies,
         "memory_bytes": facts.memory_bytes,
         "threads": facts.num_threads,
         "speed_gb_per_s": round(facts.speed_gb_per_s, 1),

@@ -10,13 +10,15 @@ from mesh.private_file import write_private_file
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
 @contextmanager
-def token_file(path: Path | None, text: str) -> Iterator[None]:
+def token_file(path: Path | None, text: str) -> Iterator[Callable[[str], None]]:
     """While in the block, `path` holds `text`, readable by this user only; afterwards it is gone.
+
+    What the block is given writes another text over it.
 
     A reader sees the whole token or no file. A token that another mesh wrote there meanwhile stays.
 
@@ -27,18 +29,24 @@ def token_file(path: Path | None, text: str) -> Iterator[None]:
     Raises:
         ClusterError: If the file cannot be written.
     """
-    if path is None:
-        yield
-        return
+    current = text
+
+    def write(new_text: str) -> None:
+        nonlocal current
+        if path is None:
+            return
+        current = new_text
+        try:
+            write_private_file(path, f"{new_text}\n")
+        except OSError as error:
+            raise ClusterError(
+                f"cannot write the join token to {path}: {error.strerror}", param="--token-file"
+            ) from error
+
+    write(text)
     try:
-        write_private_file(path, f"{text}\n")
-    except OSError as error:
-        raise ClusterError(
-            f"cannot write the join token to {path}: {error.strerror}", param="--token-file"
-        ) from error
-    try:
-        yield
+        yield write
     finally:
         with contextlib.suppress(OSError):
-            if path.read_text().strip() == text:
+            if path is not None and path.read_text().strip() == current:
                 path.unlink()

@@ -1,0 +1,99 @@
+"""All that repairs and moves work with."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mesh.serve.switch import Switch
+from mesh.stage_sizes import StageSizes
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from mesh.cluster.members import Member, Members
+    from mesh.coordinator import Coordinator
+    from mesh.planner import HostCapacity, StagePlacement
+    from mesh.replanner import Replan
+    from mesh.serve.fleet import Fleet
+    from mesh.serve.head import Head
+    from mesh.serve.incidents import Failure, Incidents
+    from mesh.serve.placer import Placer
+    from mesh.serve.preflight import Preflight
+    from mesh.serve.stage_handle import StageLoss
+    from stages.hidden_codec import HiddenType
+
+
+@dataclass(frozen=True)
+class Crew:
+    """What it takes to make one ring out of another.
+
+    Attributes:
+        fleet: Stages and copies.
+        members: Hosts.
+        sizes: Of the model's stages.
+        capacity_of: What a host gives, as the planner sees it.
+        is_there: Whether a host answers within some seconds.
+        placer: Loads stages.
+        switch: Swaps rings.
+        coordinator: Whose ring it is.
+        incidents: Notes what happened.
+        on_failure: Called with each lost stage, so that its last words can be read.
+        say: Tells everybody what is going on.
+        clock_s: Monotonic, seconds.
+    """
+
+    fleet: Fleet
+    members: Members
+    sizes: StageSizes
+    capacity_of: Callable[[Member], HostCapacity]
+    is_there: Callable[[Member, float], Awaitable[bool]]
+    placer: Placer
+    switch: Switch
+    coordinator: Coordinator
+    incidents: Incidents
+    on_failure: Callable[[Failure, StageLoss, Member], None]
+    say: Callable[[str], None]
+    clock_s: Callable[[], float]
+
+    def wires(self, decision: Replan) -> tuple[HiddenType, ...]:
+        """How hidden states travel in a ring to be: as they did behind the same layers."""
+        return tuple(self.fleet.wire_behind(new.placement.layers) for new in decision.stages)
+
+
+def make_crew(
+    known: Preflight,
+    head: Head,
+    fleet: Fleet,
+    placer: Placer,
+    coordinator: Coordinator,
+    *,
+    term: int,
+    capacity_of: Callable[[Member], HostCapacity],
+    incidents: Incidents,
+    on_failure: Callable[[Failure, StageLoss, Member], None],
+    on_plan: Callable[[Sequence[StagePlacement], str], None],
+    say: Callable[[str], None],
+) -> Crew:
+    """A crew for a head that serves; see `Crew` and `Switch` for the arguments."""
+
+    async def is_there(member: Member, timeout_s: float) -> bool:
+        if member.ray_node_name == head.own.ray_node_name:
+            return True
+        return await head.service.answers(member.name, timeout_s)
+
+    return Crew(
+        fleet=fleet,
+        members=head.members,
+        sizes=StageSizes(known.model, known.workload),
+        capacity_of=capacity_of,
+        is_there=is_there,
+        placer=placer,
+        switch=Switch(fleet, coordinator, term, on_plan),
+        coordinator=coordinator,
+        incidents=incidents,
+        on_failure=on_failure,
+        say=say,
+        clock_s=time.monotonic,
+    )

@@ -1,0 +1,136 @@
+"""Hosts that are to leave: asked to by themselves, by `mesh drain`, or shown out by `mesh evict`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mesh.serve.stage_handle import StageLoss
+from spanmesh_proto.errors import ClusterError, JoinError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mesh.cluster.members import Member, Members
+    from mesh.cluster.membership_server import MembershipService
+    from mesh.serve.fleet import Fleet
+    from mesh.serve.incidents import Incidents
+
+log = structlog.get_logger()
+
+# So long a host that wants to leave is kept waiting if nobody else can hold its layers: another may join.
+_STUCK_S: Final = 15.0
+_EVICTED: Final = StageLoss("its host was evicted")
+
+
+class Departures:
+    """Who is leaving, and who waits to hear of it.
+
+    Args:
+        members: Hosts.
+        service: Tells them.
+        fleet: Loses the stages of evicted hosts.
+        incidents: Notes that.
+        on_new_token: Called when the join token was replaced.
+        clock_s: Monotonic, seconds.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        service: MembershipService,
+        fleet: Fleet,
+        incidents: Incidents,
+        *,
+        on_new_token: Callable[[], None],
+        clock_s: Callable[[], float],
+    ) -> None:
+        self._members = members
+        self._service = service
+        self._fleet = fleet
+        self._incidents = incidents
+        self._on_new_token = on_new_token
+        self._clock_s = clock_s
+        self._drains: dict[str, asyncio.Future[None]] = {}
+        self._stuck_since_s: dict[str, float] = {}
+        self._let_go: set[str] = set()
+
+    @property
+    def leaving(self) -> tuple[Member, ...]:
+        """Members that are to leave."""
+        return tuple(member for member in self._members if member.is_leaving)
+
+    async def drain(self, name: str) -> dict[str, Any]:
+        """Have a host's layers moved and let it go; returns when that is done, fit for JSON.
+
+        Raises:
+            JoinError: If there is no such host.
+            ClusterError: If nobody else can hold what it holds; it stays then.
+        """
+        if self._members.find(name) is None:
+            raise JoinError(f"no host is named {name!r}; `mesh status` lists them")
+        log.info("host_to_be_drained", host=name)
+        done = self._drains.setdefault(name, asyncio.get_running_loop().create_future())
+        self._members.update(name, is_leaving=True)
+        await asyncio.shield(done)
+        return {"host": name, "drained": True}
+
+    def evict(self, name: str) -> dict[str, Any]:
+        """Cut a host off at once; what it holds counts as lost. Fit for JSON.
+
+        Raises:
+            JoinError: If no such host has joined.
+        """
+        self._service.evict(name)
+        fleet = self._fleet
+        for index, seat in enumerate(fleet.seats):
+            if seat.handle is not None and seat.handle.member.name == name:
+                fleet.lose(index)
+                self._incidents.failed(name, str(seat.placement.layers), _EVICTED.reason)
+        self.drop_copies(name)
+        self._finish(name)
+        self._on_new_token()
+        return {"host": name, "evicted": True}
+
+    def drop_copies(self, name: str) -> None:
+        """End what a host has loaded ahead."""
+        for copy in [copy for copy in self._fleet.copies if copy.member.name == name]:
+            copy.kill()
+            self._fleet.copies.remove(copy)
+
+    def let_go(self, member: Member, state: str) -> None:
+        """A host holds nothing any more, or has waited for too long: it may leave. Once is enough."""
+        if member.ray_node_name not in self._let_go:
+            self._let_go.add(member.ray_node_name)
+            self.drop_copies(member.name)
+            self._service.let_go(member.name, state)
+        self._finish(member.name)
+
+    def stuck(self, name: str, reason: str) -> None:
+        """Nobody else can hold what is on a host.
+
+        A drain is called off. A host that wants to leave by itself is told, and goes after a while.
+        """
+        drain = self._drains.pop(name, None)
+        if drain is not None:
+            self._members.update(name, is_leaving=False)
+            if not drain.done():
+                drain.set_exception(ClusterError(f"{name} cannot be drained: {reason}"))
+                # Whoever asked may have hung up.
+                drain.exception()
+            return
+        now_s = self._clock_s()
+        since_s = self._stuck_since_s.setdefault(name, now_s)
+        if since_s == now_s:
+            log.warning("host_cannot_be_drained", host=name, reason=reason, leaves_in_s=_STUCK_S)
+            self._service.announce(name, f"{reason}; it leaves all the same in {_STUCK_S:g} s")
+        elif now_s - since_s >= _STUCK_S and (member := self._members.find(name)) is not None:
+            self.let_go(member, "left though nobody else could hold its layers")
+
+    def _finish(self, name: str) -> None:
+        self._stuck_since_s.pop(name, None)
+        drain = self._drains.pop(name, None)
+        if drain is not None and not drain.done():
+            drain.set_result(None)

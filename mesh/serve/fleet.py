@@ -1,0 +1,102 @@
+"""The stages that there are: the ring, and the copies that spare hosts keep warm."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mesh.replanner import Copy
+
+if TYPE_CHECKING:
+    from mesh.cluster.members import Member
+    from mesh.planner import StagePlacement
+    from mesh.serve.stage_handle import StageHandle
+    from stages.hidden_codec import HiddenType
+    from stages.layers import LayerRange
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place in the ring, and who sits there.
+
+    Attributes:
+        placement: Which layers, on which host.
+        wire: How hidden states travel from here to the next.
+        handle: The stage; None if it is lost, or not there yet.
+    """
+
+    placement: StagePlacement
+    wire: HiddenType
+    handle: StageHandle | None = None
+
+    def is_on(self, member: Member) -> bool:
+        """Whether its stage runs on this host as it is in the mesh now, not as before it came again."""
+        return self.handle is not None and self.handle.member.ray_node_name == member.ray_node_name
+
+
+class Fleet:
+    """Changed by one task at a time: see `mesh.serve.tending`.
+
+    Attributes:
+        seats: The ring, in pipeline order.
+        copies: Stages loaded ahead.
+    """
+
+    def __init__(self) -> None:
+        self.seats: tuple[Seat, ...] = ()
+        self.copies: list[StageHandle] = []
+
+    @property
+    def handles(self) -> tuple[StageHandle, ...]:
+        """The ring's stages, as far as they are there."""
+        return tuple(seat.handle for seat in self.seats if seat.handle is not None)
+
+    @property
+    def placements(self) -> tuple[StagePlacement, ...]:
+        """The ring's layers."""
+        return tuple(seat.placement for seat in self.seats)
+
+    def copy_list(self) -> tuple[Copy, ...]:
+        """What the planner must know of the copies."""
+        return tuple(Copy(copy.member.name, copy.config.layers) for copy in self.copies)
+
+    def take_copy(self, copy: Copy) -> StageHandle:
+        """The stage that a copy stands for; it is no copy any more.
+
+        Raises:
+            StopIteration: If there is none.
+        """
+        handle = next(
+            each
+            for each in self.copies
+            if each.member.name == copy.host and each.config.layers == copy.layers
+        )
+        self.copies.remove(handle)
+        return handle
+
+    def lose(self, index: int) -> None:
+        """Note that a stage of the ring is gone, and see to it that it is: it may only be frozen."""
+        seat = self.seats[index]
+        if seat.handle is not None:
+            seat.handle.kill()
+        self.seats = (*self.seats[:index], replace(seat, handle=None), *self.seats[index + 1 :])
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Indices of stages that the ring lacks."""
+        return frozenset(index for index, seat in enumerate(self.seats) if seat.handle is None)
+
+    def wire_behind(self, layers: LayerRange) -> HiddenType:
+        """How hidden states travelled from the stage that held the last of these layers."""
+        return next(
+            seat.wire
+            for seat in self.seats
+            if seat.placement.layers.start < layers.stop <= seat.placement.layers.stop
+        )
+
+    async def stop(self) -> None:
+        """End every stage."""
+        handles = (*self.handles, *self.copies)
+        self.seats, self.copies = (), []
+        await asyncio.gather(*(handle.stop() for handle in handles))

@@ -1,0 +1,128 @@
+"""A broken ring is made whole again, or it is said what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from mesh.replanner import replan
+from mesh.serve.survivors import find_survivors
+from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts, StageFailed
+
+if TYPE_CHECKING:
+    from mesh.coordinator import RingLoss
+    from mesh.replanner import Replan
+    from mesh.serve.crew import Crew
+    from mesh.serve.stage_handle import StageHandle, StageLoss
+
+log = structlog.get_logger()
+
+# After a try that failed: whoever is going down is given a moment to be gone.
+_PAUSE_S: Final = 0.3
+# A host that failed so often during a repair is left alone until the next one.
+_MOST_STRIKES: Final = 2
+# Without a change among the hosts it is looked this often whether something fits after all.
+_LOOK_AGAIN_S: Final = 3.0
+_RETRY_AFTER_S: Final = 10
+
+
+class Repair:
+    """Of one loss, in as many rounds as it takes: whatever fails meanwhile is looked at in the next.
+
+    Args:
+        crew: What it works with.
+    """
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._strikes: Counter[str] = Counter()
+        self._said = ""
+
+    async def run(self, loss: RingLoss) -> None:
+        """Return when the ring is whole.
+
+        Args:
+            loss: What is known.
+        """
+        crew = self._crew
+        started_s = crew.clock_s()
+        log.error("ring_broken", reason=loss.reason, suspects=loss.suspects)
+        crew.say("repairing")
+        suspects = loss.suspects
+        while True:
+            try:
+                decision = await self._decide(suspects)
+            except (ModelDoesNotFit, NotEnoughHosts) as error:
+                await self._wait_for_hosts(error)
+            else:
+                try:
+                    await self._carry_out(decision)
+                    break
+                except MeshError as error:
+                    log.warning("repair_goes_on", reason=error.message)
+                    await asyncio.sleep(_PAUSE_S)
+            # By now nobody is above suspicion, nor under it.
+            suspects = ()
+        took_s = crew.clock_s() - started_s
+        crew.incidents.repaired(took_s)
+        log.info("repaired", seconds=round(took_s, 3), how=decision.reason)
+        crew.say("serving")
+
+    async def _decide(self, suspects: tuple[int, ...]) -> Replan:
+        crew = self._crew
+        survivors = await find_survivors(crew.fleet, suspects, tuple(crew.members), crew.is_there)
+        for index, loss in survivors.lost.items():
+            self._bury(index, loss)
+        for copy in survivors.dead_copies:
+            copy.kill()
+            crew.fleet.copies.remove(copy)
+        return replan(
+            crew.sizes,
+            crew.fleet.placements,
+            crew.fleet.lost,
+            [
+                crew.capacity_of(member)
+                for member in crew.members.ready
+                if member.name in survivors.hosts and self._strikes[member.name] < _MOST_STRIKES
+            ],
+            crew.fleet.copy_list(),
+        )
+
+    def _bury(self, index: int, loss: StageLoss) -> None:
+        crew, seat = self._crew, self._crew.fleet.seats[index]
+        crew.fleet.lose(index)
+        layers = str(seat.placement.layers)
+        log.error("stage_lost", stage=index, host=seat.placement.host, layers=layers, reason=loss.reason)
+        failure = crew.incidents.failed(seat.placement.host, layers, loss.reason)
+        if seat.handle is not None:
+            crew.on_failure(failure, loss, seat.handle.member)
+
+    async def _carry_out(self, decision: Replan) -> None:
+        crew = self._crew
+        log.info("repair_planned", how=decision.reason)
+        seats = await crew.placer.fill(decision, crew.wires(decision), self._blame)
+        await crew.switch.to(seats, decision.reason, self._blame)
+
+    def _blame(self, handle: StageHandle, error: MeshError) -> None:
+        host = handle.member.name
+        self._strikes[host] += 1
+        log.warning("stage_in_trouble", host=host, layers=str(handle.config.layers), reason=error.message)
+        if self._strikes[host] >= _MOST_STRIKES:
+            for index, seat in enumerate(self._crew.fleet.seats):
+                if seat.handle is handle:
+                    self._crew.fleet.lose(index)
+
+    async def _wait_for_hosts(self, error: MeshError) -> None:
+        crew = self._crew
+        if error.message != self._said:
+            self._said = error.message
+            log.error("mesh_cannot_serve", reason=error.message)
+            crew.say(f"waiting for hosts: {error.message}")
+            crew.coordinator.give_up(StageFailed(error.message, retry_after_s=_RETRY_AFTER_S))
+        self._strikes.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(crew.members.changed(), _LOOK_AGAIN_S)

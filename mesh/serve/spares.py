@@ -1,0 +1,122 @@
+"""Hosts without a stage load copies of stages ahead, so that a repair need not wait for that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import structlog
+
+from mesh.copies import next_copy
+from mesh.planner import StagePlacement
+from mesh.serve.placer import load_all
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mesh.cluster.members import Member, Members
+    from mesh.planner import HostCapacity
+    from mesh.replanner import Copy
+    from mesh.serve.fleet import Fleet
+    from mesh.serve.stage_handle import StageHandle
+    from mesh.serve.stage_maker import StageMaker
+    from mesh.stage_sizes import StageSizes
+
+log = structlog.get_logger()
+
+# Copies are asked this often whether they live. It also tells them that the head does: who hears from
+# nobody ends by itself after a while.
+_CHECK_S: Final = 5.0
+_PATIENCE_S: Final = 5.0
+# A host where a copy could not be loaded is tried again after this long.
+_RETRY_S: Final = 60.0
+
+
+class Spares:
+    """Works while all is well, and is cancelled when it is not.
+
+    Args:
+        fleet: Gets the copies.
+        maker: Makes stages.
+        members: Hosts.
+        sizes: Of the model's stages.
+        capacity_of: What a host gives, as the planner sees it.
+        clock_s: Monotonic, seconds.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        maker: StageMaker,
+        members: Members,
+        sizes: StageSizes,
+        *,
+        capacity_of: Callable[[Member], HostCapacity],
+        clock_s: Callable[[], float],
+    ) -> None:
+        self._fleet = fleet
+        self._maker = maker
+        self._members = members
+        self._sizes = sizes
+        self._capacity_of = capacity_of
+        self._clock_s = clock_s
+        self._not_before_s: dict[str, float] = {}
+
+    async def run(self) -> NoReturn:
+        """Load one copy after the other, and look after those that there are."""
+        while True:
+            await self._check()
+            copy = self._next()
+            if copy is not None:
+                await self._load(copy)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._members.changed(), _CHECK_S)
+
+    def _next(self) -> Copy | None:
+        now_s = self._clock_s()
+        hosts = [
+            self._capacity_of(member)
+            for member in self._members.ready
+            if self._not_before_s.get(member.ray_node_name, 0.0) <= now_s
+        ]
+        return next_copy(self._sizes, self._fleet.placements, hosts, self._fleet.copy_list())
+
+    async def _load(self, copy: Copy) -> None:
+        member = self._members.find(copy.host)
+        if member is None:
+            return
+        placement = StagePlacement(copy.host, copy.layers, self._sizes.memory(copy.layers))
+        handle: StageHandle | None = None
+        try:
+            await self._maker.cut([copy.layers])
+            handle = self._maker.make(
+                placement,
+                member,
+                wire=self._fleet.wire_behind(copy.layers),
+                num_threads=member.facts.num_threads,
+            )
+            await load_all([handle], lambda _handle, _error: None)
+            await handle.serve()
+            self._fleet.copies.append(handle)
+        except MeshError as error:
+            log.warning("copy_failed", host=copy.host, layers=str(copy.layers), reason=error.message)
+            self._not_before_s[member.ray_node_name] = self._clock_s() + _RETRY_S
+        finally:
+            if handle is not None and handle not in self._fleet.copies:
+                handle.kill()
+        log.info("copies", hosts=[f"{each.host} {each.layers}" for each in self._fleet.copy_list()])
+
+    async def _check(self) -> None:
+        """Drop copies that are gone, or whose host has left."""
+        copies = tuple(self._fleet.copies)
+        losses = await asyncio.gather(*(copy.loss(_PATIENCE_S) for copy in copies))
+        nodes = {member.ray_node_name for member in self._members}
+        for copy, loss in zip(copies, losses, strict=True):
+            if loss is not None or copy.member.ray_node_name not in nodes:
+                reason = "its host left" if loss is None else loss.reason
+                log.warning("copy_lost", host=copy.member.name, layers=str(copy.config.layers), reason=reason)
+                copy.kill()
+                self._fleet.copies.remove(copy)

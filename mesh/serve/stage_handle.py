@@ -1,0 +1,207 @@
+"""The head's end of one stage: its actor, where it serves, whether it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mesh.cluster.addresses import join_address
+from mesh.cluster.exit_detail import exited_pid
+from mesh.cluster.ray_driver import result_of
+from mesh.coordinator import StageAddress
+from spanmesh_proto.errors import MeshError, StageFailed
+from stages.actor import StageActor
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from mesh.cluster.authority import Authority
+    from mesh.cluster.members import Member
+    from mesh.cluster.ray_driver import RayDriver
+    from mesh.progress import ProgressTask
+    from mesh.serve.mesh_keys import MeshKeys
+    from stages.actor import StageConfig
+    from stages.hidden_codec import HiddenType
+
+log = structlog.get_logger()
+
+_POLL_S: Final = 0.25
+# It starts within a few seconds, and answers while it loads: that happens in another thread.
+_SILENCE_S: Final = 15.0
+# Wiring is a few messages. Whoever takes longer is frozen or out of reach.
+_WIRE_TIMEOUT_S: Final = 5.0
+_STOP_TIMEOUT_S: Final = 3.0
+
+
+@dataclass(frozen=True)
+class StageLoss:
+    """Why a stage counts as lost.
+
+    Attributes:
+        reason: One line for a person.
+        pid: Of its process on its host, if that has ended and Ray says which it was.
+    """
+
+    reason: str
+    pid: int | None = None
+
+
+class StageHandle:
+    """One stage, from the start of its process to the end.
+
+    Args:
+        driver: Places its actor.
+        authority: Certifies its key.
+        config: What it is to hold.
+        member: Its host.
+    """
+
+    def __init__(self, driver: RayDriver, authority: Authority, config: StageConfig, member: Member) -> None:
+        self._driver = driver
+        self._authority = authority
+        self.config = config
+        self.member = member
+        self.is_loaded = False
+        self._actor: Any = None
+        self._address: str | None = None
+        self._wire = config.hidden_type
+
+    @property
+    def who(self) -> str:
+        """For messages."""
+        return f"stage {self.config.layers} on {self.member.name}"
+
+    @property
+    def address(self) -> StageAddress:
+        """Where it serves, and how it sends on what it computes.
+
+        Raises:
+            StageFailed: If it does not yet.
+        """
+        if self._address is None:
+            raise StageFailed(f"{self.who} does not serve yet")
+        return StageAddress(self.member.name, self._address, self.config.layers, wire=self._wire)
+
+    async def place(self) -> None:
+        """Start its process.
+
+        Raises:
+            ClusterError: If its host's Ray node is gone.
+        """
+        self._actor = await self._driver.create(
+            StageActor, self.config, ray_node_name=self.member.ray_node_name
+        )
+        log.info("stage_placed", host=self.member.name, layers=str(self.config.layers))
+
+    async def check_memory(self) -> None:
+        """Whether it finds room; to be asked before anything is loaded.
+
+        Raises:
+            ModelDoesNotFit: If not.
+            StageFailed: If its process is gone, or silent.
+        """
+        await self._while_it_answers(self._actor.check_memory.remote(), None)
+
+    async def load(self, bar: ProgressTask | None = None) -> None:
+        """Bring its file to its host, and load it.
+
+        Args:
+            bar: Shows how far it is.
+
+        Raises:
+            MeshError: What the stage says; `StageFailed` if its process is gone, or silent.
+        """
+        await self._while_it_answers(self._actor.load.remote(), bar)
+        self.is_loaded = True
+        log.info("stage_loaded", host=self.member.name, layers=str(self.config.layers))
+
+    async def serve(self) -> None:
+        """Have it listen, with a certificate for a key that it makes for itself; once is enough.
+
+        Raises:
+            ClusterError: If it cannot listen.
+            StageFailed: If it does not answer.
+        """
+        if self._address is not None:
+            return
+        member, authority = self.member, self._authority
+        request = await self._soon(self._actor.certificate_request.remote())
+        certificate = authority.sign(request, member.name, member.address)
+        await self._soon(self._actor.take_certificate.remote(certificate, authority.certificate_pem))
+        port = await self._soon(self._actor.start.remote(member.address))
+        self._address = join_address(member.address, port)
+
+    async def rejoin(self, stage_index: int, keys: MeshKeys, wire: HiddenType) -> None:
+        """Make it part of a new ring; whatever went on in the one before is over.
+
+        Raises:
+            StageFailed: If it does not answer.
+        """
+        self._wire = wire
+        await self._soon(self._actor.rejoin.remote(stage_index, keys.mesh_id, keys.mesh_key, keys.term, wire))
+
+    async def connect(self, following: StageHandle) -> None:
+        """Link it to the next one.
+
+        Raises:
+            HostUnreachable: If it cannot reach it.
+            StageFailed: If it does not answer.
+        """
+        address = following.address
+        await self._soon(self._actor.connect.remote(address.address, address.host))
+
+    async def loss(self, timeout_s: float) -> StageLoss | None:
+        """Ask whether it lives.
+
+        Args:
+            timeout_s: How long it may take to answer. A process that is gone is found out at once.
+
+        Returns:
+            Why it counts as lost; None if it answers.
+        """
+        try:
+            await self._within(timeout_s, self._actor.progress.remote())
+        except MeshError as error:
+            return StageLoss(error.message.removeprefix(f"{self.who} "), exited_pid(str(error.__cause__)))
+        return None
+
+    async def stop(self) -> None:
+        """End it, gently if it answers, so that its memory is free afterwards."""
+        if self._actor is not None:
+            with contextlib.suppress(MeshError):
+                await self._within(_STOP_TIMEOUT_S, self._actor.stop.remote())
+            self.kill()
+
+    def kill(self) -> None:
+        """End its process without waiting, frozen or not."""
+        if self._actor is not None:
+            self._driver.kill(self._actor)
+            self._actor = None
+
+    async def _soon(self, call: Awaitable[Any]) -> Any:
+        return await self._within(_WIRE_TIMEOUT_S, call)
+
+    async def _within(self, timeout_s: float, call: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await result_of(call, self.who)
+        except TimeoutError:
+            raise StageFailed(f"{self.who} did not answer within {timeout_s:g} s") from None
+
+    async def _while_it_answers(self, call: Awaitable[Any], bar: ProgressTask | None) -> None:
+        """Wait for work of any length, as long as its process tells how far it is."""
+        work = asyncio.ensure_future(result_of(call, self.who))
+        try:
+            while not work.done():
+                progress = await self._within(_SILENCE_S, self._actor.progress.remote())
+                if bar is not None:
+                    bar(progress.share, f"{self.who}: {progress.phase}")
+                await asyncio.wait([work], timeout=_POLL_S)
+            work.result()
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
