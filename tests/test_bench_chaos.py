@@ -106,16 +106,15 @@ def test_every_kind_of_harm_comes_about_as_often(count: int, kinds: list[HarmKin
 
 
 @given(pick=st.floats(0, 1, exclude_max=True), kind=st.sampled_from(KINDS), num_stages=st.integers(1, 5))
-def test_a_harm_hits_a_host_with_a_stage(pick: float, kind: HarmKind, num_stages: int) -> None:
-    hosts = [f"host{index}" for index in range(num_stages)]
-    hit = victim(kind, pick, hosts)
-    assert hit in hosts
+def test_a_harm_hits_a_stage_that_there_is(pick: float, kind: HarmKind, num_stages: int) -> None:
+    hit = victim(kind, pick, num_stages)
+    assert 0 <= hit < num_stages
     if kind == "first":
-        assert hit == hosts[0]
+        assert hit == 0
     if kind == "tail":
-        assert hit == hosts[-1]
+        assert hit == num_stages - 1
     if kind == "middle" and num_stages > 2:
-        assert hit in hosts[1:-1]
+        assert 0 < hit < num_stages - 1
 
 
 def test_questions_are_greedy_or_seeded_with_penalties() -> None:
@@ -138,7 +137,7 @@ def test_a_pause_is_the_longest_gap_that_touches_the_time() -> None:
     # Comment pings are no tokens, but somebody is there.
     assert one.silence_s(2.0, 6.15) == pytest.approx(3.0)
     other = stream(5.0, 5.5, sent_s=4.0)
-    assert longest_s([one, other], 2.0, 6.0) == (pytest.approx(5.0), pytest.approx(3.0))
+    assert longest_s([one, other], 2.0, 6.0) == pytest.approx((5.0, 3.0))
     # Ended before, or sent after.
     assert longest_s([stream(0.1, 0.9, ended_s=1.0), stream(8.0, 8.9, sent_s=7.0)], 2.0, 6.0) == (0.0, 0.0)
 

@@ -66,18 +66,19 @@ def draw_harms(count: int, kinds: Sequence[HarmKind], seed: int) -> tuple[Harm, 
     return tuple(harms)
 
 
-def victim(kind: HarmKind, pick: float, stage_hosts: Sequence[str]) -> str:
-    """Which host is hit.
+def victim(kind: HarmKind, pick: float, num_stages: int) -> int:
+    """Index of the stage that is hit, or whose host is.
 
     Args:
         kind: Of harm.
         pick: In [0, 1).
-        stage_hosts: The host of each stage, in the order of the stages; at least one.
+        num_stages: At least one.
     """
     if kind == "first":
-        return stage_hosts[0]
+        return 0
     if kind == "tail":
-        return stage_hosts[-1]
-    # A ring of two has no middle; then any of them is hit.
-    among = (stage_hosts[1:-1] or stage_hosts) if kind == "middle" else list(dict.fromkeys(stage_hosts))
-    return among[int(pick * len(among))]
+        return num_stages - 1
+    if kind == "middle" and num_stages > 2:
+        return 1 + int(pick * (num_stages - 2))
+    # A ring of two has no middle; then either is hit.
+    return int(pick * num_stages)

@@ -67,8 +67,8 @@ class Harming:
         """
         if not look.stage_hosts:
             raise MeshError(f"nothing to harm: {look.status and look.status['phase']}")
-        name = victim(harm.kind, harm.pick, look.stage_hosts)
-        host = self._number(name)
+        index = victim(harm.kind, harm.pick, len(look.stage_hosts))
+        host = self._number(look.stage_hosts[index])
         match harm.kind:
             case "cut-off":
                 at_s = time.perf_counter()
@@ -79,9 +79,9 @@ class Harming:
             case "raylet":
                 pid, number = self._raylet(host), signal.SIGKILL
             case "stop":
-                pid, number = self.stage_process(look, name), signal.SIGSTOP
+                pid, number = self.stage_process(look, index), signal.SIGSTOP
             case _:
-                pid, number = self.stage_process(look, name), signal.SIGKILL
+                pid, number = self.stage_process(look, index), signal.SIGKILL
         at_s = time.perf_counter()
         os.kill(pid, number)
         return Done(harm, at_s, host, pid)
@@ -112,19 +112,18 @@ class Harming:
             self._mesh.start_join(host)
         return ended
 
-    def stage_process(self, look: Look, name: str) -> int:
-        """The process of a host's stage that takes part in the ring: a copy kept warm is another one.
+    def stage_process(self, look: Look, index: int) -> int:
+        """The process of a stage of the ring; its host may have others, of copies kept warm.
 
         Raises:
             MeshError: If nobody listens where the stage should.
         """
-        addresses = [stage["address"] for stage in (look.status or {})["stages"] if stage["host"] == name]
-        host = self._number(name)
-        pids = [pid for pid in self._lab.pids(host) if self._role(pid) == "stage"]
-        port = int(addresses[0].rpartition(":")[2])
+        stage = (look.status or {})["stages"][index]
+        port = int(stage["address"].rpartition(":")[2])
+        pids = [pid for pid in self._lab.pids(self._number(stage["host"])) if self._role(pid) == "stage"]
         pid = listener(pids, port)
         if pid is None:
-            raise MeshError(f"no stage process on {name} listens on port {port}; there are {len(pids)}")
+            raise MeshError(f"none of {len(pids)} stage processes on {stage['host']} listens on port {port}")
         return pid
 
     def left_over(self) -> list[str]:

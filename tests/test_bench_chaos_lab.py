@@ -1,0 +1,46 @@
+"""`mesh bench chaos` in small: one stage killed, one host cut off, one stage stopped, while streams run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mesh.cli import run
+from tests.lab_fixtures import require_lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def _lab() -> None:
+    require_lab()
+
+
+def test_no_stream_fails_or_differs_whatever_is_lost(smollm2_path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    harms = ["--harms", "3", "--kinds", "middle,cut-off,stop", "--seed", "5"]
+    size = ["--quick", "--streams", "3", "--delay-ms", "2", "--logs", str(tmp_path / "logs")]
+    run(["bench", "chaos", str(smollm2_path), *harms, *size, "--output", str(folder)])
+    found = json.loads((folder / "report.json").read_text())
+    assert found["failures"] == []
+    (scenario,) = found["scenarios"]
+    assert scenario["failures"] == []
+    assert scenario["problems"] == []
+    # The mesh was harmed, noticed it, and came back each time.
+    assert {repair["kind"] for repair in scenario["repairs"]} == {"middle", "cut-off", "stop"}
+    for repair in scenario["repairs"]:
+        assert repair["problem"] == ""
+        assert repair["repair_s"] > 0
+        assert repair["pause_s"] > 0
+        assert repair["newcomer"]["outcome"] in {"answer", "503"}
+    lines = {line["title"]: line for line in found["lines"]}
+    assert lines["3 harms: failed streams"]["measured"] == 0
+    assert lines["3 harms: texts unlike the undisturbed run"]["measured"] == 0
+    assert lines["harms: new requests with neither"]["measured"] == 0
+    checks = {check["name"]: check["holds"] for check in found["checks"]}
+    assert checks["no session left when idle, after harms"] is True
+    assert checks["no process left, after harms"] is True
+    assert found["good"] is True
+    page = (folder / "report.md").read_text()
+    assert "## Acceptance" in page
+    assert "SIGSTOP of a stage's process for some seconds" in page
