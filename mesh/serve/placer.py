@@ -6,10 +6,11 @@ import asyncio
 import itertools
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
+from mesh.interruption import first_of
 from mesh.progress import progress_bars
 from mesh.replanner import Copy
 from mesh.serve.fleet import Seat
@@ -72,7 +73,7 @@ class Placer:
         await self._maker.cut([new.placement.layers for new in decision.stages if _is_fresh(new)])
         fresh = self._fresh(decision, wires)
         try:
-            await load_all(tuple(fresh.values()), blame)
+            await first_of(load_all(tuple(fresh.values()), blame), self._watch(tuple(fresh.values())))
         except BaseException:
             for handle in fresh.values():
                 if handle.is_loaded:
@@ -84,6 +85,15 @@ class Placer:
             Seat(new.placement, wire, fresh.get(index) or self._old(new))
             for index, (new, wire) in enumerate(zip(decision.stages, wires, strict=True))
         )
+
+    async def _watch(self, handles: Sequence[StageHandle]) -> NoReturn:
+        """Raise when a host leaves that something is being loaded on: its processes may be out of reach."""
+        while True:
+            nodes = {member.ray_node_name for member in self._members}
+            for handle in handles:
+                if handle.member.ray_node_name not in nodes:
+                    raise StageFailed(f"{handle.who} cannot be loaded: its host left")
+            await self._members.changed()
 
     def _old(self, new: NewStage) -> StageHandle | None:
         if new.kept is not None:

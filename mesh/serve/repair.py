@@ -96,7 +96,7 @@ class Repair:
         crew, seat = self._crew, self._crew.fleet.seats[index]
         crew.fleet.lose(index)
         layers = str(seat.placement.layers)
-        log.error("stage_lost", stage=index, host=seat.placement.host, layers=layers, reason=loss.reason)
+        log.error("stage_gone", stage=index, host=seat.placement.host, layers=layers, reason=loss.reason)
         failure = crew.incidents.failed(seat.placement.host, layers, loss.reason)
         if seat.handle is not None:
             crew.on_failure(failure, loss, seat.handle.member)

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _POLL_S: Final = 0.25
-# It starts within a few seconds, and answers while it loads: that happens in another thread.
+# Its process starts within a few seconds, on a host that has much else to do within tens of them.
+_START_S: Final = 60.0
+# It answers while it loads: that happens in another thread.
 _SILENCE_S: Final = 15.0
 # Wiring is a few messages. Whoever takes longer is frozen or out of reach.
 _WIRE_TIMEOUT_S: Final = 5.0
@@ -66,6 +68,7 @@ class StageHandle:
         self.config = config
         self.member = member
         self.is_loaded = False
+        self._has_answered = False
         self._actor: Any = None
         self._address: str | None = None
         self._wire = config.hidden_type
@@ -197,7 +200,9 @@ class StageHandle:
         work = asyncio.ensure_future(result_of(call, self.who))
         try:
             while not work.done():
-                progress = await self._within(_SILENCE_S, self._actor.progress.remote())
+                patience_s = _SILENCE_S if self._has_answered else _START_S
+                progress = await self._within(patience_s, self._actor.progress.remote())
+                self._has_answered = True
                 if bar is not None:
                     bar(progress.share, f"{self.who}: {progress.phase}")
                 await asyncio.wait([work], timeout=_POLL_S)
