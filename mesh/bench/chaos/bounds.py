@@ -45,39 +45,51 @@ def stream_lines(found: Tally, when: str, *, is_exact: bool) -> list[Line]:
 
 def repair_lines(repairs: Sequence[Repair]) -> list[Line]:
     """What clients see of harms."""
-    pauses = [repair.pause_s for repair in repairs]
-    warm = [repair.pause_s for repair in repairs if repair.is_warm]
+    pauses = [pause_s for repair in repairs for pause_s in repair.pauses_s]
+    worst = [repair.worst_pause_s for repair in repairs if repair.pauses_s]
+    warm = [pause_s for repair in repairs if repair.is_warm for pause_s in repair.pauses_s]
+    worst_warm = [repair.worst_pause_s for repair in repairs if repair.is_warm and repair.pauses_s]
     newcomers = [repair.newcomer for repair in repairs if repair.newcomer is not None]
     answered = sum(newcomer.outcome == "answer" for newcomer in newcomers)
     unsound = [newcomer for newcomer in newcomers if not newcomer.is_sound]
+    of_each = "of the client who waits longest after each harm, median"
     return [
-        Line(
-            "harms: pause seen by a client, median, s",
-            median(pauses) if pauses else None,
+        _ceiling(
+            "pause seen by a client, median, s",
+            _median(pauses),
             MEDIAN_PAUSE_S,
-            is_ceiling=True,
-            note=f"{len(pauses)} harms",
+            f"{len(pauses)} pauses; {of_each}: {_shown(worst)}",
         ),
-        Line("harms: pause, worst, s", max(pauses, default=None), WORST_PAUSE_S, is_ceiling=True),
-        Line(
-            "harms: pause where a spare had the layers loaded, median, s",
-            median(warm) if warm else None,
+        _ceiling("pause, worst, s", max(pauses, default=None), WORST_PAUSE_S),
+        _ceiling(
+            "pause where a spare had the layers loaded, median, s",
+            _median(warm),
             WARM_PAUSE_S,
-            is_ceiling=True,
-            note=f"{len(warm)} harms",
+            f"{len(warm)} pauses after {len(worst_warm)} harms; {of_each}: {_shown(worst_warm)}",
         ),
-        Line(
-            "harms: a new request's answer or 503, worst, s",
+        _ceiling(
+            "a new request's answer or 503, worst, s",
             max((newcomer.took_s for newcomer in newcomers), default=None),
             NEWCOMER_S,
-            is_ceiling=True,
-            note=f"{answered} of {len(newcomers)} got an answer",
+            f"{answered} of {len(newcomers)} got an answer; "
+            f"median {_shown([newcomer.took_s for newcomer in newcomers])}",
         ),
-        Line(
-            "harms: new requests with neither",
+        _ceiling(
+            "new requests with neither",
             len(unsound) if newcomers else None,
             0,
-            is_ceiling=True,
-            note="; ".join(dict.fromkeys(newcomer.outcome for newcomer in unsound)),
+            "; ".join(dict.fromkeys(newcomer.outcome for newcomer in unsound)),
         ),
     ]
+
+
+def _ceiling(title: str, measured: float | None, most: float, note: str = "") -> Line:
+    return Line(f"harms: {title}", measured, most, is_ceiling=True, note=note)
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _shown(values: Sequence[float]) -> str:
+    return f"{median(values):.2f}" if values else "none"

@@ -11,7 +11,7 @@ import structlog
 from mesh.bench.chaos.account import account_of, events_of
 from mesh.bench.chaos.ground import ANSWERS_TIMEOUT_S, Healing
 from mesh.bench.chaos.question import short_question
-from mesh.bench.chaos.repair import Repair, longest_s, newcomer_of
+from mesh.bench.chaos.repair import Repair, newcomer_of, pauses_s, silence_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,7 +166,7 @@ class Harmed:
 
     def _repair(self, episode: _Episode) -> Repair:
         done, healing = episode.done, episode.healing
-        pause_s, silence_s = longest_s(self.streams, done.at_s, episode.stop_s)
+        streams = self.streams
         return Repair(
             number=done.harm.number,
             kind=done.harm.kind,
@@ -174,8 +174,8 @@ class Harmed:
             at_s=done.at_s - self._begun_s,
             hold_s=done.harm.hold_s if done.harm.kind in _TAKEN_BACK else None,
             whole_s=episode.stop_s - done.at_s if episode.is_whole else None,
-            pause_s=pause_s,
-            silence_s=silence_s,
+            pauses_s=pauses_s(streams, done.at_s, episode.stop_s),
+            silence_s=silence_s(streams, done.at_s, episode.stop_s),
             newcomer=newcomer_of(
                 self._ground.crowd.wait_probe(done.harm.number, timeout_s=_NEWCOMER_TIMEOUT_S)
             ),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from mesh.bench.chaos.stream import Stream
 
@@ -53,8 +53,9 @@ class Repair:
         hold_s: How long the host stayed cut off, or the process stopped; None for what is not taken back.
         whole_s: From the harm until the mesh was what it had been, spare hosts included; None if never.
         repair_s: What the head took for repairs, from its noticing on; None if it made none.
-        pause_s: The longest time between two tokens that a client saw in that time.
-        silence_s: The longest time in which a client heard nothing at all, no comment ping either.
+        pauses_s: Of each client that was being answered, the longest time between two tokens in that time,
+            ascending.
+        silence_s: The longest time in which one of them heard nothing at all, no comment ping either.
         newcomer: Who came right after it; None if nobody did.
         is_warm: Whether a copy of the lost layers was loaded already; None if the mesh does not say.
         reason: What the mesh says of it; empty if it noted nothing.
@@ -69,7 +70,7 @@ class Repair:
     hold_s: float | None
     whole_s: float | None
     repair_s: float | None
-    pause_s: float
+    pauses_s: tuple[float, ...]
     silence_s: float
     newcomer: Newcomer | None
     is_warm: bool | None
@@ -77,15 +78,21 @@ class Repair:
     rejoined: tuple[int, ...]
     problem: str
 
+    @property
+    def worst_pause_s(self) -> float:
+        """Of the client who waited longest; 0 if there was none."""
+        return max(self.pauses_s, default=0.0)
 
-def longest_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> tuple[float, float]:
-    """The longest pause between tokens and the longest silence of any stream in that time."""
-    within = [
-        stream
-        for stream in streams
-        if stream.told.record.ended_s > start_s and stream.told.record.sent_s < stop_s
-    ]
-    return (
-        max((stream.pause_s(start_s, stop_s) for stream in within), default=0.0),
-        max((stream.silence_s(start_s, stop_s) for stream in within), default=0.0),
-    )
+
+def pauses_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> tuple[float, ...]:
+    """Of every stream that ran when that time began, its longest pause within it, the longest last."""
+    return tuple(sorted(each.pause_s(start_s, stop_s) for each in _running(streams, start_s)))
+
+
+def silence_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> float:
+    """The longest silence of any of them in that time; 0 without any."""
+    return max((each.silence_s(start_s, stop_s) for each in _running(streams, start_s)), default=0.0)
+
+
+def _running(streams: Iterable[Stream], at_s: float) -> Iterator[Stream]:
+    return (each for each in streams if each.told.record.sent_s < at_s < each.told.record.ended_s)

@@ -20,8 +20,8 @@ class KindSummary:
         kind: See `harm.MEANING`.
         count: How many.
         num_warm: For how many the lost layers were loaded already.
-        median_pause_s: Of each the longest that any client saw.
-        worst_pause_s: The worst of them.
+        median_pause_s: Of all clients' pauses; None if there were no clients.
+        worst_pause_s: The longest of them; None likewise.
         worst_silence_s: The longest time without even a comment ping.
         median_repair_s: What the head took, from its noticing on; None if it repaired nothing.
         median_whole_s: Until all hosts were back; None if they never were.
@@ -32,8 +32,8 @@ class KindSummary:
     kind: str
     count: int
     num_warm: int
-    median_pause_s: float
-    worst_pause_s: float
+    median_pause_s: float | None
+    worst_pause_s: float | None
     worst_silence_s: float
     median_repair_s: float | None
     median_whole_s: float | None
@@ -46,6 +46,7 @@ def by_kind(repairs: Sequence[Repair]) -> list[KindSummary]:
     found = []
     for kind in dict.fromkeys(repair.kind for repair in repairs):
         own = [repair for repair in repairs if repair.kind == kind]
+        pauses = [pause_s for each in own for pause_s in each.pauses_s]
         repair_s = [each.repair_s for each in own if each.repair_s is not None]
         whole_s = [each.whole_s for each in own if each.whole_s is not None]
         found.append(
@@ -53,8 +54,8 @@ def by_kind(repairs: Sequence[Repair]) -> list[KindSummary]:
                 kind=kind,
                 count=len(own),
                 num_warm=sum(each.is_warm is True for each in own),
-                median_pause_s=median(each.pause_s for each in own),
-                worst_pause_s=max(each.pause_s for each in own),
+                median_pause_s=median(pauses) if pauses else None,
+                worst_pause_s=max(pauses, default=None),
                 worst_silence_s=max(each.silence_s for each in own),
                 median_repair_s=median(repair_s) if repair_s else None,
                 median_whole_s=median(whole_s) if whole_s else None,
