@@ -32,6 +32,8 @@ _CHECK_S: Final = 5.0
 _PATIENCE_S: Final = 5.0
 # A host where a copy could not be loaded is tried again after this long.
 _RETRY_S: Final = 60.0
+# Right after a repair sessions replay. Processes that start beside them would take their processors from them.
+_CALM_S: Final = 4.0
 
 
 class Spares:
@@ -66,6 +68,7 @@ class Spares:
 
     async def run(self) -> NoReturn:
         """Load one copy after the other, and look after those that there are."""
+        await asyncio.sleep(_CALM_S)
         while True:
             await self._check()
             copy = self._next()
