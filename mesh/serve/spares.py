@@ -32,7 +32,7 @@ _CHECK_S: Final = 5.0
 _PATIENCE_S: Final = 5.0
 # A host where a copy could not be loaded is tried again after this long.
 _RETRY_S: Final = 60.0
-# Right after a repair sessions replay. Processes that start beside them would take their processors from them.
+# Right after a repair sessions replay: no process is to start then that takes their processors.
 _CALM_S: Final = 4.0
 
 
