@@ -20,7 +20,7 @@ from tests.ring_harness import RunningStage
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from stages.runtime import Span
+    from stages.runtime import Span, StageRuntime
 
 NUM_STAGES = 3
 
@@ -30,6 +30,7 @@ class RepairableRing:
 
     Args:
         on_decode: Called before each batch with the index of the stage, in the thread that computes there.
+        make_runtime: Loads a stage; None makes fake ones.
 
     Attributes:
         coordinator: Set by `serving`.
@@ -37,12 +38,15 @@ class RepairableRing:
     """
 
     def __init__(
-        self, on_decode: Callable[[int, Sequence[Span]], None] = lambda _index, _spans: None
+        self,
+        on_decode: Callable[[int, Sequence[Span]], None] = lambda _index, _spans: None,
+        make_runtime: Callable[[int], StageRuntime] | None = None,
     ) -> None:
         self.coordinator: Coordinator
         self.num_repairs = 0
         self.stages: list[RunningStage | None] = [None] * NUM_STAGES
         self._on_decode = on_decode
+        self._make_runtime = make_runtime or self._fake
         self._keys = itertools.count()
         self.mesh_id = self.mesh_key = ""
 
@@ -64,6 +68,11 @@ class RepairableRing:
     def running(self) -> list[RunningStage]:
         """All stages, where none is missing."""
         return [stage for stage in self.stages if stage is not None]
+
+    def furthest(self) -> int:
+        """Tokens of the longest answer that is under way; -1 if none is."""
+        sessions = self.coordinator._sessions.values()
+        return max((len(session._generation._committed) for session in sessions), default=-1)
 
     async def kill(self, index: int) -> None:
         """End a stage as if its process died: all its streams at once."""
@@ -90,12 +99,7 @@ class RepairableRing:
             await self.kill(index)
 
     async def _start(self, index: int) -> RunningStage:
-        runtime = FakeRuntime(
-            index,
-            NUM_STAGES,
-            is_poisoned=True,
-            on_decode=lambda spans: self._on_decode(index, spans),
-        )
+        runtime = self._make_runtime(index)
         service = StageService(
             runtime,  # type: ignore[arg-type]  # a fake has all that a stage uses
             stage_index=index,
@@ -107,6 +111,11 @@ class RepairableRing:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return RunningStage(service, server, StageAddress("local", f"127.0.0.1:{port}", runtime.info.layers))
+
+    def _fake(self, index: int) -> FakeRuntime:
+        return FakeRuntime(
+            index, NUM_STAGES, is_poisoned=True, on_decode=lambda spans: self._on_decode(index, spans)
+        )
 
 
 class Deaths:
