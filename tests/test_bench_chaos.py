@@ -223,6 +223,19 @@ def test_the_heads_log_tells_how_layers_moved() -> None:
     assert account_of([]).is_warm is None
 
 
+def test_layers_that_move_off_a_host_that_leaves_are_accounted_for() -> None:
+    def event(name: str, second: int, **fields: Any) -> dict[str, Any]:
+        return {"event": name, "timestamp": f"2026-11-21T21:00:0{second}Z", **fields}
+
+    how = "layers [0, 9) to host4"
+    found = account_of(
+        [event("moving", 1, how=how), event("ring_whole_again", 3), event("repaired", 4, how=how, seconds=1)]
+    )
+    assert (found.num_repairs, found.is_warm, found.repair_s, found.reason) == (2, False, 3.0, how)
+    # The ring was whole again after a repair, too: that is not counted twice.
+    assert account_of([event("ring_whole_again", 3)]).num_repairs == 0
+
+
 def test_lines_hold_the_pauses_against_their_bounds() -> None:
     repairs = [
         repair(),

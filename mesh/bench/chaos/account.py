@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_DONE: Final = frozenset({"repaired", "moved"})
-_BROKEN: Final = frozenset({"ring_broken", "moving"})
 _COPY: Final = "(had a copy)"
 
 
@@ -46,21 +45,37 @@ def events_of(lines: str) -> list[dict[str, Any]]:
 
 
 def account_of(events: Iterable[dict[str, Any]]) -> Account:
-    """What became of a harm, by the events since."""
+    """What became of a harm, by the events since.
+
+    A ring that breaks is `repaired`, which says how long it took. One that is left is `moving` until it is
+    `ring_whole_again`.
+    """
     causes: list[str] = []
     ways: list[str] = []
     took_s: list[float] = []
+    moving_s: float | None = None
     for event in events:
-        if event["event"] in _BROKEN and "reason" in event:
-            causes.append(str(event["reason"]))
-        elif event["event"] in _DONE:
-            ways.append(str(event.get("how", "")))
-            took_s.append(float(event.get("seconds", 0.0)))
+        match event["event"]:
+            case "ring_broken":
+                causes.append(str(event["reason"]))
+            case "repaired":
+                ways.append(str(event["how"]))
+                took_s.append(float(event["seconds"]))
+            case "moving":
+                ways.append(str(event["how"]))
+                moving_s = _time_s(event)
+            case "ring_whole_again" if moving_s is not None:
+                took_s.append(_time_s(event) - moving_s)
+                moving_s = None
     moves = sum(way.count(" to ") for way in ways)
     copies = sum(way.count(_COPY) for way in ways)
     return Account(
-        num_repairs=len(ways),
+        num_repairs=len(took_s),
         is_warm=copies == moves if moves else None,
         reason="; ".join(dict.fromkeys([*causes, *ways])),
-        repair_s=round(sum(took_s), 3) if ways else None,
+        repair_s=round(sum(took_s), 3) if took_s else None,
     )
+
+
+def _time_s(event: dict[str, Any]) -> float:
+    return datetime.fromisoformat(event["timestamp"]).timestamp()
