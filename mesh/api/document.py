@@ -44,7 +44,7 @@ def answers(ok: type[BaseModel], *also: int, is_streamed: bool = False) -> dict[
     if is_streamed:
         good["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
     texts = _ANYWHERE | {status: _ELSEWHERE[status] for status in also}
-    bad = {
+    bad: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody, "description": texts[status]}
         | ({"headers": _RETRY} if status in _WITH_RETRY else {})
         for status in sorted(texts)
