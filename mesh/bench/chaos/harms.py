@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mesh.bench.chaos.bounds import repair_lines, stream_lines
 from mesh.bench.chaos.harm import Harm, draw_harms
 from mesh.bench.chaos.harmed import Harmed
-from mesh.bench.chaos.scenario import Scenario
+from mesh.bench.chaos.scenario import INTERRUPTED, Scenario
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def suffer_all(
     except MeshError as error:
         failures.append(error.message)
     except KeyboardInterrupt:
-        failures.append("interrupted: what was to come after this is missing")
+        failures.append(INTERRUPTED)
     try:
         harmed.end()
     except MeshError as error:

@@ -22,6 +22,7 @@ from mesh.bench.chaos.no_room import try_no_room
 from mesh.bench.chaos.question import questions
 from mesh.bench.chaos.report import Report, write_report
 from mesh.bench.chaos.room import least_memory_bytes
+from mesh.bench.chaos.scenario import INTERRUPTED
 from mesh.bench.mesh_system import MeshSystem
 from mesh.bench.stress.check import Check, flatness_check, leak_check
 from mesh.bench.stress.ground import open_sessions
@@ -60,7 +61,6 @@ def run_chaos(options: ChaosOptions) -> Report:
 
     Raises:
         ClusterError: If no lab can be made here.
-        MeshError: If an input is wrong, or the mesh does not come up.
     """
     reason = lab_supported()
     if reason is not None:
@@ -70,11 +70,11 @@ def run_chaos(options: ChaosOptions) -> Report:
     together: tuple[ScenarioName, ...] = tuple(name for name in options.scenarios if name != "no-room")
     try:
         if together:
-            run.on_a_mesh(together, num_spares=options.num_spares, folder_name="mesh")
-        if "no-room" in options.scenarios:
-            run.on_a_mesh(("no-room",), num_spares=0, folder_name="no-room", is_tight=True)
+            run.on_a_mesh(together, num_spares=options.num_spares)
+        if "no-room" in options.scenarios and not run.is_interrupted:
+            run.on_a_mesh(("no-room",), num_spares=0)
     except KeyboardInterrupt:
-        run.interrupted()
+        run.note(INTERRUPTED)
     report = run.report()
     write_report(report, options.output)
     return report
@@ -91,35 +91,29 @@ class _Run:
         self._failures: list[str] = []
         self._started_s = time.monotonic()
 
-    def on_a_mesh(
-        self, names: tuple[ScenarioName, ...], *, num_spares: int, folder_name: str, is_tight: bool = False
-    ) -> None:
+    def on_a_mesh(self, names: tuple[ScenarioName, ...], *, num_spares: int) -> None:
         """Bring a mesh up, try scenarios on it, and see that nothing is left of it."""
-        with self._ground(num_spares, folder_name, is_tight=is_tight) as ground:
-            with MemoryWatch(ground.lab, _LOOK_INTERVAL_S) as watch:
-                for name in names:
-                    log.info("scenario", name=name)
-                    begun_s = time.perf_counter()
-                    scenario = _SCENARIOS[name](ground, self._keep)
-                    self._scenarios.append(scenario)
-                    for line in scenario.lines:
-                        log.info(
-                            "line",
-                            title=line.title,
-                            measured=line.measured,
-                            bound=line.bound,
-                            verdict=line.verdict,
-                        )
-                    if name == "harms":
-                        stop_s = time.perf_counter()
-                        samples = watch.between(begun_s, stop_s)
-                        self._checks.append(flatness_check(samples, "coordinator", stop_s - begun_s))
-                self._look_idle(ground, names)
-            self._stop(ground, names)
+        try:
+            with self._ground(num_spares, is_tight="no-room" in names) as ground:
+                with MemoryWatch(ground.lab, _LOOK_INTERVAL_S) as watch:
+                    for name in names:
+                        scenario = self._try(name, ground, watch)
+                        if scenario.is_interrupted:
+                            break
+                    self._look_idle(ground, names)
+                self._stop(ground, names)
+        except MeshError as error:
+            self.note(f"{_and(names)}: {error.message}")
 
-    def interrupted(self) -> None:
-        """Somebody lost patience."""
-        self._failures.append("interrupted: what was to come after this is missing")
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a scenario was."""
+        return any(scenario.is_interrupted for scenario in self._scenarios)
+
+    def note(self, failure: str) -> None:
+        """Say in the report that something could not be done."""
+        log.warning("not_done", reason=failure)
+        self._failures.append(failure)
 
     def report(self) -> Report:
         """Of what was done."""
@@ -131,6 +125,7 @@ class _Run:
             "one_way_delay_ms": options.delay_ms,
             "streams": options.num_streams,
             "questions": options.num_questions,
+            "answer_tokens": " ".join(map(str, options.answer_tokens)),
             "numeric_mode": "exact" if options.exact else "fast",
             "threads_per_stage": options.num_threads,
             "speculate": options.speculate,
@@ -144,7 +139,7 @@ class _Run:
         return Report(circumstances, tuple(self._scenarios), tuple(self._checks), tuple(self._failures))
 
     @contextmanager
-    def _ground(self, num_spares: int, folder_name: str, *, is_tight: bool) -> Iterator[Ground]:
+    def _ground(self, num_spares: int, *, is_tight: bool) -> Iterator[Ground]:
         options = self._options
         facts = read_model_facts(options.model)
         num_slots = options.num_streams + _NEWCOMERS
@@ -157,7 +152,7 @@ class _Run:
             folder = options.logs or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="mesh-bench-"))
             )
-            logs = (folder / folder_name).resolve()
+            logs = (folder / ("no-room" if is_tight else "mesh")).resolve()
             logs.mkdir(parents=True, exist_ok=True)
             shared = [logs, options.model.resolve().parent]
             lab = stack.enter_context(Lab(1 + options.num_stages + num_spares, shared=shared))
@@ -180,6 +175,19 @@ class _Run:
             expected = undisturbed(crowd, asked, options.num_streams)
             yield Ground(lab, mesh, crowd, Harming(lab, mesh), options, asked, expected)
 
+    def _try(self, name: ScenarioName, ground: Ground, watch: MemoryWatch) -> Scenario:
+        log.info("scenario", name=name)
+        begun_s = time.perf_counter()
+        scenario = _SCENARIOS[name](ground, self._keep)
+        self._scenarios.append(scenario)
+        for line in scenario.lines:
+            log.info("line", title=line.title, measured=line.measured, bound=line.bound, verdict=line.verdict)
+        if name == "harms":
+            stop_s = time.perf_counter()
+            samples = watch.between(begun_s, stop_s)
+            self._checks.append(flatness_check(samples, "coordinator", stop_s - begun_s))
+        return scenario
+
     def _look_idle(self, ground: Ground, names: tuple[ScenarioName, ...]) -> None:
         """Nobody asks: nobody may hold a session."""
         deadline_s = time.monotonic() + _IDLE_TIMEOUT_S
@@ -187,7 +195,7 @@ class _Run:
             try:
                 status = ground.crowd.look().status
             except MeshError as error:
-                self._failures.append(error.message)
+                self.note(error.message)
                 return
             if status is not None and not open_sessions(status):
                 break
@@ -195,7 +203,7 @@ class _Run:
                 break
             time.sleep(0.2)
         if status is None:
-            self._failures.append("the head does not answer when all is over")
+            self.note("the head does not answer when all is over")
         else:
             check = leak_check(status)
             self._checks.append(Check(f"{check.name}, after {_and(names)}", check.holds, check.detail))
@@ -205,7 +213,7 @@ class _Run:
         try:
             codes = ground.mesh.stop(timeout_s=_STOP_TIMEOUT_S)
         except MeshError as error:
-            self._failures.append(error.message)
+            self.note(error.message)
             return
         left = ground.harming.left_over()
         detail = ", ".join(left) or f"none; exit codes {', '.join(map(str, codes))}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from mesh.bench.chaos.repair import Repair
     from mesh.bench.stress.judging import Problem
     from mesh.bench.stress.line import Line
+
+INTERRUPTED: Final = "interrupted: what was to come after this is missing"
 
 
 @dataclass(frozen=True)
@@ -27,4 +29,9 @@ class Scenario:
     lines: tuple[Line, ...]
     repairs: tuple[Repair, ...] = ()
     problems: tuple[Problem, ...] = ()
-    failures: tuple[str, ...] = field(default=())
+    failures: tuple[str, ...] = ()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether somebody lost patience: then nothing more is tried."""
+        return INTERRUPTED in self.failures
