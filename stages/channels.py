@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
-from spanmesh_proto.errors import MeshError, wire_of
+from spanmesh_proto.errors import MeshError, ProtocolError, wire_of
 from stages.identity import peer_name
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: MeshError) -
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
-    """Turns away every call that does not carry the mesh key."""
+    """Turns away every call that does not carry the mesh key, and what cannot be decoded in those that do."""
 
     def __init__(self, mesh_key: str) -> None:
         self._key = mesh_key.encode()
@@ -127,8 +128,37 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         given = dict(metadata).get(_KEY_HEADER, "")
         given_bytes = given if isinstance(given, bytes) else given.encode()
         if hmac.compare_digest(given_bytes, self._key):
-            return await continuation(handler_call_details)
+            return _decoding(await continuation(handler_call_details))
         return _refusal(await continuation(handler_call_details))
+
+
+def _decoding(handler: Any) -> Any:
+    """The same handler, but bytes that are no message are an error of ours that blames the peer.
+
+    Where there is one request, decoded before the handler is called, it gets None.
+    """
+    if handler is None:
+        return None
+    if not handler.request_streaming:
+        return grpc.unary_stream_rpc_method_handler(
+            handler.unary_stream, _decoder(handler.request_deserializer, None), handler.response_serializer
+        )
+    error = ProtocolError("the peer sent bytes that are no message of this protocol")
+    return grpc.stream_stream_rpc_method_handler(
+        handler.stream_stream, _decoder(handler.request_deserializer, error), handler.response_serializer
+    )
+
+
+def _decoder(decode: Callable[[bytes], Any], error: MeshError | None) -> Callable[[bytes], Any]:
+    def decoded(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError:
+            if error is None:
+                return None
+            raise error from None
+
+    return decoded
 
 
 def _refusal(handler: Any) -> Any:

@@ -40,6 +40,8 @@ def _mesh_code(metadata: Any) -> str | None:
 
 # Windows wait for one another to be read: large ones travel alone.
 _MOST_BUNDLED_BYTES: Final = 64 * 1024
+# A stage takes no more in one frame.
+MOST_BUNDLED_WINDOWS: Final = 256
 
 
 class StageLink:
@@ -148,7 +150,8 @@ def frames(
     messages = [first, *(waiting.get_nowait() for _ in range(waiting.qsize()))]
     for message in messages:
         size_bytes = 0 if isinstance(message, wire.Open) else len(message.hidden)
-        if bundle and (isinstance(message, wire.Open) or num_bytes + size_bytes > _MOST_BUNDLED_BYTES):
+        is_full = num_bytes + size_bytes > _MOST_BUNDLED_BYTES or len(bundle) == MOST_BUNDLED_WINDOWS
+        if bundle and (isinstance(message, wire.Open) or is_full):
             yield wire.Frame(windows=wire.WindowBundle(windows=bundle))
             bundle, num_bytes = [], 0
         if isinstance(message, wire.Open):

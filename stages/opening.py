@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import InvalidRequest
+from spanmesh_proto.errors import InvalidRequest, InvalidWindow
 from stages.logprobs import MAX_TOP_LOGPROBS
 from stages.sampling import Sampling
 
@@ -42,6 +42,17 @@ class Opening:
                 f"top_logprobs is {self.num_top_logprobs}: it must be from 0 to {MAX_TOP_LOGPROBS}",
                 param="top_logprobs",
             )
+
+    def require_vocabulary(self, n_vocab: int) -> None:
+        """Check that every token id in it exists.
+
+        Raises:
+            InvalidRequest: If one with a bias does not.
+            InvalidWindow: If a cached one does not.
+        """
+        self.sampling.require_vocabulary(n_vocab)
+        if self.cached and max(self.cached) >= n_vocab:
+            raise InvalidWindow(f"token {max(self.cached)} is outside the vocabulary of {n_vocab}")
 
     def to_wire(self) -> wire.Open:
         """The message."""

@@ -174,12 +174,13 @@ class StageRuntime:
             )
         if not 0 <= span.num_outputs <= rows:
             raise InvalidWindow(f"{span.num_outputs} rows to verify in a window of {rows}")
+        # Elsewhere tokens only pass through.
+        looks_up = self.info.is_first or self.info.is_tail
+        if looks_up and (max(span.tokens) >= self.info.n_vocab or min(span.tokens) < 0):
+            raise InvalidWindow(f"token {max(span.tokens)} is outside the vocabulary of {self.info.n_vocab}")
         if self.info.is_first:
-            if max(span.tokens) >= self.info.n_vocab or min(span.tokens) < 0:
-                raise InvalidWindow(
-                    f"token {max(span.tokens)} is outside the vocabulary of {self.info.n_vocab}"
-                )
-        elif span.hidden is None or span.hidden.shape != (rows, self.info.n_embd):
+            return
+        if span.hidden is None or span.hidden.shape != (rows, self.info.n_embd):
             shape = None if span.hidden is None else span.hidden.shape
             raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self.info.n_embd)}")
 

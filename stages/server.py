@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
@@ -23,7 +23,7 @@ from stages.channels import KeyCheck, abort
 from stages.encoded_hidden import EncodedHidden
 from stages.hidden_codec import HiddenType
 from stages.judge import Judge
-from stages.link import StageLink
+from stages.link import MOST_BUNDLED_WINDOWS, StageLink
 from stages.opening import Opening
 from stages.runtime import Span, StageRuntime
 from stages.sessions import SessionTable
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from stages.identity import Identity
 
 log = structlog.get_logger()
+
+# A mesh id is a sha256 in hex.
+_SHOWN_CHARS: Final = 64
 
 
 def monotonic_us() -> int:
@@ -100,8 +103,9 @@ class StageService(rpc.StageServicer):
         self._next: StageLink | None = None
         self._links: set[asyncio.Task[Any]] = set()
         self._verdicts: set[asyncio.Queue[wire.VerdictBundle | None]] = set()
-        self._controls: dict[asyncio.Queue[wire.ControlReply], asyncio.Task[None]] = {}
+        self._controls: dict[asyncio.Queue[wire.ControlReply | None], asyncio.Task[None]] = {}
         self._idle_since_s: float | None = time.monotonic()
+        self._is_closed = False
         self._worker.start()
 
     async def connect(self, next_address: str, next_host: str = "") -> None:
@@ -113,7 +117,9 @@ class StageService(rpc.StageServicer):
 
         Raises:
             HostUnreachable: Naming the address that does not answer.
+            StageFailed: If the stage was closed or left its ring meanwhile.
         """
+        mesh_id = self._mesh_id
         hello = wire.Hello(
             protocol_version=PROTOCOL_VERSION,
             software_version=SOFTWARE_VERSION,
@@ -130,6 +136,11 @@ class StageService(rpc.StageServicer):
             identity=self._identity,
         )
         await link.open()
+        if self._is_closed or self._mesh_id != mesh_id:
+            await link.close()
+            raise StageFailed(
+                f"stage {self._stage_index} left the ring while it was linked to {next_address}"
+            )
         self._next = link
 
     async def rejoin(
@@ -182,6 +193,7 @@ class StageService(rpc.StageServicer):
 
     async def close(self) -> None:
         """Stop computing and free the memory."""
+        self._is_closed = True
         if self._next is not None:
             await self._next.close()
         self._queue.close()
@@ -207,18 +219,10 @@ class StageService(rpc.StageServicer):
         context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome],
     ) -> None:
         """Frames from upstream."""
-        first = await context.read()
-        is_hello = isinstance(first, wire.Frame) and first.WhichOneof("kind") == "hello"
-        await context.write(await self._greet(first.hello if is_hello else None, context))
-        reader = asyncio.create_task(self._read_link(context))
-        self._links.add(reader)
         try:
-            await asyncio.wait({reader})
-            if not reader.cancelled():
-                reader.result()
-        finally:
-            self._links.discard(reader)
-            reader.cancel()
+            await self._listen(context)
+        except MeshError as error:
+            await self._blame(context, error)
 
     async def Control(  # noqa: N802
         self,
@@ -226,21 +230,23 @@ class StageService(rpc.StageServicer):
         context: grpc.aio.ServicerContext[wire.ControlRequest, wire.ControlReply],
     ) -> AsyncIterator[wire.ControlReply]:
         """Out-of-band requests from the coordinator; failures and pongs back."""
-        replies: asyncio.Queue[wire.ControlReply] = asyncio.Queue()
-        first = await anext(aiter(request_iterator), None)
+        replies: asyncio.Queue[wire.ControlReply | None] = asyncio.Queue()
+        try:
+            first = await anext(aiter(request_iterator), None)
+        except MeshError as error:
+            await self._blame(context, error)
+            return
         hello = first.hello if first is not None and first.WhichOneof("kind") == "hello" else None
         yield wire.ControlReply(welcome=await self._greet(hello, context))
         reader = asyncio.create_task(self._read_control(request_iterator, replies))
+        reader.add_done_callback(lambda _reader: replies.put_nowait(None))
         self._controls[replies] = reader
         self._idle_since_s = None
         try:
-            while True:
-                reply = asyncio.ensure_future(replies.get())
-                await asyncio.wait({reply, reader}, return_when=asyncio.FIRST_COMPLETED)
-                if not reply.done():
-                    reply.cancel()
-                    break
-                yield reply.result()
+            while (reply := await replies.get()) is not None:
+                yield reply
+            if not reader.cancelled() and isinstance(reason := reader.exception(), MeshError):
+                await self._blame(context, reason)
         finally:
             reader.cancel()
             del self._controls[replies]
@@ -276,19 +282,21 @@ class StageService(rpc.StageServicer):
             await abort(
                 context,
                 ProtocolVersionMismatch(
-                    f"{hello.sender or 'the peer'} speaks protocol version {hello.protocol_version} "
-                    f"(spanmesh {hello.software_version or 'unknown'}), stage {self._stage_index} speaks "
-                    f"{PROTOCOL_VERSION} (spanmesh {SOFTWARE_VERSION}): install the same spanmesh on "
+                    f"{_shown(hello.sender) or 'the peer'} speaks protocol version {hello.protocol_version} "
+                    f"(spanmesh {_shown(hello.software_version) or 'unknown'}), stage {self._stage_index} "
+                    f"speaks {PROTOCOL_VERSION} (spanmesh {SOFTWARE_VERSION}): install the same spanmesh on "
                     "every host"
                 ),
             )
         elif hello.mesh_id != self._mesh_id:
             await abort(
                 context,
-                ProtocolError(f"this stage belongs to mesh {self._mesh_id!r}, not to {hello.mesh_id!r}"),
+                ProtocolError(
+                    f"this stage belongs to mesh {self._mesh_id!r}, not to {_shown(hello.mesh_id)!r}"
+                ),
             )
         elif hello.term < self._term:
-            await abort(context, self._stale(hello.sender or "the peer", hello.term))
+            await abort(context, self._stale(_shown(hello.sender) or "the peer", hello.term))
         else:
             self._term = hello.term
         return wire.Welcome(
@@ -298,6 +306,10 @@ class StageService(rpc.StageServicer):
             layer_start=self._info.layers.start,
             layer_stop=self._info.layers.stop,
         )
+
+    async def _blame(self, context: grpc.aio.ServicerContext[Any, Any], error: MeshError) -> None:
+        log.warning("peer_refused", stage=self._stage_index, peer=context.peer(), reason=error.message)
+        await abort(context, error)
 
     def _stale(self, sender: str, term: int) -> ProtocolError:
         return ProtocolError(
@@ -310,16 +322,39 @@ class StageService(rpc.StageServicer):
             self._queue.change(Freed(slot))
         self._wakefulness.update(0)
 
+    async def _listen(self, context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome]) -> None:
+        """A Link until it ends, or this stage leaves the ring.
+
+        Raises:
+            ProtocolError: If the peer sends what no peer of the mesh sends.
+        """
+        first = await context.read()
+        is_hello = isinstance(first, wire.Frame) and first.WhichOneof("kind") == "hello"
+        await context.write(await self._greet(first.hello if is_hello else None, context))
+        reader = asyncio.create_task(self._read_link(context))
+        self._links.add(reader)
+        try:
+            await asyncio.wait({reader})
+            if not reader.cancelled():
+                reader.result()
+        finally:
+            self._links.discard(reader)
+            reader.cancel()
+
     async def _read_link(self, context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome]) -> None:
         while isinstance(frame := await context.read(), wire.Frame):
             if frame.HasField("windows"):
+                if (count := len(frame.windows.windows)) > MOST_BUNDLED_WINDOWS:
+                    raise ProtocolError(
+                        f"the peer sent {count} windows in one frame: at most {MOST_BUNDLED_WINDOWS} fit"
+                    )
                 for window in frame.windows.windows:
                     self._on_window(window)
             elif frame.HasField("open"):
                 self._on_open(frame.open)
 
     async def _read_control(
-        self, requests: AsyncIterator[wire.ControlRequest], replies: asyncio.Queue[wire.ControlReply]
+        self, requests: AsyncIterator[wire.ControlRequest], replies: asyncio.Queue[wire.ControlReply | None]
     ) -> None:
         async for request in requests:
             match request.WhichOneof("kind"):
@@ -336,7 +371,7 @@ class StageService(rpc.StageServicer):
         try:
             opening = Opening.from_wire(message)
             if self._info.is_tail:
-                opening.sampling.require_vocabulary(self._info.n_vocab)
+                opening.require_vocabulary(self._info.n_vocab)
             judge = Judge(
                 opening.sampling,
                 num_prompt=opening.num_prompt,
@@ -416,6 +451,11 @@ class StageService(rpc.StageServicer):
         log.error("link_lost", stage=self._stage_index, reason=error.message)
         self._next = None
         self._report([_failure(0, 0, 0, error)])
+
+
+def _shown(text: str) -> str:
+    """What a peer says of itself, fit for one line: a status with more is not delivered at all."""
+    return "".join(letter for letter in text[:_SHOWN_CHARS] if letter.isprintable())
 
 
 def _failure(session: int, epoch: int, window_id: int, error: MeshError) -> wire.Failure:

@@ -139,25 +139,39 @@ class StageWorker(threading.Thread):
         counts.num_rows += sum(len(window.span.tokens) for window in windows)
         counts.num_decodes += 1
         if self._runtime.info.is_tail:
-            verdicts = [self._judge(window, logits) for window, logits in pairs]
+            verdicts = [self._verdict(window, logits) for window, logits in pairs]
             counts.compute_us += self._stamp(windows, verdicts, started_us)
-            self._on_verdicts(verdicts)
+            self._on_verdicts([verdict for verdict in verdicts if verdict is not None])
         else:
             onward = [self._onward(window, hidden) for window, hidden in pairs]
             counts.compute_us += self._stamp(windows, onward, started_us)
             self._on_windows([window for window in onward if window.hidden])
 
     def _stamp(
-        self, windows: list[QueuedWindow], messages: Sequence[wire.Window | wire.Verdict], started_us: int
+        self,
+        windows: list[QueuedWindow],
+        messages: Sequence[wire.Window | wire.Verdict | None],
+        started_us: int,
     ) -> int:
         """Write into each message how long this stage and those before it took; returns its own time."""
         compute_us = self._clock_us() - started_us
         num_rows = sum(len(window.span.tokens) for window in windows)
         for window, message in zip(windows, messages, strict=True):
+            if message is None:
+                continue
             message.times.extend(window.times)
             queue_us = max(0, started_us - window.arrived_us)
             message.times.add(queue_us=queue_us, compute_us=compute_us, num_rows=num_rows)
         return compute_us
+
+    def _verdict(self, window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict | None:
+        """None if the rows cannot be judged: that fails one session, not those that shared its batch."""
+        try:
+            return self._judge(window, logits)
+        except MeshError as error:
+            self._runtime.free(window.span.slot)
+            self._on_failures([failure_of(window, error)])
+            return None
 
     @staticmethod
     def _judge(window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # Each is an option of `mesh bench fuzz` of the same name; imported only when it is asked for.
 _KINDS: Final = {
     "http": "mesh.bench.fuzz.over_http:fuzz_http",
+    "grpc": "mesh.bench.fuzz.over_grpc:fuzz_grpc",
     "gguf": "mesh.bench.fuzz.ggufs:fuzz_ggufs",
     "tokens": "mesh.bench.fuzz.tokens:fuzz_tokens",
 }

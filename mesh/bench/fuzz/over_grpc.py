@@ -1,0 +1,215 @@
+"""Hostile frames over real gRPC, from a peer that has a certificate of the mesh and knows its key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from mesh.bench.fuzz.frames import HostilePeer
+from mesh.bench.fuzz.good_session import good_session
+from mesh.bench.fuzz.small_model import small_layout, write_layout
+from mesh.bench.fuzz.stage_process import HOST, MESH_ID, MESH_KEY, TERM, Served, StageProcess
+from mesh.bench.fuzz.tally import Tally
+from mesh.cluster.authority import Authority
+from mesh.cluster.certificate import make_certificate
+from mesh.coordinator.control import ControlStream
+from spanmesh_proto import PROTOCOL_VERSION
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.errors import MeshError
+from stages.channels import key_metadata, open_channel
+
+if TYPE_CHECKING:
+    from mesh.bench.fuzz.options import FuzzOptions
+    from mesh.bench.fuzz.report import FuzzReport
+    from stages.identity import Identity
+
+_LINK: Final = "/spanmesh.windows.Stage/Link"
+_CONTROL: Final = "/spanmesh.windows.Stage/Control"
+_HELLO: Final = wire.Hello(protocol_version=PROTOCOL_VERSION, mesh_id=MESH_ID, sender="fuzz", term=TERM)
+_GREETINGS: Final = {
+    _LINK: wire.Frame(hello=_HELLO).SerializeToString(),
+    _CONTROL: wire.ControlRequest(hello=_HELLO).SerializeToString(),
+}
+_EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
+_PATIENCE_S: Final = 20.0
+# Frames of one stream; and of every so many messages one goes to Control instead of the Link.
+_STREAM_FRAMES: Final = 100
+_CONTROL_EVERY: Final = 8
+_NUM_CHECKS: Final = 40
+# What a peer is never to blame for.
+_FAULTS: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+
+
+def fuzz_grpc(options: FuzzOptions) -> FuzzReport:
+    """Whatever a peer sends, the stages live, answer, and compute for others what they always did.
+
+    Args:
+        options: What the user says; the stages hold the first layers of its model.
+    """
+    with tempfile.TemporaryDirectory(prefix="spanmesh-fuzz-") as name:
+        folder = Path(name)
+        model = folder / "model.gguf"
+        write_layout(options.model, small_layout(options.model, num_layers=2, num_tokens=1024), model)
+        identity = Authority(make_certificate(dt.datetime.now(dt.UTC))).own_identity([HOST], "127.0.0.1")
+        with StageProcess(model, folder, identity) as process:
+            return asyncio.run(_besiege(options, process, identity))
+
+
+async def _besiege(options: FuzzOptions, process: StageProcess, identity: Identity) -> FuzzReport:
+    return await _Siege(options, process, identity).run()
+
+
+class _Siege:
+    """One run against one process."""
+
+    def __init__(self, options: FuzzOptions, process: StageProcess, identity: Identity) -> None:
+        self._options = options
+        self._process = process
+        self._identity = identity
+        self._tally = Tally("grpc", options, time.monotonic)
+        # Not for secrets: the same seed must make the same frames.
+        self._random = Random(options.seed)  # noqa: S311
+        self._num_sessions = 1_000_000
+        self._latest = b""
+        self._watches = [self._watch(stage) for stage in process.stages]
+        self._channels = {
+            stage.address: open_channel(stage.address, HOST, identity) for stage in process.stages
+        }
+
+    async def run(self) -> FuzzReport:
+        for watch in self._watches:
+            await watch.open()
+        try:
+            await self._attack()
+        finally:
+            for watch in self._watches:
+                await watch.close()
+            for channel in self._channels.values():
+                await channel.close(None)
+        return self._tally.report()
+
+    async def _attack(self) -> None:
+        options, tally = self._options, self._tally
+        expected = await self._answers()
+        check_every = max(options.num_cases // _NUM_CHECKS, 1)
+        next_check = check_every
+        while tally.num_cases < options.num_cases:
+            stage = self._random.choice(self._process.stages)
+            await self._stream(stage, min(_STREAM_FRAMES, options.num_cases - tally.num_cases))
+            if not self._process.is_alive:
+                tally.fail("crash", self._latest, "the stages' process is gone")
+                return
+            if tally.num_cases >= next_check:
+                next_check += check_every
+                tally.sample_memory(self._process.memory_bytes())
+                if not await self._are_well(expected):
+                    return
+
+    async def _stream(self, stage: Served, num_frames: int) -> None:
+        """Some frames over one Link, and requests over one Control beside it."""
+        peer = HostilePeer(stage.shape, self._random)
+        channel = self._channels[stage.address]
+        link, control = await self._open(channel, _LINK), await self._open(channel, _CONTROL)
+        for number in range(num_frames):
+            if number % _CONTROL_EVERY == _CONTROL_EVERY - 1:
+                control = await self._feed(channel, control, _CONTROL, peer.control())
+            else:
+                link = await self._feed(channel, link, _LINK, peer.frame())
+        for call in (link, control):
+            await call.done_writing()
+            await self._ended(call)
+
+    async def _feed(self, channel: Any, call: Any, method: str, data: bytes) -> Any:
+        """One message; the call to go on with, a new one if the message ended it."""
+        self._latest = data
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await call.write(data)
+        if call.done() or not _is_message(method, data):
+            self._tally.count(await self._ended(call))
+            return await self._open(channel, method)
+        self._tally.count("taken")
+        return call
+
+    async def _open(self, channel: Any, method: str) -> Any:
+        """A stream of raw bytes, with the greeting behind it."""
+        call = channel.stream_stream(method)(metadata=key_metadata(MESH_KEY))
+        await call.write(_GREETINGS[method])
+        async with asyncio.timeout(_PATIENCE_S):
+            await call.read()
+        return call
+
+    async def _ended(self, call: Any) -> str:
+        """The status that a call ends with, by name."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                while await call.read() is not _EOF:
+                    pass
+                code = await call.code()
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+        except TimeoutError:
+            self._tally.fail("hang", self._latest, f"the stream did not end within {_PATIENCE_S:g} s")
+            return "hang"
+        if code in _FAULTS:
+            self._tally.fail("fault", self._latest, f"{code.name}: {await call.details()}")
+        return str(code.name)
+
+    def _watch(self, stage: Served) -> ControlStream:
+        return ControlStream(
+            stage.address,
+            _HELLO,
+            MESH_KEY,
+            on_failure=self._on_failure,
+            on_heard=lambda: None,
+            on_lost=lambda _reason: None,
+            host=HOST,
+            identity=self._identity,
+        )
+
+    def _on_failure(self, failure: wire.Failure) -> None:
+        if failure.code == "internal_error" or failure.message.startswith("stage failed:"):
+            self._tally.fail("fault", self._latest, f"{failure.code}: {failure.message}")
+
+    async def _are_well(self, expected: bytes) -> bool:
+        try:
+            answers = await self._answers()
+        except (MeshError, TimeoutError) as error:
+            self._tally.fail("hang", self._latest, f"a good session gets no answer: {error!r}")
+            return False
+        if answers != expected:
+            self._tally.fail("crash", self._latest, f"a good session is told {answers!r}, not {expected!r}")
+        return answers == expected
+
+    async def _answers(self) -> bytes:
+        self._num_sessions += 1
+        first, tail = (stage.address for stage in self._process.stages)
+        for watch in self._watches:
+            await watch.ping(_PATIENCE_S)
+        return await good_session(
+            first,
+            tail,
+            _HELLO,
+            self._identity,
+            session=self._num_sessions,
+            slot=self._num_sessions % self._process.stages[0].shape.num_slots,
+            patience_s=_PATIENCE_S,
+        )
+
+
+def _is_message(method: str, data: bytes) -> bool:
+    """Whether a stage can parse it at all; what it cannot ends the stream."""
+    kind = wire.Frame if method == _LINK else wire.ControlRequest
+    try:
+        kind.FromString(data)
+    except DecodeError:
+        return False
+    return True
