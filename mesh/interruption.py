@@ -20,10 +20,16 @@ _EXIT_INTERRUPTED: Final = 130
 
 
 class Interruption:
-    """Cancels one task at the first signal; later ones change nothing, tearing down takes only seconds."""
+    """Cancels one task at the first signal; later ones change nothing, tearing down takes only seconds.
+
+    Attributes:
+        received: The first signal; None until one came.
+    """
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
+        self._ask: Callable[[], None] | None = None
+        self._is_cancelled = False
         self.received: signal.Signals | None = None
 
     def arm(self, task: asyncio.Task[None] | None = None) -> None:
@@ -37,9 +43,21 @@ class Interruption:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
 
+    def soften(self, ask: Callable[[], None] | None) -> None:
+        """Have the next signal only ask for an end; the one after it cancels, as ever.
+
+        Args:
+            ask: Called in the event loop; None takes it back.
+        """
+        self._ask = ask
+
     def _on_signal(self, number: signal.Signals) -> None:
-        if self.received is None and self._task is not None:
-            self.received = number
+        self.received = self.received or number
+        if self._ask is not None:
+            ask, self._ask = self._ask, None
+            ask()
+        elif not self._is_cancelled and self._task is not None:
+            self._is_cancelled = True
             self._task.cancel()
             log.info("stopping", signal=number.name)
 

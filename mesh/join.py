@@ -1,26 +1,30 @@
-"""What `mesh join` does: become a member, run a Ray node, stay until the mesh closes."""
+"""What `mesh join` does: become a member, and stay one until the mesh closes."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import random
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.cluster.addresses import primary_address, split_address
-from mesh.cluster.host_facts import read_host_facts
+from mesh.backoff import backoff_s, may_pass
 from mesh.cluster.join_token import decode
-from mesh.cluster.members import Member, check_name
-from mesh.cluster.membership_client import Membership, find_head
-from mesh.cluster.ray_node import RayNode, RayNodeConfig
-from mesh.interruption import first_of
-from spanmesh_proto.errors import ClusterError
+from mesh.cluster.members import check_name
+from mesh.cluster.ray_node import RayNode
+from mesh.home import Home
+from mesh.stay import Stay
+from spanmesh_proto.errors import ClusterError, JoinError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from mesh.cluster.ray_node import RayNodeConfig
+    from mesh.home import Node
+    from mesh.interruption import Interruption
 
 log = structlog.get_logger()
 
@@ -35,6 +39,7 @@ class JoinOptions:
         advertise: Address where the others reach it, or None for the one that leads to the head.
         memory_bytes: What the mesh may use, or None for all that is free.
         num_threads: Threads for computing, or None for one per core.
+        give_up_after_s: How long to look for a head that was there once.
     """
 
     token: str
@@ -42,60 +47,60 @@ class JoinOptions:
     advertise: str | None
     memory_bytes: int | None
     num_threads: int | None
+    give_up_after_s: float = 600.0
 
 
-async def join_mesh(options: JoinOptions) -> None:
-    """Join, and stay until the head closes the mesh.
+async def join_mesh(
+    options: JoinOptions,
+    interruption: Interruption,
+    *,
+    start_node: Callable[[RayNodeConfig], Node] = RayNode.start,
+    jitter: Callable[[], float] = random.random,
+) -> None:
+    """Join, and stay until the head closes the mesh or lets this host go.
+
+    Whatever ends a stay before that, such as a network that is away for a while, is waited out: the host
+    joins again, with the Ray node that it has if that still runs.
+
+    Args:
+        options: What the user says.
+        interruption: Its first signal asks the head to move what is here; its second leaves at once.
+        start_node: Starts this host's Ray node, in the main thread.
+        jitter: From 0 to 1, so that hosts that lost their head do not all come back at the same instant.
 
     Raises:
-        InvalidJoinToken: If the token is malformed, wrong or expired.
-        HostUnreachable: If the head cannot be reached, cannot reach this host, or goes away.
+        InvalidJoinToken: If the token is malformed, wrong or expired, or this host was evicted.
+        HostUnreachable: If the head cannot be reached, from the start or for `give_up_after_s`, or cannot
+            reach this host.
         JoinError: If the head refuses this host.
-        ClusterError: If Ray does not start, or ends.
+        ClusterError: If Ray does not start.
     """
     token = decode(options.token)
-    token.check_expiry(time.time())
     check_name(options.name)
-    facts = asyncio.create_task(
-        asyncio.to_thread(read_host_facts, memory_bytes=options.memory_bytes, num_threads=options.num_threads)
-    )
-    head = await find_head(token)
-    member = Member(
-        name=options.name,
-        address=options.advertise or primary_address(split_address(head.address)[0]),
-        facts=await facts,
-        ray_node_name=f"{options.name}.{secrets.token_hex(4)}",
-    )
-    async with Membership(head, token.secret, member) as membership:
-        ray = await membership.join()
-        log.info(
-            "joined",
-            head=head.address,
-            name=member.name,
-            address=member.address,
-            memory_bytes=member.facts.memory_bytes,
-            threads=member.facts.num_threads,
-            speed_gb_per_s=round(member.facts.speed_gb_per_s, 1),
-        )
-        # Here, in the main thread: the node dies with the thread that starts it.
-        node = RayNode.start(RayNodeConfig(member.address, member.ray_node_name, ray.token, ray.address))
-        try:
-            await first_of(_listen(membership), _serve(membership, node))
-        finally:
-            node.stop()
-            log.info("left", name=member.name)
-
-
-async def _listen(membership: Membership) -> None:
-    async for state in membership.states():
-        log.info("head_says", state=state)
-
-
-async def _serve(membership: Membership, node: RayNode) -> None:
-    await node.wait_ready()
-    await membership.report_ready()
-    await node.ended()
-    raise ClusterError("this host's Ray node ended; join again with the same `mesh join` line")
+    home = Home(options, start_node)
+    delays_s = backoff_s(jitter)
+    heard_s: float | None = None
+    try:
+        while True:
+            token.check_expiry(time.time())
+            stay = Stay(token, home, interruption)
+            try:
+                await stay.run()
+            except (ClusterError, JoinError) as error:
+                if stay.was_ready:
+                    heard_s, delays_s = time.monotonic(), backoff_s(jitter)
+                if heard_s is None or not may_pass(error):
+                    raise
+                if time.monotonic() - heard_s > options.give_up_after_s:
+                    log.warning("head_given_up", after_s=options.give_up_after_s)
+                    raise
+                delay_s = next(delays_s)
+                log.warning("join_again", reason=error.message, in_s=round(delay_s, 1))
+                await asyncio.sleep(delay_s)
+            else:
+                return
+    finally:
+        home.close()
 
 
 def read_token(path: Path) -> str:

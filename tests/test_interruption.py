@@ -31,6 +31,34 @@ def test_a_signal_ends_the_work_after_its_tear_down(number: signal.Signals, code
     assert steps == ["torn down"]
 
 
+def test_a_softened_signal_asks_first_and_the_next_cancels() -> None:
+    steps: list[str] = []
+
+    async def work(interruption: Interruption) -> None:
+        asked = asyncio.Event()
+        interruption.soften(asked.set)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asked.wait()
+        steps.append("asked")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(30)
+        steps.append("not interrupted")
+
+    assert run_interruptible(work) == 130
+    assert steps == ["asked"]
+
+
+def test_a_signal_that_is_softened_no_more_cancels() -> None:
+    async def work(interruption: Interruption) -> None:
+        interruption.soften(lambda: pytest.fail("it was taken back"))
+        interruption.soften(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(30)
+        pytest.fail("it was not cancelled")
+
+    assert run_interruptible(work) == 0
+
+
 def test_handlers_that_a_library_took_are_taken_back() -> None:
     async def work(interruption: Interruption) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

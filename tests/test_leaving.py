@@ -34,6 +34,7 @@ async def test_a_host_that_wants_to_leave_stays_until_it_is_let_go(tmp_path: Pat
         Membership(await find_head(side.token), "secret", HOST) as membership,
     ):
         await joined(side, membership)
+        side.members.update("studio", layers="[0, 10)")
         states = membership.states()
         await membership.report_leaving()
         await until(side.members, 0)

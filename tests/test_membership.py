@@ -14,7 +14,7 @@ import pytest
 
 from mesh.cluster.addresses import free_port
 from mesh.cluster.authority import LIFETIME, Authority
-from mesh.cluster.certificate import make_certificate
+from mesh.cluster.certificate import Certificate, make_certificate
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.link_probe import measure_link
@@ -56,6 +56,7 @@ class HeadSide:
     cache: StageCache
     source: FetchSource
     authority: Authority
+    certificate: Certificate
 
 
 @asynccontextmanager
@@ -82,6 +83,7 @@ async def head(
             cache,
             FetchSource(address, certificate.certificate_pem, "secret"),
             authority,
+            certificate,
         )
     finally:
         await server.stop()

@@ -91,6 +91,7 @@ class Membership:
         self._echo_port = 0
         self._link_secret = ""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writing = asyncio.Lock()
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.StreamStreamCall[wire.HostReport, wire.HeadReport] | None = None
 
@@ -207,8 +208,10 @@ class Membership:
 
     async def _write(self, report: wire.HostReport) -> None:
         # A call that is over refuses to be written to; why it is over comes out when it is read.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._joined.write(report)
+        # gRPC takes one message after the other, not two at a time.
+        async with self._writing:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self._joined.write(report)
 
     async def _read(self) -> wire.HeadReport:
         try:

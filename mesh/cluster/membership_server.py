@@ -282,11 +282,17 @@ class MembershipService(rpc.MembershipServicer):
             if report.certificate_request:
                 self._renew(name, report.certificate_request)
             if report.is_leaving:
-                log.info("host_wants_to_leave", host=name)
-                self._members.update(name, is_leaving=True)
+                self._on_leaving(name)
             if report.ray_is_running:
                 self._members.update(name, is_ready=True, echo_port=report.echo_port)
                 log.info("host_ready", host=name)
+
+    def _on_leaving(self, name: str) -> None:
+        log.info("host_wants_to_leave", host=name)
+        self._members.update(name, is_leaving=True)
+        member = self._members.find(name)
+        if member is not None and not member.layers:
+            self.let_go(name, "nothing of the mesh is on this host: goodbye")
 
     def _renew(self, name: str, request_pem: bytes) -> None:
         for member in self._members:

@@ -25,6 +25,14 @@ from mesh.commands.options import MemorySize
     "--threads", type=click.IntRange(min=1), help="Threads for computing; one per core unless given."
 )
 @click.option("--name", help="What to call this host; its host name unless given.")
+@click.option(
+    "--give-up-after",
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    type=click.FloatRange(0),
+    help="How long to look for a head that has gone away.",
+)
 def join(
     *,
     token: str | None,
@@ -33,8 +41,12 @@ def join(
     memory_bytes: int | None,
     threads: int | None,
     name: str | None,
+    give_up_after: float,
 ) -> int:
-    """Let this host take a share of the mesh that printed TOKEN. Ctrl-C leaves it."""
+    """Let this host take a share of the mesh that printed TOKEN.
+
+    Ctrl-C leaves it, after what is here has moved to another host; a second Ctrl-C leaves at once.
+    """
     from mesh.interruption import run_interruptible  # noqa: PLC0415 - keeps --help quick
     from mesh.join import JoinOptions, join_mesh, read_token  # noqa: PLC0415
 
@@ -51,5 +63,6 @@ def join(
         advertise=advertise,
         memory_bytes=memory_bytes,
         num_threads=threads,
+        give_up_after_s=give_up_after,
     )
-    return run_interruptible(lambda _: join_mesh(options))
+    return run_interruptible(lambda interruption: join_mesh(options, interruption))
