@@ -146,12 +146,15 @@ class StageActor:
         return self._progress
 
     async def certificate_request(self) -> bytes:
-        """Make a key for the next `start`; returns the request to have it certified, PEM."""
+        """Make a key for connections to come; returns the request to have it certified, PEM."""
         self._key = NewKey()
         return self._key.request_pem()
 
     async def take_certificate(self, certificate_pem: bytes, authority_pem: bytes) -> None:
-        """What came of the latest request: what the stage will show its peers, and whom it believes."""
+        """What came of the latest request: what the stage shows its peers from now on, and whom it believes.
+
+        Connections that are open stay.
+        """
         if self._key is None:
             raise ClusterError(f"stage {self._config.stage_index} got a certificate that it did not ask for")
         self._identity = self._key.identity(certificate_pem, authority_pem)
@@ -163,8 +166,7 @@ class StageActor:
             ClusterError: If nothing can be bound there.
         """
         config = self._config
-        identity = self._identity
-        if self._runtime is None or identity is None:
+        if self._runtime is None or self._identity is None:
             raise ClusterError(f"stage {config.stage_index} was started before it was loaded and certified")
         self._service = StageService(
             self._runtime,
@@ -172,14 +174,14 @@ class StageActor:
             mesh_id=config.mesh_id,
             mesh_key=config.mesh_key,
             hidden_type=config.hidden_type,
-            identity=identity,
+            identity=self._shown,
             term=config.term,
         )
         self._runtime = None  # the service's worker owns and frees it now
         self._server = grpc.aio.server(interceptors=[self._service.key_check], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(self._service, self._server)
         try:
-            port = add_port(self._server, f"{bind_address}:0", lambda: identity)
+            port = add_port(self._server, f"{bind_address}:0", self._shown)
         except RuntimeError as error:
             raise ClusterError(
                 f"stage {config.stage_index} cannot listen on {bind_address}: {error}; is --advertise an "
@@ -254,6 +256,11 @@ class StageActor:
         )
         await self.stop()
         self._end_process()
+
+    def _shown(self) -> Identity:
+        if self._identity is None:
+            raise ClusterError(f"stage {self._config.stage_index} has no certificate")
+        return self._identity
 
     def _require_free(self, beside_bytes: int) -> None:
         """Refuse rather than be killed for memory: what was free when the host joined may be taken by now."""

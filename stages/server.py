@@ -32,7 +32,7 @@ from stages.window_queue import Copied, Freed, Passed, QueuedWindow, WindowQueue
 from stages.worker import StageWorker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     import grpc
 
@@ -61,7 +61,7 @@ class StageService(rpc.StageServicer):
         mesh_id: Which mesh it belongs to; peers of another one are refused.
         mesh_key: Shared by all stages and the coordinator.
         hidden_type: How its hidden states travel to the next stage. What arrives says its type itself.
-        identity: What it shows the next stage; None if that is in this process.
+        identity: What it shows the next stage, asked at each connection; None if that is in this process.
         term: Of the coordinator that it is for; one of a lower term is refused.
 
     Attributes:
@@ -76,7 +76,7 @@ class StageService(rpc.StageServicer):
         mesh_id: str,
         mesh_key: str,
         hidden_type: HiddenType = HiddenType.F32,
-        identity: Identity | None = None,
+        identity: Callable[[], Identity] | None = None,
         term: int = 0,
     ) -> None:
         self.key_check = KeyCheck(mesh_key)
@@ -133,7 +133,7 @@ class StageService(rpc.StageServicer):
             self._mesh_key,
             self._on_next_lost,
             host=next_host,
-            identity=self._identity,
+            identity=None if self._identity is None else self._identity(),
         )
         await link.open()
         if self._is_closed or self._mesh_id != mesh_id:

@@ -23,7 +23,8 @@ from mesh.cluster.addresses import split_address
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken
 from stages.fetch import SERVER_NAME
 
-_LIFETIME: Final = dt.timedelta(days=365)
+# As long as any mesh: it cannot be renewed without another join token.
+_LIFETIME: Final = dt.timedelta(days=3650)
 CLOCK_SKEW: Final = dt.timedelta(days=1)
 
 
@@ -46,7 +47,7 @@ class Certificate:
 
 
 def make_certificate(now: dt.datetime) -> Certificate:
-    """A new P-256 key and a certificate for `SERVER_NAME`, good for a year.
+    """A new P-256 key and a certificate for `SERVER_NAME`, good for ten years.
 
     Args:
         now: Aware time of making; a day earlier counts too, for hosts whose clock is behind.

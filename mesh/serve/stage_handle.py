@@ -131,20 +131,18 @@ class StageHandle:
         """
         if self._address is not None:
             return
-        member, authority = self.member, self._authority
-        request = await self._soon(self._actor.certificate_request.remote())
-        certificate = authority.sign(request, member.name, member.address)
-        await self._soon(self._actor.take_certificate.remote(certificate, authority.certificate_pem))
-        port = await self._soon(self._actor.start.remote(member.address))
-        self._address = join_address(member.address, port)
+        await self._certify()
+        port = await self._soon(self._actor.start.remote(self.member.address))
+        self._address = join_address(self.member.address, port)
 
     async def rejoin(self, stage_index: int, keys: MeshKeys, wire: HiddenType) -> None:
-        """Make it part of a new ring; whatever went on in the one before is over.
+        """Make it part of a new ring, with a new certificate; whatever went on in the one before is over.
 
         Raises:
             StageFailed: If it does not answer.
         """
         self._wire = wire
+        await self._certify()
         await self._soon(self._actor.rejoin.remote(stage_index, keys.mesh_id, keys.mesh_key, keys.term, wire))
 
     async def connect(self, following: StageHandle) -> None:
@@ -184,6 +182,13 @@ class StageHandle:
         if self._actor is not None:
             self._driver.kill(self._actor)
             self._actor = None
+
+    async def _certify(self) -> None:
+        """Sign a key that it makes for itself."""
+        member, authority = self.member, self._authority
+        request = await self._soon(self._actor.certificate_request.remote())
+        certificate = authority.sign(request, member.name, member.address)
+        await self._soon(self._actor.take_certificate.remote(certificate, authority.certificate_pem))
 
     async def _soon(self, call: Awaitable[Any]) -> Any:
         return await self._within(_WIRE_TIMEOUT_S, call)

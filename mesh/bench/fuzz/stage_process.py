@@ -121,7 +121,7 @@ async def _serve_both(sender: Connection, model: Path, folder: Path, identity: I
             stage_index=index,
             mesh_id=MESH_ID,
             mesh_key=MESH_KEY,
-            identity=identity,
+            identity=lambda: identity,
             term=TERM,
         )
         server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)

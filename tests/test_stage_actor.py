@@ -1,0 +1,108 @@
+"""The stage's actor as an ordinary object, with a real file and real TLS; only Ray is left out."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mesh.bench.fuzz.small_model import small_layout, write_layout
+from mesh.cluster.authority import Authority
+from mesh.cluster.certificate import make_certificate
+from spanmesh_proto import PROTOCOL_VERSION
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.errors import ClusterError, MeshError
+from stages.actor import StageActor, StageConfig
+from stages.cutting import StageCache
+from stages.fetch import FetchSource
+from stages.layers import LayerRange
+from stages.link import StageLink
+from stages.runtime import RuntimeOptions
+from stages.stage_memory import StageMemory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stages.identity import Identity
+
+pytestmark = pytest.mark.model
+AUTHORITY = Authority(make_certificate(dt.datetime.now(dt.UTC)))
+COORDINATOR = AUTHORITY.own_identity(["coordinator"], "127.0.0.1")
+
+
+@pytest.fixture
+def configs(smollm2_path: Path, tmp_path: Path) -> list[StageConfig]:
+    """Two stages whose files are here already."""
+    model = tmp_path / "small.gguf"
+    write_layout(smollm2_path, small_layout(smollm2_path, num_layers=2, num_tokens=256), model)
+    cache = StageCache(tmp_path / "cache")
+    ranges = (LayerRange(0, 1), LayerRange(1, 2))
+    files = [cache.cut(model, layers) for layers in ranges]
+    return [
+        StageConfig(
+            stage_index=index,
+            layers=layers,
+            sha256=file.sha256,
+            size_bytes=file.size_bytes,
+            source=FetchSource("127.0.0.1:9", b"", ""),
+            options=RuntimeOptions(ctx_size=64),
+            host=f"host-{index}",
+            memory=StageMemory(0, 0, 0, 0),
+            beside_bytes=0,
+            mesh_id="mesh",
+            mesh_key="key",
+            cache_dir=str(tmp_path / "cache"),
+        )
+        for index, (layers, file) in enumerate(zip(ranges, files, strict=True))
+    ]
+
+
+async def certify(actor: StageActor, host: str, authority: Authority = AUTHORITY) -> None:
+    request = await actor.certificate_request()
+    await actor.take_certificate(authority.sign(request, host, "127.0.0.1"), authority.certificate_pem)
+
+
+async def layers_at(address: str, identity: Identity, host: str) -> tuple[int, int]:
+    hello = wire.Hello(protocol_version=PROTOCOL_VERSION, mesh_id="mesh", sender="test")
+    link = StageLink(address, hello, "key", lambda _error: None, host=host, identity=identity)
+    try:
+        welcome = await link.open()
+    finally:
+        await link.close()
+    return welcome.layer_start, welcome.layer_stop
+
+
+async def test_stages_serve_and_link_with_keys_that_they_made_themselves(configs: list[StageConfig]) -> None:
+    first, second = (StageActor(config) for config in configs)
+    try:
+        for number, actor in enumerate((first, second)):
+            await actor.load()
+            with pytest.raises(ClusterError, match="before it was loaded and certified"):
+                await actor.start("127.0.0.1")
+            await certify(actor, f"host-{number}")
+        addresses = [f"127.0.0.1:{await actor.start('127.0.0.1')}" for actor in (first, second)]
+        assert await layers_at(addresses[0], COORDINATOR, "host-0") == (0, 1)
+        with pytest.raises(MeshError, match="does not answer"):
+            await first.connect(addresses[1], "host-0")
+        await first.connect(addresses[1], "host-1")
+    finally:
+        await first.stop()
+        await second.stop()
+
+
+async def test_the_latest_certificate_counts_from_the_next_connection(configs: list[StageConfig]) -> None:
+    actor = StageActor(configs[0])
+    with pytest.raises(ClusterError, match="a certificate that it did not ask for"):
+        await actor.take_certificate(b"", b"")
+    other = Authority(make_certificate(dt.datetime.now(dt.UTC)))
+    try:
+        await actor.load()
+        await certify(actor, "host-0", other)
+        address = f"127.0.0.1:{await actor.start('127.0.0.1')}"
+        with pytest.raises(MeshError, match="does not answer"):
+            await layers_at(address, COORDINATOR, "host-0")
+        await certify(actor, "host-0")
+        assert await layers_at(address, COORDINATOR, "host-0") == (0, 1)
+    finally:
+        await actor.stop()
