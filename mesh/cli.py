@@ -24,6 +24,8 @@ _COMMANDS: Final = {
     "join": ("mesh.commands.join:join", "Let this host take a share of a mesh."),
     "status": ("mesh.commands.status:status", "Show what a running mesh is doing."),
     "keys": ("mesh.commands.keys:keys", "Say who may use the API."),
+    "drain": ("mesh.commands.drain:drain", "Move a host's layers elsewhere and let it go."),
+    "evict": ("mesh.commands.evict:evict", "Cut a host off at once, and replace the join token."),
     "slice": ("mesh.commands.slice:slice_", "Write some layers of a model as a stage file."),
     "draft": ("mesh.commands.draft:draft", "Make a draft model for speculation."),
     "bench": ("mesh.commands.bench:bench", "Measure a server, or a lab of several hosts on this machine."),

@@ -11,6 +11,7 @@ from mesh.cli import run
 from mesh.cluster.links import Link
 from mesh.tokenizer import Tokenizer
 from mesh.wire_choice import WireChoice
+from spanmesh_proto.errors import ClusterError, JoinError
 from stages.hidden_codec import HiddenType
 from tests.api_harness import ScriptedEngine, running_api, tokenizer
 
@@ -96,3 +97,47 @@ async def test_without_joined_hosts_there_is_nothing_to_show(
 @pytest.mark.parametrize("arguments", [["--probes", "0"], ["--megabytes", "201"], ["--url", "ftp://x"]])
 def test_bad_options_are_refused(arguments: list[str]) -> None:
     assert run(["bench", "net", *arguments]) == 2
+
+
+class Orders:
+    """Sends away `attic`, and nobody else."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+
+    async def drain(self, name: str) -> Mapping[str, Any]:
+        return self._note("drain", name)
+
+    def evict(self, name: str) -> Mapping[str, Any]:
+        return self._note("evict", name)
+
+    def _note(self, what: str, name: str) -> Mapping[str, Any]:
+        if name == "full":
+            raise ClusterError("full cannot be drained: nobody else has room")
+        if name != "attic":
+            raise JoinError(f"no host is named {name!r}")
+        self.done.append((what, name))
+        return {"host": name}
+
+
+async def test_hosts_are_sent_away_by_name(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    orders = Orders()
+    async with running_api(ScriptedEngine([]), tokenizer, departures=lambda: orders) as api:
+        for command in ("drain", "evict"):
+            for query in ("", "?host=", "?host=nobody"):
+                refused = await api.http.post(f"/mesh/{command}{query}")
+                assert refused.status_code == 400
+                assert refused.json()["error"]["param"] == "host"
+        assert await asyncio.to_thread(run, ["drain", "attic", "--url", api.url]) == 0
+        assert "has been let go" in capsys.readouterr().out
+        assert await asyncio.to_thread(run, ["evict", "attic", "--url", api.url]) == 0
+        assert await asyncio.to_thread(run, ["drain", "full", "--url", api.url]) == 1
+        assert "\nerror: full cannot be drained: nobody else has room\n" in capsys.readouterr().err
+        assert await asyncio.to_thread(run, ["evict", "nobody", "--url", api.url]) == 1
+        assert "no host is named 'nobody'" in capsys.readouterr().err
+    assert orders.done == [("drain", "attic"), ("evict", "attic")]
+
+
+async def test_nobody_is_sent_away_before_the_mesh_is_up(tokenizer: Tokenizer) -> None:
+    async with running_api(ScriptedEngine([]), tokenizer) as api:
+        assert (await api.http.post("/mesh/evict?host=attic")).status_code == 503

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from mesh.api import chat, completions, health, links, models
+from mesh.api import chat, completions, health, hosts, links, models
 from mesh.api.auth import KeyGate
-from mesh.api.backend import Backend
+from mesh.api.backend import Backend, HostOrders
 from mesh.api.body import max_body_bytes
 from mesh.api.cors import Cors
 from mesh.api.document import DocumentedApp
@@ -50,6 +50,7 @@ def create_app(
     cors_origins: Sequence[str] = (),
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None,
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None,
+    departures: Callable[[], HostOrders | None] = lambda: None,
 ) -> FastAPI:
     """The API in front of an engine. Run it with `mesh.api.serve_api`.
 
@@ -70,6 +71,7 @@ def create_app(
         cors_origins: Of web pages that may use it; see `cors.check_origins`.
         stage_counts: Goes into the stages of `/mesh/status`: what they themselves count.
         measure_links: Answers `/mesh/links`, given round trips and bytes; None where there are no hosts.
+        departures: Gives what answers `/mesh/drain` and `/mesh/evict`; None as long as nothing can.
     """
     app = DocumentedApp(
         title="spanmesh",
@@ -100,8 +102,9 @@ def create_app(
         ping_interval_s=ping_interval_s,
         stage_counts=stage_counts,
         measure_links=measure_links,
+        departures=departures,
     )
     app.state.needs_key = api_keys is not None
-    for endpoints in (chat, completions, models, health, links):
+    for endpoints in (chat, completions, models, health, hosts, links):
         app.include_router(endpoints.router)
     return app

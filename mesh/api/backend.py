@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.api.unknown_fields import UnknownFields
 from spanmesh_proto.errors import ClusterError, ModelNotFound
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from mesh.tokenizer import Tokenizer
 
 DEFAULT_MODEL: Final = "default"
+
+
+class HostOrders(Protocol):
+    """What sends hosts away; see `mesh.serve.departures.Departures`."""
+
+    async def drain(self, name: str) -> Mapping[str, Any]:
+        """Have a host's layers moved, and let it go."""
+
+    def evict(self, name: str) -> Mapping[str, Any]:
+        """Cut a host off at once."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class Backend:
         ping_interval_s: A stream that has been silent this long sends a comment.
         stage_counts: What the stages themselves count, in order; none where there are none.
         measure_links: Measures the links between hosts, given round trips and bytes; None without hosts.
+        departures: Gives what sends hosts away; None while, or where, there are none.
         closing: Set when the server shuts down; open answers end at once.
         unknown_fields: Which field names were logged.
     """
@@ -56,6 +67,7 @@ class Backend:
     ping_interval_s: float
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None
+    departures: Callable[[], HostOrders | None] = lambda: None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
 

@@ -43,10 +43,19 @@ def ask_head(
                 raise Unauthorized(
                     f"{url} wants another API key; give it by --api-key-file or MESH_API_KEY"
                 ) from None
-            raise ClusterError(f"{url} answered {failure.code}: is it a mesh?") from None
+            raise ClusterError(_refusal(failure) or f"{url} answered {failure.code}: is it a mesh?") from None
     except (OSError, ValueError) as failure:
         reason = getattr(failure, "reason", failure)
         raise ClusterError(f"no mesh answers at {url} ({reason}); start one with `mesh serve`") from None
     if not isinstance(answer, dict):
         raise ClusterError(f"{url} did not answer like a mesh")
     return answer
+
+
+def _refusal(failure: error.HTTPError) -> str | None:
+    """What a mesh says of its refusal; None if it was not one that answered."""
+    try:
+        message = json.load(failure)["error"]["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(message)

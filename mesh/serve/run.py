@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, NoReturn
 
@@ -54,7 +55,9 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         ready=lambda: engine.takes_requests,
         stage_counts=lambda: stage_counts(engine),
         measure_links=lambda num_probes, bulk_bytes: measured_links(state, num_probes, bulk_bytes),
+        departures=lambda: state.departures,
     )
+    await asyncio.to_thread(app.state.backend.chat_template.try_out)
     with open_proposers(options, known) as proposers:
         async with (
             serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,

@@ -1,0 +1,34 @@
+"""`mesh drain`: move a host's layers elsewhere, then let it go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+import click
+
+from mesh.commands.ask_head import ask_head
+from mesh.commands.head_options import head_options, key_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# The layers may have to travel first.
+_TIMEOUT_S: Final = 1800.0
+
+
+@click.command()
+@click.argument("name")
+@head_options
+def drain(name: str, url: str, api_key_file: Path | None) -> None:
+    """Move the layers of host NAME elsewhere while requests go on, then let it leave.
+
+    To be run on the head. If no other host can hold them, nothing changes and this says so.
+    """
+    ask_head(
+        f"{url.rstrip('/')}/mesh/drain?host={quote(name)}",
+        key_of(api_key_file),
+        method="POST",
+        timeout_s=_TIMEOUT_S,
+    )
+    click.echo(f"{name} holds nothing any more, and has been let go.")
