@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, Final
 
-import jinja2
 import structlog
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from spanmesh_proto.errors import InvalidRequest
+from mesh.template_process import Rendering, TemplateProcess, shared_template_process
+from spanmesh_proto.errors import InvalidRequest, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from datetime import datetime
-
-    from jinja2.parser import Parser
 
     from mesh.tokenizer import Tokenizer
 
@@ -37,12 +31,10 @@ PLAIN: Final = (
 
 
 class ChatTemplate:
-    """One model's way to write a conversation down.
+    """One model's way to write a conversation down; see `TemplateRenderer` for what templates may do.
 
-    Templates see what Hugging Face's do: `messages`, `add_generation_prompt`, `bos_token`, `eos_token`,
-    `raise_exception`, `strftime_now`, a `tojson` that leaves non-ASCII and HTML characters alone, loop
-    controls and `{% generation %}` blocks. They come from a file, so they run in Jinja's sandbox and
-    their output is bounded.
+    They come from a file, so they run in Jinja's sandbox, in a process apart, with their time, memory and
+    output bounded.
 
     Args:
         source: Jinja source.
@@ -50,6 +42,7 @@ class ChatTemplate:
         eos: Text of the token that ends a sequence.
         now: The local time, for templates that date their system prompt.
         max_chars: Bound of the prompt.
+        process: Where it runs; one for all unless given.
     """
 
     def __init__(
@@ -60,58 +53,46 @@ class ChatTemplate:
         eos: str,
         now: Callable[[], datetime],
         max_chars: int = MAX_PROMPT_CHARS,
+        process: TemplateProcess | None = None,
     ) -> None:
         self._source = source
+        self._bos = bos
+        self._eos = eos
+        self._now = now
         self._max_chars = max_chars
-        self._environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _GenerationBlocks],
-        )
-        self._environment.filters["tojson"] = _to_json
-        self._environment.globals.update(
-            bos_token=bos,
-            eos_token=eos,
-            raise_exception=_raise_exception,
-            strftime_now=lambda pattern: now().strftime(pattern),
-        )
-        self._template: jinja2.Template | None = None
+        self._process = shared_template_process() if process is None else process
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
     ) -> str:
-        """The prompt, up to where the assistant's answer begins.
+        """The prompt, up to where the assistant's answer begins. Blocks until it is there.
 
         Args:
             messages: Each with at least `role` and `content`, both text.
-            variables: More for the template to see, such as `enable_thinking`.
+            variables: More for the template to see, such as `enable_thinking`; all must be fit for JSON.
 
         Raises:
-            InvalidRequest: If the template cannot be parsed, fails, refuses the conversation, or writes
-                more than the bound.
+            InvalidRequest: If the template cannot be parsed, fails, refuses the conversation, takes too long,
+                or writes more than the bound.
+            Overloaded: If other conversations took so long that this one had no turn.
         """
-        values = {**(variables or {}), "messages": messages, "add_generation_prompt": True}
-        parts: list[str] = []
-        num_chars = 0
-        try:
-            if self._template is None:
-                self._template = self._environment.from_string(self._source)
-            for part in self._template.generate(values):
-                num_chars += len(part)
-                if num_chars > self._max_chars:
-                    break
-                parts.append(part)
-        except Exception as error:  # a template is a program: anything can come out of it
-            reason = str(error) or type(error).__name__
-            raise InvalidRequest(
-                f"the model's chat template does not accept this conversation: {reason}", param="messages"
-            ) from error
-        if num_chars > self._max_chars:
+        values = {**(variables or {}), "messages": messages}
+        text = self._process.render(
+            Rendering(self._source, self._bos, self._eos, values, self._now().isoformat(), self._max_chars)
+        )
+        if text is None:
             raise InvalidRequest(
                 f"the model's chat template wrote more than {self._max_chars} characters: send less",
                 param="messages",
             )
-        return "".join(parts)
+        return text
+
+    def try_out(self) -> None:
+        """Render two words, so that the process runs, and a template that never works is known. Blocks."""
+        try:
+            self.render([{"role": "user", "content": "Hello"}])
+        except RequestError as error:
+            log.warning("chat_template_fails", reason=error.message)
 
 
 def chat_template_of(tokenizer: Tokenizer, now: Callable[[], datetime]) -> ChatTemplate:
@@ -133,29 +114,3 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     if tokenizer.adds_bos:
         prompt = prompt.removeprefix(tokenizer.bos)
     return tokenizer.encode(prompt, add_special=True, parse_special=True)
-
-
-class _GenerationBlocks(Extension):
-    """Reads `{% generation %}…{% endgeneration %}`, a mark for training, as its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own shape
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

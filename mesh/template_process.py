@@ -1,0 +1,139 @@
+"""A process apart for chat templates: one that runs for ever or fills memory ends that, and nothing else."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from spanmesh_proto.errors import InvalidRequest, Overloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+log = structlog.get_logger()
+
+LIMIT_S: Final = 5.0
+_RETRY_AFTER_S: Final = 2
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What to render.
+
+    Attributes:
+        source: Jinja source.
+        bos: Text of the token that begins a sequence.
+        eos: Text of the token that ends a sequence.
+        variables: `messages` and more, fit for JSON.
+        now: The local time, in ISO 8601.
+        max_chars: Bound of the prompt.
+    """
+
+    source: str
+    bos: str
+    eos: str
+    variables: Mapping[str, Any]
+    now: str
+    max_chars: int
+
+
+class TemplateProcess:
+    """Starts the process when it is first needed, and again after it ended. Any thread may ask.
+
+    Args:
+        limit_s: How long one template may run, and how long one may wait for others.
+    """
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, asked: Rendering) -> str | None:
+        """The prompt; None if it is longer than the bound. Blocks until it is there.
+
+        Raises:
+            InvalidRequest: If the template fails, takes too long or too much memory.
+            Overloaded: If others took so long that this one had no turn.
+        """
+        line = json.dumps(vars(asked)).encode() + b"\n"
+        if not self._lock.acquire(timeout=self._limit_s):
+            raise Overloaded(
+                "the model's chat template is busy with other conversations: try again in a moment",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        try:
+            answer = self._ask(line)
+        finally:
+            self._lock.release()
+        if "reason" in answer:
+            raise InvalidRequest(
+                f"the model's chat template does not accept this conversation: {answer['reason']}",
+                param="messages",
+            )
+        text: str | None = answer["text"]
+        return text
+
+    def close(self) -> None:
+        """End the process, if it runs."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, line: bytes) -> dict[str, Any]:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = _start(self._limit_s)
+        assert self._process.stdin is not None  # noqa: S101 - both are pipes
+        assert self._process.stdout is not None  # noqa: S101
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        if not answer.endswith(b"\n"):
+            raise InvalidRequest(self._last_words(), param="messages")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def _last_words(self) -> str:
+        assert self._process is not None  # noqa: S101 - somebody has just asked it
+        code = self._process.wait()
+        log.warning("chat_template_ended_its_process", exit_code=code, limit_s=self._limit_s)
+        if code == -signal.SIGALRM:
+            return f"the model's chat template ran for more than {self._limit_s:g} s: send fewer messages"
+        return f"the model's chat template ended its process (code {code}): send fewer messages"
+
+    def _end(self) -> None:
+        if self._process is not None:
+            with self._process:
+                self._process.kill()
+            self._process = None
+
+
+@cache
+def shared_template_process() -> TemplateProcess:
+    """The one of this process, for all templates; it ends with it."""
+    process = TemplateProcess()
+    atexit.register(process.close)
+    return process
+
+
+def _start(limit_s: float) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        # Isolated, and without our environment: it may hold secrets.
+        [sys.executable, "-I", "-m", "mesh.template_child", f"{limit_s:g}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={},
+    )
