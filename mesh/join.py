@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -42,7 +42,7 @@ class JoinOptions:
         give_up_after_s: How long to look for a head that was there once.
     """
 
-    token: str
+    token: str = field(repr=False)
     name: str
     advertise: str | None
     memory_bytes: int | None

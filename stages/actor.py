@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,7 +70,7 @@ class StageConfig:
     memory: StageMemory
     beside_bytes: int
     mesh_id: str
-    mesh_key: str
+    mesh_key: str = field(repr=False)
     cache_dir: str | None = None
     hidden_type: HiddenType = HiddenType.F32
     term: int = 0

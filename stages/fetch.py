@@ -6,7 +6,7 @@ import asyncio
 import fcntl
 import os
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 import grpc
@@ -44,7 +44,7 @@ class FetchSource:
 
     address: str
     certificate_pem: bytes
-    secret: str
+    secret: str = field(repr=False)
 
 
 async def fetch_stage(

@@ -10,7 +10,7 @@ import datetime as dt
 import hashlib
 import hmac
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import grpc
@@ -38,7 +38,7 @@ class Certificate:
     """
 
     certificate_pem: bytes
-    private_key_pem: bytes
+    private_key_pem: bytes = field(repr=False)
 
     @property
     def fingerprint(self) -> bytes:

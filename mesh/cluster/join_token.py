@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
@@ -30,7 +30,7 @@ class JoinToken:
     """
 
     addresses: tuple[str, ...]
-    secret: str
+    secret: str = field(repr=False)
     fingerprint: bytes
     expires_at_s: int
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 import grpc
@@ -55,7 +55,7 @@ class RayAccess:
     """
 
     address: str
-    token: str
+    token: str = field(repr=False)
 
 
 class MembershipService(rpc.MembershipServicer):

@@ -14,7 +14,7 @@ import secrets
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
@@ -49,7 +49,7 @@ class RayNodeConfig:
 
     address: str
     name: str
-    token: str
+    token: str = field(repr=False)
     head_address: str | None = None
     linger_s: float = 0.0
 

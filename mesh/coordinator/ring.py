@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -56,7 +56,7 @@ class RingTerms:
     """
 
     mesh_id: str
-    mesh_key: str
+    mesh_key: str = field(repr=False)
     term: int = 0
     ping_interval_s: float = 0.3
     ping_timeout_s: float = 1.5

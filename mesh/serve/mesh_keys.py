@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class MeshKeys:
     """
 
     mesh_id: str
-    mesh_key: str
+    mesh_key: str = field(repr=False)
     term: int = 0
 
 
