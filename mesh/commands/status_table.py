@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from stages.byte_size import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+_SHOWN_FAILURES: Final = 5
 
 
 def print_status(status: Mapping[str, Any]) -> None:
@@ -29,6 +34,7 @@ def print_status(status: Mapping[str, Any]) -> None:
     if status.get("stages"):
         console.print(_stages(status["stages"]))
     _print_counts(console, status)
+    _print_incidents(console, status)
 
 
 def _hosts(hosts: list[Mapping[str, Any]]) -> Table:
@@ -37,13 +43,25 @@ def _hosts(hosts: list[Mapping[str, Any]]) -> Table:
         table.add_row(
             host["name"],
             host["address"],
-            host["layers"] or ("-" if host["ready"] else "starting"),
+            _holds(host),
             format_size(host["memory_bytes"]),
             str(host["threads"]),
             f"{host['speed_gb_per_s']:.1f}",
             host["platform"],
         )
     return table
+
+
+def _holds(host: Mapping[str, Any]) -> str:
+    """Layers in the ring, those that it could take over at once, and whether it is on its way in or out."""
+    parts = [host["layers"]] if host["layers"] else []
+    if host["copies"]:
+        parts.append(f"copies of {', '.join(host['copies'])}")
+    if not parts:
+        parts.append("spare" if host["ready"] else "starting")
+    if host["leaving"]:
+        parts.append("leaving")
+    return escape("; ".join(parts))
 
 
 def _stages(stages: list[Mapping[str, Any]]) -> Table:
@@ -74,6 +92,17 @@ def _print_counts(console: Console, status: Mapping[str, Any]) -> None:
         )
     if speculation:
         _print_speculation(console, speculation)
+
+
+def _print_incidents(console: Console, status: Mapping[str, Any]) -> None:
+    repairs, failures = status.get("repairs"), status.get("failures", ())
+    if repairs and (repairs["count"] or repairs["moves"]):
+        last = f", the last in {repairs['last_s']:.1f} s" if repairs["last_s"] is not None else ""
+        console.print(f"repairs: {repairs['count']}{last}; moves: {repairs['moves']}", highlight=False)
+    for failure in failures[-_SHOWN_FAILURES:]:
+        when = datetime.fromtimestamp(failure["at_s"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        what = f"  {when} {failure['host']} {failure['layers']}: {failure['reason']}"
+        console.print(what, highlight=False, markup=False)
 
 
 def _print_speculation(console: Console, speculation: Mapping[str, Any]) -> None:

@@ -1,0 +1,67 @@
+"""The status as a person reads it."""
+
+import pytest
+
+from mesh.commands.status_table import print_status
+
+HOST = {
+    "name": "attic",
+    "address": "10.0.0.2",
+    "ready": True,
+    "leaving": False,
+    "layers": "",
+    "copies": [],
+    "memory_bytes": 2**30,
+    "threads": 4,
+    "speed_gb_per_s": 20.0,
+    "platform": "Linux x86_64",
+}
+FAILURE = {
+    "at_s": 1.8e9,
+    "host": "attic",
+    "layers": "[0, 10)",
+    "reason": "went away: GGML_ASSERT(x[0]) failed",
+}
+
+
+def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, **status: object) -> str:
+    monkeypatch.setenv("COLUMNS", "200")
+    print_status(status)
+    return capsys.readouterr().out
+
+
+def test_hosts_that_hold_nothing_are_spares_and_their_copies_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = [
+        HOST,
+        HOST | {"name": "b", "copies": ["[0, 10)", "[10, 30)"]},
+        HOST | {"name": "c", "layers": "[0, 10)", "leaving": True},
+        HOST | {"name": "d", "ready": False},
+    ]
+    said = shown(capsys, monkeypatch, hosts=hosts)
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[3].strip() for line in said.splitlines() if "10.0" in line
+    }
+    assert rows == {
+        "attic": "spare",
+        "b": "copies of [0, 10), [10, 30)",
+        "c": "[0, 10); leaving",
+        "d": "starting",
+    }
+
+
+def test_failures_and_repairs_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repairs = {"count": 3, "last_s": 2.25, "moves": 1}
+    said = shown(capsys, monkeypatch, repairs=repairs, failures=[FAILURE] * 9)
+    assert "repairs: 3, the last in 2.2 s; moves: 1" in said
+    assert said.count("attic [0, 10): went away: GGML_ASSERT(x[0]) failed") == 5
+
+
+def test_a_mesh_that_never_broke_says_nothing_of_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = shown(capsys, monkeypatch, repairs={"count": 0, "last_s": None, "moves": 0}, failures=[])
+    assert "repairs" not in said
