@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -106,11 +107,14 @@ async def join_mesh(
 def read_token(path: Path) -> str:
     """The token in a file that `mesh serve --token-file` wrote.
 
+    Args:
+        path: The file; `-` is standard input.
+
     Raises:
         ClusterError: If it cannot be read.
     """
     try:
-        return path.read_text()
+        return sys.stdin.read() if str(path) == "-" else path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ClusterError(f"cannot read the join token in {path}: {reason}", param="--token-file") from error

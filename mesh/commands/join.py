@@ -14,8 +14,8 @@ from mesh.commands.options import MemorySize
 @click.argument("token", required=False)
 @click.option(
     "--token-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Read the token from this file, so that it shows in no process list.",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="Read the token from this file, - for standard input, so that it shows in no process list.",
 )
 @click.option("--advertise", metavar="IP", help="Address where the other hosts reach this one.")
 @click.option(
