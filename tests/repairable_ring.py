@@ -74,11 +74,16 @@ class RepairableRing:
         sessions = self.coordinator._sessions.values()
         return max((len(session._generation._committed) for session in sessions), default=-1)
 
-    async def kill(self, index: int) -> None:
-        """End a stage as if its process died: all its streams at once."""
+    async def kill(self, index: int, is_dead: threading.Event | None = None) -> None:
+        """End a stage as if its process died: all its streams at once; says when they have."""
         stage, self.stages[index] = self.stages[index], None
         if stage is not None:
             await stage.server.stop(0)
+            if stage.service._next is not None:
+                await stage.service._next.close()
+        if is_dead is not None:
+            is_dead.set()
+        if stage is not None:
             await stage.service.close()
 
     async def repair(self) -> None:

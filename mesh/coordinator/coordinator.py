@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +19,7 @@ from mesh.coordinator.ring import Ring, RingTerms, StageAddress
 from mesh.coordinator.session import Session
 from mesh.coordinator.slots import SlotPool
 from mesh.coordinator.speculators import Speculators
+from mesh.coordinator.suspicion import culprit
 from mesh.speculation_report import SpeculationReport
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, MeshError, StageFailed, from_code
 from stages.opening import Opening
@@ -114,13 +116,13 @@ class Coordinator:
             HostUnreachable: Naming the address that does not answer.
             ProtocolError: If a stage speaks another version or holds other layers than planned.
         """
-        await self._incarnation.ring.open()
+        await self._ring.open()
         self._is_whole = True
 
     async def stop(self) -> None:
         """Fail what still runs and disconnect."""
         self.give_up(StageFailed("the server is shutting down"))
-        await self._incarnation.ring.close()
+        await self._ring.close()
 
     async def broken(self) -> RingLoss:
         """Wait until the ring breaks; returns at once while it is broken. Sessions are suspended by then."""
@@ -128,7 +130,8 @@ class Coordinator:
             await self._broken.wait()
             # Who else is gone?
             await asyncio.sleep(_GATHER_S)
-            if (loss := self._incarnation.ring.loss) is not None:
+            if (loss := self._ring.loss) is not None:
+                self._ring.let_go()
                 return loss
 
     def pause(self, reason: str) -> None:
@@ -139,6 +142,7 @@ class Coordinator:
         """
         if self._is_whole:
             log.info("ring_paused", reason=reason, num_sessions=len(self._sessions))
+            self._ring.let_go()
             self._suspend()
 
     async def reconnect(self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str) -> None:
@@ -156,7 +160,7 @@ class Coordinator:
         """
         async with self._reconnecting:
             self.pause("the ring is made anew")
-            await self._incarnation.ring.close()
+            await self._ring.close()
             incarnation = self._incarnation_of(stages, mesh_id, mesh_key)
             await incarnation.ring.open()
             if (loss := incarnation.ring.loss) is not None:
@@ -209,7 +213,7 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """For `mesh status`: stages with their mean times, sessions, speculation."""
-        loss = self._incarnation.ring.loss
+        loss = self._ring.loss
         refusal = self._gate.refusal
         return {
             "ready": self.is_ready,
@@ -260,6 +264,7 @@ class Coordinator:
             session.suspend()
 
     def _go_on_in(self, incarnation: Incarnation) -> None:
+        self._blame()
         self._incarnation = incarnation
         self._num_reconnects += 1
         self._slots.prefixes.forget_all()
@@ -267,17 +272,53 @@ class Coordinator:
         self._broken.clear()
         self._is_whole = True
         self._note_sessions()
-        sessions = sorted(self._sessions.values(), key=lambda session: session.num_to_compute)
-        log.info("ring_whole_again", num_sessions=len(sessions), num_reconnects=self._num_reconnects)
-        self._replays = ReplayLine(sessions, self._replay)
-        self._replays.go_on()
-        self._gate.open()
+        log.info("ring_whole_again", num_sessions=len(self._sessions), num_reconnects=self._num_reconnects)
+        self._replay_all()
 
-    def _replay(self, session: Session, on_replayed: Callable[[], None]) -> None:
+    def _blame(self) -> None:
+        """After a crash: note whose windows were under way, and end the session that must have caused it."""
+        loss = self._ring.loss
+        if loss is None or not loss.is_crash:
+            return
+        under_way = [each for each in self._sessions.values() if each.was_under_way and not each.is_over]
+        for session in under_way:
+            session.suspicion.add(session.num_to_compute)
+        guilty = culprit([session.suspicion for session in under_way])
+        for session in under_way:
+            if session.suspicion is guilty:
+                log.error("session_crashes_stages", session=session.id, position=guilty.position)
+                session.fail(
+                    StageFailed(
+                        f"a stage crashed again at token {guilty.position} of this request, with no other "
+                        f"under way: {loss.reason}; it is not tried once more"
+                    )
+                )
+
+    def _replay_all(self) -> None:
+        """Have all sessions go on: first those on trial, one by one, then the others and new ones."""
+        sessions = sorted(self._sessions.values(), key=lambda session: session.num_to_compute)
+        on_trial = [each for each in sessions if each.suspicion.is_on_trial and not each.is_over]
+        others = [each for each in sessions if each not in on_trial]
+
+        def acquit() -> None:
+            for session in on_trial:
+                session.acquit()
+            self._replays = ReplayLine(others, self._replay)
+            self._replays.go_on()
+            self._gate.open()
+
+        if on_trial:
+            log.warning("sessions_on_trial", sessions=[session.id for session in on_trial])
+        self._replays = ReplayLine(on_trial, functools.partial(self._replay, is_on_trial=True), acquit)
+        self._replays.go_on()
+
+    def _replay(
+        self, session: Session, on_replayed: Callable[[], None], *, is_on_trial: bool = False
+    ) -> None:
         if self._sessions.pop(session.id, None) is None:
             on_replayed()
             return
-        session.replay(next(self._session_ids), self._incarnation, on_replayed)
+        session.replay(next(self._session_ids), self._incarnation, on_replayed, is_on_trial=is_on_trial)
         self._sessions[session.id] = session
 
     async def _beginning(self, stack: contextlib.AsyncExitStack, request: GenerationRequest) -> Beginning:

@@ -60,7 +60,8 @@ class Gate:
 
     async def opened(self) -> None:
         """Wait until the gate is open; within `patience` only."""
-        await self._opening.wait()
+        while not self.is_open:
+            await self._opening.wait()
 
     @contextlib.asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:

@@ -21,13 +21,18 @@ class ReplayLine(Generic[Session]):
     Args:
         sessions: In that order.
         begin: Begins a session; given what to call when it has sent all, or ended.
+        on_end: Called when the last one has.
     """
 
     def __init__(
-        self, sessions: Iterable[Session], begin: Callable[[Session, Callable[[], None]], None]
+        self,
+        sessions: Iterable[Session],
+        begin: Callable[[Session, Callable[[], None]], None],
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._waiting = deque(sessions)
         self._begin = begin
+        self._on_end = on_end
         self._is_going = False
         self._is_busy = False
 
@@ -43,6 +48,8 @@ class ReplayLine(Generic[Session]):
                 self._begin(self._waiting.popleft(), self.go_on)
         finally:
             self._is_going = False
+        if not self._is_busy:
+            self._on_end()
 
     def drop(self) -> None:
         """Begin nobody any more: the ring broke again."""

@@ -98,7 +98,7 @@ class Ring:
         )
         self._stages = tuple(stages)
         self._terms = terms
-        self._is_closing = False
+        self._is_let_go = False
         self._on_verdict = on_verdict
         self._on_failure = on_failure
         self._on_lost = on_lost
@@ -192,11 +192,16 @@ class Ring:
         pongs = await asyncio.gather(*(control.ping() for control in self._controls))
         return [pong.stats for pong in pongs]
 
-    async def close(self) -> None:
-        """End all streams."""
-        self._is_closing = True
+    def let_go(self) -> None:
+        """Look for losses no more: its stages are about to leave it."""
+        self._is_let_go = True
         if self._watch is not None:
             self._watch.cancel()
+
+    async def close(self) -> None:
+        """End all streams."""
+        self.let_go()
+        if self._watch is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
         await self._link.close()
@@ -228,7 +233,7 @@ class Ring:
             self._lost(index + 1, from_code(failure.code, f"stage {index}: {failure.message}"))
 
     def _lost(self, index: int, reason: MeshError, *, is_crash: bool = False) -> None:
-        if self._is_closing:
+        if self._is_let_go:
             return
         is_first = not self._suspects
         if index not in self._suspects:

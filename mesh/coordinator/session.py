@@ -23,6 +23,7 @@ import structlog
 
 from mesh.coordinator.flight import Flight, measures, outcome
 from mesh.coordinator.outbox import Outbox
+from mesh.coordinator.suspicion import Suspicion
 from mesh.coordinator.telemetry import SessionTelemetry
 from mesh.engine import Committed
 from spanmesh_proto import windows_pb2 as wire
@@ -59,6 +60,8 @@ class Session:
 
     Attributes:
         telemetry: Counts and times up to now.
+        suspicion: Whether stages crash on it.
+        was_under_way: Whether a window was, when it was suspended.
         is_failed: Whether it ended with an error: then nobody knows what the stages hold.
     """
 
@@ -94,8 +97,11 @@ class Session:
         self._is_decoding = False
         self._is_over = False
         self._is_suspended = False
+        self._is_on_trial = False
         self._on_replayed: Callable[[], None] | None = None
         self._is_woken = False
+        self.suspicion = Suspicion()
+        self.was_under_way = False
         self.is_failed = False
 
     @property
@@ -135,24 +141,30 @@ class Session:
         """Take all that is under way for lost, and send nothing until `replay`."""
         self._is_suspended = True
         self._on_replayed = None
+        self.was_under_way = bool(self._flights)
         self._count_decoding(is_decoding=False)
         self._flights.clear()
         voided = self._generation.rewind()
         if voided and self._speculator is not None:
             self._speculator.landed(is_void=True)
 
-    def replay(self, id: int, incarnation: Incarnation, on_replayed: Callable[[], None]) -> None:
+    def replay(
+        self, id: int, incarnation: Incarnation, on_replayed: Callable[[], None], *, is_on_trial: bool = False
+    ) -> None:
         """Begin again with prompt and answer so far, and go on from there.
 
         Args:
             id: Never used before.
             incarnation: Where windows go from now on.
             on_replayed: Called once all that it replays was sent, or it is over.
+            is_on_trial: Whether to be called once its next token is there instead, and to wait then for
+                `acquit`.
         """
         self._opening = replace(self._opening, session=id, cached=(), source_slot=self._opening.slot)
         self._incarnation = incarnation
         self._epoch = 0
         self._on_replayed = on_replayed
+        self._is_on_trial = is_on_trial
         self._is_suspended = False
         if self._is_over:
             self._note_replayed()
@@ -161,6 +173,12 @@ class Session:
         self.telemetry.add_replay()
         self._open()
         self._pump()
+
+    def acquit(self) -> None:
+        """Its trial is over, and that of all others."""
+        self._is_on_trial = False
+        if not self._is_still:
+            self._go_on()
 
     async def next_part(self) -> Committed:
         """The next tokens that joined the answer.
@@ -196,6 +214,8 @@ class Session:
             if flight.window.is_prompt:
                 self._count_decoding(is_decoding=True)
             self._take(step, flight, verdict, arrived_ms)
+            if self._is_on_trial:
+                self._note_replayed()
 
     @property
     def rests_on_copy(self) -> bool:
@@ -227,6 +247,10 @@ class Session:
     @property
     def _is_still(self) -> bool:
         return self._is_over or self._is_suspended
+
+    @property
+    def _is_held(self) -> bool:
+        return self.is_paused or self._is_on_trial
 
     def _open(self) -> None:
         self._incarnation.ring.open_session(self._opening.to_wire())
@@ -349,7 +373,8 @@ class Session:
             if generation.num_in_flight >= pace.num_in_flight(rows):
                 return
             self._send(generation.prefill(rows))
-        self._note_replayed()
+        if not self._is_on_trial:
+            self._note_replayed()
 
     def _send_on(self, step: Step) -> None:
         if step.finish is None:
@@ -362,7 +387,7 @@ class Session:
 
     def _go_on(self) -> None:
         """Have at least the committed token under way."""
-        if not self._flights and not self.is_paused:
+        if not self._flights and not self._is_held:
             proposal = EMPTY
             if self._speculator is not None:
                 proposal = self._speculator.next_proposal(self._generation)
@@ -371,7 +396,7 @@ class Session:
 
     def _pump(self) -> None:
         """Fill the ring as far as the controller wants it."""
-        if self._speculator is None or not self._generation.is_prefilled or self.is_paused:
+        if self._speculator is None or not self._generation.is_prefilled or self._is_held:
             return
         while (proposal := self._speculator.next_proposal(self._generation)).tokens:
             self._send(self._generation.next_window(proposal))
