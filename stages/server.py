@@ -349,8 +349,10 @@ class StageService(rpc.StageServicer):
                         f"the peer sent {count} windows in one frame: at most {MOST_BUNDLED_WINDOWS} fit"
                     )
                 for window in frame.windows.windows:
+                    _require_session(window.session)
                     self._on_window(window)
             elif frame.HasField("open"):
+                _require_session(frame.open.session)
                 self._on_open(frame.open)
 
     async def _read_control(
@@ -456,6 +458,12 @@ class StageService(rpc.StageServicer):
 def _shown(text: str) -> str:
     """What a peer says of itself, fit for one line: a status with more is not delivered at all."""
     return "".join(letter for letter in text[:_SHOWN_CHARS] if letter.isprintable())
+
+
+def _require_session(session: int) -> None:
+    """A failure of session 0 means the whole stage: no window may bring that about."""
+    if not session:
+        raise ProtocolError("the peer named session 0: ids begin at 1")
 
 
 def _failure(session: int, epoch: int, window_id: int, error: MeshError) -> wire.Failure:

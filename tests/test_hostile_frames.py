@@ -93,6 +93,26 @@ async def test_a_frame_holds_no_more_windows_than_peers_ever_send(stages: list[R
         )
 
 
+@pytest.mark.parametrize(
+    "frame",
+    [
+        wire.Frame(open=wire.Open(slot=0)),
+        wire.Frame(windows=wire.WindowBundle(windows=[wire.Window(tokens=[1])])),
+    ],
+)
+async def test_nobody_can_have_a_stage_declared_dead(stages: list[RunningStage], frame: wire.Frame) -> None:
+    """A failure of session 0 would be that of the whole stage."""
+    async with Peer(stages) as peer:
+        await peer.link.write(frame)
+        code, details = await end_of(peer.link)
+        assert (code, details) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "the peer named session 0: ids begin at 1",
+        )
+        await peer.controls[0].write(wire.ControlRequest(ping=wire.Ping(sent_us=1)))
+        assert (await peer.controls[0].read()).WhichOneof("kind") == "pong"
+
+
 async def test_the_tail_looks_up_no_token_that_does_not_exist(stages: list[RunningStage]) -> None:
     async with Peer(stages[1:]) as peer:
         penalised = wire.Sampling(top_p=1, repetition_penalty=1, frequency_penalty=1)

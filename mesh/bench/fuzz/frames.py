@@ -95,7 +95,7 @@ class HostilePeer:
         )
 
     def _session(self) -> int:
-        return self.random.choice((0, 1, 2, 3, 4, 5, 6, _U64))
+        return self.random.choice((0, *range(1, 7), *range(1, 7), *range(1, 7), _U64))
 
     def _token(self) -> int:
         n_vocab = self.shape.n_vocab

@@ -133,7 +133,7 @@ class _Siege:
         self._latest = data
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await call.write(data)
-        if call.done() or not _is_message(method, data):
+        if call.done() or _ends_stream(method, data):
             self._tally.count(await self._ended(call))
             return await self._open(channel, method)
         self._tally.count("taken")
@@ -205,11 +205,18 @@ class _Siege:
         )
 
 
-def _is_message(method: str, data: bytes) -> bool:
-    """Whether a stage can parse it at all; what it cannot ends the stream."""
-    kind = wire.Frame if method == _LINK else wire.ControlRequest
+def _ends_stream(method: str, data: bytes) -> bool:
+    """Whether a stage hangs up on a message: on one that it cannot parse, or that names session 0.
+
+    Whoever writes to a stream that has ended is told so in a way that hides what the stage said.
+    """
     try:
-        kind.FromString(data)
+        if method == _CONTROL:
+            wire.ControlRequest.FromString(data)
+            return False
+        frame = wire.Frame.FromString(data)
     except DecodeError:
-        return False
-    return True
+        return True
+    if frame.HasField("open"):
+        return not frame.open.session
+    return not all(window.session for window in frame.windows.windows)
