@@ -13,6 +13,7 @@ PARENT_PID: Final = "SPANMESH_PARENT_PID"
 OWNER_PATH: Final = "SPANMESH_OWNER_PATH"
 LINGER_S: Final = "SPANMESH_LINGER_S"
 
+_API_KEY: Final = "MESH_API_KEY"
 _SETTINGS: Final = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -47,14 +48,14 @@ def become_driver(token_path: Path) -> None:
 def child_environment(token_path: Path, owner_path: Path, linger_s: float) -> dict[str, str]:
     """The whole environment of a Ray node's first process, our child.
 
-    What the user has set up for another Ray does not reach ours.
+    What the user has set up for another Ray does not reach ours, nor does a key that opens an API.
 
     Args:
         token_path: File with Ray's token, readable by this user only.
         owner_path: File that the owner of the node holds a lock on.
         linger_s: How long the node lives without an owner; 0: no longer than this process.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", _API_KEY))}
     return {
         **inherited,
         **ray_environment(token_path),
