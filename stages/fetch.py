@@ -16,6 +16,7 @@ from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, InvalidModel, MeshError
 from stages.channels import CLIENT_OPTIONS
+from stages.cutting.disk import require_disk, write_error
 from stages.link import explain
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ async def fetch_stage(
     Raises:
         HostUnreachable: If the head does not answer, three times without a byte in between.
         InvalidModel: If the bytes do not have the hash.
+        ModelError: If the disk has no room for it.
     """
     partial = cache.partial(sha256)
     async with _locked(partial) as file:
@@ -77,7 +79,11 @@ async def fetch_stage(
         present = await asyncio.to_thread(cache.find, sha256)
         if present is not None:
             return present
-        await _fill(file, sha256, size_bytes, source, progress or _ignore)
+        require_disk(partial, size_bytes - file.tell())
+        try:
+            await _fill(file, sha256, size_bytes, source, progress or _ignore)
+        except OSError as error:
+            raise write_error(partial, error, size_bytes - partial.stat().st_size) from error
         log.info("stage_fetched", sha256=sha256[:12], size_bytes=size_bytes)
         return await asyncio.to_thread(cache.adopt, partial, sha256)
 

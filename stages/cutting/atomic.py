@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO
 
 from spanmesh_proto.errors import ModelError
+from stages.cutting.disk import write_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         partial.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
-        raise ModelError(f"cannot write {path}: {error.strerror or error}") from error
+        raise write_error(path, error) from error
     finally:
         partial.unlink(missing_ok=True)
 

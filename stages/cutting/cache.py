@@ -15,6 +15,7 @@ from stages.cutting.atomic import write_atomically
 from stages.cutting.content_store import ContentStore
 from stages.cutting.cut import ByteCounter, planned_bytes, write_stage
 from stages.cutting.digest import file_sha256
+from stages.cutting.disk import require_disk
 from stages.cutting.layout import FORMAT_VERSION
 from stages.cutting.self_check import require_exact_cut
 from stages.cutting.source_model import read_source
@@ -100,7 +101,7 @@ class StageCache:
         Raises:
             InvalidModel: If the source is no GGUF, truncated, or lacks a tensor.
             UncuttableModel: If it has no such layers, or cannot be cut exactly there.
-            ModelError: If the cache cannot be written.
+            ModelError: If the cache cannot be written, or its disk has no room.
         """
         model = read_source(source)
         model.check_range(layers)
@@ -112,6 +113,7 @@ class StageCache:
         path = self._find_cut(entry)
         if path is None:
             self._check_once(model, layers, source_sha256)
+            require_disk(self._store.fresh(), stage_size)
             path = self._cut(model, layers, source_sha256, counter)
             write_atomically(entry, path.stem)
         else:
