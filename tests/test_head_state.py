@@ -23,7 +23,8 @@ STATE = HeadState(
     certificate_pem="-----BEGIN…",
     private_key_pem="-----BEGIN…",
     setup=fingerprint(model="abc", slots=8),
-    stages=(KeptStage("stage-1", "b", "b.2", 0, 10, "ab" * 32, "10.0.0.2:4000"),),
+    stages=(KeptStage("stage-1", "b", "b.2", 0, 10, 2, "f32", "10.0.0.2:4000"),),
+    copies=(KeptStage("stage-2", "c", "c.1", 0, 10, 1, "f32", None),),
 )
 
 

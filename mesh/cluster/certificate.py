@@ -34,7 +34,7 @@ class Certificate:
 
     Attributes:
         certificate_pem: Goes to every peer.
-        private_key_pem: Stays in the head's memory; it is never written to disk.
+        private_key_pem: Stays on the head's host.
     """
 
     certificate_pem: bytes

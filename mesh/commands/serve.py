@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -13,6 +14,8 @@ from mesh.commands.speculation import speculation_from, speculation_options
 from stages.kv_types import KV_TYPES
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
+# Long enough for a person or systemd to start it again; hosts and their stages end after that.
+_LINGER_S: Final = 120.0
 
 
 @click.command()
@@ -33,6 +36,20 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     multiple=True,
     metavar="ORIGIN",
     help="Let web pages of this origin use the API; may be given several times.",
+)
+@click.option(
+    "--linger",
+    "linger_s",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="If this crashes, stages wait so long for it to be started again.  [default: 120 with --wait-for, "
+    "else 0]",
+)
+@click.option(
+    "--state",
+    "state_path",
+    type=_FILE,
+    help="Where it writes down what it must know then.  [default: in ~/.local/state/spanmesh]",
 )
 @click.option(
     "--wait-for", default=0, metavar="N", type=click.IntRange(0), help="Wait until N hosts have joined."
@@ -100,6 +117,8 @@ def serve(
     port: int,
     api_key_file: Path | None,
     insecure: bool,
+    linger_s: float | None,
+    state_path: Path | None,
     cors_origins: tuple[str, ...],
     wait_for: int,
     head_only: bool,
@@ -155,6 +174,15 @@ def serve(
         api_key_path=api_key_file,
         is_insecure=insecure,
         cors_origins=cors_origins,
+        linger_s=_linger_s(linger_s, wait_for),
+        state_path=state_path,
         wire=None if wire == "auto" else HiddenType(wire),
     )
     return run_interruptible(lambda interruption: serve_mesh(options, interruption))
+
+
+def _linger_s(wanted_s: float | None, num_hosts: int) -> float:
+    """Elsewhere than on Linux nothing outlives its head."""
+    if sys.platform != "linux":
+        return 0.0
+    return wanted_s if wanted_s is not None else _LINGER_S if num_hosts else 0.0

@@ -21,6 +21,7 @@ from mesh.serve.mesh_keys import new_mesh_keys
 from mesh.serve.placer import Placer, note_trouble, wire_up
 from mesh.serve.spares import Spares
 from mesh.serve.stage_maker import StageMaker
+from mesh.serve.takeover import Takeover
 from mesh.serve.tending import Tending
 from spanmesh_proto.errors import StageFailed
 from stages.numerics import numerics_for
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from mesh.serve.preflight import Preflight
     from mesh.serve.proposers import Proposers
     from mesh.serve.state import MeshState
+    from mesh.serve.succession import Succession
     from stages.cutting import StageCache
 
 log = structlog.get_logger()
@@ -51,6 +53,7 @@ class Bringup:
         head: Open.
         cache: Of this host.
         proposers: Who proposes for a request; None if nobody does.
+        succession: What the head before left, and this one leaves.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Bringup:
         cache: StageCache,
         *,
         proposers: Proposers | None,
+        succession: Succession,
     ) -> None:
         self._options = options
         self._known = known
@@ -72,8 +76,8 @@ class Bringup:
         self._planning = FirstPlan(options, known, head, self._say)
         self._maker = StageMaker(options, known, head, cache)
         self._placer = Placer(self._maker, self._fleet, head.members)
-        # Grows from one start of the head to the next, as long as its clock does.
-        self._term = time.time_ns() // 1_000_000
+        self._succession = succession
+        self._term = succession.term
 
     async def run(self, on_served: Callable[[], None]) -> NoReturn:
         """All steps, then stay until cancelled.
@@ -84,15 +88,30 @@ class Bringup:
         Raises:
             MeshError: If a step fails. Once requests are answered, what fails is repaired.
         """
-        await self._gather_hosts()
-        placed = await self._planning.make()
-        self._note_plan(placed.stages, placed.reason)
         try:
-            await first_of(self._load(placed), self._watch_hosts(placed))
-            await self._serve(on_served)
+            await first_of(self._run(on_served), self._succession.note(self._head, self._fleet))
         finally:
             await self._fleet.stop()
         raise StageFailed("the mesh ended by itself")
+
+    async def _run(self, on_served: Callable[[], None]) -> None:
+        if not await self._take_over():
+            await self._gather_hosts()
+            placed = await self._planning.make()
+            self._note_plan(placed.stages, placed.reason)
+            await first_of(self._load(placed), self._watch_hosts(placed))
+        await self._serve(on_served)
+
+    async def _take_over(self) -> bool:
+        former = self._head.former
+        if former is None:
+            return False
+        self._say("taking over")
+        takeover = Takeover(self._known, self._head, self._maker, self._fleet, self._succession.setup)
+        if not await takeover.run(former):
+            return False
+        self._note_plan(self._fleet.placements, "as before")
+        return True
 
     async def _gather_hosts(self) -> None:
         wanted = self._options.num_hosts

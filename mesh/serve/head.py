@@ -13,7 +13,7 @@ import structlog
 
 from mesh.cluster.addresses import join_address
 from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import make_certificate
+from mesh.cluster.certificate import Certificate, make_certificate
 from mesh.cluster.echo import EchoServer
 from mesh.cluster.join_token import JoinToken, encode
 from mesh.cluster.link_survey import LinkSurvey
@@ -22,6 +22,7 @@ from mesh.cluster.membership_server import MembershipServer, MembershipService, 
 from mesh.cluster.ray_driver import RayDriver
 from mesh.cluster.ray_node import RayNode, RayNodeConfig, new_ray_token
 from mesh.serve.token_file import token_file
+from spanmesh_proto.errors import ClusterError
 from stages.fetch import FetchSource
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from mesh.cluster.host_facts import HostFacts
     from mesh.interruption import Interruption
+    from mesh.serve.head_state import HeadState
     from mesh.serve.options import ServeOptions
     from stages.cutting import StageCache
 
@@ -47,7 +49,9 @@ class Head:
         node: This host's Ray node.
         survey: Measures the links between hosts.
         authority: Signs the certificates of stages and hosts.
+        certificate: The authority's own.
         write_token: Writes the join token to the file that the user wants it in.
+        former: What a head that crashed has left, if its Ray node was there to be adopted.
     """
 
     driver: RayDriver
@@ -57,7 +61,9 @@ class Head:
     node: RayNode
     survey: LinkSurvey
     authority: Authority
+    certificate: Certificate
     write_token: Callable[[str], None]
+    former: HeadState | None
 
     @property
     def token(self) -> str:
@@ -73,7 +79,11 @@ class Head:
 
 @asynccontextmanager
 async def open_head(
-    options: ServeOptions, facts: HostFacts, cache: StageCache, interruption: Interruption
+    options: ServeOptions,
+    facts: HostFacts,
+    cache: StageCache,
+    interruption: Interruption,
+    former: HeadState | None = None,
 ) -> AsyncIterator[Head]:
     """Ray and the membership service run while in the block; afterwards every host has been sent home.
 
@@ -82,31 +92,54 @@ async def open_head(
         facts: Of this host.
         cache: Whose files are sent to hosts.
         interruption: Armed again after Ray has taken the signals for itself.
+        former: What a head that crashed has left. Hosts know this one by its certificate, secret and port,
+            and its Ray node is adopted if it is still there.
 
     Raises:
         ClusterError: If Ray does not start.
         PortInUse: If the membership service cannot listen.
     """
-    ray_token = new_ray_token()
-    own = Member(
-        name=options.name,
-        address=options.advertise,
-        facts=facts,
-        ray_node_name=f"{options.name}.{secrets.token_hex(4)}",
-        is_ready=True,
-    )
-    with _ray_node(RayNodeConfig(own.address, own.ray_node_name, ray_token)) as node:
-        ray = RayAccess(await node.wait_ready(), ray_token)
-        with _ray_driver(node, ray.address, interruption) as driver:
+    with _ray_node(options, former) as node:
+        ray = RayAccess(await node.wait_ready(), node.token_path.read_text())
+        own = Member(
+            name=options.name,
+            address=options.advertise,
+            facts=facts,
+            ray_node_name=node.record.name,
+            is_ready=True,
+        )
+        with _ray_driver(node, ray.address, interruption, are_kept=options.linger_s > 0) as driver:
             members = Members()
             if not options.is_head_only:
                 members.admit(own)
+            certificate, token = _credentials(options, former)
+            authority = Authority(certificate)
+            service = MembershipService(
+                token=token,
+                ray=ray,
+                members=members,
+                cache=cache,
+                versions=facts.versions,
+                authority=authority,
+            )
+            port = options.join_port if former is None else former.join_port
             async with (
-                _membership(options, facts, ray, members, cache) as (service, authority),
+                _served(service, certificate, options, port),
                 _survey(own, members, service, authority) as survey,
             ):
                 with token_file(options.token_path, encode(service.token)) as write_token:
-                    yield Head(driver, own, members, service, node, survey, authority, write_token)
+                    yield Head(
+                        driver,
+                        own,
+                        members,
+                        service,
+                        node,
+                        survey,
+                        authority,
+                        certificate,
+                        write_token,
+                        former if former is not None and node.record == former.ray else None,
+                    )
 
 
 @asynccontextmanager
@@ -126,17 +159,38 @@ async def _survey(
 
 
 @contextmanager
-def _ray_node(config: RayNodeConfig) -> Iterator[RayNode]:
-    node = RayNode.start(config)
+def _ray_node(options: ServeOptions, former: HeadState | None) -> Iterator[RayNode]:
+    node = _adopted(former) or RayNode.start(
+        RayNodeConfig(
+            options.advertise,
+            f"{options.name}.{secrets.token_hex(4)}",
+            new_ray_token(),
+            linger_s=options.linger_s,
+        )
+    )
     try:
         yield node
     finally:
         node.stop()
 
 
+def _adopted(former: HeadState | None) -> RayNode | None:
+    if former is None:
+        return None
+    try:
+        node = RayNode.adopt(former.ray)
+    except ClusterError as error:
+        log.info("begins_anew", reason=error.message)
+        return None
+    log.info("ray_adopted", node=former.ray.name)
+    return node
+
+
 @contextmanager
-def _ray_driver(node: RayNode, address: str, interruption: Interruption) -> Iterator[RayDriver]:
-    driver = RayDriver(node, address)
+def _ray_driver(
+    node: RayNode, address: str, interruption: Interruption, *, are_kept: bool
+) -> Iterator[RayDriver]:
+    driver = RayDriver(node, address, are_kept=are_kept)
     interruption.arm()
     try:
         yield driver
@@ -144,27 +198,29 @@ def _ray_driver(node: RayNode, address: str, interruption: Interruption) -> Iter
         driver.close()
 
 
-@asynccontextmanager
-async def _membership(
-    options: ServeOptions, facts: HostFacts, ray: RayAccess, members: Members, cache: StageCache
-) -> AsyncIterator[tuple[MembershipService, Authority]]:
+def _credentials(options: ServeOptions, former: HeadState | None) -> tuple[Certificate, JoinToken]:
+    """By what hosts know the head, and the head hosts: as before, as long as that is good."""
+    if former is not None and former.expires_at_s > time.time():
+        certificate = Certificate(former.certificate_pem.encode(), former.private_key_pem.encode())
+        return certificate, JoinToken((), former.secret, certificate.fingerprint, former.expires_at_s)
     certificate = make_certificate(dt.datetime.now(dt.UTC))
-    token = JoinToken(
+    return certificate, JoinToken(
         addresses=(),  # known once the service listens; to check a host, they do not matter
         secret=secrets.token_urlsafe(32),
         fingerprint=certificate.fingerprint,
         expires_at_s=int(time.time() + options.token_hours * 3600),
     )
-    authority = Authority(certificate)
-    service = MembershipService(
-        token=token, ray=ray, members=members, cache=cache, versions=facts.versions, authority=authority
-    )
+
+
+@asynccontextmanager
+async def _served(
+    service: MembershipService, certificate: Certificate, options: ServeOptions, port: int
+) -> AsyncIterator[None]:
     server = MembershipServer(service, certificate)
-    port = await server.start(options.advertise, options.join_port)
-    address = join_address(options.advertise, port)
+    address = join_address(options.advertise, await server.start(options.advertise, port))
     service.listens_at(address)
     log.info("membership_open", address=address, token_hours=options.token_hours)
     try:
-        yield service, authority
+        yield
     finally:
         await server.stop()

@@ -34,8 +34,9 @@ class KeptStage:
         ray_node: Name of that host's Ray node.
         start: Its first layer.
         stop: The layer behind its last.
-        sha256: Hash of its stage file, hex.
-        address: `host:port` where it serves.
+        num_threads: Threads it computes with.
+        wire: How its hidden states travel to the next, as in `HiddenType`.
+        address: `host:port` where it serves; None if it does not yet.
     """
 
     actor: str
@@ -43,8 +44,9 @@ class KeptStage:
     ray_node: str
     start: int
     stop: int
-    sha256: str
-    address: str
+    num_threads: int
+    wire: str
+    address: str | None
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class HeadState:
         certificate_pem: Of the mesh's authority.
         private_key_pem: Of the mesh's authority.
         setup: Fingerprint of all that stages were loaded with; see `fingerprint`.
-        stages: In pipeline order; none before the first time that the mesh served.
+        stages: The ring, in pipeline order; none before the first time that the mesh served.
+        copies: Stages that spare hosts have loaded ahead.
     """
 
     term: int
@@ -72,6 +75,7 @@ class HeadState:
     private_key_pem: str
     setup: str
     stages: tuple[KeptStage, ...] = ()
+    copies: tuple[KeptStage, ...] = ()
 
 
 def fingerprint(**setup: object) -> str:
@@ -156,5 +160,6 @@ def _from_json(fields: Any) -> HeadState:
     if fields.pop("format") != _FORMAT:
         raise ValueError("written by another version")
     fields["ray"] = RayNodeRecord(**fields["ray"])
-    fields["stages"] = tuple(KeptStage(**stage) for stage in fields["stages"])
+    for name in ("stages", "copies"):
+        fields[name] = tuple(KeptStage(**stage) for stage in fields[name])
     return HeadState(**fields)

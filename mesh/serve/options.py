@@ -48,6 +48,8 @@ class ServeOptions:
         is_insecure: Whether the API may be open to other machines without a key.
         cors_origins: Of web pages that may use the API.
         wire: How hidden states travel between the stages, or None to let each link's bandwidth decide.
+        linger_s: How long stages wait for `mesh serve` to be started again if it crashes; 0: not at all.
+        state_path: Where what it needs to know then is kept; None: in the user's folder for such things.
     """
 
     model: Path
@@ -74,6 +76,8 @@ class ServeOptions:
     wire: HiddenType | None = HiddenType.F32
     is_insecure: bool = False
     cors_origins: tuple[str, ...] = ()
+    linger_s: float = 0.0
+    state_path: Path | None = None
 
 
 def demo_model() -> Path:

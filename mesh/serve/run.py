@@ -17,6 +17,7 @@ from mesh.serve.preflight import check
 from mesh.serve.proposers import open_proposers
 from mesh.serve.stage_counts import stage_counts
 from mesh.serve.state import MeshState
+from mesh.serve.succession import open_succession
 from spanmesh_proto.errors import ClusterError
 from stages.cutting import StageCache
 
@@ -58,13 +59,13 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         departures=lambda: state.departures,
     )
     await asyncio.to_thread(app.state.backend.chat_template.try_out)
-    with open_proposers(options, known) as proposers:
+    with open_proposers(options, known) as proposers, open_succession(options, known) as succession:
         async with (
             serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
-            open_head(options, known.facts, cache, interruption) as head,
+            open_head(options, known.facts, cache, interruption, succession.former) as head,
         ):
             state.members, state.survey = head.members, head.survey
-            bringup = Bringup(options, known, state, head, cache, proposers=proposers)
+            bringup = Bringup(options, known, state, head, cache, proposers=proposers, succession=succession)
             await first_of(bringup.run(lambda: print_served(options, state, url, head)), _watch_ray(head))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -71,6 +72,8 @@ class StageHandle:
         self._has_answered = False
         self._actor: Any = None
         self._address: str | None = None
+        # Unlike any other's: its host may hold the same layers again, later.
+        self.actor_name = f"{member.name} {config.layers} {secrets.token_hex(4)}"
         self._wire = config.hidden_type
 
     @property
@@ -89,6 +92,11 @@ class StageHandle:
             raise StageFailed(f"{self.who} does not serve yet")
         return StageAddress(self.member.name, self._address, self.config.layers, wire=self._wire)
 
+    @property
+    def serves_at(self) -> str | None:
+        """`host:port` where it serves, or None if it does not yet."""
+        return self._address
+
     async def place(self) -> None:
         """Start its process.
 
@@ -96,9 +104,24 @@ class StageHandle:
             ClusterError: If its host's Ray node is gone.
         """
         self._actor = await self._driver.create(
-            StageActor, self.config, ray_node_name=self.member.ray_node_name
+            StageActor, self.config, ray_node_name=self.member.ray_node_name, name=self.actor_name
         )
         log.info("stage_placed", host=self.member.name, layers=str(self.config.layers))
+
+    def adopt(self, actor_name: str, serves_at: str | None) -> None:
+        """Take over a loaded stage of a head that is gone, instead of placing one.
+
+        Args:
+            actor_name: Of its actor.
+            serves_at: `host:port`, if it serves.
+
+        Raises:
+            StageFailed: If its process has ended.
+        """
+        self._actor = self._driver.find(actor_name)
+        self.actor_name = actor_name
+        self._address = serves_at
+        self.is_loaded = True
 
     async def check_memory(self) -> None:
         """Whether it finds room; to be asked before anything is loaded.

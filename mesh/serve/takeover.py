@@ -1,0 +1,129 @@
+"""A head that crashed is followed by one that takes its stages over as they are, without loading anything."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from mesh.planner import StagePlacement
+from mesh.serve.fleet import Seat
+from mesh.stage_sizes import StageSizes
+from spanmesh_proto.errors import MeshError, StageFailed
+from stages.hidden_codec import HiddenType
+from stages.layers import LayerRange
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mesh.serve.fleet import Fleet
+    from mesh.serve.head import Head
+    from mesh.serve.head_state import HeadState, KeptStage
+    from mesh.serve.preflight import Preflight
+    from mesh.serve.stage_handle import StageHandle
+    from mesh.serve.stage_maker import StageMaker
+
+log = structlog.get_logger()
+
+# Hosts look for the head every second or so.
+_WAIT_FOR_HOSTS_S: Final = 8.0
+_ANSWER_S: Final = 2.0
+
+
+class Takeover:
+    """Fills a fleet with what a former head has left.
+
+    Args:
+        known: What was found out beforehand.
+        head: Open, with the former head's Ray node.
+        maker: Makes stages.
+        fleet: Empty.
+        setup: Fingerprint of what stages would be loaded with now.
+    """
+
+    def __init__(self, known: Preflight, head: Head, maker: StageMaker, fleet: Fleet, setup: str) -> None:
+        self._sizes = StageSizes(known.model, known.workload)
+        self._head = head
+        self._maker = maker
+        self._fleet = fleet
+        self._setup = setup
+
+    async def run(self, former: HeadState) -> bool:
+        """Take over what is whole; end what is not.
+
+        Args:
+            former: What the former head wrote down.
+
+        Returns:
+            Whether the ring is there again.
+
+        Raises:
+            MeshError: If the model cannot be cut.
+        """
+        if not former.stages:
+            return False
+        await self._maker.cut(
+            [LayerRange(stage.start, stage.stop) for stage in (*former.stages, *former.copies)]
+        )
+        if former.setup == self._setup:
+            await self._wait_for(former.stages)
+            ring = [await self._adopt(stage) for stage in former.stages]
+            copies = [await self._adopt(stage) for stage in former.copies]
+            handles = [handle for handle in ring if handle is not None]
+            self._fleet.copies = [handle for handle in copies if handle is not None]
+            if len(handles) == len(ring):
+                self._fleet.seats = tuple(
+                    Seat(self._placement(stage), HiddenType(stage.wire), handle)
+                    for stage, handle in zip(former.stages, handles, strict=True)
+                )
+                log.info("stages_taken_over", stages=len(ring), copies=len(self._fleet.copies))
+                return True
+            # What there is helps the plan to come as little as any other host's copy: away with it.
+            self._fleet.copies += handles
+        else:
+            log.info("begins_anew", reason="another model, or other options than before")
+            for stage in (*former.stages, *former.copies):
+                self._end(stage)
+        await self._fleet.stop()
+        return False
+
+    async def _wait_for(self, stages: Sequence[KeptStage]) -> None:
+        """Give the hosts time to come back."""
+        nodes = {stage.ray_node for stage in stages}
+        members = self._head.members
+        try:
+            async with asyncio.timeout(_WAIT_FOR_HOSTS_S):
+                while not nodes <= {member.ray_node_name for member in members.ready}:
+                    await members.changed()
+        except TimeoutError:
+            log.warning("hosts_missing", hosts=sorted(nodes - {each.ray_node_name for each in members.ready}))
+
+    async def _adopt(self, stage: KeptStage) -> StageHandle | None:
+        member = next((each for each in self._head.members if each.ray_node_name == stage.ray_node), None)
+        try:
+            if member is None:
+                self._end(stage)
+                raise StageFailed(f"host {stage.host} has not come back")
+            handle = self._maker.make(
+                self._placement(stage), member, wire=HiddenType(stage.wire), num_threads=stage.num_threads
+            )
+            handle.adopt(stage.actor, stage.address)
+            loss = await handle.loss(_ANSWER_S)
+            if loss is None:
+                return handle
+            handle.kill()
+            raise StageFailed(loss.reason)
+        except MeshError as error:
+            log.warning("stage_not_taken_over", stage=stage.actor, reason=error.message)
+            return None
+
+    def _end(self, stage: KeptStage) -> None:
+        try:
+            self._head.driver.kill(self._head.driver.find(stage.actor))
+        except MeshError as error:
+            log.debug("stage_had_ended", reason=error.message)
+
+    def _placement(self, stage: KeptStage) -> StagePlacement:
+        layers = LayerRange(stage.start, stage.stop)
+        return StagePlacement(stage.host, layers, self._sizes.memory(layers))
