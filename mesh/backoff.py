@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from spanmesh_proto.errors import MeshError
 
 _FIRST_S: Final = 0.5
-_MOST_S: Final = 10.0
+# A try is one connection: a price worth paying for being back seconds after the head is.
+_MOST_S: Final = 2.0
 
 
 def backoff_s(jitter: Callable[[], float]) -> Iterator[float]:
-    """Pauses between tries, in seconds: each about twice as long as the one before, up to ten seconds.
+    """Pauses between tries, in seconds: each about twice as long as the one before, up to two seconds.
 
     Args:
         jitter: From 0 to 1. Each pause is between a half and three halves of what it would be without.
