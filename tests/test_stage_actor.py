@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,8 +14,10 @@ from mesh.cluster.authority import Authority
 from mesh.cluster.certificate import make_certificate
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.actor import StageActor, StageConfig
+from stages.channels import key_metadata, open_channel
 from stages.cutting import StageCache
 from stages.fetch import FetchSource
 from stages.layers import LayerRange
@@ -106,3 +110,24 @@ async def test_the_latest_certificate_counts_from_the_next_connection(configs: l
         assert await layers_at(address, COORDINATOR, "host-0") == (0, 1)
     finally:
         await actor.stop()
+
+
+async def test_a_stage_that_no_coordinator_wants_any_more_ends_its_process(
+    configs: list[StageConfig],
+) -> None:
+    ended = asyncio.Event()
+    actor = StageActor(replace(configs[1], orphan_s=0.2), end_process=ended.set)
+    await actor.load()
+    await certify(actor, "host-1")
+    address = f"127.0.0.1:{await actor.start('127.0.0.1')}"
+    async with open_channel(address, "host-1", COORDINATOR) as channel:
+        control = rpc.StageStub(channel).Control(metadata=key_metadata("key"))
+        hello = wire.Hello(protocol_version=PROTOCOL_VERSION, mesh_id="mesh", sender="test")
+        await control.write(wire.ControlRequest(hello=hello))
+        assert isinstance(await control.read(), wire.ControlReply)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ended.wait(), 0.6)
+    async with asyncio.timeout(20):
+        await ended.wait()
+    with pytest.raises(MeshError, match="does not answer"):
+        await layers_at(address, COORDINATOR, "host-1")

@@ -211,10 +211,11 @@ async def _answer_of(address: str, timeout_s: float) -> AsyncIterator[None]:
 async def _finish(
     tasks: list[asyncio.Task[None]], outgoing: asyncio.Queue[wire.ControlRequest] | None = None
 ) -> None:
-    if outgoing is not None and tasks and not tasks[0].done():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await outgoing.join()
+    if outgoing is not None and tasks:
+        emptied = asyncio.ensure_future(outgoing.join())
+        # What writes ends with the stream.
+        await asyncio.wait({emptied, tasks[0]}, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+        emptied.cancel()
     for task in tasks:
         task.cancel()
     for task in tasks:

@@ -115,6 +115,7 @@ class Coordinator:
         Raises:
             HostUnreachable: Naming the address that does not answer.
             ProtocolError: If a stage speaks another version or holds other layers than planned.
+            StageFailed: If a stage was lost at once.
         """
         await self._ring.open()
         self._is_whole = True
@@ -163,9 +164,6 @@ class Coordinator:
             await self._ring.close()
             incarnation = self._incarnation_of(stages, mesh_id, mesh_key)
             await incarnation.ring.open()
-            if (loss := incarnation.ring.loss) is not None:
-                await incarnation.ring.close()
-                raise StageFailed(loss.reason)
             self._go_on_in(incarnation)
 
     def give_up(self, error: MeshError) -> None:

@@ -14,7 +14,7 @@ from mesh.coordinator.ring_loss import RingLoss
 from mesh.coordinator.silence import Silence
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import HostUnreachable, MeshError, ProtocolError, from_code
+from spanmesh_proto.errors import HostUnreachable, MeshError, ProtocolError, StageFailed, from_code
 from stages.link import StageLink
 
 if TYPE_CHECKING:
@@ -153,13 +153,16 @@ class Ring:
         Raises:
             HostUnreachable: Naming the address that does not answer.
             ProtocolError: If a stage speaks another version or holds other layers than planned.
+            StageFailed: If a stage was lost at once.
         """
         try:
-            welcomes = await asyncio.gather(*(control.open() for control in self._controls))
-            await self._verdicts.open()
-            await self._link.open()
-            for index, (stage, welcome) in enumerate(zip(self._stages, welcomes, strict=True)):
-                _check(index, stage, welcome)
+            # Each takes round trips: all at once they take as long as one.
+            welcomes, *_ = await asyncio.gather(
+                asyncio.gather(*(control.open() for control in self._controls)),
+                self._verdicts.open(),
+                self._link.open(),
+            )
+            self._check_all(welcomes)
             self._watch = asyncio.create_task(self._listen())
         except BaseException:
             await self.close()
@@ -220,6 +223,12 @@ class Ring:
             for index in self._silence.tick(self._clock_s() - since_s):
                 address, timeout_s = self._stages[index].address, self._terms.ping_timeout_s
                 self._lost(index, HostUnreachable(f"{address} has not answered for {timeout_s:g} s"))
+
+    def _check_all(self, welcomes: Sequence[wire.Welcome]) -> None:
+        for index, (stage, welcome) in enumerate(zip(self._stages, welcomes, strict=True)):
+            _check(index, stage, welcome)
+        if self.loss is not None:
+            raise StageFailed(self.loss.reason)
 
     def _on_answer(self, verdict: wire.Verdict) -> None:
         self._silence.heard_all()
