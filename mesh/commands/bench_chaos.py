@@ -43,7 +43,7 @@ _QUICK_QUESTIONS = 6
     type=click.Choice(["acceptance"]),
     help="Every scenario, with the harms of the acceptance table.",
 )
-@click.option("--quick", is_flag=True, help="Few and short questions.")
+@click.option("--quick", is_flag=True, help="Few and short questions, harms in a hurry.")
 @click.option(
     "--harms", "num_harms", type=click.IntRange(1), default=100, show_default=True, help="How many."
 )
@@ -165,6 +165,7 @@ def chaos(
             num_streams=num_streams,
             num_harms=num_harms,
             kinds=kinds or (_LOSSES if is_acceptance else _KINDS),
+            is_short=quick,
             seed=seed,
             exact=not fast,
             num_questions=_QUICK_QUESTIONS if quick else _QUESTIONS,

@@ -21,10 +21,12 @@ MEANING: Final[dict[str, str]] = {
     "stop": "SIGSTOP of a stage's process for some seconds",
     "leave": "SIGTERM to `mesh join` of a stage's host, which is started again",
 }
-# Long enough for streams to flow again, short enough for a hundred.
+# Long enough for streams to flow again, short enough for a hundred; and the same in a hurry.
 _WAIT_S: Final = (0.5, 4.0)
+_SHORT_WAIT_S: Final = (0.3, 1.0)
 # Beyond the time after which a silent stage is given up.
 _HOLD_S: Final = (3.0, 8.0)
+_SHORT_HOLD_S: Final = (2.5, 3.5)
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,19 @@ class Harm:
     pick: float
 
 
-def draw_harms(count: int, kinds: Sequence[HarmKind], seed: int) -> tuple[Harm, ...]:
+def draw_harms(
+    count: int, kinds: Sequence[HarmKind], seed: int, *, is_short: bool = False
+) -> tuple[Harm, ...]:
     """Every kind as often as the others, within one, in random order, at random moments.
 
     Args:
         count: How many.
         kinds: Among which, at least one.
         seed: The same seed, the same harms.
+        is_short: Whether they follow and pass quickly.
     """
+    waits_s = _SHORT_WAIT_S if is_short else _WAIT_S
+    holds_s = _SHORT_HOLD_S if is_short else _HOLD_S
     random = Random(seed)  # noqa: S311 - an experiment, not a secret
     deck: list[HarmKind] = []
     harms = []
@@ -61,7 +68,7 @@ def draw_harms(count: int, kinds: Sequence[HarmKind], seed: int) -> tuple[Harm, 
         if not deck:
             deck = random.sample(list(kinds), len(kinds))
         harms.append(
-            Harm(number, deck.pop(), random.uniform(*_WAIT_S), random.uniform(*_HOLD_S), random.random())
+            Harm(number, deck.pop(), random.uniform(*waits_s), random.uniform(*holds_s), random.random())
         )
     return tuple(harms)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def try_harms(ground: Ground, keep: FirstFailure) -> Scenario:
     """Do as many as the user wants, as far as the mesh comes back."""
     options = ground.options
-    harms = draw_harms(options.num_harms, options.kinds, options.seed)
+    harms = draw_harms(options.num_harms, options.kinds, options.seed, is_short=options.is_short)
     harmed, failures = suffer_all(ground, keep, ((harm, partial(ground.harming.do, harm)) for harm in harms))
     found = ground.tally(harmed.streams)
     repairs = harmed.repairs()

@@ -27,6 +27,7 @@ class ChaosOptions:
         num_streams: Requests under way at any time.
         num_harms: How many.
         kinds: Among which they are drawn.
+        is_short: Whether they follow and pass quickly.
         seed: Of harms, questions and sampling.
         exact: Numeric mode; then every text must be that of the undisturbed run.
         num_questions: Different ones.
@@ -48,6 +49,7 @@ class ChaosOptions:
     num_streams: int
     num_harms: int
     kinds: tuple[HarmKind, ...]
+    is_short: bool
     seed: int
     exact: bool
     num_questions: int
