@@ -97,7 +97,7 @@ def repair(kind: str = "first", **fields: Any) -> Repair:
     is_short=st.booleans(),
 )
 def test_every_kind_of_harm_comes_about_as_often(
-    count: int, kinds: list[HarmKind], seed: int, is_short: bool
+    *, count: int, kinds: list[HarmKind], seed: int, is_short: bool
 ) -> None:
     harms = draw_harms(count, kinds, seed, is_short=is_short)
     assert harms == draw_harms(count, kinds, seed, is_short=is_short)
