@@ -114,6 +114,19 @@ async def test_where_no_origin_is_named_a_preflight_is_no_different(tokenizer: T
         assert not any(name.startswith("access-control") for name in asked.headers)
 
 
+async def test_where_no_key_is_needed_no_page_can_make_a_browser_change_anything(
+    tokenizer: Tokenizer, keys: ApiKeys
+) -> None:
+    # What a browser sends for a form of another origin, without asking first.
+    asked = {"headers": {"origin": "https://evil.example"}, "url": "/mesh/evict?host=attic"}
+    async with running_api(ScriptedEngine([]), tokenizer) as api:
+        refused = await api.http.post(**asked)
+        assert refused.status_code == 401
+        assert "--cors-origin" in refused.json()["error"]["message"]
+    async with running_api(ScriptedEngine([]), tokenizer, cors_origins=["https://evil.example"]) as api:
+        assert (await api.http.post(**asked)).status_code != 401
+
+
 @pytest.mark.parametrize(
     "origin", ["chat.example.org", f"{ORIGIN}/", "https://*.example.org", "null", "", "ftp://x", f"{ORIGIN} "]
 )
@@ -234,6 +247,38 @@ async def test_what_is_not_http_gets_an_error_of_the_same_shape(impatient: Api, 
     assert b"connection: close" in head.lower()
     error = httpx.Response(200, content=body).json()["error"]
     assert error["code"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [("/health", "", b"405"), ("/v1/models", KEY, b"405"), ("/v1/models", "x", b"401"), (CHAT, KEY, b"413")],
+)
+async def test_a_body_that_is_said_to_be_huge_changes_nothing_but_for_who_reads_it(
+    tokenizer: Tokenizer, keys: ApiKeys, path: str, key: str, status: bytes
+) -> None:
+    async with running_api(ScriptedEngine([(300,)]), tokenizer, keys=keys) as api:
+        client = await RawClient.connect(api)
+        with capture_logs() as events:
+            head = request_bytes(ASKED, path, key).partition(b"Content-Length: ")[0]
+            await client.send(head + b"Content-Length: 99999999999999999999\r\n\r\n{")
+            answer = await client.read_until(b"}}")
+        client.hang_up()
+    assert answer.split()[1] == status
+    assert set(httpx.Response(200, content=answer.partition(b"\r\n\r\n")[2]).json()) == {"error"}
+    assert [event["event"] for event in events] == ["request"]
+
+
+async def test_a_body_that_turns_into_nonsense_gets_one_answer(impatient: Api) -> None:
+    client = await RawClient.connect(impatient)
+    head = request_bytes(ASKED).partition(b"Content-Length: ")[0]
+    with capture_logs() as events:
+        await client.send(head + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nno number\r\n")
+        answer = await client.read_until(b"never")
+        await asyncio.sleep(0.05)
+    client.hang_up()
+    assert answer.count(b"HTTP/1.1") == 1
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert not [event for event in events if event["log_level"] == "error"]
 
 
 async def test_nonsense_in_the_middle_of_an_answer_ends_the_connection_and_nothing_else(

@@ -14,7 +14,6 @@ from starlette.middleware import Middleware
 from mesh.api import chat, completions, health, hosts, links, models
 from mesh.api.auth import KeyGate
 from mesh.api.backend import Backend, HostOrders
-from mesh.api.body import max_body_bytes
 from mesh.api.cors import Cors
 from mesh.api.document import DocumentedApp
 from mesh.api.errors import on_http_exception, on_mesh_error
@@ -79,12 +78,11 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        max_body_size=max_body_bytes(engine.context_length),
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
         exception_handlers={MeshError: on_mesh_error, HTTPException: on_http_exception},
         middleware=[
             Middleware(RequestLog, random_bits=random_bits),
-            Middleware(Cors, origins=cors_origins),
+            Middleware(Cors, origins=cors_origins, has_keys=api_keys is not None),
             Middleware(KeyGate, keys=api_keys, now_s=now_s, steady_s=steady_s),
         ],
     )

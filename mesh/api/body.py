@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from mesh.api import unsupported
-from mesh.api.json_bounds import has_at_most
-from spanmesh_proto.errors import InvalidRequest
+from mesh.api.json_bounds import has_at_most, max_values
+from spanmesh_proto.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -31,7 +31,9 @@ def max_body_bytes(context_length: int) -> int:
     return min(_LEAST_BYTES + _BYTES_PER_POSITION * context_length, _MOST_BYTES)
 
 
-async def read_body(request: Request, kind: type[Body], unknown: UnknownFields, *, most_values: int) -> Body:
+async def read_body(
+    request: Request, kind: type[Body], unknown: UnknownFields, *, context_length: int
+) -> Body:
     """Read, parse and check a JSON body.
 
     The content type must be JSON's: a web page cannot send that to another origin without asking first,
@@ -41,15 +43,17 @@ async def read_body(request: Request, kind: type[Body], unknown: UnknownFields, 
         request: With the body.
         kind: What it must be.
         unknown: Where fields that nobody knows are noted.
-        most_values: See `json_bounds`.
+        context_length: Positions of a session; longer ones want larger bodies.
 
     Raises:
+        RequestTooLarge: As soon as it is known, whatever of it is still to come.
         InvalidRequest: Naming the field at fault, if it is one.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise InvalidRequest("send the body as JSON, with the header `Content-Type: application/json`")
-    data = await request.body()
+    data = await _read(request, max_body_bytes(context_length))
+    most_values = max_values(context_length)
     if not has_at_most(data, most_values):
         raise InvalidRequest(f"the body holds more than {most_values} values: send less")
     fields = _parse(data)
@@ -61,6 +65,23 @@ async def read_body(request: Request, kind: type[Body], unknown: UnknownFields, 
     unsupported.refuse_unsupported(extra)
     unknown.note(name for name in extra if name not in unsupported.NAMES)
     return body
+
+
+async def _read(request: Request, most_bytes: int) -> bytes:
+    told = request.headers.get("content-length", "")
+    num_bytes = int(told) if told.isdecimal() else 0
+    data = bytearray()
+    if num_bytes <= most_bytes:
+        async for part in request.stream():
+            data += part
+            num_bytes = len(data)
+            if num_bytes > most_bytes:
+                break
+    if num_bytes > most_bytes:
+        raise RequestTooLarge(
+            f"the body is larger than {most_bytes} bytes, which is more than a context holds"
+        )
+    return bytes(data)
 
 
 def _parse(data: bytes) -> dict[str, Any]:

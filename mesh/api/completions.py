@@ -17,7 +17,6 @@ from mesh.api.body import read_body
 from mesh.api.document import answers, takes
 from mesh.api.hopeless_length import refuse_hopeless_length
 from mesh.api.job import Job, make_job
-from mesh.api.json_bounds import max_values
 from mesh.api.logprobs import completion_logprobs
 from mesh.api.respond import respond
 from mesh.api.schemas import CompletionBody, Prompt
@@ -47,7 +46,7 @@ async def completions(request: Request) -> Response:
     """Continue one or more texts as they stand, without a chat template."""
     backend = backend_of(request)
     body = await read_body(
-        request, CompletionBody, backend.unknown_fields, most_values=max_values(backend.engine.context_length)
+        request, CompletionBody, backend.unknown_fields, context_length=backend.engine.context_length
     )
     backend.require_ready()
     backend.require_model(body.model)

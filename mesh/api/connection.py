@@ -72,6 +72,10 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP, in the shape of every other error; cut it in the middle of an answer."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            # Whoever answers this request already is not to go on.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
             self.transport.abort()
             return

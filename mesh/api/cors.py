@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.middleware.cors import CORSMiddleware
 
-from spanmesh_proto.errors import MeshError
+from mesh.api.errors import error_response
+from spanmesh_proto.errors import MeshError, Unauthorized
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 ANY: Final = "*"
 _ORIGIN: Final = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d{1,5})?")
+_HARMLESS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_STRANGE_PAGE: Final = Unauthorized(
+    "web pages may not use this server: name their origin with --cors-origin, or let it ask for API keys"
+)
 _READABLE: Final = (
     "Retry-After",
     "X-Request-Id",
@@ -51,16 +56,19 @@ def check_origins(origins: Sequence[str], *, has_keys: bool) -> None:
 class Cors:
     """Middleware. For pages of named origins preflights are answered and answers may be read.
 
-    For any other page, and where no origin is named, nothing changes: a preflight is a request like any
-    other, without a key or of the wrong method, and no header lets a page read what comes back.
+    For any other page a preflight is a request like any other, without a key or of the wrong method, and no
+    header lets the page read what comes back. Browsers send some requests of such pages without asking; where
+    no key is needed, those that could change something are refused.
 
     Args:
         app: What lies behind it.
         origins: As a browser writes them; `*` stands for all.
+        has_keys: Whether the API asks for keys: a page has none.
     """
 
-    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, origins: Sequence[str], *, has_keys: bool) -> None:
         self._app = app
+        self._has_keys = has_keys
         self._origins = frozenset(origins)
         self._open = CORSMiddleware(
             app,
@@ -73,7 +81,12 @@ class Cors:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, by way of Starlette's middleware where the page may."""
+        """Pass on, by way of Starlette's middleware where the page may, or refuse."""
         origins = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"origin"]
         is_open = any(origin in self._origins or ANY in self._origins for origin in origins)
-        await (self._open if is_open else self._app)(scope, receive, send)
+        if is_open:
+            await self._open(scope, receive, send)
+        elif origins and not self._has_keys and scope["method"] not in _HARMLESS:
+            await error_response(_STRANGE_PAGE)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)

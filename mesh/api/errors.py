@@ -44,7 +44,7 @@ async def on_mesh_error(_request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Exception handler for what the framework refuses: unknown routes, wrong methods, bodies too large."""
+    """Exception handler for what the framework refuses: unknown routes, wrong methods."""
     http: HTTPException = error  # type: ignore[assignment]
     what = f"{request.method} {request.url.path}"
     code, message = {
@@ -53,7 +53,6 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
             f"{what} does not exist here: did you mean /v1/chat/completions or /v1/models?",
         ),
         405: ("method_not_allowed", f"{what}: this path takes another method"),
-        413: ("request_too_large", f"{what}: the body is too large"),
     }.get(http.status_code, ("invalid_request_error", f"{what}: {HTTPStatus(http.status_code).phrase}"))
     body = _error_object(message, "invalid_request_error", code, None)
     return json_response(body, http.status_code, http.headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import click
@@ -40,6 +41,8 @@ def fuzz(*, model: Path | None, seed: int, output: Path, is_json: bool, **num_ca
     from mesh.bench.fuzz.report import as_dict, as_text  # noqa: PLC0415
     from mesh.serve.options import demo_model  # noqa: PLC0415
 
+    # Whoever sets a time limit leaves nothing behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     output.mkdir(parents=True, exist_ok=True)
     model = model or demo_model()
     reports = []

@@ -23,6 +23,7 @@ The tree, with one line on what each leaf means::
         ├── ContextLengthExceeded   prompt and answer do not fit the context
         ├── Unauthorized            no API key, or a wrong one
         ├── ModelNotFound           the request names a model that is not served
+        ├── RequestTooLarge         the body is larger than any that is read
         ├── MisdirectedRequest      the Host header names another server
         ├── RateLimited             the API key has used up its share for now
         └── Overloaded              no room now; try again
@@ -141,6 +142,10 @@ class ModelNotFound(RequestError):
     """The request names a model that is not served."""
 
 
+class RequestTooLarge(RequestError):
+    """The body is larger than any that is read."""
+
+
 class MisdirectedRequest(RequestError):
     """The Host header names another server."""
 
@@ -192,6 +197,7 @@ WIRE: Final[dict[type[MeshError], Wire]] = {
     ContextLengthExceeded: Wire("context_length_exceeded", "OUT_OF_RANGE", 400, "invalid_request_error"),
     Unauthorized: Wire("invalid_api_key", "UNAUTHENTICATED", 401, "invalid_request_error"),
     ModelNotFound: Wire("model_not_found", "NOT_FOUND", 404, "invalid_request_error"),
+    RequestTooLarge: Wire("request_too_large", "OUT_OF_RANGE", 413, "invalid_request_error"),
     MisdirectedRequest: Wire("misdirected_request", "PERMISSION_DENIED", 421, "invalid_request_error"),
     RateLimited: Wire("rate_limit_exceeded", "RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
     Overloaded: Wire("overloaded", "RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
