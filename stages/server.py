@@ -238,6 +238,9 @@ class StageService(rpc.StageServicer):
             return
         hello = first.hello if first is not None and first.WhichOneof("kind") == "hello" else None
         yield wire.ControlReply(welcome=await self._greet(hello, context))
+        if hello is None or not self._is_here(hello):
+            return
+        self._term = max(self._term, hello.term)
         reader = asyncio.create_task(self._read_control(request_iterator, replies))
         reader.add_done_callback(lambda _reader: replies.put_nowait(None))
         self._controls[replies] = reader
@@ -265,6 +268,8 @@ class StageService(rpc.StageServicer):
                 context, ProtocolError(f"stage {self._stage_index} is not the tail: it has no verdicts")
             )
         await context.send_initial_metadata(())
+        if not self._is_here(request):
+            return
         bundles: asyncio.Queue[wire.VerdictBundle | None] = asyncio.Queue()
         self._verdicts.add(bundles)
         try:
@@ -297,8 +302,6 @@ class StageService(rpc.StageServicer):
             )
         elif hello.term < self._term:
             await abort(context, self._stale(_shown(hello.sender) or "the peer", hello.term))
-        else:
-            self._term = hello.term
         return wire.Welcome(
             protocol_version=PROTOCOL_VERSION,
             software_version=SOFTWARE_VERSION,
@@ -317,6 +320,10 @@ class StageService(rpc.StageServicer):
             "`mesh serve` has taken the mesh over; end the older one"
         )
 
+    def _is_here(self, hello: wire.Hello) -> bool:
+        """Whether this stage is still in the ring that it greeted a peer of."""
+        return hello.mesh_id == self._mesh_id
+
     def _end_sessions(self) -> None:
         for slot in self._sessions.close_all():
             self._queue.change(Freed(slot))
@@ -330,7 +337,10 @@ class StageService(rpc.StageServicer):
         """
         first = await context.read()
         is_hello = isinstance(first, wire.Frame) and first.WhichOneof("kind") == "hello"
-        await context.write(await self._greet(first.hello if is_hello else None, context))
+        hello = first.hello if is_hello else None
+        await context.write(await self._greet(hello, context))
+        if hello is None or not self._is_here(hello):
+            return
         reader = asyncio.create_task(self._read_link(context))
         self._links.add(reader)
         try:

@@ -103,6 +103,8 @@ class StageWorker(threading.Thread):
         try:
             self._runtime.copy(change.source, change.slot, change.num_positions)
         except MeshError as error:
+            # What the slot holds now is another session's: no window may find that and go on with it.
+            self._runtime.free(change.slot)
             failure = wire.Failure(session=change.session, code=wire_of(error).code, message=error.message)
             self._on_failures([failure])
 

@@ -58,7 +58,11 @@ async def test_the_old_ring_s_peers_are_refused(ring: RepairableRing) -> None:
 async def test_a_coordinator_that_was_replaced_is_refused(ring: RepairableRing) -> None:
     stage = ring.running[1]
     await stage.service.rejoin(1, "ring", "key", 3)
-    await greet(stage, "ring", "key", 5)
+    async with grpc.aio.insecure_channel(stage.address.address, options=CLIENT_OPTIONS) as channel:
+        control = rpc.StageStub(channel).Control(metadata=key_metadata("key"))
+        await control.write(wire.ControlRequest(hello=hello("ring", term=5)))
+        await control.write(wire.ControlRequest(ping=wire.Ping()))
+        assert [(await control.read()).WhichOneof("kind") for _ in range(2)] == ["welcome", "pong"]
     with pytest.raises(
         ProtocolError, match="a test is of term 4, stage 1 serves term 5: another `mesh serve`"
     ):

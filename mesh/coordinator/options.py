@@ -33,5 +33,5 @@ class CoordinatorOptions:
     controller: ControllerOptions = field(default_factory=ControllerOptions)
     cancels: bool = True
     repair_wait_s: float = 2.5
-    ping_interval_s: float = 0.3
-    ping_timeout_s: float = 1.5
+    ping_interval_s: float = 0.25
+    ping_timeout_s: float = 1.2

@@ -58,8 +58,8 @@ class RingTerms:
     mesh_id: str
     mesh_key: str = field(repr=False)
     term: int = 0
-    ping_interval_s: float = 0.3
-    ping_timeout_s: float = 1.5
+    ping_interval_s: float = 0.25
+    ping_timeout_s: float = 1.2
 
 
 class Ring:
