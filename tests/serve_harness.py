@@ -1,0 +1,252 @@
+"""What `mesh serve` does while it serves, in one process: real stages, links and certificates, but no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from mesh.cluster.authority import Authority
+from mesh.cluster.certificate import make_certificate
+from mesh.cluster.host_facts import HostFacts, read_versions
+from mesh.cluster.members import Member, Members
+from mesh.coordinator import Coordinator, CoordinatorOptions
+from mesh.planner import HostCapacity, StagePlacement
+from mesh.replanner import NewStage, Replan
+from mesh.serve.crew import Crew
+from mesh.serve.departures import Departures
+from mesh.serve.fleet import Fleet, Seat
+from mesh.serve.incidents import Incidents
+from mesh.serve.mesh_keys import new_mesh_keys
+from mesh.serve.placer import Placer, note_trouble, wire_up
+from mesh.serve.spares import Spares
+from mesh.serve.stage_maker import StageMaker
+from mesh.serve.switch import Switch
+from mesh.serve.tending import Tending
+from mesh.stage_sizes import StageSizes, Workload
+from spanmesh_proto.errors import StageFailed
+from stages.cutting import StageCache, read_model_facts
+from stages.fetch import FetchSource
+from stages.hidden_codec import HiddenType
+from stages.layers import LayerRange
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from mesh.cluster.membership_server import MembershipService
+    from mesh.serve.head import Head
+    from mesh.serve.options import ServeOptions
+    from mesh.serve.preflight import Preflight
+    from stages.actor import StageActor
+
+WORKLOAD = Workload(ctx_size=256, num_slots=2, is_exact=True)
+PARTS = (LayerRange(0, 10), LayerRange(10, 20), LayerRange(20, 30))
+
+
+class _Method:
+    def __init__(self, actor: InProcessActor, name: str) -> None:
+        self._actor = actor
+        self._name = name
+
+    async def remote(self, *arguments: Any) -> Any:
+        if self._actor.is_dead:
+            raise StageFailed("its process ended")
+        return await getattr(self._actor.stage, self._name)(*arguments)
+
+
+class InProcessActor:
+    """Called like one of Ray's, but here."""
+
+    def __init__(self, stage: StageActor) -> None:
+        self.stage = stage
+        self.is_dead = False
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(self, name)
+
+
+class InProcessDriver:
+    """Places actors here, and ends them as abruptly as a process ends.
+
+    Attributes:
+        refuses: Names of Ray nodes where nothing starts.
+    """
+
+    def __init__(self) -> None:
+        self.refuses: set[str] = set()
+        self.num_created = 0
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def create(self, kind: type, *arguments: Any, ray_node_name: str, **_: Any) -> InProcessActor:
+        if ray_node_name in self.refuses:
+            raise StageFailed(f"nothing starts on {ray_node_name}")
+        self.num_created += 1
+        return InProcessActor(kind(*arguments, end_process=lambda: None))
+
+    def kill(self, actor: InProcessActor) -> None:
+        if not actor.is_dead:
+            actor.is_dead = True
+            task = asyncio.create_task(actor.stage.stop())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._ending)
+
+
+@dataclass
+class Said:
+    """What hosts were told."""
+
+    let_go: list[str] = field(default_factory=list)
+    announced: list[str] = field(default_factory=list)
+
+
+class Messages:
+    """The head's membership service, as far as departures need it."""
+
+    def __init__(self, members: Members) -> None:
+        self.said = Said()
+        self._members = members
+
+    def let_go(self, name: str, _state: str) -> None:
+        self.said.let_go.append(name)
+        self._members.remove(name)
+
+    def announce(self, name: str, state: str) -> None:
+        self.said.announced.append(f"{name}: {state}")
+
+    def evict(self, name: str) -> None:
+        self._members.remove(name)
+
+
+@dataclass
+class Serving:
+    """What a test sees of it."""
+
+    members: Members
+    fleet: Fleet
+    coordinator: Coordinator
+    departures: Departures
+    incidents: Incidents
+    messages: Messages
+    driver: InProcessDriver
+
+    def hosts(self) -> list[str]:
+        """Of the stages, in order."""
+        return [seat.placement.host for seat in self.fleet.seats]
+
+    def kill(self, index: int) -> None:
+        """End a stage's process."""
+        handle = self.fleet.seats[index].handle
+        assert handle is not None
+        self.driver.kill(handle._actor)
+
+    async def until(self, is_so: Callable[[], object], within_s: float = 30.0) -> None:
+        async with asyncio.timeout(within_s):
+            while not is_so():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+def stage_bytes(sizes: StageSizes) -> int:
+    """What the largest of the three stages takes."""
+    return max(sizes.memory(layers).total_bytes for layers in PARTS)
+
+
+def host(name: str, memory_bytes: int) -> Member:
+    facts = HostFacts(memory_bytes, 1, 20.0, read_versions())
+    return Member(name, "127.0.0.1", facts, f"{name}.1", is_ready=True)
+
+
+@asynccontextmanager
+async def serving(model: Path, hosts: dict[str, float]) -> AsyncIterator[Serving]:
+    """Three stages on the first three hosts, tended while in the block.
+
+    Args:
+        model: With 30 layers. Stage files go to the default cache.
+        hosts: Name to memory, in multiples of what the largest stage takes.
+    """
+    facts, cache, members, fleet, driver = (
+        read_model_facts(model),
+        StageCache(),
+        Members(),
+        Fleet(),
+        InProcessDriver(),
+    )
+    sizes = StageSizes(facts, WORKLOAD)
+    for name, share in hosts.items():
+        members.admit(host(name, int(share * stage_bytes(sizes))))
+    authority = Authority(make_certificate(dt.datetime.now(dt.UTC)))
+    head = SimpleNamespace(driver=driver, authority=authority, source=FetchSource("127.0.0.1:1", b"", ""))
+    options = SimpleNamespace(model=model, is_exact=True)
+    known = SimpleNamespace(model=facts, workload=WORKLOAD)
+    maker = StageMaker(cast("ServeOptions", options), cast("Preflight", known), cast("Head", head), cache)
+    placer, incidents, messages = Placer(maker, fleet, members), Incidents(time.time), Messages(members)
+    placements = [
+        StagePlacement(name, layers, sizes.memory(layers)) for name, layers in zip(hosts, PARTS, strict=False)
+    ]
+    fleet.seats = tuple(Seat(placement, HiddenType.F32) for placement in placements)
+    wires = (HiddenType.F32,) * len(placements)
+    fleet.seats = await placer.fill(
+        Replan(tuple(NewStage(placement) for placement in placements), (), ""), wires, note_trouble
+    )
+    keys = new_mesh_keys(7)
+    coordinator = Coordinator(
+        await wire_up(fleet.seats, keys, note_trouble),
+        CoordinatorOptions(WORKLOAD.ctx_size, WORKLOAD.num_slots, 63, facts.n_vocab, repair_wait_s=1.0),
+        mesh_id=keys.mesh_id,
+        mesh_key=keys.mesh_key,
+        make_proposers=None,
+        clock_s=time.monotonic,
+        identity=authority.own_identity(["coordinator"], "127.0.0.1"),
+        term=7,
+    )
+    await coordinator.start()
+
+    def capacity_of(member: Member) -> HostCapacity:
+        return HostCapacity(member.name, member.facts.memory_bytes, member.facts.speed_gb_per_s)
+
+    async def is_there(_member: Member, _timeout_s: float) -> bool:
+        return True
+
+    crew = Crew(
+        fleet=fleet,
+        members=members,
+        sizes=sizes,
+        capacity_of=capacity_of,
+        is_there=is_there,
+        placer=placer,
+        switch=Switch(fleet, coordinator, 7, lambda _stages, _reason: None),
+        coordinator=coordinator,
+        incidents=incidents,
+        on_failure=lambda _failure, _loss, _member: None,
+        say=lambda _phase: None,
+        clock_s=time.monotonic,
+    )
+    spares = Spares(fleet, maker, members, sizes, capacity_of=capacity_of, clock_s=time.monotonic)
+    departures = Departures(
+        members,
+        cast("MembershipService", messages),
+        fleet,
+        incidents,
+        on_new_token=lambda: None,
+        clock_s=time.monotonic,
+    )
+    tending = asyncio.create_task(Tending(crew, spares, departures).run())
+    try:
+        yield Serving(members, fleet, coordinator, departures, incidents, messages, driver)
+        assert not tending.done(), tending.exception()
+    finally:
+        tending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await tending
+        await coordinator.stop()
+        await crew.switch.close()
+        await fleet.stop()
+        await driver.close()
