@@ -21,12 +21,13 @@ from mesh.cluster.addresses import free_port
 from spanmesh_proto import SOFTWARE_VERSION
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/three_hosts.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/three_hosts.md")
 COMMANDS = (
     *("serve", "join", "status", "slice", "certify", "draft make"),
-    *("bench spec", "bench serve", "bench stress", "bench net"),
+    *("keys add", "keys list", "keys rm", "drain", "evict"),
+    *("bench spec", "bench serve", "bench stress", "bench net", "bench fuzz"),
 )
-GROUPS = ("draft", "bench")
+GROUPS = ("draft", "keys", "bench")
 BIN = Path(sys.executable).parent
 
 
