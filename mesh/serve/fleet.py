@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mesh.replanner import Copy
+from spanmesh_proto.errors import StageFailed
 
 if TYPE_CHECKING:
     from mesh.cluster.members import Member
@@ -65,15 +66,13 @@ class Fleet:
         """The stage that a copy stands for; it is no copy any more.
 
         Raises:
-            StopIteration: If there is none.
+            StageFailed: If there is none any more: its host may have been evicted a moment ago.
         """
-        handle = next(
-            each
-            for each in self.copies
-            if each.member.name == copy.host and each.config.layers == copy.layers
-        )
-        self.copies.remove(handle)
-        return handle
+        for handle in self.copies:
+            if handle.member.name == copy.host and handle.config.layers == copy.layers:
+                self.copies.remove(handle)
+                return handle
+        raise StageFailed(f"the copy of layers {copy.layers} on {copy.host} is gone")
 
     def lose(self, index: int) -> None:
         """Note that a stage of the ring is gone, and see to it that it is: it may only be frozen."""
