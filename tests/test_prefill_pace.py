@@ -60,3 +60,11 @@ def test_a_slow_network_takes_more_chunks_under_way() -> None:
     assert near.num_in_flight(32) == 5
     assert far.num_in_flight(32) == 16
     assert far.num_in_flight(128) == 8
+
+
+def test_a_replay_is_not_held_up_by_those_whose_answers_go_on() -> None:
+    pace = PrefillPace(3, max_rows=512)
+    alone = pace.rows(600)
+    pace.num_decoding = 5
+    assert pace.rows(600) < alone
+    assert pace.rows(600, is_replay=True) == alone

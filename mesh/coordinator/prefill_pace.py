@@ -46,13 +46,16 @@ class PrefillPace:
         self._window_ms: float | None = None
         self._network_ms: float | None = None
 
-    def rows(self, num_tokens: int) -> int:
+    def rows(self, num_tokens: int, *, is_replay: bool = False) -> int:
         """Rows of the next chunk.
 
         Args:
             num_tokens: Tokens of the whole prompt that were not cached when it began.
+            is_replay: Whether somebody whose answer stands still waits for it. Those whose answers go on
+                again already can bear more than among each other: together they wait least if all is
+                computed soon.
         """
-        if self.num_decoding:
+        if self.num_decoding and not is_replay:
             return self._rows_among_others()
         if self._num_stages == 1:
             return self._max_rows

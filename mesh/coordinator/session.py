@@ -369,7 +369,7 @@ class Session:
         """Have as many chunks of the prompt under way as keep the stages busy."""
         generation, pace = self._generation, self._incarnation.prefill_pace
         while not generation.is_prefilled:
-            rows = pace.rows(generation.num_to_prefill)
+            rows = pace.rows(generation.num_to_prefill, is_replay=self._on_replayed is not None)
             if generation.num_in_flight >= pace.num_in_flight(rows):
                 return
             self._send(generation.prefill(rows))
