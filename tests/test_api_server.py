@@ -137,6 +137,7 @@ def test_other_machines_get_in_with_a_key_only(host: str) -> None:
     with pytest.raises(MeshError, match="--api-key-file"):
         require_key_beyond_loopback(host, has_keys=False)
     require_key_beyond_loopback(host, has_keys=True)
+    require_key_beyond_loopback(host, has_keys=False, is_insecure=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

@@ -10,7 +10,7 @@ from mesh.serve.options import ServeOptions
 from mesh.serve.preflight import check, own_capacity
 from mesh.serve.speculation_options import SpeculationOptions
 from mesh.stage_sizes import StageSizes
-from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
+from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.hidden_codec import HiddenType
 from tests.tiny_models import TinyModel
 
@@ -55,6 +55,19 @@ def test_heads_that_do_not_suit_the_format_are_found_out(tiny: Path) -> None:
     drafting = SpeculationOptions(draft_path=tiny, draft_kv_type="q4_0")
     with pytest.raises(ClusterError, match="--draft-kv-type q4_0 packs 32 elements"):
         check(replace(options(tiny), speculation=drafting))
+
+
+def test_an_api_that_would_let_strangers_in_is_found_out(tiny: Path) -> None:
+    with pytest.raises(MeshError, match="--insecure"):
+        check(replace(options(tiny), host="0.0.0.0"))
+    with pytest.raises(MeshError, match=r"'evil\.example' is no origin"):
+        check(replace(options(tiny), cors_origins=("evil.example",)))
+    with pytest.raises(MeshError, match=r"'\*' lets every web page"):
+        check(replace(options(tiny), cors_origins=("*",)))
+    known = check(
+        replace(options(tiny), host="0.0.0.0", is_insecure=True, cors_origins=("http://[::1]:3000",))
+    )
+    assert known.api_keys is None
 
 
 def test_exact_text_does_not_cross_a_wire_that_rounds(tiny: Path) -> None:
