@@ -101,6 +101,7 @@ async def running_coordinator(
     max_waiting: int = 64,
     n_vocab: int = 49152,
     mesh_key: str = MESH_KEY,
+    repair_wait_s: float = 2.5,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator connected to `stages`."""
@@ -112,6 +113,7 @@ async def running_coordinator(
         max_waiting=max_waiting,
         controller=controller or ControllerOptions(),
         cancels=cancels,
+        repair_wait_s=repair_wait_s,
     )
     coordinator = Coordinator(
         [stage.address for stage in stages],

@@ -159,7 +159,7 @@ async def test_a_mesh_that_was_given_up_says_why_and_serves_again() -> None:
         waiting = asyncio.create_task(collect(coordinator, REQUEST))
         await asyncio.sleep(0)
         coordinator.give_up(ModelDoesNotFit("layers [1, 2) need 3 GB, 2 GB are free: join a host"))
-        assert not coordinator.takes_requests
+        assert coordinator.refusal is not None
         late = asyncio.create_task(collect(coordinator, REQUEST))
         for answer in (running, waiting, late):
             with pytest.raises(StageFailed, match=r"layers \[1, 2\) need 3 GB") as refusal:

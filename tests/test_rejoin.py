@@ -128,7 +128,7 @@ async def test_a_planned_move_loses_nothing() -> None:
         for _ in range(3):
             coordinator.pause("a stage moves")
             assert not coordinator.is_ready
-            assert coordinator.takes_requests
+            assert coordinator.refusal is None
             await ring.repair()
             said += (await anext(parts)).tokens
         async for part in parts:

@@ -42,6 +42,8 @@ def create_app(
     api_keys: ApiKeys | None,
     status: Callable[[], Mapping[str, Any]],
     ready: Callable[[], bool],
+    is_whole: Callable[[], bool] = lambda: True,
+    refusal: Callable[[], MeshError | None] = lambda: None,
     now_s: Callable[[], float] = time.time,
     steady_s: Callable[[], float] = time.monotonic,
     random_bits: Callable[[int], int] = secrets.randbits,
@@ -63,6 +65,8 @@ def create_app(
         api_keys: Who may use it; None lets everybody in.
         status: What `/mesh/status` answers; must be fit for JSON.
         ready: Whether requests can be answered yet; until then they get 503.
+        is_whole: Whether they can be answered at once, or wait until a lost stage is replaced.
+        refusal: Why none are answered for now, if somebody knows: what they get then.
         now_s: Unix seconds.
         steady_s: A steady clock, in seconds, for limits per minute.
         random_bits: Random numbers of so many bits, for ids and for seeds that requests leave out.
@@ -95,6 +99,8 @@ def create_app(
         fingerprint=f"spanmesh-{version('spanmesh')}",
         status=status,
         ready=ready,
+        is_whole=is_whole,
+        refusal=refusal,
         now_s=now_s,
         random_bits=random_bits,
         ping_interval_s=ping_interval_s,

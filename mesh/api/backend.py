@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mesh.chat_template import ChatTemplate
     from mesh.engine import Engine
     from mesh.tokenizer import Tokenizer
+    from spanmesh_proto.errors import MeshError
 
 DEFAULT_MODEL: Final = "default"
 
@@ -44,6 +45,9 @@ class Backend:
         fingerprint: What runs here, for clients that compare answers.
         status: What `/mesh/status` answers.
         ready: Whether requests can be answered yet.
+        is_whole: Whether they can be answered at once. While a lost stage is replaced they wait, and may
+            still be refused.
+        refusal: Why none are answered for now, if somebody knows.
         now_s: Unix seconds.
         random_bits: Random numbers of so many bits: ids and seeds.
         ping_interval_s: A stream that has been silent this long sends a comment.
@@ -65,6 +69,8 @@ class Backend:
     now_s: Callable[[], float]
     random_bits: Callable[[int], int]
     ping_interval_s: float
+    is_whole: Callable[[], bool] = lambda: True
+    refusal: Callable[[], MeshError | None] = lambda: None
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None
     departures: Callable[[], HostOrders | None] = lambda: None
@@ -75,8 +81,10 @@ class Backend:
         """Check that requests can be answered.
 
         Raises:
-            ClusterError: While the model is loading.
+            ClusterError: While the model is loading, or hosts for it are missing.
         """
+        if (refusal := self.refusal()) is not None:
+            raise refusal
         if not self.ready():
             raise ClusterError("the model is still loading: try again in a moment", retry_after_s=2)
 

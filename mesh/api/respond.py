@@ -68,7 +68,9 @@ async def respond(
     )
     if body.stream:
         stream = _Stream(backend, envelope, jobs, includes_usage=body.includes_usage)
-        return EventStream(stream.produce, backend.closing, backend.ping_interval_s)
+        return EventStream(
+            stream.produce, backend.closing, backend.ping_interval_s, is_whole=backend.is_whole
+        )
     work = _run_all([_whole_answer(backend, job) for job in jobs])
     try:
         answers = await unless_hung_up(work, request.receive, backend.closing)

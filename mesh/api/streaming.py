@@ -26,6 +26,8 @@ DONE: Final = b"data: [DONE]\n\n"
 # An engine that refuses a request does so at once. For this long nothing is sent, so that the refusal can
 # still be an HTTP status instead of an event in a stream that began with 200.
 GRACE_S: Final = 0.05
+# While a lost stage is replaced the engine takes its time to refuse; but no client hears nothing for longer.
+_LONGEST_GRACE_S: Final = 3.0
 
 
 class EventStream(Response):
@@ -35,6 +37,7 @@ class EventStream(Response):
         produce: Emits whole events, then returns.
         closing: Set when the server shuts down.
         ping_interval_s: A stream that has been silent this long sends a comment.
+        is_whole: Whether the engine answers, or refuses, at once.
     """
 
     media_type = "text/event-stream"
@@ -44,6 +47,7 @@ class EventStream(Response):
         produce: Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[None]],
         closing: asyncio.Event,
         ping_interval_s: float,
+        is_whole: Callable[[], bool] = lambda: True,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -53,6 +57,7 @@ class EventStream(Response):
         self._produce = produce
         self._closing = closing
         self._ping_interval_s = ping_interval_s
+        self._is_whole = is_whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. A failure before its first byte becomes an ordinary error response."""
@@ -85,6 +90,8 @@ class EventStream(Response):
 
     async def _ping(self, sink: _Sink) -> None:
         await asyncio.sleep(GRACE_S)
+        while not (sink.started or self._is_whole() or sink.silent_s() > _LONGEST_GRACE_S):  # noqa: ASYNC110
+            await asyncio.sleep(GRACE_S)
         if not sink.started:
             await sink.write(PING)
         while True:

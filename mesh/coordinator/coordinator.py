@@ -41,7 +41,6 @@ log = structlog.get_logger()
 
 # Of a process that dies, all streams end within this.
 _GATHER_S: Final = 0.05
-_RETRY_AFTER_S: Final = 10
 
 
 class Coordinator:
@@ -105,9 +104,9 @@ class Coordinator:
         return self._is_whole
 
     @property
-    def takes_requests(self) -> bool:
-        """Whether a request that comes now has a chance: while the ring is repaired it may wait for that."""
-        return self._gate.refusal is None
+    def refusal(self) -> StageFailed | None:
+        """Why requests are turned away at once, if they are; while the ring is repaired they wait."""
+        return self._gate.refusal
 
     async def start(self) -> None:
         """Connect to every stage.
@@ -172,7 +171,7 @@ class Coordinator:
             self._suspend()
         self._gate.shut(error)
         for session in self._sessions.values():
-            session.fail(StageFailed(error.message, retry_after_s=error.retry_after_s or _RETRY_AFTER_S))
+            session.fail(self._gate.refusal or error)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
         """Continue the prompt. Closing the generator frees the session at every stage.

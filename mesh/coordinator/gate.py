@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from spanmesh_proto.errors import MeshError
 
 _RETRY_AFTER_S: Final = 5
+# Once repairing was given up.
+_RETRY_LATER_S: Final = 10
 
 
 class Gate:
@@ -36,9 +38,11 @@ class Gate:
         return self._opening.is_set()
 
     @property
-    def refusal(self) -> MeshError | None:
-        """Why requests are turned away at once, if they are."""
-        return self._refusal
+    def refusal(self) -> StageFailed | None:
+        """Why requests are turned away at once, if they are; one to raise."""
+        if self._refusal is None:
+            return None
+        return StageFailed(self._refusal.message, retry_after_s=self._refusal.retry_after_s or _RETRY_LATER_S)
 
     def open(self) -> None:
         """Let everybody in."""
@@ -93,5 +97,5 @@ class Gate:
                 wait.reschedule(when)
 
     def _raise_refusal(self) -> None:
-        if self._refusal is not None:
-            raise StageFailed(self._refusal.message, retry_after_s=self._refusal.retry_after_s or 10)
+        if (refusal := self.refusal) is not None:
+            raise refusal

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from mesh.coordinator import Coordinator
     from mesh.engine import Committed, GenerationRequest
+    from spanmesh_proto.errors import MeshError
 
 
 class PendingEngine:
@@ -33,9 +34,9 @@ class PendingEngine:
         return self.coordinator is not None and self.coordinator.is_ready
 
     @property
-    def takes_requests(self) -> bool:
-        """Whether a request that comes now has a chance: while the ring is repaired it may wait for that."""
-        return self.coordinator is not None and self.coordinator.takes_requests
+    def refusal(self) -> MeshError | None:
+        """Why no request is answered for now, if the mesh was given up until hosts join."""
+        return None if self.coordinator is None else self.coordinator.refusal
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
         """See `Engine.generate`.
