@@ -97,8 +97,7 @@ class Departures:
     def drop_copies(self, name: str) -> None:
         """End what a host has loaded ahead."""
         for copy in [copy for copy in self._fleet.copies if copy.member.name == name]:
-            copy.kill()
-            self._fleet.copies.remove(copy)
+            self._fleet.drop_copy(copy)
 
     def let_go(self, member: Member, state: str) -> None:
         """A host holds nothing any more, or has waited for too long: it may leave. Once is enough."""

@@ -74,6 +74,12 @@ class Fleet:
                 return handle
         raise StageFailed(f"the copy of layers {copy.layers} on {copy.host} is gone")
 
+    def drop_copy(self, copy: StageHandle) -> None:
+        """End a copy; one that was dropped before stays so."""
+        copy.kill()
+        if copy in self.copies:
+            self.copies.remove(copy)
+
     def lose(self, index: int) -> None:
         """Note that a stage of the ring is gone, and see to it that it is: it may only be frozen."""
         seat = self.seats[index]

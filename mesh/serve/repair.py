@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# After a try that failed: whoever is going down is given a moment to be gone.
-_PAUSE_S: Final = 0.3
+# After a try that failed: whoever is going down is given a moment to be gone, each time a longer one.
+_FIRST_PAUSE_S: Final = 0.3
+_MOST_PAUSE_S: Final = 3.0
 # A host that failed so often during a repair is left alone until the next one.
 _MOST_STRIKES: Final = 2
 # Without a change among the hosts it is looked this often whether something fits after all.
@@ -52,7 +53,7 @@ class Repair:
         started_s = crew.clock_s()
         log.error("ring_broken", reason=loss.reason, suspects=loss.suspects)
         crew.say("repairing")
-        suspects = loss.suspects
+        suspects, pause_s = loss.suspects, _FIRST_PAUSE_S
         while True:
             try:
                 decision = await self._decide(suspects)
@@ -64,7 +65,8 @@ class Repair:
                     break
                 except MeshError as error:
                     log.warning("repair_goes_on", reason=error.message)
-                    await asyncio.sleep(_PAUSE_S)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             # By now nobody is above suspicion, nor under it.
             suspects = ()
         took_s = crew.clock_s() - started_s
@@ -78,8 +80,7 @@ class Repair:
         for index, loss in survivors.lost.items():
             self._bury(index, loss)
         for copy in survivors.dead_copies:
-            copy.kill()
-            crew.fleet.copies.remove(copy)
+            crew.fleet.drop_copy(copy)
         return replan(
             crew.sizes,
             crew.fleet.placements,

@@ -121,5 +121,4 @@ class Spares:
             if loss is not None or copy.member.ray_node_name not in nodes:
                 reason = "its host left" if loss is None else loss.reason
                 log.warning("copy_lost", host=copy.member.name, layers=str(copy.config.layers), reason=reason)
-                copy.kill()
-                self._fleet.copies.remove(copy)
+                self._fleet.drop_copy(copy)

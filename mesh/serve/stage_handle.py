@@ -130,7 +130,7 @@ class StageHandle:
             ModelDoesNotFit: If not.
             StageFailed: If its process is gone, or silent.
         """
-        await self._while_it_answers(self._actor.check_memory.remote(), None)
+        await self._while_it_answers(self._process.check_memory.remote(), None)
 
     async def load(self, bar: ProgressTask | None = None) -> None:
         """Bring its file to its host, and load it.
@@ -141,7 +141,7 @@ class StageHandle:
         Raises:
             MeshError: What the stage says; `StageFailed` if its process is gone, or silent.
         """
-        await self._while_it_answers(self._actor.load.remote(), bar)
+        await self._while_it_answers(self._process.load.remote(), bar)
         self.is_loaded = True
         log.info("stage_loaded", host=self.member.name, layers=str(self.config.layers))
 
@@ -155,7 +155,7 @@ class StageHandle:
         if self._address is not None:
             return
         await self._certify()
-        port = await self._soon(self._actor.start.remote(self.member.address))
+        port = await self._soon(self._process.start.remote(self.member.address))
         self._address = join_address(self.member.address, port)
 
     async def rejoin(self, stage_index: int, keys: MeshKeys, wire: HiddenType) -> None:
@@ -166,7 +166,9 @@ class StageHandle:
         """
         self._wire = wire
         await self._certify()
-        await self._soon(self._actor.rejoin.remote(stage_index, keys.mesh_id, keys.mesh_key, keys.term, wire))
+        await self._soon(
+            self._process.rejoin.remote(stage_index, keys.mesh_id, keys.mesh_key, keys.term, wire)
+        )
 
     async def connect(self, following: StageHandle) -> None:
         """Link it to the next one.
@@ -176,7 +178,7 @@ class StageHandle:
             StageFailed: If it does not answer.
         """
         address = following.address
-        await self._soon(self._actor.connect.remote(address.address, address.host))
+        await self._soon(self._process.connect.remote(address.address, address.host))
 
     async def loss(self, timeout_s: float) -> StageLoss | None:
         """Ask whether it lives.
@@ -188,7 +190,7 @@ class StageHandle:
             Why it counts as lost; None if it answers.
         """
         try:
-            await self._within(timeout_s, self._actor.progress.remote())
+            await self._within(timeout_s, self._process.progress.remote())
         except MeshError as error:
             return StageLoss(error.message.removeprefix(f"{self.who} "), exited_pid(str(error.__cause__)))
         return None
@@ -197,7 +199,7 @@ class StageHandle:
         """End it, gently if it answers, so that its memory is free afterwards."""
         if self._actor is not None:
             with contextlib.suppress(MeshError):
-                await self._within(_STOP_TIMEOUT_S, self._actor.stop.remote())
+                await self._within(_STOP_TIMEOUT_S, self._process.stop.remote())
             self.kill()
 
     def kill(self) -> None:
@@ -206,12 +208,18 @@ class StageHandle:
             self._driver.kill(self._actor)
             self._actor = None
 
+    @property
+    def _process(self) -> Any:
+        if self._actor is None:
+            raise StageFailed(f"{self.who} was ended")
+        return self._actor
+
     async def _certify(self) -> None:
         """Sign a key that it makes for itself."""
         member, authority = self.member, self._authority
-        request = await self._soon(self._actor.certificate_request.remote())
+        request = await self._soon(self._process.certificate_request.remote())
         certificate = authority.sign(request, member.name, member.address)
-        await self._soon(self._actor.take_certificate.remote(certificate, authority.certificate_pem))
+        await self._soon(self._process.take_certificate.remote(certificate, authority.certificate_pem))
 
     async def _soon(self, call: Awaitable[Any]) -> Any:
         return await self._within(_WIRE_TIMEOUT_S, call)
@@ -229,7 +237,7 @@ class StageHandle:
         try:
             while not work.done():
                 patience_s = _SILENCE_S if self._has_answered else _START_S
-                progress = await self._within(patience_s, self._actor.progress.remote())
+                progress = await self._within(patience_s, self._process.progress.remote())
                 self._has_answered = True
                 if bar is not None:
                     bar(progress.share, f"{self.who}: {progress.phase}")
