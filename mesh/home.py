@@ -95,7 +95,13 @@ class Home:
         if self._node is None:
             # Here, in the main thread: the node dies with the thread that starts it.
             self._node = self._start_node(
-                RayNodeConfig(member.address, member.ray_node_name, access.token, access.address)
+                RayNodeConfig(
+                    member.address,
+                    member.ray_node_name,
+                    access.token,
+                    access.address,
+                    identity=access.identity,
+                )
             )
             self._access = access
         return self._node

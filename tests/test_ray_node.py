@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 import psutil
 import pytest
 
@@ -135,6 +136,21 @@ def test_two_nodes_carry_actors_and_end_without_a_trace(
     assert alive(processes - strangers, within_s=0) == []
     assert not head.ray_dir.parent.exists()
     assert not worker.ray_dir.parent.exists()
+
+
+def test_whoever_does_not_know_the_token_is_refused_at_once(head: RayNode) -> None:
+    address = asyncio.run(head.wait_ready())
+    with grpc.insecure_channel(address) as channel:
+        # Bytes go and come as they are; the stubs ask for serializers.
+        nodes = channel.unary_unary(  # type: ignore[call-arg]
+            "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+        )
+        for header in ((), (("authorization", "Bearer guess"),)):
+            with pytest.raises(grpc.RpcError) as refusal:
+                nodes(b"", metadata=header, timeout=5)
+            assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        token = head.token_path.read_text()
+        assert b"head.1" in nodes(b"", metadata=(("authorization", f"Bearer {token}"),), timeout=5)
 
 
 def test_a_node_whose_starter_is_killed_dies_with_it() -> None:

@@ -72,10 +72,15 @@ class Authority:
         Raises:
             JoinError: If the request is none, or is not signed with its own key.
         """
-        key = _requested_key(request_pem, host)
-        certificate = self._issue(key, [host], address, self._clock() + self._lifetime)
-        log.info("certificate_signed", host=host, until=certificate.not_valid_after_utc.isoformat())
-        return certificate.public_bytes(serialization.Encoding.PEM)
+        return self._sign(request_pem, host, address, self._clock() + self._lifetime)
+
+    def sign_for_ray(self, request_pem: bytes, host: str, address: str) -> bytes:
+        """The same for Ray's processes, which read it once: good as long as the authority.
+
+        Raises:
+            JoinError: As for `sign`.
+        """
+        return self._sign(request_pem, host, address, self._certificate.not_valid_after_utc)
 
     def own_identity(self, hosts: Sequence[str], address: str) -> Identity:
         """For the head's own process, which holds the authority's key anyway: good as long as that is.
@@ -87,6 +92,11 @@ class Authority:
         key = NewKey()
         certificate = self._issue(key.public_key, hosts, address, self._certificate.not_valid_after_utc)
         return key.identity(certificate.public_bytes(serialization.Encoding.PEM), self.certificate_pem)
+
+    def _sign(self, request_pem: bytes, host: str, address: str, until: dt.datetime) -> bytes:
+        certificate = self._issue(_requested_key(request_pem, host), [host], address, until)
+        log.info("certificate_signed", host=host, until=certificate.not_valid_after_utc.isoformat())
+        return certificate.public_bytes(serialization.Encoding.PEM)
 
     def _issue(
         self, key: ec.EllipticCurvePublicKey, hosts: Sequence[str], address: str, until: dt.datetime

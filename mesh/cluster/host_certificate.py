@@ -53,8 +53,12 @@ class HostCertificate:
 
     def take(self, certificate_pem: bytes) -> None:
         """What came of the latest request."""
-        self._identity = self._key.identity(certificate_pem, self._authority_pem)
+        self._identity = self.with_certificate(certificate_pem)
         self._taken.set()
+
+    def with_certificate(self, certificate_pem: bytes) -> Identity:
+        """The key of the latest request with another certificate that was made for it."""
+        return self._key.identity(certificate_pem, self._authority_pem)
 
     def identity(self) -> Identity:
         """What to show peers from now on.

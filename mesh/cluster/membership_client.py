@@ -150,11 +150,14 @@ class Membership:
                 f"), this host speaks {PROTOCOL_VERSION}: install the same spanmesh on both"
             )
         self._certificate.take(answer.certificate)
+        ray_identity = (
+            self._certificate.with_certificate(answer.ray_certificate) if answer.ray_certificate else None
+        )
         self._in_background(self._renew())
         self._link_secret = answer.link_secret
         self._echo = EchoServer(self._link_secret, self._certificate.identity)
         self._echo_port = await self._echo.start(self._member.address)
-        return RayAccess(answer.ray_address, answer.ray_token)
+        return RayAccess(answer.ray_address, answer.ray_token, ray_identity)
 
     async def report_ready(self) -> None:
         """Tell the head that this host's Ray node runs."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.members import Member, Members
     from stages.cutting import StageCache
+    from stages.identity import Identity
 
 log = structlog.get_logger()
 
@@ -52,10 +53,28 @@ class RayAccess:
     Attributes:
         address: `host:port`.
         token: Ray's token.
+        identity: What this host's Ray processes show the others, a new one whenever the host joins; None if
+            they speak plain text.
     """
 
     address: str
     token: str = field(repr=False)
+    identity: Identity | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class _Admission:
+    """A host that was let in.
+
+    Attributes:
+        member: The host.
+        certificate: For its links, PEM.
+        ray_certificate: For its Ray node, PEM; empty if Ray's processes speak plain text.
+    """
+
+    member: Member
+    certificate: bytes
+    ray_certificate: bytes
 
 
 class MembershipService(rpc.MembershipServicer):
@@ -186,11 +205,12 @@ class MembershipService(rpc.MembershipServicer):
         """One host, for as long as it stays."""
         reports = aiter(request_iterator)
         try:
-            member, certificate = await self._admit(reports)
+            admission = await self._admit(reports)
         except MeshError as error:
             log.warning("host_refused", peer=context.peer(), reason=error.message)
             await abort(context, error)
             return
+        member = admission.member
         outbox: asyncio.Queue[wire.HeadReport] = asyncio.Queue()
         self._outboxes[member.name] = outbox
         listener = asyncio.create_task(self._listen(member.name, reports))
@@ -201,7 +221,8 @@ class MembershipService(rpc.MembershipServicer):
                 ray_address=self._ray.address,
                 ray_token=self._ray.token,
                 state="admitted",
-                certificate=certificate,
+                certificate=admission.certificate,
+                ray_certificate=admission.ray_certificate,
                 link_secret=self.link_secret,
             )
             async for report in _until_done(outbox, listener):
@@ -237,7 +258,7 @@ class MembershipService(rpc.MembershipServicer):
                 yield wire.FetchChunk(data=data, total_bytes=total_bytes)
         log.info("stage_sent", sha256=request.sha256[:12], num_bytes=total_bytes - request.offset)
 
-    async def _admit(self, reports: AsyncIterator[wire.HostReport]) -> tuple[Member, bytes]:
+    async def _admit(self, reports: AsyncIterator[wire.HostReport]) -> _Admission:
         try:
             async with asyncio.timeout(_REPORT_TIMEOUT_S):
                 report = await anext(reports)
@@ -249,8 +270,10 @@ class MembershipService(rpc.MembershipServicer):
             report.address, report.check_port, report.check_nonce, timeout_s=_DIAL_BACK_TIMEOUT_S
         )
         self._members.admit(member)
+        whose = (report.certificate_request, member.name, member.address)
         try:
-            certificate = self._authority.sign(report.certificate_request, member.name, member.address)
+            certificate = self._authority.sign(*whose)
+            ray_certificate = b"" if self._ray.identity is None else self._authority.sign_for_ray(*whose)
         except MeshError:
             self._members.remove(member.name)
             raise
@@ -271,7 +294,7 @@ class MembershipService(rpc.MembershipServicer):
                 there=facts.versions.llama_cpp,
                 here=self._versions.llama_cpp,
             )
-        return member, certificate
+        return _Admission(member, certificate, ray_certificate)
 
     async def _listen(self, name: str, reports: AsyncIterator[wire.HostReport]) -> None:
         async for report in reports:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
+from mesh.cluster.ray_tls_files import RayTlsFiles
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -33,9 +35,12 @@ def ray_environment(token_path: Path) -> dict[str, str]:
     """Variables for every process that is to talk to the mesh's Ray.
 
     Args:
-        token_path: File with Ray's token, readable by this user only.
+        token_path: File with Ray's token, readable by this user only. If this host's key and certificates lie
+            beside it, Ray's processes speak TLS with each other and nothing else.
     """
-    return {**_SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path)}
+    settings = {**_SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path)}
+    files = RayTlsFiles(token_path.parent)
+    return settings | files.environment() if files.exist else settings
 
 
 def become_driver(token_path: Path) -> None:

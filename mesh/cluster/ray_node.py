@@ -16,14 +16,18 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import psutil
 import structlog
 
 from mesh.cluster.private_folder import PrivateFolder
 from mesh.cluster.ray_environment import child_environment
+from mesh.cluster.ray_tls_files import RayTlsFiles
 from spanmesh_proto.errors import ClusterError
+
+if TYPE_CHECKING:
+    from stages.identity import Identity
 
 log = structlog.get_logger()
 
@@ -45,6 +49,8 @@ class RayNodeConfig:
         token: Ray's token.
         head_address: `host:port` of the cluster to join, or None to start one.
         linger_s: How long the node lives on when its owner is gone without having stopped it; Linux only.
+        identity: What its processes show those of other nodes, for its address; None speaks plain text, as do
+            all nodes of such a mesh.
     """
 
     address: str
@@ -52,6 +58,7 @@ class RayNodeConfig:
     token: str = field(repr=False)
     head_address: str | None = None
     linger_s: float = 0.0
+    identity: Identity | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,8 @@ class RayNode:
         folder = _NodeFolder(PrivateFolder("mesh-ray-"))
         folder.token_path.touch(mode=0o600)
         folder.token_path.write_text(config.token)
+        if config.identity is not None:
+            RayTlsFiles(folder.path).write(config.identity)
         with folder.log_path.open("wb") as output:
             first = psutil.Popen(
                 [sys.executable, "-m", "mesh.cluster.ray_child", *_arguments(config, folder.ray_dir)],
@@ -182,6 +191,11 @@ class RayNode:
             self._first.pid,
             self._first.create_time(),
         )
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether its processes speak TLS."""
+        return RayTlsFiles(self._folder.path).exist
 
     @property
     def is_running(self) -> bool:

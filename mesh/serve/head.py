@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.cluster.addresses import join_address
+from mesh.cluster.addresses import is_loopback, join_address
 from mesh.cluster.authority import Authority
 from mesh.cluster.certificate import Certificate, make_certificate
 from mesh.cluster.echo import EchoServer
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mesh.serve.head_state import HeadState
     from mesh.serve.options import ServeOptions
     from stages.cutting import StageCache
+    from stages.identity import Identity
 
 log = structlog.get_logger()
 
@@ -99,8 +100,13 @@ async def open_head(
         ClusterError: If Ray does not start.
         PortInUse: If the membership service cannot listen.
     """
-    with _ray_node(options, former) as node:
-        ray = RayAccess(await node.wait_ready(), node.token_path.read_text())
+    certificate, token = _credentials(options, former)
+    authority = Authority(certificate)
+    identity = authority.own_identity([options.name], options.advertise)
+    with _ray_node(options, former, identity) as node:
+        ray = RayAccess(
+            await node.wait_ready(), node.token_path.read_text(), identity if node.is_encrypted else None
+        )
         own = Member(
             name=options.name,
             address=options.advertise,
@@ -112,8 +118,6 @@ async def open_head(
             members = Members()
             if not options.is_head_only:
                 members.admit(own)
-            certificate, token = _credentials(options, former)
-            authority = Authority(certificate)
             service = MembershipService(
                 token=token,
                 ray=ray,
@@ -159,13 +163,15 @@ async def _survey(
 
 
 @contextmanager
-def _ray_node(options: ServeOptions, former: HeadState | None) -> Iterator[RayNode]:
+def _ray_node(options: ServeOptions, former: HeadState | None, identity: Identity) -> Iterator[RayNode]:
     node = _adopted(former) or RayNode.start(
         RayNodeConfig(
             options.advertise,
             f"{options.name}.{secrets.token_hex(4)}",
             new_ray_token(),
             linger_s=options.linger_s,
+            # What never leaves this machine is not encrypted: starting takes a quarter longer with it.
+            identity=None if is_loopback(options.advertise) else identity,
         )
     )
     try:
@@ -199,11 +205,16 @@ def _ray_driver(
 
 
 def _credentials(options: ServeOptions, former: HeadState | None) -> tuple[Certificate, JoinToken]:
-    """By what hosts know the head, and the head hosts: as before, as long as that is good."""
-    if former is not None and former.expires_at_s > time.time():
+    """By what hosts know the head, and the head hosts: as before, as long as that is good.
+
+    The certificate is good for longer than any token: stages that are taken over believe no other.
+    """
+    if former is None:
+        certificate = make_certificate(dt.datetime.now(dt.UTC))
+    else:
         certificate = Certificate(former.certificate_pem.encode(), former.private_key_pem.encode())
-        return certificate, JoinToken((), former.secret, certificate.fingerprint, former.expires_at_s)
-    certificate = make_certificate(dt.datetime.now(dt.UTC))
+        if former.expires_at_s > time.time():
+            return certificate, JoinToken((), former.secret, certificate.fingerprint, former.expires_at_s)
     return certificate, JoinToken(
         addresses=(),  # known once the service listens; to check a host, they do not matter
         secret=secrets.token_urlsafe(32),

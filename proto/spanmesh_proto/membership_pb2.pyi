@@ -73,7 +73,7 @@ class MeasuredLink(_message.Message):
     def __init__(self, target: _Optional[str] = ..., small_ms: _Optional[_Iterable[float]] = ..., hidden_ms: _Optional[_Iterable[float]] = ..., bytes_per_s: _Optional[float] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class HeadReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state", "is_closing", "measure", "certificate", "link_secret")
+    __slots__ = ("protocol_version", "software_version", "ray_address", "ray_token", "state", "is_closing", "measure", "certificate", "ray_certificate", "link_secret")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class HeadReport(_message.Message):
     IS_CLOSING_FIELD_NUMBER: _ClassVar[int]
     MEASURE_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    RAY_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     LINK_SECRET_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
@@ -91,8 +92,9 @@ class HeadReport(_message.Message):
     is_closing: bool
     measure: LinkOrder
     certificate: bytes
+    ray_certificate: bytes
     link_secret: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ..., is_closing: _Optional[bool] = ..., measure: _Optional[_Union[LinkOrder, _Mapping]] = ..., certificate: _Optional[bytes] = ..., link_secret: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., ray_address: _Optional[str] = ..., ray_token: _Optional[str] = ..., state: _Optional[str] = ..., is_closing: _Optional[bool] = ..., measure: _Optional[_Union[LinkOrder, _Mapping]] = ..., certificate: _Optional[bytes] = ..., ray_certificate: _Optional[bytes] = ..., link_secret: _Optional[str] = ...) -> None: ...
 
 class LinkOrder(_message.Message):
     __slots__ = ("id", "targets", "hidden_bytes", "num_probes", "bulk_bytes")
