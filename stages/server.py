@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+# A coordinator has a few dozen windows of a session under way: whoever sends so many ahead means no good.
+_MOST_QUEUED_PER_SLOT: Final = 512
 # A mesh id is a sha256 in hex.
 _SHOWN_CHARS: Final = 64
 
@@ -83,6 +85,7 @@ class StageService(rpc.StageServicer):
         self._loop = asyncio.get_running_loop()
         self._info = runtime.info
         self._max_rows = runtime.max_rows
+        self._most_queued = _MOST_QUEUED_PER_SLOT * runtime.num_slots
         self._stage_index = stage_index
         self._mesh_id = mesh_id
         self._mesh_key = mesh_key
@@ -412,6 +415,8 @@ class StageService(rpc.StageServicer):
                 raise InvalidWindow(
                     f"a window has {len(window.tokens)} rows; this stage takes {self._max_rows}"
                 )
+            if len(self._queue) >= self._most_queued:
+                raise InvalidWindow(f"{self._most_queued} windows wait at this stage: it takes no more")
             span = Span(session.slot, window.start, list(window.tokens), num_outputs=window.verify_rows)
             hidden = None if self._info.is_first else EncodedHidden.of_window(window, self._info.n_embd)
         except MeshError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from spanmesh_proto import windows_pb2 as wire
 from stages.channels import key_metadata
 from stages.link import MOST_BUNDLED_WINDOWS
 from stages.runtime import RuntimeOptions
-from tests.ring_harness import MESH_KEY, RunningStage, running_stages
+from tests.fake_stage import FakeRuntime
+from tests.ring_harness import MESH_KEY, RunningStage, running_services, running_stages
 from tests.test_stage_server import Peer, hello
 
 if TYPE_CHECKING:
@@ -111,6 +113,27 @@ async def test_nobody_can_have_a_stage_declared_dead(stages: list[RunningStage],
         )
         await peer.controls[0].write(wire.ControlRequest(ping=wire.Ping(sent_us=1)))
         assert (await peer.controls[0].read()).WhichOneof("kind") == "pong"
+
+
+async def test_what_waits_at_a_stage_is_bounded() -> None:
+    may_compute = threading.Event()
+
+    def wait(_spans: object) -> None:
+        may_compute.wait(10)
+
+    runtime = FakeRuntime(0, 1, num_slots=2, on_decode=wait)
+    async with running_services([runtime]) as stages, Peer(stages) as peer:
+        await peer.open(1, 0)
+        await peer.window(session=1, id=1, tokens=[5], verify_rows=1)
+        window = wire.Window(session=1, id=2, start=1, tokens=[6], verify_rows=1)
+        for _ in range(5):
+            bundle = wire.WindowBundle(windows=[window] * MOST_BUNDLED_WINDOWS)
+            await peer.link.write(wire.Frame(windows=bundle))
+        failure = await peer.failure()
+        assert (failure.window_id, failure.code) == (2, "invalid_window")
+        assert failure.message == "1024 windows wait at this stage: it takes no more"
+        may_compute.set()
+        assert (await peer.verdict()).window_id == 1
 
 
 async def test_the_tail_looks_up_no_token_that_does_not_exist(stages: list[RunningStage]) -> None:
