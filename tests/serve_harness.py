@@ -18,16 +18,18 @@ from mesh.cluster.members import Member, Members
 from mesh.coordinator import Coordinator, CoordinatorOptions
 from mesh.planner import HostCapacity, StagePlacement
 from mesh.replanner import NewStage, Replan
+from mesh.serve.blame import note_trouble
 from mesh.serve.crew import Crew
 from mesh.serve.departures import Departures
 from mesh.serve.fleet import Fleet, Seat
 from mesh.serve.incidents import Incidents
 from mesh.serve.mesh_keys import new_mesh_keys
-from mesh.serve.placer import Placer, note_trouble, wire_up
+from mesh.serve.placer import Placer
 from mesh.serve.spares import Spares
 from mesh.serve.stage_maker import StageMaker
 from mesh.serve.switch import Switch
 from mesh.serve.tending import Tending
+from mesh.serve.wiring import wire_up
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import StageFailed
 from stages.cutting import StageCache, read_model_facts

@@ -12,17 +12,19 @@ from mesh.coordinator import Coordinator, CoordinatorOptions
 from mesh.interruption import first_of
 from mesh.replanner import NewStage, Replan
 from mesh.serve.announce import print_join_line
+from mesh.serve.blame import note_trouble
 from mesh.serve.crew import make_crew
 from mesh.serve.departures import Departures
 from mesh.serve.first_plan import FirstPlan
 from mesh.serve.fleet import Fleet, Seat
 from mesh.serve.last_words import LastWords
 from mesh.serve.mesh_keys import new_mesh_keys
-from mesh.serve.placer import Placer, note_trouble, wire_up
+from mesh.serve.placer import Placer
 from mesh.serve.spares import Spares
 from mesh.serve.stage_maker import StageMaker
 from mesh.serve.takeover import Takeover
 from mesh.serve.tending import Tending
+from mesh.serve.wiring import wire_up
 from spanmesh_proto.errors import StageFailed
 from stages.numerics import numerics_for
 

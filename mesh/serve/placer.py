@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import structlog
+from typing import TYPE_CHECKING, NoReturn
 
 from mesh.interruption import first_of
-from mesh.progress import progress_bars
 from mesh.replanner import Copy
 from mesh.serve.fleet import Seat
-from spanmesh_proto.errors import ClusterError, MeshError, StageFailed
+from mesh.serve.loading import load_all
+from spanmesh_proto.errors import ClusterError, StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from mesh.cluster.members import Member, Members
-    from mesh.coordinator import StageAddress
     from mesh.replanner import NewStage, Replan
+    from mesh.serve.blame import Blame
     from mesh.serve.fleet import Fleet
-    from mesh.serve.mesh_keys import MeshKeys
     from mesh.serve.stage_handle import StageHandle
     from mesh.serve.stage_maker import StageMaker
     from stages.hidden_codec import HiddenType
-
-    Blame = Callable[[StageHandle, MeshError], None]
-
-log = structlog.get_logger()
 
 
 class Placer:
@@ -142,83 +134,6 @@ class Placer:
                 replace(seat, handle=None) if seat in given_up else seat for seat in fleet.seats
             )
         await asyncio.gather(*(handle.stop() for handle in going))
-
-
-async def load_all(handles: Sequence[StageHandle], blame: Blame) -> None:
-    """Place and load stages, all at once, with progress.
-
-    Args:
-        handles: The stages.
-        blame: Called with each that failed, and why.
-
-    Raises:
-        ModelDoesNotFit: If a host has too little memory left; nothing is loaded then.
-        MeshError: What the first stage that failed says.
-    """
-    await _all(_blaming(handle.place(), handle, blame) for handle in handles)
-    await _all(_blaming(handle.check_memory(), handle, blame) for handle in handles)
-    with progress_bars() as bars:
-        await _all(
-            _blaming(handle.load(bars.add(f"{handle.who}: waiting")), handle, blame) for handle in handles
-        )
-
-
-async def wire_up(seats: Sequence[Seat], keys: MeshKeys, blame: Blame) -> tuple[StageAddress, ...]:
-    """Make loaded stages one ring, each linked to the next.
-
-    Args:
-        seats: In pipeline order.
-        keys: Of the new ring.
-        blame: Called with each stage that did not answer, or that the one before it could not reach; and why.
-
-    Returns:
-        Where they serve, in pipeline order.
-
-    Raises:
-        MeshError: If a stage does not answer, or cannot reach the next.
-    """
-    handles = [seat.handle for seat in seats if seat.handle is not None]
-    if len(handles) < len(seats):
-        raise StageFailed("a stage of the ring was lost before it was wired")
-    await _all(
-        _blaming(_enter(handle, index, keys, seat.wire), handle, blame)
-        for index, (handle, seat) in enumerate(zip(handles, seats, strict=True))
-    )
-    await _all(
-        _blaming(handle.connect(following), following, blame)
-        for handle, following in itertools.pairwise(handles)
-    )
-    return tuple(handle.address for handle in handles)
-
-
-def note_trouble(handle: StageHandle, error: MeshError) -> None:
-    """Log which stage failed; for whoever draws no conclusions from it."""
-    layers = str(handle.config.layers)
-    log.warning("stage_in_trouble", host=handle.member.name, layers=layers, reason=error.message)
-
-
-async def _enter(handle: StageHandle, index: int, keys: MeshKeys, wire: HiddenType) -> None:
-    await handle.serve()
-    await handle.rejoin(index, keys, wire)
-
-
-async def _blaming(work: Coroutine[Any, Any, None], handle: StageHandle, blame: Blame) -> None:
-    try:
-        await work
-    except MeshError as error:
-        blame(handle, error)
-        raise
-
-
-async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once; the first failure ends the others."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _is_fresh(new: NewStage) -> bool:

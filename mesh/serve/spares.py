@@ -10,7 +10,7 @@ import structlog
 
 from mesh.copies import next_copy
 from mesh.planner import StagePlacement
-from mesh.serve.placer import load_all
+from mesh.serve.loading import load_all
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

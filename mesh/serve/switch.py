@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from mesh.serve.mesh_keys import new_mesh_keys
-from mesh.serve.placer import wire_up
+from mesh.serve.wiring import wire_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ import structlog
 
 from mesh.coordinator import RingLoss
 from mesh.replanner import replan
-from mesh.serve.placer import note_trouble
+from mesh.serve.blame import note_trouble
 from mesh.serve.repair import Repair
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
 
