@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mesh.replanner import Copy
 
@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
     from mesh.planner import HostCapacity, StagePlacement
     from mesh.stage_sizes import StageSizes
+
+# Of one stage: for a second loss before the first is made good.
+_MOST_COPIES: Final = 2
 
 
 def next_copy(
@@ -23,7 +26,7 @@ def next_copy(
 
     A spare, that is a host without a stage, takes copies for as long as its memory lasts: first of a stage
     of which there are fewest copies, of those the one whose loss would cost most, which is the one with the
-    most bytes to load.
+    most bytes to load. Nothing is copied more than twice: weights cross the network for it.
 
     Args:
         sizes: Of the model's stages.
@@ -46,5 +49,6 @@ def next_copy(
             if copy in held or stage.memory.total_bytes > left_bytes:
                 continue
             num_copies = sum(other.layers == stage.layers for other in copies)
-            wanted.append((num_copies, -stage.memory.weight_bytes, index, copy))
+            if num_copies < _MOST_COPIES:
+                wanted.append((num_copies, -stage.memory.weight_bytes, index, copy))
     return min(wanted, key=lambda item: item[:3])[3] if wanted else None

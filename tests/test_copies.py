@@ -43,6 +43,11 @@ def test_two_spares_first_see_to_it_that_everything_is_there_once() -> None:
     assert len({copy.host for copy in copies}) == 2
 
 
+def test_nothing_is_copied_more_than_twice() -> None:
+    copies = all_copies([("x", 9000), ("y", 9000), ("z", 9000)])
+    assert sorted(copy.layers for copy in copies) == sorted(RANGES * 2)
+
+
 def test_hosts_with_a_stage_get_no_copy() -> None:
     assert next_copy(SIZES, RING, BUSY, []) is None
 
