@@ -95,7 +95,8 @@ class HostilePeer:
         )
 
     def _session(self) -> int:
-        return self.random.choice((0, *range(1, 7), *range(1, 7), *range(1, 7), _U64))
+        known = list(range(1, 7))
+        return self.random.choice([0, *known, *known, *known, _U64])
 
     def _token(self) -> int:
         n_vocab = self.shape.n_vocab
