@@ -11,7 +11,7 @@ import structlog
 
 from mesh.bench.chaos.bounds import SERVING_S, stream_lines
 from mesh.bench.chaos.ground import ANSWERS_TIMEOUT_S
-from mesh.bench.chaos.scenario import Scenario
+from mesh.bench.chaos.scenario import INTERRUPTED, Scenario
 from mesh.bench.stress.line import Line
 from spanmesh_proto.errors import MeshError
 
@@ -31,16 +31,21 @@ def try_head_restart(ground: Ground, keep: FirstFailure) -> Scenario:
     """Kill it some times; each time the stages must be taken over, and give the same answers."""
     took_s: list[float] = []
     failures: list[str] = []
-    before = _cached(ground)
+    before: set[str] = set()
     begin = len(ground.crowd.streams)
     try:
-        for _ in range(_STARTS):
+        # Spare hosts have fetched what they want by then.
+        ground.wait_whole(time.perf_counter())
+        before = _cached(ground)
+        for _ in range(1 if ground.options.is_short else _STARTS):
             took_s.append(_restart(ground))
             ground.wait_whole(time.perf_counter())
             ground.crowd.ask_all(ground.questions, ground.options.num_streams, timeout_s=ANSWERS_TIMEOUT_S)
     except MeshError as error:
         failures.append(error.message)
         keep.keep(ground, error.message, [])
+    except KeyboardInterrupt:
+        failures.append(INTERRUPTED)
     streams = ground.crowd.streams[begin:]
     found = ground.tally(streams)
     new_files = _cached(ground) - before

@@ -11,7 +11,7 @@ from mesh.bench.chaos.bounds import NEWCOMER_S, stream_lines
 from mesh.bench.chaos.ground import ANSWERS_TIMEOUT_S
 from mesh.bench.chaos.question import short_question
 from mesh.bench.chaos.repair import newcomer_of
-from mesh.bench.chaos.scenario import Scenario
+from mesh.bench.chaos.scenario import INTERRUPTED, Scenario
 from mesh.bench.stress.line import Line
 from spanmesh_proto.errors import MeshError
 
@@ -62,6 +62,8 @@ def try_no_room(ground: Ground, keep: FirstFailure) -> Scenario:
     except MeshError as error:
         failures.append(error.message)
         keep.keep(ground, error.message, [])
+    except KeyboardInterrupt:
+        failures.append(INTERRUPTED)
     after = ground.tally(crowd.streams[healed:])
     return Scenario(
         name="no-room",
