@@ -170,7 +170,8 @@ def _ray_node(options: ServeOptions, former: HeadState | None, identity: Identit
             f"{options.name}.{secrets.token_hex(4)}",
             new_ray_token(),
             linger_s=options.linger_s,
-            # What never leaves this machine is not encrypted: starting takes a quarter longer with it.
+            # Ray takes 127.0.0.1 for another address of this machine, which no certificate of ours names; and
+            # what never leaves the machine need not be encrypted.
             identity=None if is_loopback(options.advertise) else identity,
         )
     )
