@@ -25,7 +25,7 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "exa
 COMMANDS = (
     *("serve", "join", "status", "slice", "certify", "draft make"),
     *("keys add", "keys list", "keys rm", "drain", "evict"),
-    *("bench spec", "bench serve", "bench stress", "bench net", "bench fuzz"),
+    *("bench spec", "bench serve", "bench stress", "bench net", "bench fuzz", "bench chaos"),
 )
 GROUPS = ("draft", "keys", "bench")
 BIN = Path(sys.executable).parent

@@ -42,8 +42,8 @@ _LINGER_S: Final = 120.0
     "linger_s",
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="If this crashes, stages wait so long for it to be started again.  [default: 120 with --wait-for, "
-    "else 0]",
+    help="If this crashes, stages wait so long for it to be started again; without --wait-for they do not, "
+    "unless this is given.  [default: 120]",
 )
 @click.option(
     "--state",
