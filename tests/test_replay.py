@@ -31,6 +31,8 @@ def options(**changes: object) -> CoordinatorOptions:
             "max_rows": FakeRuntime.max_rows,
             "n_vocab": N_VOCAB,
             "repair_wait_s": 30.0,
+            # Here stages die without anybody's doing.
+            "most_crashes": 99,
             **changes,
         }
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -14,14 +13,14 @@ import structlog
 from mesh.coordinator.gate import Gate
 from mesh.coordinator.generation import Generation
 from mesh.coordinator.incarnation import Incarnation
-from mesh.coordinator.replay_line import ReplayLine
+from mesh.coordinator.request_check import check_request
+from mesh.coordinator.revival import Revival, blame
 from mesh.coordinator.ring import Ring, RingTerms, StageAddress
 from mesh.coordinator.session import Session
 from mesh.coordinator.slots import SlotPool
 from mesh.coordinator.speculators import Speculators
-from mesh.coordinator.suspicion import culprit
 from mesh.speculation_report import SpeculationReport
-from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest, MeshError, StageFailed, from_code
+from spanmesh_proto.errors import MeshError, StageFailed, from_code
 from stages.opening import Opening
 from stages.wakefulness import Wakefulness
 
@@ -88,7 +87,7 @@ class Coordinator:
         self._gate = Gate(options.repair_wait_s)
         self._broken = asyncio.Event()
         self._reconnecting = asyncio.Lock()
-        self._replays: ReplayLine[Session] | None = None
+        self._revival: Revival | None = None
         self._num_reconnects = 0
         self._is_whole = False
         self._incarnation = self._incarnation_of(stages, mesh_id, mesh_key)
@@ -182,7 +181,7 @@ class Coordinator:
             Overloaded: If the waiting line has no place for it.
             StageFailed: If a stage failed, or the ring is broken for longer than new requests wait.
         """
-        self._check(request)
+        check_request(request, self._options)
         async with contextlib.AsyncExitStack() as stack:
             beginning = await self._beginning(stack, request)
             session = self._session(request, beginning)
@@ -255,13 +254,13 @@ class Coordinator:
     def _suspend(self) -> None:
         self._is_whole = False
         self._gate.hold()
-        if self._replays is not None:
-            self._replays.drop()
+        if self._revival is not None:
+            self._revival.drop()
         for session in self._sessions.values():
             session.suspend()
 
     def _go_on_in(self, incarnation: Incarnation) -> None:
-        self._blame()
+        blame(self._sessions.values(), self._ring.loss, self._options.most_crashes)
         self._incarnation = incarnation
         self._num_reconnects += 1
         self._slots.prefixes.forget_all()
@@ -270,44 +269,8 @@ class Coordinator:
         self._is_whole = True
         self._note_sessions()
         log.info("ring_whole_again", num_sessions=len(self._sessions), num_reconnects=self._num_reconnects)
-        self._replay_all()
-
-    def _blame(self) -> None:
-        """After a crash: note whose windows were under way, and end the session that must have caused it."""
-        loss = self._ring.loss
-        if loss is None or not loss.is_crash:
-            return
-        under_way = [each for each in self._sessions.values() if each.was_under_way and not each.is_over]
-        for session in under_way:
-            session.suspicion.add(session.num_to_compute)
-        guilty = culprit([session.suspicion for session in under_way])
-        for session in under_way:
-            if session.suspicion is guilty:
-                log.error("session_crashes_stages", session=session.id, position=guilty.position)
-                session.fail(
-                    StageFailed(
-                        f"a stage crashed again at token {guilty.position} of this request, with no other "
-                        f"under way: {loss.reason}; it is not tried once more"
-                    )
-                )
-
-    def _replay_all(self) -> None:
-        """Have all sessions go on: first those on trial, one by one, then the others and new ones."""
-        sessions = sorted(self._sessions.values(), key=lambda session: session.num_to_compute)
-        on_trial = [each for each in sessions if each.suspicion.is_on_trial and not each.is_over]
-        others = [each for each in sessions if each not in on_trial]
-
-        def acquit() -> None:
-            for session in on_trial:
-                session.acquit()
-            self._replays = ReplayLine(others, self._replay)
-            self._replays.go_on()
-            self._gate.open()
-
-        if on_trial:
-            log.warning("sessions_on_trial", sessions=[session.id for session in on_trial])
-        self._replays = ReplayLine(on_trial, functools.partial(self._replay, is_on_trial=True), acquit)
-        self._replays.go_on()
+        self._revival = Revival(tuple(self._sessions.values()), self._replay, on_tried=self._gate.open)
+        self._revival.start()
 
     def _replay(
         self, session: Session, on_replayed: Callable[[], None], *, is_on_trial: bool = False
@@ -370,21 +333,6 @@ class Coordinator:
 
     def _clock_ms(self) -> float:
         return self._clock_s() * 1000
-
-    def _check(self, request: GenerationRequest) -> None:
-        if not request.prompt:
-            raise InvalidRequest("the prompt is empty: send at least one token", param="prompt")
-        if request.max_tokens < 1:
-            raise InvalidRequest(
-                f"max_tokens is {request.max_tokens}; ask for at least 1", param="max_tokens"
-            )
-        if len(request.prompt) + 1 > self._options.context_length:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(request.prompt)} tokens; the context served is "
-                f"{self._options.context_length}, and the answer needs at least 1: shorten the prompt or "
-                "serve with a larger --ctx-size"
-            )
-        request.sampling.require_vocabulary(self._options.n_vocab)
 
     def _on_verdict(self, verdict: wire.Verdict) -> None:
         session = self._sessions.get(verdict.session)

@@ -21,6 +21,8 @@ class CoordinatorOptions:
         cancels: Whether stages are told at once of windows that a rejection voided; without, they learn it
             from the next window.
         repair_wait_s: How long a new request waits for a broken ring to be whole again, in seconds.
+        most_crashes: A session that was alone under way at so many crashes of stages in a row, at the same
+            place, is not tried again.
         ping_interval_s: Between two questions to each stage whether it lives, in seconds.
         ping_timeout_s: A stage that leaves them unanswered for longer is lost.
     """
@@ -33,5 +35,6 @@ class CoordinatorOptions:
     controller: ControllerOptions = field(default_factory=ControllerOptions)
     cancels: bool = True
     repair_wait_s: float = 2.5
+    most_crashes: int = 2
     ping_interval_s: float = 0.25
     ping_timeout_s: float = 1.2

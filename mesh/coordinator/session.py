@@ -177,6 +177,7 @@ class Session:
     def acquit(self) -> None:
         """Its trial is over, and that of all others."""
         self._is_on_trial = False
+        self.suspicion = Suspicion()
         if not self._is_still:
             self._go_on()
 

@@ -1,0 +1,90 @@
+"""How sessions go on in a new ring: who is to blame for the loss of the old one, and who replays when."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+from mesh.coordinator.replay_line import ReplayLine
+from mesh.coordinator.suspicion import culprit
+from spanmesh_proto.errors import StageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from mesh.coordinator.ring_loss import RingLoss
+    from mesh.coordinator.session import Session
+
+log = structlog.get_logger()
+
+
+class Replay(Protocol):
+    """Has a session replay in the new ring; see `Session.replay`."""
+
+    def __call__(
+        self, session: Session, on_replayed: Callable[[], None], *, is_on_trial: bool = False
+    ) -> None:
+        """Call `on_replayed` when the next one may begin."""
+
+
+def blame(sessions: Collection[Session], loss: RingLoss | None, most_crashes: int) -> None:
+    """Note whose windows were under way when a stage crashed, and end the session that must have caused it.
+
+    Args:
+        sessions: All of them, suspended.
+        loss: How the old ring ended; None if it did not.
+        most_crashes: See `culprit`.
+    """
+    if loss is None or not loss.is_crash:
+        return
+    under_way = [session for session in sessions if session.was_under_way and not session.is_over]
+    for session in under_way:
+        session.suspicion.add(session.num_to_compute, is_alone=len(under_way) == 1)
+    guilty = culprit([session.suspicion for session in under_way], most_crashes)
+    for session in under_way:
+        if session.suspicion is guilty:
+            log.error("session_crashes_stages", session=session.id, position=guilty.position)
+            session.fail(
+                StageFailed(
+                    f"a stage crashed again at token {guilty.position} of this request, with no other under "
+                    f"way: {loss.reason}; it is not tried once more"
+                )
+            )
+
+
+class Revival:
+    """Has all sessions go on: first those on trial, one by one, then the others.
+
+    Args:
+        sessions: All of them, suspended.
+        replay: Begins with one.
+        on_tried: Called when those on trial have passed, or ended: new ones may come.
+    """
+
+    def __init__(self, sessions: Collection[Session], replay: Replay, on_tried: Callable[[], None]) -> None:
+        in_order = sorted(sessions, key=lambda session: session.num_to_compute)
+        self._on_trial = [each for each in in_order if each.suspicion.is_on_trial and not each.is_over]
+        self._others = ReplayLine((each for each in in_order if each not in self._on_trial), replay)
+        self._trials = ReplayLine(
+            self._on_trial, functools.partial(replay, is_on_trial=True), on_end=self._acquit
+        )
+        self._on_tried = on_tried
+
+    def start(self) -> None:
+        """Begin with the first."""
+        if self._on_trial:
+            log.warning("sessions_on_trial", sessions=[session.id for session in self._on_trial])
+        self._trials.go_on()
+
+    def drop(self) -> None:
+        """Begin nobody any more: the ring broke again."""
+        self._trials.drop()
+        self._others.drop()
+
+    def _acquit(self) -> None:
+        for session in self._on_trial:
+            session.acquit()
+        self._others.go_on()
+        self._on_tried()
