@@ -268,14 +268,18 @@ async def test_a_body_that_is_said_to_be_huge_changes_nothing_but_for_who_reads_
     assert [event["event"] for event in events] == ["request"]
 
 
-async def test_a_body_that_turns_into_nonsense_gets_one_answer(impatient: Api) -> None:
+@pytest.mark.parametrize("method", [b"POST", b"HEAD"])
+async def test_a_body_that_turns_into_nonsense_gets_one_answer(impatient: Api, method: bytes) -> None:
     client = await RawClient.connect(impatient)
-    head = request_bytes(ASKED).partition(b"Content-Length: ")[0]
+    head = request_bytes(ASKED).partition(b"Content-Length: ")[0].replace(b"POST", method, 1)
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
     with capture_logs() as events:
         await client.send(head + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nno number\r\n")
         answer = await client.read_until(b"never")
         await asyncio.sleep(0.05)
     client.hang_up()
+    assert failures == []
     assert answer.count(b"HTTP/1.1") == 1
     assert answer.startswith(b"HTTP/1.1 400")
     assert not [event for event in events if event["log_level"] == "error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import h11
@@ -86,8 +87,10 @@ class Connection(H11Protocol):
             ("connection", "close"),
         ]
         response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event))
+        # The body of a HEAD may be nonsense, too; its answer has none.
+        with suppress(h11.LocalProtocolError):
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
         self.transport.close()
 
     def pause_writing(self) -> None:
