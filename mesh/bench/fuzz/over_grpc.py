@@ -45,6 +45,8 @@ _PATIENCE_S: Final = 20.0
 _STREAM_FRAMES: Final = 100
 _CONTROL_EVERY: Final = 8
 _NUM_CHECKS: Final = 40
+# Until memory that the last stream needed has been handed back.
+_SETTLE_S: Final = 1.0
 # What a peer is never to blame for.
 _FAULTS: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
@@ -100,7 +102,7 @@ class _Siege:
     async def _attack(self) -> None:
         options, tally = self._options, self._tally
         expected = await self._answers()
-        check_every = max(options.num_cases // _NUM_CHECKS, 1)
+        check_every = max(options.num_cases // _NUM_CHECKS, _STREAM_FRAMES)
         next_check = check_every
         while tally.num_cases < options.num_cases:
             stage = self._random.choice(self._process.stages)
@@ -110,9 +112,10 @@ class _Siege:
                 return
             if tally.num_cases >= next_check:
                 next_check += check_every
-                tally.sample_memory(self._process.memory_bytes())
                 if not await self._are_well(expected):
                     return
+                await asyncio.sleep(_SETTLE_S)
+                tally.sample_memory(self._process.memory_bytes())
 
     async def _stream(self, stage: Served, num_frames: int) -> None:
         """Some frames over one Link, and requests over one Control beside it."""
