@@ -153,12 +153,13 @@ def chaos(
     from mesh.serve.options import demo_model  # noqa: PLC0415
 
     is_acceptance = preset == "acceptance"
+    wanted = _SCENARIOS if is_acceptance else scenarios
     # Whoever sets a time limit gets what was measured until then.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = run_chaos(
         ChaosOptions(
             model=model or demo_model(),
-            scenarios=_SCENARIOS if is_acceptance else scenarios,
+            scenarios=wanted,
             num_stages=num_stages,
             num_spares=num_spares,
             delay_ms=delay_ms,
@@ -166,6 +167,8 @@ def chaos(
             num_harms=num_harms,
             kinds=kinds or (_LOSSES if is_acceptance else _KINDS),
             is_short=quick,
+            # Files that are fetched later would count as sent again.
+            awaits_copies=not quick or "head" in wanted,
             seed=seed,
             exact=not fast,
             num_questions=_QUICK_QUESTIONS if quick else _QUESTIONS,

@@ -71,7 +71,7 @@ class Ground:
             look,
             since_s=since_s,
             num_hosts=self.num_hosts,
-            with_copies=self.num_hosts > self.options.num_stages,
+            with_copies=self.options.awaits_copies and self.num_hosts > self.options.num_stages,
         )
 
     def wait_whole(self, since_s: float) -> float:

@@ -28,6 +28,7 @@ class ChaosOptions:
         num_harms: How many.
         kinds: Among which they are drawn.
         is_short: Whether they follow and pass quickly.
+        awaits_copies: Whether a mesh is whole only when its spare hosts have every stage loaded ahead.
         seed: Of harms, questions and sampling.
         exact: Numeric mode; then every text must be that of the undisturbed run.
         num_questions: Different ones.
@@ -50,6 +51,7 @@ class ChaosOptions:
     num_harms: int
     kinds: tuple[HarmKind, ...]
     is_short: bool
+    awaits_copies: bool
     seed: int
     exact: bool
     num_questions: int
