@@ -130,6 +130,9 @@ class StageLink:
                 pass
         if not self._is_closing:
             self._on_lost(await self._reason())
+            # Nobody closes a link that was lost.
+            self._tasks[0].cancel()
+            await self._channel.close(None)
 
     async def _reason(self) -> MeshError:
         code = await self._call.code()

@@ -155,16 +155,18 @@ class Ring:
             ProtocolError: If a stage speaks another version or holds other layers than planned.
             StageFailed: If a stage was lost at once.
         """
+        # Each takes round trips: all at once they take as long as one.
+        controls = [asyncio.ensure_future(control.open()) for control in self._controls]
+        others = [asyncio.ensure_future(self._verdicts.open()), asyncio.ensure_future(self._link.open())]
         try:
-            # Each takes round trips: all at once they take as long as one.
-            welcomes, *_ = await asyncio.gather(
-                asyncio.gather(*(control.open() for control in self._controls)),
-                self._verdicts.open(),
-                self._link.open(),
-            )
+            welcomes = await asyncio.gather(*controls)
+            await asyncio.gather(*others)
             self._check_all(welcomes)
             self._watch = asyncio.create_task(self._listen())
         except BaseException:
+            for opening in (*controls, *others):
+                opening.cancel()
+            await asyncio.gather(*controls, *others, return_exceptions=True)
             await self.close()
             raise
 
