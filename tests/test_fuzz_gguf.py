@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @pytest.mark.model
 def test_damaged_files_load_or_are_refused_with_a_reason(smollm2_path: Path, tmp_path: Path) -> None:
-    report = fuzz_ggufs(FuzzOptions(15, 4, smollm2_path, tmp_path))
+    report = fuzz_ggufs(FuzzOptions(10, 4, smollm2_path, tmp_path))
     assert report.is_good
-    assert report.num_cases == 15
-    assert report.outcomes["InvalidModel (reading)"] > 3
+    assert report.num_cases == 10
+    assert report.outcomes["InvalidModel (reading)"] > 2
     assert report.outcomes["loaded"] > 0
 
 
