@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -68,11 +68,11 @@ class HeadState:
 
     term: int
     ray: RayNodeRecord
-    secret: str
+    secret: str = field(repr=False)
     expires_at_s: int
     join_port: int
     certificate_pem: str
-    private_key_pem: str
+    private_key_pem: str = field(repr=False)
     setup: str
     stages: tuple[KeptStage, ...] = ()
     copies: tuple[KeptStage, ...] = ()
