@@ -14,7 +14,7 @@ import structlog
 from mesh.backoff import backoff_s, may_pass
 from mesh.cluster.join_token import decode
 from mesh.cluster.members import check_name
-from mesh.cluster.ray_node import RayNode
+from mesh.cluster.ray_node import MOST_STARTS, RayNode
 from mesh.home import Home
 from mesh.stay import Stay
 from spanmesh_proto.errors import ClusterError, JoinError
@@ -74,13 +74,14 @@ async def join_mesh(
         HostUnreachable: If the head cannot be reached, from the start or for `give_up_after_s`, or cannot
             reach this host.
         JoinError: If the head refuses this host.
-        ClusterError: If Ray does not start.
+        ClusterError: If Ray does not start, however often it is tried.
     """
     token = decode(options.token)
     check_name(options.name)
     home = Home(options, start_node)
     delays_s = backoff_s(jitter)
     heard_s: float | None = None
+    num_false_starts = 0
     try:
         while True:
             token.check_expiry(time.time())
@@ -90,9 +91,11 @@ async def join_mesh(
             except (ClusterError, JoinError) as error:
                 if stay.was_ready:
                     heard_s, delays_s = time.monotonic(), backoff_s(jitter)
-                if heard_s is None or not may_pass(error):
+                num_false_starts += stay.was_admitted and not stay.was_ready
+                is_known = heard_s is not None or 0 < num_false_starts < MOST_STARTS
+                if not is_known or not may_pass(error):
                     raise
-                if time.monotonic() - heard_s > options.give_up_after_s:
+                if heard_s is not None and time.monotonic() - heard_s > options.give_up_after_s:
                     log.warning("head_given_up", after_s=options.give_up_after_s)
                     raise
                 delay_s = next(delays_s)

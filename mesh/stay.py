@@ -31,6 +31,7 @@ class Stay:
         interruption: Asks to leave.
 
     Attributes:
+        was_admitted: Whether the head took this host in.
         was_ready: Whether this host was a member, with a Ray node that ran.
     """
 
@@ -39,6 +40,7 @@ class Stay:
         self._home = home
         self._interruption = interruption
         self._wants_to_leave = asyncio.Event()
+        self.was_admitted = False
         self.was_ready = False
 
     async def run(self) -> None:
@@ -52,6 +54,7 @@ class Stay:
         member = await self._home.member(head.address)
         async with Membership(head, self._token.secret, member) as membership:
             access = await membership.join()
+            self.was_admitted = True
             log.info(
                 "joined",
                 head=head.address,

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from mesh.backoff import backoff_s
 from mesh.cluster.join_token import encode
 from mesh.cluster.membership_server import MembershipServer
+from mesh.cluster.ray_node import MOST_STARTS
 from mesh.interruption import Interruption
 from mesh.join import JoinOptions, join_mesh
-from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, JoinError
+from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidJoinToken, JoinError
 from tests.test_membership import HeadSide, head, until
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 class StandIn:
     """Runs until it is told to end."""
 
-    def __init__(self, config: RayNodeConfig) -> None:
+    def __init__(self, config: RayNodeConfig, *, starts: bool = True) -> None:
         self.config = config
+        self.starts = starts
         self.end = asyncio.Event()
 
     @property
@@ -37,6 +39,9 @@ class StandIn:
         return not self.end.is_set()
 
     async def wait_ready(self) -> str:
+        if not self.starts:
+            self.end.set()
+            raise ClusterError("Ray did not start")
         return "127.0.0.1:6379"
 
     async def ended(self) -> None:
@@ -49,8 +54,9 @@ class StandIn:
 class Host:
     """A `mesh join` in this process."""
 
-    def __init__(self, side: HeadSide, give_up_after_s: float = 600.0) -> None:
+    def __init__(self, side: HeadSide, give_up_after_s: float = 600.0, num_false_starts: int = 0) -> None:
         self.nodes: list[StandIn] = []
+        self.num_false_starts = num_false_starts
         self.interruption = Interruption()
         options = JoinOptions(encode(side.token), "studio", "127.0.0.1", 2**30, 1, give_up_after_s)
         self.task = asyncio.create_task(
@@ -59,7 +65,7 @@ class Host:
         self.interruption.arm(self.task)
 
     def start_node(self, config: RayNodeConfig) -> StandIn:
-        self.nodes.append(StandIn(config))
+        self.nodes.append(StandIn(config, starts=len(self.nodes) >= self.num_false_starts))
         return self.nodes[-1]
 
     async def outcome(self) -> None:
@@ -87,6 +93,23 @@ async def test_a_host_whose_ray_node_ends_joins_again_with_another(tmp_path: Pat
         side.service.let_go("studio", "goodbye")
         await host.outcome()
         assert not host.nodes[1].is_running
+
+
+async def test_a_ray_node_that_does_not_start_at_once_is_started_again(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        host = Host(side, num_false_starts=MOST_STARTS - 1)
+        await until(side.members, 1)
+        assert len(host.nodes) == MOST_STARTS
+        side.service.let_go("studio", "goodbye")
+        await host.outcome()
+
+
+async def test_a_ray_node_that_never_starts_is_given_up(tmp_path: Path) -> None:
+    async with head(tmp_path) as side:
+        host = Host(side, num_false_starts=MOST_STARTS)
+        with pytest.raises(ClusterError, match="Ray did not start"):
+            await host.outcome()
+        assert len(host.nodes) == MOST_STARTS
 
 
 async def test_a_host_that_lost_its_head_comes_back_with_the_node_that_it_has(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ log = structlog.get_logger()
 
 _OBJECT_STORE_BYTES: Final = 80_000_000
 _START_TIMEOUT_S: Final = 60.0
+# Ray gives a node 30 s to be listed in its cluster, no more and no less: too short on a busy machine.
+MOST_STARTS: Final = 3
 _POLL_S: Final = 0.1
 _WATCH_S: Final = 0.5
 _GRACE_S: Final = 3.0

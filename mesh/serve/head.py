@@ -20,7 +20,7 @@ from mesh.cluster.link_survey import LinkSurvey
 from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
 from mesh.cluster.ray_driver import RayDriver
-from mesh.cluster.ray_node import RayNode, RayNodeConfig, new_ray_token
+from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig, new_ray_token
 from mesh.serve.token_file import token_file
 from spanmesh_proto.errors import ClusterError
 from stages.fetch import FetchSource
@@ -103,10 +103,8 @@ async def open_head(
     certificate, token = _credentials(options, former)
     authority = Authority(certificate)
     identity = authority.own_identity([options.name], options.advertise)
-    with _ray_node(options, former, identity) as node:
-        ray = RayAccess(
-            await node.wait_ready(), node.token_path.read_text(), identity if node.is_encrypted else None
-        )
+    async with _ray_node(options, former, identity) as (node, ray_address):
+        ray = RayAccess(ray_address, node.token_path.read_text(), identity if node.is_encrypted else None)
         own = Member(
             name=options.name,
             address=options.advertise,
@@ -162,9 +160,33 @@ async def _survey(
         await echo.stop()
 
 
-@contextmanager
-def _ray_node(options: ServeOptions, former: HeadState | None, identity: Identity) -> Iterator[RayNode]:
-    node = _adopted(former) or RayNode.start(
+@asynccontextmanager
+async def _ray_node(
+    options: ServeOptions, former: HeadState | None, identity: Identity
+) -> AsyncIterator[tuple[RayNode, str]]:
+    """A node that is ready, and its cluster's address."""
+    node = _adopted(former)
+    for starts_left in reversed(range(MOST_STARTS)):
+        node = node or _start(options, identity)
+        try:
+            address = await node.wait_ready()
+        except BaseException as error:
+            node.stop()
+            if not isinstance(error, ClusterError) or not starts_left:
+                raise
+            log.warning("ray_starts_again", reason=error.message)
+            node = None
+        else:
+            break
+    assert node is not None  # noqa: S101 - the last try raised, or it is
+    try:
+        yield node, address
+    finally:
+        node.stop()
+
+
+def _start(options: ServeOptions, identity: Identity) -> RayNode:
+    return RayNode.start(
         RayNodeConfig(
             options.advertise,
             f"{options.name}.{secrets.token_hex(4)}",
@@ -175,10 +197,6 @@ def _ray_node(options: ServeOptions, former: HeadState | None, identity: Identit
             identity=None if is_loopback(options.advertise) else identity,
         )
     )
-    try:
-        yield node
-    finally:
-        node.stop()
 
 
 def _adopted(former: HeadState | None) -> RayNode | None:
