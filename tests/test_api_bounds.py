@@ -32,12 +32,12 @@ async def error_of(api: Api, path: str, fields: dict[str, Any]) -> dict[str, Any
     ("fields", "param", "says"),
     [
         ({"n": 1000}, "n", "not supported"),
-        ({"stop": [str(number) for number in range(100_000)]}, "stop", "100000 strings: at most 16"),
+        ({"stop": [str(number) for number in range(1000)]}, "stop", "1000 strings: at most 16"),
         ({"stop": [HUGE]}, "stop", "1 to 512 characters"),
         (
-            {"logit_bias": {str(each): 1 for each in range(49_000)}},
+            {"logit_bias": {str(each): 1 for each in range(9000)}},
             "logit_bias",
-            "49000 entries: at most 1024",
+            "9000 entries: at most 1024",
         ),
         ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs", "0 to 20"),
         ({"messages": [HELLO["messages"][0]] * 5000}, "messages", "5000 messages: at most 4096"),
@@ -48,10 +48,13 @@ async def error_of(api: Api, path: str, fields: dict[str, Any]) -> dict[str, Any
         ({"max_completion_tokens": 10**30}, "max_completion_tokens", ""),
         ({"temperature": 10**400}, "temperature", ""),
         ({"model": HUGE}, "model", ""),
+        # So much that it is not even parsed.
+        ({"stop": [str(number) for number in range(100_000)]}, None, "more than 16640 values"),
+        ({"logit_bias": {str(each): 1 for each in range(49_000)}}, None, "more than 16640 values"),
     ],
 )
 async def test_too_much_of_a_field_is_refused_by_its_name(
-    api: Api, engine: ScriptedEngine, fields: dict[str, Any], param: str, says: str
+    api: Api, engine: ScriptedEngine, fields: dict[str, Any], param: str | None, says: str
 ) -> None:
     response = await api.http.post(CHAT, json={**HELLO, **fields})
     assert response.status_code in {400, 404}
@@ -68,7 +71,7 @@ async def test_too_much_of_a_field_is_refused_by_its_name(
         (CHAT, {"messages": [{"role": "user", "content": "x" * 1000}] * 900}, "messages"),
         (CHAT, {**HELLO, "prediction": {"type": "content", "content": HUGE}}, "prediction.content"),
         (COMPLETIONS, {"prompt": HUGE}, "prompt"),
-        (COMPLETIONS, {"prompt": [5] * 100_000}, "prompt"),
+        (COMPLETIONS, {"prompt": [5] * 10_000}, "prompt"),
         (COMPLETIONS, {"prompt": ["Hello", HUGE]}, "prompt"),
     ],
 )

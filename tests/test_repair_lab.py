@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.lab, pytest.mark.sweep, pytest.mark.timeout(600)]
 
 NUM_HOSTS = 4  # the head, two stages, one spare
 PATIENCE_S = 200.0

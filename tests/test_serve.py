@@ -249,7 +249,7 @@ def test_a_head_that_waits_turns_strangers_away_within_5_s(mesh: Mesh, tmp_path:
     [
         pytest.param({}, id="at once"),
         pytest.param({"event": "ray_started"}, id="ray has started"),
-        pytest.param({"event": "phase", "phase": "cutting"}, id="cutting"),
+        pytest.param({"event": "planned"}, id="planned"),
         pytest.param({"event": "phase", "phase": "loading"}, id="loading"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 from dataclasses import dataclass
@@ -128,6 +129,16 @@ class Members:
     async def changed(self) -> None:
         """Return at the next change."""
         await self._changed.wait()
+
+    async def change_within(self, timeout_s: float) -> None:
+        """Return at the next change, or when the time is over.
+
+        Cancelling it always works: `asyncio.wait_for` of Python 3.11 forgets a cancellation that comes at the
+        same moment as the change.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.changed()
 
     def _notify(self) -> None:
         # Wake whoever waits now; the next one waits for the next change.

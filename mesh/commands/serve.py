@@ -42,8 +42,8 @@ _LINGER_S: Final = 120.0
     "linger_s",
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="If this crashes, stages wait so long for it to be started again; without --wait-for they do not, "
-    "unless this is given.  [default: 120]",
+    help="If this crashes, stages wait so long for it to be started again. Where no hosts are waited for, "
+    "they do so only if this is given.  [default: 120]",
 )
 @click.option(
     "--state",

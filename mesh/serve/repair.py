@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
@@ -125,5 +124,4 @@ class Repair:
             crew.say(f"waiting for hosts: {error.message}")
             crew.coordinator.give_up(StageFailed(error.message, retry_after_s=_RETRY_AFTER_S))
         self._strikes.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(crew.members.changed(), _LOOK_AGAIN_S)
+        await crew.members.change_within(_LOOK_AGAIN_S)

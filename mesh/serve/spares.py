@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import structlog
@@ -75,8 +74,7 @@ class Spares:
             if copy is not None:
                 await self._load(copy)
             else:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._members.changed(), _CHECK_S)
+                await self._members.change_within(_CHECK_S)
 
     def _next(self) -> Copy | None:
         now_s = self._clock_s()

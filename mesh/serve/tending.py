@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import structlog
@@ -60,8 +59,7 @@ class Tending:
                     self._departures.let_go(member, "nothing of the mesh is left on this host: goodbye")
                 if spares.done():
                     spares.result()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._crew.members.changed(), _LOOK_S)
+                await self._crew.members.change_within(_LOOK_S)
         finally:
             spares.cancel()
             await asyncio.gather(spares, return_exceptions=True)
@@ -126,8 +124,7 @@ class Tending:
         fleet = self._crew.fleet
         for name in {fleet.seats[index].placement.host for index in to_move}:
             self._departures.stuck(name, error.message)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._crew.members.changed(), _LOOK_S)
+        await self._crew.members.change_within(_LOOK_S)
 
     async def _until_broken(self, work: Coroutine[Any, Any, None]) -> RingLoss | None:
         """Work until it is done, or until the ring breaks; returns what broke.
