@@ -49,7 +49,8 @@ class Succession:
             state = self._state(head, fleet)
             if self._file is not None and state != noted:
                 try:
-                    await asyncio.to_thread(self._file.save, state)
+                    # Not in a thread: that would go on after this was cancelled, and the file was cleared.
+                    self._file.save(state)
                 except OSError as error:
                     log.warning("head_state_not_written", reason=str(error))
                 noted = state

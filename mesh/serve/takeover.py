@@ -63,10 +63,10 @@ class Takeover:
         """
         if not former.stages:
             return False
-        await self._maker.cut(
-            [LayerRange(stage.start, stage.stop) for stage in (*former.stages, *former.copies)]
-        )
         if former.setup == self._setup:
+            await self._maker.cut(
+                [LayerRange(stage.start, stage.stop) for stage in (*former.stages, *former.copies)]
+            )
             await self._wait_for(former.stages)
             ring = [await self._adopt(stage) for stage in former.stages]
             copies = [await self._adopt(stage) for stage in former.copies]
