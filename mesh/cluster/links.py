@@ -55,11 +55,13 @@ class Link:
     def hop_ms(self) -> float | None:
         """One way for a row of hidden states: what its round trip takes beyond half a small one's.
 
-        Of the shortest ones: whatever made others longer was not the wire.
+        Of the shortest ones: whatever made others longer was not the wire. Nor was it the wire that made every small
+        one longer than a row's: then the way back is half of the row's own round trip, at most.
         """
         if not self.small_ms or not self.hidden_ms:
             return None
-        return max(min(self.hidden_ms) - min(self.small_ms) / 2, 0.0)
+        there_and_back_ms = min(self.hidden_ms)
+        return there_and_back_ms - min(*self.small_ms, there_and_back_ms) / 2
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
