@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange
 from stages.numerics import Numerics, numerics_for
+from stages.sent_rows import room_for_sent_rows
 from stages.stage_memory import StageMemory
 
 if TYPE_CHECKING:
@@ -113,8 +114,10 @@ class StageSizes:
         vocabulary = self.model.n_vocab if is_first or is_tail else 0
         # The first stage has a vocabulary, so llama.cpp makes room for logits, of which it computes none.
         logits = _TAIL_LOGITS if is_tail else 1
+        sent = 0 if is_tail else room_for_sent_rows(self.cache_bytes(layers))
         return (
             self._row_bytes
+            + sent
             + vocabulary * (logits * self.workload.numerics.max_rows * _F32_BYTES + _TOKEN_BYTES)
             + self.workload.num_cells * self._num_masks * _CELL_BYTES
         )

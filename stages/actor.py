@@ -27,6 +27,7 @@ from stages.identity import Identity, NewKey
 from stages.kv_types import KV_TYPES
 from stages.orphan import orphaned
 from stages.runtime import RuntimeOptions, StageRuntime
+from stages.sent_rows import room_for_sent_rows
 from stages.server import StageService
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ class StageActor:
             hidden_type=config.hidden_type,
             identity=self._shown,
             term=config.term,
+            most_sent_bytes=room_for_sent_rows(config.memory.cache_bytes),
         )
         self._runtime = None  # the service's worker owns and frees it now
         self._server = grpc.aio.server(interceptors=[self._service.key_check], options=SERVER_OPTIONS)

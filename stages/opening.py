@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
 from stages.logprobs import MAX_TOP_LOGPROBS
 from stages.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a session was in the ring before, if that broke.
+
+    Attributes:
+        session: Its id there; 0 if it was not there.
+        num_positions: Its first positions that a stage which was in that ring still has, as far as that stage
+            had come.
+    """
+
+    session: int = 0
+    num_positions: int = 0
+
+
+NOTHING_RESUMED: Final = Resumed()
 
 
 @dataclass(frozen=True)
@@ -23,6 +41,7 @@ class Opening:
             None reports nothing.
         cached: The session's first tokens, if `source_slot` holds their positions from a session before.
         source_slot: Where they are.
+        resumed: What it was before a repair.
 
     Raises:
         InvalidRequest: If more logprobs are asked for than a verdict may carry.
@@ -35,6 +54,7 @@ class Opening:
     num_top_logprobs: int | None = None
     cached: tuple[int, ...] = ()
     source_slot: int = 0
+    resumed: Resumed = NOTHING_RESUMED
 
     def __post_init__(self) -> None:
         if self.num_top_logprobs is not None and not 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS:
@@ -77,6 +97,8 @@ class Opening:
             num_top_logprobs=self.num_top_logprobs,
             cached_tokens=self.cached,
             source_slot=self.source_slot,
+            resumed_session=self.resumed.session,
+            num_resumed=self.resumed.num_positions,
         )
 
     @classmethod
@@ -111,4 +133,5 @@ class Opening:
             message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
             tuple(message.cached_tokens),
             message.source_slot,
+            Resumed(message.resumed_session, message.num_resumed),
         )

@@ -219,9 +219,19 @@ class StageRuntime:
             )
         return taken
 
-    def free(self, slot: int) -> None:
-        """Forget all that a slot holds."""
-        self._trim(slot, 0)
+    def length(self, slot: int) -> int:
+        """Positions that a slot holds."""
+        return self._lengths[slot]
+
+    def trim(self, slot: int, num_positions: int) -> None:
+        """Forget all that a slot holds but its first positions.
+
+        Raises:
+            UncuttableModel: If its memory has no positions to go back to.
+        """
+        if self._lengths[slot] > num_positions:
+            self._forget(slot, num_positions)
+            self._lengths[slot] = num_positions
 
     def copy(self, source: int, slot: int, num_positions: int) -> None:
         """Have a slot hold the first positions of another, and nothing else.
@@ -243,7 +253,7 @@ class StageRuntime:
         # Between caches of their own llama.cpp copies whole ones only.
         llama_cpp.llama_memory_seq_cp(self._memory, source, slot, -1, -1)
         self._lengths[slot] = self._lengths[source]
-        self._trim(slot, num_positions)
+        self.trim(slot, num_positions)
 
     def close(self) -> None:
         """Give all memory back. The runtime is unusable afterwards."""
@@ -274,7 +284,7 @@ class StageRuntime:
     def _decode_batch(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
         """`decode` of spans that are known to fit, in one batch of llama.cpp."""
         for span in spans:
-            self._trim(span.slot, span.start)
+            self.trim(span.slot, span.start)
         paddings = [self._padding(span) for span in spans]
         self._fill(spans, paddings)
         if self._tap is not None:
@@ -353,11 +363,6 @@ class StageRuntime:
                 "--ctx-size or --parallel"
             )
         return context
-
-    def _trim(self, slot: int, start: int) -> None:
-        if self._lengths[slot] > start:
-            self._forget(slot, start)
-            self._lengths[slot] = start
 
     def _forget(self, slot: int, start: int) -> None:
         if not llama_cpp.llama_memory_seq_rm(self._memory, slot, start, -1):

@@ -26,9 +26,10 @@ from stages.judge import Judge
 from stages.link import MOST_BUNDLED_WINDOWS, StageLink
 from stages.opening import Opening
 from stages.runtime import Span, StageRuntime
+from stages.sent_rows import LEAST_SENT_BYTES, SentRows
 from stages.sessions import SessionTable
 from stages.wakefulness import Wakefulness
-from stages.window_queue import Copied, Freed, Passed, QueuedWindow, WindowQueue
+from stages.window_queue import Begun, Passed, QueuedWindow, WindowQueue
 from stages.worker import StageWorker
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class StageService(rpc.StageServicer):
         hidden_type: How its hidden states travel to the next stage. What arrives says its type itself.
         identity: What it shows the next stage, asked at each connection; None if that is in this process.
         term: Of the coordinator that it is for; one of a lower term is refused.
+        most_sent_bytes: How much of what it sent on it keeps, to send it again after a repair.
 
     Attributes:
         key_check: What its server must ask first.
@@ -80,6 +82,7 @@ class StageService(rpc.StageServicer):
         hidden_type: HiddenType = HiddenType.F32,
         identity: Callable[[], Identity] | None = None,
         term: int = 0,
+        most_sent_bytes: int = LEAST_SENT_BYTES,
     ) -> None:
         self.key_check = KeyCheck(mesh_key)
         self._loop = asyncio.get_running_loop()
@@ -98,6 +101,7 @@ class StageService(rpc.StageServicer):
             self._queue,
             clock_us=monotonic_us,
             hidden_type=hidden_type,
+            sent=SentRows(runtime.num_slots, most_sent_bytes),
             on_windows=self._from_worker(self._send_on),
             on_verdicts=self._from_worker(self._answer),
             on_failures=self._from_worker(self._report),
@@ -172,6 +176,7 @@ class StageService(rpc.StageServicer):
         """
         if term < self._term:
             raise self._stale(f"the coordinator that moves stage {self._stage_index}", term)
+        is_same_coordinator = term == self._term
         self._stage_index, self._mesh_id, self._mesh_key, self._term = stage_index, mesh_id, mesh_key, term
         self.key_check.replace(mesh_key)
         if hidden_type is not None:
@@ -181,6 +186,8 @@ class StageService(rpc.StageServicer):
         for bundles in self._verdicts:
             bundles.put_nowait(None)
         self._end_sessions()
+        if not is_same_coordinator:
+            self._sessions.forget()
         following, self._next = self._next, None
         if following is not None:
             await following.close()
@@ -328,8 +335,7 @@ class StageService(rpc.StageServicer):
         return hello.mesh_id == self._mesh_id
 
     def _end_sessions(self) -> None:
-        for slot in self._sessions.close_all():
-            self._queue.change(Freed(slot))
+        self._sessions.close_all()
         self._wakefulness.update(0)
 
     async def _listen(self, context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome]) -> None:
@@ -393,11 +399,16 @@ class StageService(rpc.StageServicer):
                 num_top_logprobs=opening.num_top_logprobs,
                 cached=opening.cached,
             )
-            self._sessions.open(opening.session, opening.slot, judge)
-            if opening.cached and opening.source_slot != opening.slot:
-                self._queue.change(
-                    Copied(opening.session, opening.source_slot, opening.slot, len(opening.cached))
+            session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
+            self._queue.change(
+                Begun(
+                    opening.session,
+                    opening.source_slot if opening.cached else opening.slot,
+                    opening.slot,
+                    len(opening.cached) or session.num_resumed,
+                    may_be_fewer=not opening.cached,
                 )
+            )
         except MeshError as error:
             self._report([_failure(message.session, 0, 0, error)])
         self._wakefulness.update(len(self._sessions))
@@ -433,6 +444,7 @@ class StageService(rpc.StageServicer):
                 times=tuple(window.times),
                 arrived_us=monotonic_us(),
                 most_together=window.most_together,
+                num_resumed=session.num_resumed,
             )
         )
 

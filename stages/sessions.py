@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
+from stages.opening import NOTHING_RESUMED
 
 if TYPE_CHECKING:
     from stages.judge import Judge
+    from stages.opening import Resumed
 
 _NUM_CLOSED_REMEMBERED: Final = 4096
 
@@ -23,12 +25,14 @@ class StageSession:
         slot: Its sequence slot in llama.cpp.
         judge: Draws for it at the tail.
         epoch: Windows of a lower epoch are void.
+        num_resumed: First positions that its slot may hold from before a repair.
     """
 
     id: int
     slot: int
     judge: Judge
     epoch: int = 0
+    num_resumed: int = 0
 
 
 @dataclass
@@ -42,13 +46,21 @@ class SessionTable:
     num_slots: int
     _open: dict[int, StageSession] = field(default_factory=dict)
     _owner: dict[int, int] = field(default_factory=dict)
+    # Of each slot the session that had it last, also when that is over.
+    _latest: dict[int, int] = field(default_factory=dict)
     _closed: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, session: int, slot: int, judge: Judge) -> int | None:
-        """Give the slot to the session; returns the session that had to leave it, if any.
+    def open(self, session: int, slot: int, judge: Judge, resumed: Resumed = NOTHING_RESUMED) -> StageSession:
+        """Give the slot to the session; whoever had it must leave.
+
+        Args:
+            session: Its id.
+            slot: The slot.
+            judge: Draws for it.
+            resumed: What it goes on with: counts only if the slot was that session's last.
 
         Raises:
             InvalidWindow: If there is no such slot.
@@ -58,9 +70,11 @@ class SessionTable:
         evicted = self._owner.get(slot)
         if evicted is not None:
             self.close(evicted)
-        self._open[session] = StageSession(session, slot, judge)
-        self._owner[slot] = session
-        return evicted
+        num_resumed = resumed.num_positions if resumed.session == self._latest.get(slot) else 0
+        entry = StageSession(session, slot, judge, num_resumed=num_resumed)
+        self._open[session] = entry
+        self._owner[slot] = self._latest[slot] = session
+        return entry
 
     def close(self, session: int) -> int | None:
         """End the session; returns the slot that is free now, or None if the session is not open here."""
@@ -73,9 +87,14 @@ class SessionTable:
         del self._owner[entry.slot]
         return entry.slot
 
-    def close_all(self) -> list[int]:
-        """End every session, as when their coordinator is gone; returns the slots that are free now."""
-        return [slot for session in list(self._open) if (slot := self.close(session)) is not None]
+    def close_all(self) -> None:
+        """End every session, as when their ring broke."""
+        for session in list(self._open):
+            self.close(session)
+
+    def forget(self) -> None:
+        """Let no session go on with another's slot: ids of the next coordinator mean other sessions."""
+        self._latest.clear()
 
     def cancel(self, session: int, epoch: int) -> None:
         """Void the session's windows below `epoch`."""

@@ -33,6 +33,7 @@ class QueuedWindow:
         arrived_us: When it arrived, on this host's monotonic clock.
         most_together: Windows that may share its batch, itself included; 0: as many as fit.
         hidden: Hidden states of its rows, unless the stage is the first.
+        num_resumed: What the slot holds of the session's first positions may be used as it is, up to here.
     """
 
     session: int
@@ -44,6 +45,7 @@ class QueuedWindow:
     arrived_us: int
     most_together: int = 0
     hidden: EncodedHidden | None = None
+    num_resumed: int = 0
 
     def decoded(self) -> QueuedWindow:
         """The same, with its hidden states in the span."""
@@ -53,27 +55,22 @@ class QueuedWindow:
 
 
 @dataclass(frozen=True)
-class Freed:
-    """A slot to forget."""
-
-    slot: int
-
-
-@dataclass(frozen=True)
-class Copied:
-    """A slot to fill with the first positions of another.
+class Begun:
+    """A slot that a session takes over.
 
     Attributes:
-        session: Whose slot it is.
-        source: The slot that holds the positions.
-        slot: The slot that is to hold them too, and nothing else.
+        session: Its id.
+        source: The slot that holds the session's first positions, perhaps its own.
+        slot: The slot that is to hold them, and nothing else.
         num_positions: How many.
+        may_be_fewer: Whether the session can do with fewer of them; else it fails.
     """
 
     session: int
     source: int
     slot: int
     num_positions: int
+    may_be_fewer: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Passed:
     tell: Callable[[], object]
 
 
-Change = Freed | Copied | Passed
+Change = Begun | Passed
 
 
 @dataclass(frozen=True)

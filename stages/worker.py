@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import structlog
 
 from spanmesh_proto import windows_pb2 as wire
@@ -13,16 +14,16 @@ from spanmesh_proto.errors import MeshError, StageFailed, wire_of
 from stages.encoded_hidden import TO_WIRE
 from stages.hidden_codec import HiddenType, encode
 from stages.logprobs import to_wire
-from stages.window_queue import Freed, Passed
+from stages.window_queue import Passed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
-    from stages.runtime import StageRuntime
-    from stages.window_queue import Change, QueuedWindow, WindowQueue
+    from stages.runtime import Span, StageRuntime
+    from stages.sent_rows import SentRows
+    from stages.window_queue import Begun, Change, QueuedWindow, WindowQueue
 
 log = structlog.get_logger()
 
@@ -52,6 +53,7 @@ class StageWorker(threading.Thread):
         queue: Where windows come from.
         clock_us: Monotonic, microseconds.
         hidden_type: How hidden states travel to the next stage.
+        sent: Keeps them, to send them again after a repair. Belongs to this thread as well.
         on_windows: Gets windows for the next stage; called in this thread.
         on_verdicts: Gets the tail's answers; called in this thread.
         on_failures: Gets windows that could not be computed; called in this thread.
@@ -64,6 +66,7 @@ class StageWorker(threading.Thread):
         *,
         clock_us: Callable[[], int],
         hidden_type: HiddenType,
+        sent: SentRows,
         on_windows: Callable[[list[wire.Window]], None],
         on_verdicts: Callable[[list[wire.Verdict]], None],
         on_failures: Callable[[list[wire.Failure]], None],
@@ -73,6 +76,7 @@ class StageWorker(threading.Thread):
         self._queue = queue
         self._clock_us = clock_us
         self._hidden_type = hidden_type
+        self._sent = sent
         self._on_windows = on_windows
         self._on_verdicts = on_verdicts
         self._on_failures = on_failures
@@ -88,27 +92,70 @@ class StageWorker(threading.Thread):
             for change in work.changes:
                 self._change(change)
             started_us = self._clock_us()
-            windows = self._without_invalid(work.windows)
+            windows = self._without_invalid(self._without_held(work.windows, started_us))
             if windows:
                 self._compute(windows, started_us)
         self._runtime.close()
 
     def _change(self, change: Change) -> None:
-        if isinstance(change, Freed):
-            self._runtime.free(change.slot)
-            return
         if isinstance(change, Passed):
             change.tell()
-            return
+        else:
+            self._begin(change)
+
+    def _begin(self, begun: Begun) -> None:
+        slot, num_positions = begun.slot, begun.num_positions
         try:
-            self._runtime.copy(change.source, change.slot, change.num_positions)
+            if begun.source == slot:
+                self._trim(slot, num_positions)
+            else:
+                self._runtime.copy(begun.source, slot, num_positions)
+                self._sent.copy(begun.source, slot, num_positions)
         except MeshError as error:
             # What the slot holds now is another session's: no window may find that and go on with it.
-            self._runtime.free(change.slot)
-            failure = wire.Failure(session=change.session, code=wire_of(error).code, message=error.message)
-            self._on_failures([failure])
+            self._trim(slot, 0)
+            if not begun.may_be_fewer:
+                failure = wire.Failure(session=begun.session, code=wire_of(error).code, message=error.message)
+                self._on_failures([failure])
 
-    def _without_invalid(self, windows: tuple[QueuedWindow, ...]) -> list[QueuedWindow]:
+    def _trim(self, slot: int, num_positions: int) -> None:
+        self._sent.trim(slot, num_positions)
+        self._runtime.trim(slot, num_positions)
+
+    def _without_held(self, windows: tuple[QueuedWindow, ...], started_us: int) -> list[QueuedWindow]:
+        """The windows that are to be computed: what is there from before a repair is sent again at once."""
+        return [
+            window for window in windows if not (self._holds(window) and self._send_again(window, started_us))
+        ]
+
+    def _holds(self, window: QueuedWindow) -> bool:
+        """Whether the rows are in the slot as the session means them, and nothing is asked of them."""
+        span = window.span
+        held = min(window.num_resumed, self._runtime.length(span.slot))
+        return not span.num_outputs and span.start + len(span.tokens) <= held
+
+    def _send_again(self, window: QueuedWindow, started_us: int) -> bool:
+        """Answer without computing; False if what left the first time is not there any more."""
+        span = window.span
+        if self._runtime.info.is_tail:
+            verdict = self._verdict(window, np.empty((0, self._runtime.info.n_vocab), np.float32))
+            if verdict is not None:
+                _stamp(window, verdict, queue_us=max(0, started_us - window.arrived_us))
+                self._on_verdicts([verdict])
+            return True
+        rows = self._sent.find(span.slot, span.start, len(span.tokens), self._row_bytes)
+        if rows is None:
+            return False
+        onward = self._onward(window, rows)
+        _stamp(window, onward, queue_us=max(0, started_us - window.arrived_us))
+        self._on_windows([onward])
+        return True
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._hidden_type.row_bytes(self._runtime.info.n_embd)
+
+    def _without_invalid(self, windows: list[QueuedWindow]) -> list[QueuedWindow]:
         """The windows with their hidden states decoded. One bad window must not take the batch with it."""
         valid = []
         for queued in windows:
@@ -129,7 +176,7 @@ class StageWorker(threading.Thread):
             known = error if isinstance(error, MeshError) else StageFailed(f"stage failed: {error!r}")
             log.exception("windows_failed", num_windows=len(windows), reason=str(known))
             for window in windows:
-                self._runtime.free(window.span.slot)
+                self._trim(window.span.slot, 0)
             self._on_failures([failure_of(window, known) for window in windows])
 
     def _hand_on(
@@ -142,14 +189,21 @@ class StageWorker(threading.Thread):
         counts.num_decodes += 1
         if self._runtime.info.is_tail:
             verdicts = [self._verdict(window, logits) for window, logits in pairs]
-            counts.compute_us += self._stamp(windows, verdicts, started_us)
+            counts.compute_us += self._stamp_all(windows, verdicts, started_us)
             self._on_verdicts([verdict for verdict in verdicts if verdict is not None])
         else:
-            onward = [self._onward(window, hidden) for window, hidden in pairs]
-            counts.compute_us += self._stamp(windows, onward, started_us)
+            onward = [self._onward(window, self._encoded(window, hidden)) for window, hidden in pairs]
+            counts.compute_us += self._stamp_all(windows, onward, started_us)
             self._on_windows([window for window in onward if window.hidden])
+            # After they left: nobody waits for this.
+            for window, sent in zip(windows, onward, strict=True):
+                self._keep(window.span, sent.hidden)
 
-    def _stamp(
+    def _keep(self, span: Span, rows: bytes) -> None:
+        if rows:
+            self._sent.keep(span.slot, span.start, rows, self._row_bytes)
+
+    def _stamp_all(
         self,
         windows: list[QueuedWindow],
         messages: Sequence[wire.Window | wire.Verdict | None],
@@ -159,11 +213,9 @@ class StageWorker(threading.Thread):
         compute_us = self._clock_us() - started_us
         num_rows = sum(len(window.span.tokens) for window in windows)
         for window, message in zip(windows, messages, strict=True):
-            if message is None:
-                continue
-            message.times.extend(window.times)
-            queue_us = max(0, started_us - window.arrived_us)
-            message.times.add(queue_us=queue_us, compute_us=compute_us, num_rows=num_rows)
+            if message is not None:
+                queue_us = max(0, started_us - window.arrived_us)
+                _stamp(window, message, queue_us=queue_us, compute_us=compute_us, num_rows=num_rows)
         return compute_us
 
     def _verdict(self, window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict | None:
@@ -171,7 +223,7 @@ class StageWorker(threading.Thread):
         try:
             return self._judge(window, logits)
         except MeshError as error:
-            self._runtime.free(window.span.slot)
+            self._trim(window.span.slot, 0)
             self._on_failures([failure_of(window, error)])
             return None
 
@@ -188,8 +240,8 @@ class StageWorker(threading.Thread):
             logprobs=to_wire(draws.logprobs),
         )
 
-    def _onward(self, window: QueuedWindow, hidden: NDArray[np.float32]) -> wire.Window:
-        """The window for the next stage; without hidden states if they could not be encoded."""
+    def _onward(self, window: QueuedWindow, rows: bytes) -> wire.Window:
+        """The window for the next stage."""
         span = window.span
         return wire.Window(
             session=window.session,
@@ -198,7 +250,7 @@ class StageWorker(threading.Thread):
             start=span.start,
             tokens=span.tokens,
             verify_rows=span.num_outputs,
-            hidden=self._encoded(window, hidden),
+            hidden=rows,
             hidden_type=TO_WIRE[self._hidden_type],
             most_together=window.most_together,
         )
@@ -208,9 +260,21 @@ class StageWorker(threading.Thread):
         try:
             return encode(hidden, self._hidden_type)
         except MeshError as error:
-            self._runtime.free(window.span.slot)
+            self._trim(window.span.slot, 0)
             self._on_failures([failure_of(window, error)])
             return b""
+
+
+def _stamp(
+    window: QueuedWindow,
+    message: wire.Window | wire.Verdict,
+    *,
+    queue_us: int,
+    compute_us: int = 0,
+    num_rows: int = 0,
+) -> None:
+    message.times.extend(window.times)
+    message.times.add(queue_us=queue_us, compute_us=compute_us, num_rows=num_rows)
 
 
 def failure_of(window: QueuedWindow, error: MeshError) -> wire.Failure:

@@ -95,21 +95,21 @@ class FakeRuntime:
         self.on_decode(spans)
         return [self._compute(span) for span in spans]
 
-    def free(self, slot: int) -> None:
-        self._trim(slot, 0)
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
 
     def copy(self, source: int, slot: int, num_positions: int) -> None:
         if num_positions > self._lengths[source]:
             raise InvalidWindow(f"slot {source} holds {self._lengths[source]} positions, not {num_positions}")
         self._cells[slot] = list(self._cells[source])
         self._lengths[slot] = self._lengths[source]
-        self._trim(slot, num_positions)
+        self.trim(slot, num_positions)
 
     def close(self) -> None:
         pass
 
     def _compute(self, span: Span) -> NDArray[np.float32]:
-        self._trim(span.slot, span.start)
+        self.trim(span.slot, span.start)
         cells = self._cells[span.slot]
         values = span.tokens if span.hidden is None else [int(value) for value in span.hidden[:, 0]]
         cells.extend(Cell(span.start + row, value) for row, value in enumerate(values))
@@ -121,7 +121,7 @@ class FakeRuntime:
         rows = [self._logits(hashes[row], span.tokens[row]) for row in range(first, len(span.tokens))]
         return np.array(rows, np.float32).reshape(-1, self.info.n_vocab)
 
-    def _trim(self, slot: int, start: int) -> None:
+    def trim(self, slot: int, start: int) -> None:
         if self._lengths[slot] <= start:
             return
         if self.num_trims not in self.forgotten_trims:

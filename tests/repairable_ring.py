@@ -13,6 +13,7 @@ import grpc
 from mesh.coordinator import Coordinator, CoordinatorOptions, StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.channels import SERVER_OPTIONS
+from stages.sent_rows import LEAST_SENT_BYTES
 from stages.server import StageService
 from tests.fake_stage import FakeRuntime
 from tests.ring_harness import RunningStage
@@ -31,6 +32,7 @@ class RepairableRing:
     Args:
         on_decode: Called before each batch with the index of the stage, in the thread that computes there.
         make_runtime: Loads a stage; None makes fake ones.
+        most_sent_bytes: How much of what they sent on stages keep; a fake one's row takes 4.
 
     Attributes:
         coordinator: Set by `serving`.
@@ -41,12 +43,14 @@ class RepairableRing:
         self,
         on_decode: Callable[[int, Sequence[Span]], None] = lambda _index, _spans: None,
         make_runtime: Callable[[int], StageRuntime] | None = None,
+        most_sent_bytes: int = LEAST_SENT_BYTES,
     ) -> None:
         self.coordinator: Coordinator
         self.num_repairs = 0
         self.stages: list[RunningStage | None] = [None] * NUM_STAGES
         self._on_decode = on_decode
         self._make_runtime = make_runtime or self._fake
+        self._most_sent_bytes = most_sent_bytes
         self._keys = itertools.count()
         self.mesh_id = self.mesh_key = ""
 
@@ -110,6 +114,7 @@ class RepairableRing:
             stage_index=index,
             mesh_id=self.mesh_id,
             mesh_key=self.mesh_key,
+            most_sent_bytes=self._most_sent_bytes,
         )
         server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(service, server)

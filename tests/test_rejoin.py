@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -17,8 +17,9 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError
 from stages.channels import CLIENT_OPTIONS, key_metadata
 from stages.link import StageLink
+from stages.runtime import Span
 from tests.fake_stage import FakeRuntime
-from tests.repairable_ring import RepairableRing, serving
+from tests.repairable_ring import NUM_STAGES, RepairableRing, serving
 from tests.ring_harness import RunningStage, collect
 
 OPTIONS = CoordinatorOptions(128, 4, FakeRuntime.max_rows, 64)
@@ -136,3 +137,48 @@ async def test_a_planned_move_loses_nothing() -> None:
     assert said == undisturbed
     assert part.stats.num_replays == 3
     assert ring.num_repairs == 3
+
+
+@pytest.mark.parametrize("lost", range(NUM_STAGES))
+async def test_only_the_lost_stage_computes_again(lost: int) -> None:
+    rows = [0] * NUM_STAGES
+
+    def count(index: int, spans: Sequence[Span]) -> None:
+        rows[index] += sum(len(span.tokens) for span in spans)
+
+    ring = RepairableRing(count)
+    request = GenerationRequest(tuple(range(3, 53)), 30)
+    async with serving(ring, OPTIONS) as coordinator:
+        undisturbed, _ = await collect(coordinator, request)
+        parts = coordinator.generate(request)
+        said = list((await anext(parts)).tokens)
+        while len(said) < 10:
+            said += (await anext(parts)).tokens
+        before = list(rows)
+        await ring.kill(lost)
+        async for part in parts:
+            said += part.tokens
+    assert said == undisturbed
+    again = [after - early for after, early in zip(rows, before, strict=True)]
+    num_left = len(undisturbed) - 10
+    assert again[lost] >= len(request.prompt) + num_left
+    # A few windows more were lost on the way.
+    assert all(count <= num_left + 3 for index, count in enumerate(again) if index != lost)
+
+
+async def test_another_coordinator_s_sessions_are_not_gone_on_with() -> None:
+    """Its ids mean other sessions: what a slot holds is none of theirs."""
+    ring = RepairableRing()
+    await ring.fill()
+    stage = ring.running[0]
+    sampling = wire.Sampling(top_p=1, repetition_penalty=1)
+    said: list[int] = []
+    for term in (0, 1):
+        await stage.service.rejoin(0, ring.mesh_id, ring.mesh_key, term)
+        stage.service._on_open(wire.Open(session=1, sampling=sampling, resumed_session=1, num_resumed=4))
+        said.append(stage.service._sessions._open[1].num_resumed)
+        await stage.service.rejoin(0, ring.mesh_id, ring.mesh_key, term)
+        stage.service._on_open(wire.Open(session=2, sampling=sampling, resumed_session=1, num_resumed=4))
+        said.append(stage.service._sessions._open[2].num_resumed)
+    await ring.close()
+    assert said == [0, 4, 0, 4]

@@ -80,6 +80,7 @@ async def read(ring: RepairableRing, request: GenerationRequest) -> list[Committ
             Sampling(0.8, seed=4, repetition_penalty=1.5, presence_penalty=0.7, repetition_window=20),
         ]
     ),
+    most_sent_rows=st.sampled_from([0, 30, 80, 1000]),
 )
 def test_one_text_whenever_stages_die(
     *,
@@ -90,6 +91,7 @@ def test_one_text_whenever_stages_die(
     width: int | None,
     depth: int | None,
     sampling: Sampling,
+    most_sent_rows: int,
 ) -> None:
     if proposer in {"oracle", "slow"}:
         prompts = prompts[:1]
@@ -102,7 +104,7 @@ def test_one_text_whenever_stages_die(
 
     async def ask() -> list[list[Committed]]:
         dies = Deaths(deaths)
-        ring = dies.ring = RepairableRing(dies)
+        ring = dies.ring = RepairableRing(dies, most_sent_bytes=4 * most_sent_rows)
         controller = ControllerOptions(fixed_width=width, fixed_depth=depth)
         make_proposers = None if make is None else lambda _request: [make()]
         async with (

@@ -30,7 +30,7 @@ def test_slots_that_do_not_follow_one_another_share_a_decode(first_stage: Path) 
     with closing(StageRuntime(first_stage, options)) as runtime:
         alone = np.concatenate([runtime.decode([Span(0, row, [TEXT[row]])])[0] for row in range(len(TEXT))])
         ends = [0] * NUM_SLOTS
-        runtime.free(0)
+        runtime.trim(0, 0)
         for _ in range(100):
             slots = [int(slot) for slot in random.permutation(NUM_SLOTS)[: random.integers(1, NUM_SLOTS + 1)]]
             spans = []
@@ -51,7 +51,7 @@ def test_copied_positions_are_the_source_s_own(first_stage: Path) -> None:
     with closing(StageRuntime(first_stage, options)) as runtime:
         alone = []
         for text in texts:
-            runtime.free(0)
+            runtime.trim(0, 0)
             alone.append(np.concatenate([runtime.decode([Span(0, 0, text)])[0]]))
         which, ends = [1, 0, 0, 0], [len(TEXT), 0, 0, 0]
         for _ in range(150):
@@ -67,7 +67,7 @@ def test_copied_positions_are_the_source_s_own(first_stage: Path) -> None:
                 ends[slot] += rows - int(random.integers(0, rows))
             else:
                 which[slot], ends[slot] = 1 - which[slot], 0
-                runtime.free(slot)
+                runtime.trim(slot, 0)
         with pytest.raises(InvalidWindow, match=r"slot 0 holds \d+ positions: 61 cannot be copied"):
             runtime.copy(0, 1, len(TEXT) + 1)
         with pytest.raises(InvalidWindow, match="slot 4 of 4 does not exist"):

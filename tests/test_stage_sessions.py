@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
 from stages.judge import Judge
+from stages.opening import Resumed
 from stages.runtime import Span
 from stages.sampling import Sampling
 from stages.sessions import SessionTable
@@ -30,12 +31,25 @@ def window(
 
 def test_a_slot_given_to_a_new_session_ends_the_old_one() -> None:
     table = SessionTable(num_slots=2)
-    assert table.open(1, 0, Judge(Sampling())) is None
-    assert table.open(2, 0, Judge(Sampling())) == 1
+    table.open(1, 0, Judge(Sampling()))
+    table.open(2, 0, Judge(Sampling()))
+    assert not table.is_live(1, 0)
     assert table.admit(1, 0) is None
     late_close = table.close(1)
     assert late_close is None, "closing the evicted session must not free its successor's slot"
     assert table.close(2) == 0
+
+
+def test_a_session_goes_on_with_its_own_slot_only() -> None:
+    table = SessionTable(num_slots=2)
+    table.open(1, 0, Judge(Sampling()))
+    table.open(2, 1, Judge(Sampling()))
+    table.close_all()
+    assert table.open(3, 0, Judge(Sampling()), Resumed(1, 40)).num_resumed == 40
+    assert table.open(4, 1, Judge(Sampling()), Resumed(1, 40)).num_resumed == 0
+    assert table.open(5, 1, Judge(Sampling()), Resumed(2, 40)).num_resumed == 0, "4 was there since"
+    table.forget()
+    assert table.open(6, 0, Judge(Sampling()), Resumed(3, 40)).num_resumed == 0
 
 
 def test_windows_of_an_older_epoch_are_void() -> None:
@@ -69,9 +83,10 @@ def test_a_slot_never_has_two_owners(steps: list[tuple[str, int, int]]) -> None:
     for kind, pick, slot in steps:
         if kind == "open":
             fresh += 1
-            evicted = table.open(fresh, slot, Judge(Sampling()))
-            assert evicted == owner.get(slot)
+            table.open(fresh, slot, Judge(Sampling()))
+            evicted = owner.get(slot)
             if evicted is not None:
+                assert not table.is_live(evicted, 0)
                 del alive[evicted]
             owner[slot] = fresh
             alive[fresh] = slot

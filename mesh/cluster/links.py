@@ -55,8 +55,8 @@ class Link:
     def hop_ms(self) -> float | None:
         """One way for a row of hidden states: what its round trip takes beyond half a small one's.
 
-        Of the shortest ones: whatever made others longer was not the wire. Nor was it the wire that made every small
-        one longer than a row's: then the way back is half of the row's own round trip, at most.
+        Of the shortest ones: whatever made others longer was not the wire. Nor was it the wire if every small
+        one took longer than a row: then the way back is half of the row's own round trip, at most.
         """
         if not self.small_ms or not self.hidden_ms:
             return None

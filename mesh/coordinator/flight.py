@@ -31,7 +31,9 @@ class Flight(NamedTuple):
 
 
 def measures(verdict: wire.Verdict) -> tuple[StageMeasure, ...]:
-    """What each stage took for a window, in order."""
+    """What each stage took for a window, in order; nothing if one did not compute it."""
+    if not all(time.num_rows for time in verdict.times):
+        return ()
     return tuple(
         StageMeasure(time.num_rows, time.queue_us / 1000, time.compute_us / 1000) for time in verdict.times
     )

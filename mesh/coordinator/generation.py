@@ -71,6 +71,7 @@ class Generation:
         self._prefix = request.prompt
         self._num_prefilled = num_cached
         self._num_computed = num_cached
+        self._num_resumable = 0
         self._last = request.prompt[-1]
         self._in_flight: deque[WindowPlan] = deque()
 
@@ -83,6 +84,11 @@ class Generation:
     def computed(self) -> tuple[int, ...]:
         """The tokens, from position 0 on, that every stage is known to hold."""
         return (*self._request.prompt, *self._committed)[: self._num_computed]
+
+    @property
+    def num_resumable(self) -> int:
+        """After `rewind`: first positions that were computed by all stages before it."""
+        return self._num_resumable
 
     @property
     def num_in_flight(self) -> int:
@@ -120,7 +126,11 @@ class Generation:
             num_rows: Its tokens, if so many are left; at least 1, and at most those of a window are taken.
         """
         start = self._num_prefilled
-        tokens = self._prefix[start : start + min(num_rows, self._max_rows)]
+        num_rows = min(num_rows, self._max_rows)
+        if start < self._num_resumable:
+            # Stages that have these still need not compute them; those behind, all must.
+            num_rows = min(num_rows, self._num_resumable - start)
+        tokens = self._prefix[start : start + num_rows]
         self._num_prefilled += len(tokens)
         return self._send(WindowPlan(start, tokens, int(self.is_prefilled), is_prompt=True))
 
@@ -148,6 +158,8 @@ class Generation:
     def rewind(self) -> tuple[WindowPlan, ...]:
         """Begin again at position 0, with prompt and answer so far as the prompt; returns what flew."""
         self._prefix = (*self._request.prompt, *self._committed)
+        # In a ring that breaks while it replays, no more is known than before.
+        self._num_resumable = max(self._num_resumable, self._num_computed)
         self.num_cached = self._num_prefilled = self._num_computed = 0
         return self._void()
 

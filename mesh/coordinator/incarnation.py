@@ -48,9 +48,10 @@ class Incarnation:
     def count(self, times: Iterable[wire.StageTime]) -> None:
         """Add up what the stages took for a window."""
         for totals, time in zip(self._totals, times, strict=False):
-            totals.num_windows += 1
-            totals.queue_us += time.queue_us
-            totals.compute_us += time.compute_us
+            if time.num_rows:
+                totals.num_windows += 1
+                totals.queue_us += time.queue_us
+                totals.compute_us += time.compute_us
 
     def status(self) -> list[dict[str, Any]]:
         """For `mesh status`: each stage with its mean times."""

@@ -31,6 +31,7 @@ from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import judge_unread
 from speculative.proposal import EMPTY
 from stages.logprobs import from_wire
+from stages.opening import NOTHING_RESUMED, Resumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,7 +161,15 @@ class Session:
             is_on_trial: Whether to be called once its next token is there instead, and to wait then for
                 `acquit`.
         """
-        self._opening = replace(self._opening, session=id, cached=(), source_slot=self._opening.slot)
+        is_elsewhere = incarnation is not self._incarnation
+        self._opening = replace(
+            self._opening,
+            session=id,
+            cached=(),
+            source_slot=self._opening.slot,
+            # In the same ring it begins anew because a stage does not hold what it should.
+            resumed=Resumed(self.id, self._generation.num_resumable) if is_elsewhere else NOTHING_RESUMED,
+        )
         self._incarnation = incarnation
         self._epoch = 0
         self._on_replayed = on_replayed

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspanmesh_proto/windows.proto\x12\x10spanmesh.windows\"j\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x0f\n\x07mesh_id\x18\x03 \x01(\t\x12\x0e\n\x06sender\x18\x04 \x01(\t\x12\x0c\n\x04term\x18\x05 \x01(\x04\"{\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x13\n\x0bstage_index\x18\x03 \x01(\r\x12\x13\n\x0blayer_start\x18\x04 \x01(\r\x12\x12\n\nlayer_stop\x18\x05 \x01(\r\"\x94\x01\n\x05\x46rame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.spanmesh.windows.HelloH\x00\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.spanmesh.windows.OpenH\x00\x12\x31\n\x07windows\x18\x03 \x01(\x0b\x32\x1e.spanmesh.windows.WindowBundleH\x00\x42\x06\n\x04kind\"9\n\x0cWindowBundle\x12)\n\x07windows\x18\x01 \x03(\x0b\x32\x18.spanmesh.windows.Window\"<\n\rVerdictBundle\x12+\n\x08verdicts\x18\x01 \x03(\x0b\x32\x19.spanmesh.windows.Verdict\"\xce\x01\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.spanmesh.windows.Sampling\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1d\n\x10num_top_logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x06 \x03(\r\x12\x13\n\x0bsource_slot\x18\x07 \x01(\rB\x13\n\x11_num_top_logprobs\"\xeb\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x19\n\x11repetition_window\x18\t \x01(\r\x12\x13\n\x0b\x62ias_tokens\x18\n \x03(\r\x12\x0e\n\x06\x62iases\x18\x0b \x03(\x01\"\xee\x01\n\x06Window\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\n\n\x02id\x18\x03 \x01(\x04\x12\r\n\x05start\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x13\n\x0bverify_rows\x18\x06 \x01(\r\x12\x0e\n\x06hidden\x18\x07 \x01(\x0c\x12\x31\n\x0bhidden_type\x18\x08 \x01(\x0e\x32\x1c.spanmesh.windows.HiddenType\x12*\n\x05times\x18\t \x03(\x0b\x32\x1b.spanmesh.windows.StageTime\x12\x15\n\rmost_together\x18\n \x01(\r\"C\n\tStageTime\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\ncompute_us\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\"\xba\x01\n\x07Verdict\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x11\n\twindow_id\x18\x03 \x01(\x04\x12\r\n\x05start\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12*\n\x05times\x18\x06 \x03(\x0b\x32\x1b.spanmesh.windows.StageTime\x12\x31\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1f.spanmesh.windows.TokenLogprobs\"J\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xc0\x01\n\x0e\x43ontrolRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.spanmesh.windows.HelloH\x00\x12*\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x18.spanmesh.windows.CancelH\x00\x12(\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x17.spanmesh.windows.CloseH\x00\x12&\n\x04ping\x18\x04 \x01(\x0b\x32\x16.spanmesh.windows.PingH\x00\x42\x06\n\x04kind\"(\n\x06\x43\x61ncel\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x18\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\x04\"\x17\n\x04Ping\x12\x0f\n\x07sent_us\x18\x01 \x01(\x04\"\x9a\x01\n\x0c\x43ontrolReply\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.spanmesh.windows.WelcomeH\x00\x12,\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x19.spanmesh.windows.FailureH\x00\x12&\n\x04pong\x18\x03 \x01(\x0b\x32\x16.spanmesh.windows.PongH\x00\x42\x06\n\x04kind\"D\n\x04Pong\x12\x0f\n\x07sent_us\x18\x01 \x01(\x04\x12+\n\x05stats\x18\x02 \x01(\x0b\x32\x1c.spanmesh.windows.StageStats\"\xb0\x01\n\nStageStats\x12\x13\n\x0bnum_windows\x18\x01 \x01(\x04\x12\x10\n\x08num_rows\x18\x02 \x01(\x04\x12\x1b\n\x13num_dropped_windows\x18\x03 \x01(\x04\x12\x13\n\x0bnum_decodes\x18\x04 \x01(\x04\x12\x12\n\ncompute_us\x18\x05 \x01(\x04\x12\x1a\n\x12num_queued_windows\x18\x06 \x01(\r\x12\x19\n\x11num_open_sessions\x18\x07 \x01(\r\"[\n\x07\x46\x61ilure\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x11\n\twindow_id\x18\x03 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t*J\n\nHiddenType\x12\x13\n\x0fHIDDEN_TYPE_F32\x10\x00\x12\x13\n\x0fHIDDEN_TYPE_F16\x10\x01\x12\x12\n\x0eHIDDEN_TYPE_Q8\x10\x02\x32\xe0\x01\n\x05Stage\x12>\n\x04Link\x12\x17.spanmesh.windows.Frame\x1a\x19.spanmesh.windows.Welcome(\x01\x30\x01\x12O\n\x07\x43ontrol\x12 .spanmesh.windows.ControlRequest\x1a\x1e.spanmesh.windows.ControlReply(\x01\x30\x01\x12\x46\n\x08Verdicts\x12\x17.spanmesh.windows.Hello\x1a\x1f.spanmesh.windows.VerdictBundle0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspanmesh_proto/windows.proto\x12\x10spanmesh.windows\"j\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x0f\n\x07mesh_id\x18\x03 \x01(\t\x12\x0e\n\x06sender\x18\x04 \x01(\t\x12\x0c\n\x04term\x18\x05 \x01(\x04\"{\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x13\n\x0bstage_index\x18\x03 \x01(\r\x12\x13\n\x0blayer_start\x18\x04 \x01(\r\x12\x12\n\nlayer_stop\x18\x05 \x01(\r\"\x94\x01\n\x05\x46rame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.spanmesh.windows.HelloH\x00\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.spanmesh.windows.OpenH\x00\x12\x31\n\x07windows\x18\x03 \x01(\x0b\x32\x1e.spanmesh.windows.WindowBundleH\x00\x42\x06\n\x04kind\"9\n\x0cWindowBundle\x12)\n\x07windows\x18\x01 \x03(\x0b\x32\x18.spanmesh.windows.Window\"<\n\rVerdictBundle\x12+\n\x08verdicts\x18\x01 \x03(\x0b\x32\x19.spanmesh.windows.Verdict\"\xfc\x01\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.spanmesh.windows.Sampling\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1d\n\x10num_top_logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x06 \x03(\r\x12\x13\n\x0bsource_slot\x18\x07 \x01(\r\x12\x17\n\x0fresumed_session\x18\x08 \x01(\x04\x12\x13\n\x0bnum_resumed\x18\t \x01(\rB\x13\n\x11_num_top_logprobs\"\xeb\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x19\n\x11repetition_window\x18\t \x01(\r\x12\x13\n\x0b\x62ias_tokens\x18\n \x03(\r\x12\x0e\n\x06\x62iases\x18\x0b \x03(\x01\"\xee\x01\n\x06Window\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\n\n\x02id\x18\x03 \x01(\x04\x12\r\n\x05start\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x13\n\x0bverify_rows\x18\x06 \x01(\r\x12\x0e\n\x06hidden\x18\x07 \x01(\x0c\x12\x31\n\x0bhidden_type\x18\x08 \x01(\x0e\x32\x1c.spanmesh.windows.HiddenType\x12*\n\x05times\x18\t \x03(\x0b\x32\x1b.spanmesh.windows.StageTime\x12\x15\n\rmost_together\x18\n \x01(\r\"C\n\tStageTime\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\ncompute_us\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\"\xba\x01\n\x07Verdict\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x11\n\twindow_id\x18\x03 \x01(\x04\x12\r\n\x05start\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12*\n\x05times\x18\x06 \x03(\x0b\x32\x1b.spanmesh.windows.StageTime\x12\x31\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1f.spanmesh.windows.TokenLogprobs\"J\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x12\n\ntop_tokens\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xc0\x01\n\x0e\x43ontrolRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.spanmesh.windows.HelloH\x00\x12*\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x18.spanmesh.windows.CancelH\x00\x12(\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x17.spanmesh.windows.CloseH\x00\x12&\n\x04ping\x18\x04 \x01(\x0b\x32\x16.spanmesh.windows.PingH\x00\x42\x06\n\x04kind\"(\n\x06\x43\x61ncel\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\x18\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\x04\"\x17\n\x04Ping\x12\x0f\n\x07sent_us\x18\x01 \x01(\x04\"\x9a\x01\n\x0c\x43ontrolReply\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.spanmesh.windows.WelcomeH\x00\x12,\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x19.spanmesh.windows.FailureH\x00\x12&\n\x04pong\x18\x03 \x01(\x0b\x32\x16.spanmesh.windows.PongH\x00\x42\x06\n\x04kind\"D\n\x04Pong\x12\x0f\n\x07sent_us\x18\x01 \x01(\x04\x12+\n\x05stats\x18\x02 \x01(\x0b\x32\x1c.spanmesh.windows.StageStats\"\xb0\x01\n\nStageStats\x12\x13\n\x0bnum_windows\x18\x01 \x01(\x04\x12\x10\n\x08num_rows\x18\x02 \x01(\x04\x12\x1b\n\x13num_dropped_windows\x18\x03 \x01(\x04\x12\x13\n\x0bnum_decodes\x18\x04 \x01(\x04\x12\x12\n\ncompute_us\x18\x05 \x01(\x04\x12\x1a\n\x12num_queued_windows\x18\x06 \x01(\r\x12\x19\n\x11num_open_sessions\x18\x07 \x01(\r\"[\n\x07\x46\x61ilure\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x11\n\twindow_id\x18\x03 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t*J\n\nHiddenType\x12\x13\n\x0fHIDDEN_TYPE_F32\x10\x00\x12\x13\n\x0fHIDDEN_TYPE_F16\x10\x01\x12\x12\n\x0eHIDDEN_TYPE_Q8\x10\x02\x32\xe0\x01\n\x05Stage\x12>\n\x04Link\x12\x17.spanmesh.windows.Frame\x1a\x19.spanmesh.windows.Welcome(\x01\x30\x01\x12O\n\x07\x43ontrol\x12 .spanmesh.windows.ControlRequest\x1a\x1e.spanmesh.windows.ControlReply(\x01\x30\x01\x12\x46\n\x08Verdicts\x12\x17.spanmesh.windows.Hello\x1a\x1f.spanmesh.windows.VerdictBundle0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'spanmesh_proto.windows_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HIDDENTYPE']._serialized_start=2364
-  _globals['_HIDDENTYPE']._serialized_end=2438
+  _globals['_HIDDENTYPE']._serialized_start=2410
+  _globals['_HIDDENTYPE']._serialized_end=2484
   _globals['_HELLO']._serialized_start=50
   _globals['_HELLO']._serialized_end=156
   _globals['_WELCOME']._serialized_start=158
@@ -44,33 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERDICTBUNDLE']._serialized_start=493
   _globals['_VERDICTBUNDLE']._serialized_end=553
   _globals['_OPEN']._serialized_start=556
-  _globals['_OPEN']._serialized_end=762
-  _globals['_SAMPLING']._serialized_start=765
-  _globals['_SAMPLING']._serialized_end=1000
-  _globals['_WINDOW']._serialized_start=1003
-  _globals['_WINDOW']._serialized_end=1241
-  _globals['_STAGETIME']._serialized_start=1243
-  _globals['_STAGETIME']._serialized_end=1310
-  _globals['_VERDICT']._serialized_start=1313
-  _globals['_VERDICT']._serialized_end=1499
-  _globals['_TOKENLOGPROBS']._serialized_start=1501
-  _globals['_TOKENLOGPROBS']._serialized_end=1575
-  _globals['_CONTROLREQUEST']._serialized_start=1578
-  _globals['_CONTROLREQUEST']._serialized_end=1770
-  _globals['_CANCEL']._serialized_start=1772
-  _globals['_CANCEL']._serialized_end=1812
-  _globals['_CLOSE']._serialized_start=1814
-  _globals['_CLOSE']._serialized_end=1838
-  _globals['_PING']._serialized_start=1840
-  _globals['_PING']._serialized_end=1863
-  _globals['_CONTROLREPLY']._serialized_start=1866
-  _globals['_CONTROLREPLY']._serialized_end=2020
-  _globals['_PONG']._serialized_start=2022
-  _globals['_PONG']._serialized_end=2090
-  _globals['_STAGESTATS']._serialized_start=2093
-  _globals['_STAGESTATS']._serialized_end=2269
-  _globals['_FAILURE']._serialized_start=2271
-  _globals['_FAILURE']._serialized_end=2362
-  _globals['_STAGE']._serialized_start=2441
-  _globals['_STAGE']._serialized_end=2665
+  _globals['_OPEN']._serialized_end=808
+  _globals['_SAMPLING']._serialized_start=811
+  _globals['_SAMPLING']._serialized_end=1046
+  _globals['_WINDOW']._serialized_start=1049
+  _globals['_WINDOW']._serialized_end=1287
+  _globals['_STAGETIME']._serialized_start=1289
+  _globals['_STAGETIME']._serialized_end=1356
+  _globals['_VERDICT']._serialized_start=1359
+  _globals['_VERDICT']._serialized_end=1545
+  _globals['_TOKENLOGPROBS']._serialized_start=1547
+  _globals['_TOKENLOGPROBS']._serialized_end=1621
+  _globals['_CONTROLREQUEST']._serialized_start=1624
+  _globals['_CONTROLREQUEST']._serialized_end=1816
+  _globals['_CANCEL']._serialized_start=1818
+  _globals['_CANCEL']._serialized_end=1858
+  _globals['_CLOSE']._serialized_start=1860
+  _globals['_CLOSE']._serialized_end=1884
+  _globals['_PING']._serialized_start=1886
+  _globals['_PING']._serialized_end=1909
+  _globals['_CONTROLREPLY']._serialized_start=1912
+  _globals['_CONTROLREPLY']._serialized_end=2066
+  _globals['_PONG']._serialized_start=2068
+  _globals['_PONG']._serialized_end=2136
+  _globals['_STAGESTATS']._serialized_start=2139
+  _globals['_STAGESTATS']._serialized_end=2315
+  _globals['_FAILURE']._serialized_start=2317
+  _globals['_FAILURE']._serialized_end=2408
+  _globals['_STAGE']._serialized_start=2487
+  _globals['_STAGE']._serialized_end=2711
 # @@protoc_insertion_point(module_scope)
