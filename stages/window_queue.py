@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from stages.encoded_hidden import EncodedHidden
     from stages.judge import Judge
     from stages.runtime import Span
+
+
+_MOST_PASSED_OVER: Final = 4
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,9 @@ class WindowQueue:
 
     Two windows of one session never share a batch: the second may trim what the first computes. Nor does a
     chunk of a prompt share one with others: it takes turns with all that wait after the chunk before. So a
-    token of one session waits for at most one chunk of another, however many of them are queued.
+    token of one session waits for at most one chunk of another, however many of them are queued. Of several
+    chunks the shortest goes first, so that a short prompt does not wait for long ones; but the one that has
+    waited longest is passed over a few times only.
 
     Args:
         max_rows: Rows of one batch.
@@ -117,6 +122,8 @@ class WindowQueue:
         self._changes: list[Change] = []
         # Windows that are still to be taken before the next chunk.
         self._num_before_chunk: int | None = None
+        # Chunks taken since the one that waits longest came to be that.
+        self._num_passed_over = 0
         self._is_closed = False
         self.num_dropped = 0
 
@@ -161,8 +168,8 @@ class WindowQueue:
         firsts: dict[int, QueuedWindow] = {}
         for window in self._waiting:
             firsts.setdefault(window.session, window)
-        chunk = next((window for window in firsts.values() if _is_chunk(window)), None)
-        if chunk is None:
+        chunks = [window for window in firsts.values() if _is_chunk(window)]
+        if not chunks:
             self._num_before_chunk = None
             return self._take_small()
         if self._num_before_chunk is None:
@@ -171,8 +178,17 @@ class WindowQueue:
             self._num_before_chunk -= len(taken)
             return taken
         self._num_before_chunk = None
+        return (self._take_chunk(chunks),)
+
+    def _take_chunk(self, chunks: list[QueuedWindow]) -> QueuedWindow:
+        """Of the first chunk of each session, in the order of their arrivals."""
+        longest_waiting = chunks[0]
+        chunk = longest_waiting
+        if self._num_passed_over < _MOST_PASSED_OVER:
+            chunk = min(chunks, key=lambda window: len(window.span.tokens))
+        self._num_passed_over = 0 if chunk is longest_waiting else self._num_passed_over + 1
         self._waiting.remove(chunk)
-        return (chunk,)
+        return chunk
 
     def _take_small(self) -> tuple[QueuedWindow, ...]:
         taken: list[QueuedWindow] = []

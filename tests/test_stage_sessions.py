@@ -145,6 +145,16 @@ def test_chunks_of_a_prompt_and_others_take_turns() -> None:
     assert [taken(queue), taken(queue)] == [[(1, 2)], [(5, 0)]]
 
 
+def test_a_short_prompt_goes_before_long_ones_but_not_for_ever() -> None:
+    queue = WindowQueue(64, lambda _session, _epoch: True)
+    queue.put(chunk(1, 0))
+    queue.put(chunk(2, 0))
+    for session in range(3, 11):
+        queue.put(window(session, 4, num_outputs=1))
+    order = [taken(queue)[0][0] for _ in range(10)]
+    assert order == [3, 4, 5, 6, 1, 7, 8, 9, 10, 2]
+
+
 def test_groups_stay_as_small_as_they_were_told_and_a_chunk_waits_for_all_of_them() -> None:
     queue = WindowQueue(64, lambda _session, _epoch: True)
     queue.put(chunk(9, 0))
