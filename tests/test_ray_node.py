@@ -73,6 +73,10 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
+# Of Ray, and what it calls some of them once they run.
+OWN_PROGRAMS = ("dashboard.py", "/agent.py", "agent/main.py", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+
+
 @pytest.fixture
 def strangers() -> set[psutil.Process]:
     """Children of this process that were there before."""
@@ -90,6 +94,15 @@ def descendants(pid: int) -> set[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return set(psutil.Process(pid).children(recursive=True))
     return set()
+
+
+def is_heavy(process: psutil.Process) -> bool:
+    """Whether it is one of those that import all of Ray and do nothing for a mesh."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        words = process.cmdline()
+        is_own = any(word.endswith(OWN_PROGRAMS) for word in words)
+        return is_own and not any(word.endswith("idle_agent.py") for word in words)
+    return False
 
 
 def alive(processes: set[psutil.Process], within_s: float) -> list[str]:
@@ -112,6 +125,7 @@ def test_two_nodes_carry_actors_and_end_without_a_trace(
     try:
         asyncio.run(worker.wait_ready())
         processes = descendants(os.getpid())
+        heavy = [" ".join(process.cmdline()) for process in processes - strangers if is_heavy(process)]
         answer = subprocess.run(
             [sys.executable, "-c", DRIVER, head.ray_dir, head.token_path, address, "head.1", "worker.1"],
             capture_output=True,
@@ -133,6 +147,7 @@ def test_two_nodes_carry_actors_and_end_without_a_trace(
     assert said["> missing"] == "the process never there has ended"
     assert said["> die"].startswith("StageFailed greeter 0 went away: ")
     assert len(processes - strangers) > 4
+    assert heavy == []
     assert alive(processes - strangers, within_s=0) == []
     assert not head.ray_dir.parent.exists()
     assert not worker.ray_dir.parent.exists()

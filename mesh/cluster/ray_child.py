@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from mesh.cluster.ray_environment import LINGER_S, OWNER_PATH, PARENT_PID
 from mesh.cluster.ray_keeper import Ownership, keep
@@ -30,15 +30,6 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:
         sys.exit(1)
-
-
-def drop_client_server(ray_params: Any, head: bool) -> None:  # noqa: FBT001 - Ray's signature
-    """Ray's start hook: leave out the server for Ray Client, which nobody here uses.
-
-    It costs 90 MB and a fixed port, and Ray's command line has no option against it.
-    """
-    if head:
-        ray_params.ray_client_server_port = None
 
 
 def main() -> None:

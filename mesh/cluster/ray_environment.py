@@ -67,6 +67,6 @@ def child_environment(token_path: Path, owner_path: Path, linger_s: float) -> di
         PARENT_PID: str(os.getpid()),
         OWNER_PATH: str(owner_path),
         LINGER_S: str(linger_s),
-        "RAY_START_HOOK": "mesh.cluster.ray_child.drop_client_server",
+        "RAY_START_HOOK": "mesh.cluster.ray_hook.leave_out",
         "PYTHONUNBUFFERED": "1",
     }
