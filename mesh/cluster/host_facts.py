@@ -6,12 +6,11 @@ import importlib.metadata
 import os
 import platform
 import re
-import threading
-import time
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import psutil
 
 from spanmesh_proto import SOFTWARE_VERSION
@@ -22,9 +21,7 @@ _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 # What a Ray node's own processes take; they are yet to start when facts are read.
 _NODE_BYTES: Final = 320 * 2**20
-# Larger than the caches of most processors, small enough for any host.
-_PROBE_BYTES: Final = 64 * 2**20
-_PROBE_ROUNDS: Final = 5
+_PROBE_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,14 @@ class HostFacts:
 
 
 def read_host_facts(*, memory_bytes: int | None = None, num_threads: int | None = None) -> HostFacts:
-    """Facts of this host; takes about a quarter of a second.
+    """Facts of this host; takes about half a second.
 
     Args:
         memory_bytes: What the user allows, instead of all that is free now and that Ray will not take.
         num_threads: What the user allows, instead of all physical cores that this process may run on.
+
+    Raises:
+        ClusterError: If its speed cannot be measured.
     """
     threads = num_threads or default_num_threads()
     return HostFacts(
@@ -103,22 +103,19 @@ def parse_size(text: str) -> int:
 
 
 def measure_speed_gb_per_s(num_threads: int) -> float:
-    """How fast `num_threads` threads together read memory, the best of several rounds.
+    """How fast `num_threads` threads together read memory; see `memory_speed`.
 
-    Each thread sums a block of its own (numpy lets go of the interpreter lock meanwhile); other work on the
-    host can only make a round slower, hence the best.
+    Measured in a process of its own, which takes numpy away with it: this one may stay for weeks.
+
+    Raises:
+        ClusterError: If that process fails.
     """
-    num_words = _PROBE_BYTES // num_threads // 8
-    blocks = [np.ones(num_words, dtype=np.uint64) for _ in range(num_threads)]
-    best_s = min(_time_round(blocks) for _ in range(_PROBE_ROUNDS))
-    return num_words * 8 * num_threads / best_s / 1e9
-
-
-def _time_round(blocks: list[np.ndarray[tuple[int], np.dtype[np.uint64]]]) -> float:
-    threads = [threading.Thread(target=block.sum) for block in blocks]
-    start_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - start_s
+    argv = [sys.executable, "-m", "mesh.cluster.memory_speed", str(num_threads)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_PROBE_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise ClusterError(
+            f"cannot measure how fast {num_threads} threads read this host's memory: {said[-1]}"
+        ) from error
+    return float(done.stdout)
