@@ -19,7 +19,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.byte_size import format_size
 from stages.channels import SERVER_OPTIONS, add_port
-from stages.cutting import StageCache
+from stages.cutting.places import stage_store
 from stages.fetch import FetchSource, fetch_stage
 from stages.free_memory import free_memory_bytes
 from stages.hidden_codec import HiddenType
@@ -128,7 +128,7 @@ class StageActor:
             HostUnreachable: If the head does not answer.
         """
         config = self._config
-        cache = StageCache(Path(config.cache_dir) if config.cache_dir else None)
+        cache = stage_store(Path(config.cache_dir) if config.cache_dir else None)
         path = cache.find(config.sha256)
         if path is None:
             path = await fetch_stage(

@@ -7,7 +7,7 @@ import fcntl
 import os
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
 import grpc
 import structlog
@@ -22,8 +22,6 @@ from stages.link import explain
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
-
-    from stages.cutting import StageCache
 
 log = structlog.get_logger()
 
@@ -48,8 +46,21 @@ class FetchSource:
     secret: str = field(repr=False)
 
 
+class Store(Protocol):
+    """Where stage files are kept; see `stages.cutting.content_store`."""
+
+    def find(self, sha256: str) -> Path | None:
+        """The file with this content, or None."""
+
+    def partial(self, sha256: str) -> Path:
+        """Where to gather this content; what lies there may be continued."""
+
+    def adopt(self, partial: Path, sha256: str) -> Path:
+        """Take a gathered file in after checking its content; returns its path."""
+
+
 async def fetch_stage(
-    cache: StageCache,
+    cache: Store,
     sha256: str,
     size_bytes: int,
     source: FetchSource,

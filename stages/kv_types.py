@@ -17,11 +17,13 @@ class KvType:
 
     Attributes:
         name: As llama.cpp calls it.
+        number: As llama.cpp and GGUF files number it, `ggml_type`.
         block_width: Elements that are packed together; a head must consist of whole blocks.
         block_bytes: What such a block takes.
     """
 
     name: str
+    number: int
     block_width: int
     block_bytes: int
 
@@ -36,15 +38,15 @@ class KvType:
 
 
 _TABLE: Final = (
-    KvType("f32", 1, 4),
-    KvType("f16", 1, 2),
-    KvType("bf16", 1, 2),
-    KvType("q8_0", 32, 34),
-    KvType("q5_1", 32, 24),
-    KvType("q5_0", 32, 22),
-    KvType("q4_1", 32, 20),
-    KvType("q4_0", 32, 18),
-    KvType("iq4_nl", 32, 18),
+    KvType("f32", 0, 1, 4),
+    KvType("f16", 1, 1, 2),
+    KvType("bf16", 30, 1, 2),
+    KvType("q8_0", 8, 32, 34),
+    KvType("q5_1", 7, 32, 24),
+    KvType("q5_0", 6, 32, 22),
+    KvType("q4_1", 3, 32, 20),
+    KvType("q4_0", 2, 32, 18),
+    KvType("iq4_nl", 20, 32, 18),
 )
 
 KV_TYPES: Final[Mapping[str, KvType]] = {kv_type.name: kv_type for kv_type in _TABLE}

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 
 from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
+from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange
 from stages.llama import init_backend, last_complaint
 from stages.numerics import Numerics, numerics_for, prepare_process
@@ -346,7 +346,7 @@ class StageRuntime:
         params.kv_unified = self._numerics.has_shared_cache
         # A pruned sliding-window cache may already lack what a trim goes back to.
         params.swa_full = True
-        params.type_k = params.type_v = GGMLQuantizationType[options.kv_type.upper()].value
+        params.type_k = params.type_v = KV_TYPES[options.kv_type].number
         params.n_threads = params.n_threads_batch = options.num_threads
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if options.exact else llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO

@@ -61,6 +61,9 @@ def last_logits(model: Path, kv_type: str) -> NDArray[np.float32]:
 
 
 def test_sizes_are_those_of_ggml() -> None:
+    assert {name: each.number for name, each in KV_TYPES.items()} == {
+        name: GGMLQuantizationType[name.upper()].value for name in KV_TYPES
+    }
     assert {name: (each.block_width, each.block_bytes) for name, each in KV_TYPES.items()} == {
         name: GGML_QUANT_SIZES[GGMLQuantizationType[name.upper()]] for name in KV_TYPES
     }

@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from spanmesh_proto.errors import ModelError, UncuttableModel
 from stages.cutting import StageCache, StageFile
-from stages.cutting.cache import default_root
 from stages.cutting.digest import file_sha256
+from stages.cutting.places import default_root
 from stages.layers import LayerRange
 from tests.tiny_models import TinyModel
 

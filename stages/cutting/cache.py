@@ -5,24 +5,24 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 
 from spanmesh_proto.errors import ModelError
 from stages.cutting.atomic import write_atomically
-from stages.cutting.content_store import ContentStore
 from stages.cutting.cut import ByteCounter, planned_bytes, write_stage
 from stages.cutting.digest import file_sha256
 from stages.cutting.disk import require_disk
 from stages.cutting.layout import FORMAT_VERSION
+from stages.cutting.places import default_root, stage_store
 from stages.cutting.self_check import require_exact_cut
 from stages.cutting.source_model import read_source
 from stages.cutting.stamp import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from stages.cutting.source_model import SourceModel
     from stages.layers import LayerRange
@@ -49,11 +49,6 @@ class StageFile:
     n_layers: int
 
 
-def default_root() -> Path:
-    """`$XDG_CACHE_HOME/spanmesh`, or `~/.cache/spanmesh`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spanmesh"
-
-
 class StageCache:
     """Stage files by content, and an index of what was cut from what.
 
@@ -70,7 +65,7 @@ class StageCache:
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root if root is not None else default_root()
-        self._store = ContentStore(self._root / "stages")
+        self._store = stage_store(self._root)
 
     def find(self, sha256: str) -> Path | None:
         """The stage file with this content, or None. A file that was changed or cut short is removed."""
