@@ -26,7 +26,8 @@ class FuzzReport:
         num_crashes: Inputs after which the process under test was gone, or raised what nobody expected.
         num_hangs: Inputs without an answer in time.
         num_faults: Bad inputs that were blamed on the server: an HTTP 5xx, a gRPC `INTERNAL` or `UNKNOWN`.
-        growth: Memory of the process under test; None if the run was too short to tell.
+        num_memory_samples: Of the process under test; 0 if each input had a process of its own.
+        growth: Its memory after the warm-up and at the end; None if there were too few samples to tell.
         kept: Files with the first failing input of each sort.
         duration_s: Of the whole run.
     """
@@ -38,6 +39,7 @@ class FuzzReport:
     num_crashes: int
     num_hangs: int
     num_faults: int
+    num_memory_samples: int
     growth: Growth | None
     kept: tuple[Path, ...]
     duration_s: float
@@ -61,6 +63,8 @@ def as_dict(report: FuzzReport) -> dict[str, Any]:
         "crashes": report.num_crashes,
         "hangs": report.num_hangs,
         "faults": report.num_faults,
+        "warm_bytes": None if growth is None else growth.first_bytes,
+        "end_bytes": None if growth is None else growth.last_bytes,
         "growth_bytes": None if growth is None else growth.growth_bytes,
         "flat": None if growth is None else growth.is_flat,
         "kept": [str(path) for path in report.kept],
@@ -71,19 +75,27 @@ def as_dict(report: FuzzReport) -> dict[str, Any]:
 def as_text(report: FuzzReport) -> str:
     """A few lines for a person."""
     outcomes = ", ".join(f"{name}: {count}" for name, count in sorted(report.outcomes.items()))
-    growth = report.growth
-    memory = (
-        "too short to tell"
-        if growth is None
-        else f"{growth.growth_bytes / _MIB:+.1f} MiB of {growth.first_bytes / _MIB:.0f}"
-        + ("" if growth.is_flat else ", NOT FLAT")
-    )
     verdict = "good" if report.is_good else "FAILED"
     failures = f"crashes {report.num_crashes}, hangs {report.num_hangs}, faults {report.num_faults}"
     lines = [
         f"{report.kind}: {report.num_cases} cases, seed {report.seed}, {report.duration_s:.0f} s: {verdict}",
-        f"  {failures}, memory {memory}",
+        f"  {failures}",
+        f"  memory: {_memory(report)}",
         f"  answers: {outcomes}",
         *(f"  kept: {path}" for path in report.kept),
     ]
     return "\n".join(lines)
+
+
+def _memory(report: FuzzReport) -> str:
+    """Before, after, and what that means."""
+    growth = report.growth
+    if not report.num_memory_samples:
+        return "nothing that could grow, each input had a process of its own"
+    if growth is None:
+        return f"{report.num_memory_samples} samples, too few to tell"
+    verdict = "flat" if growth.is_flat else "GROWS"
+    return (
+        f"{growth.first_bytes / _MIB:.1f} MiB after the warm-up, {growth.last_bytes / _MIB:.1f} at the end, "
+        f"{growth.growth_bytes / _MIB:+.1f} where {growth.allowed_bytes / _MIB:.1f} is allowed: {verdict}"
+    )

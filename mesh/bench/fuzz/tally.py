@@ -70,6 +70,7 @@ class Tally:
             num_crashes=self._failures["crash"],
             num_hangs=self._failures["hang"],
             num_faults=self._failures["fault"],
+            num_memory_samples=len(self._sizes_bytes),
             growth=growth_of(self._times_s, self._sizes_bytes),
             kept=tuple(self._kept),
             duration_s=self._now_s() - self._begin_s,
