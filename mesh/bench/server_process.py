@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 
 _POLL_S: Final = 0.2
 _LAST_LINES: Final = 15
+_UNTIL_HEALTHY: Final = """
+import sys, time, urllib.request
+while True:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/health", timeout=2)
+    except OSError:
+        time.sleep(float(sys.argv[2]))
+    else:
+        break
+"""
 
 
 def start_logged(
@@ -36,7 +46,14 @@ def wait_healthy(
     Raises:
         MeshError: If the process ends first or takes too long; the message ends with its last words.
     """
-    _wait(lambda: _is_healthy(lab, host, port), host, process, log, timeout_s)
+    # One process that asks again and again: a new Python for each try would take a fifth of a core from the
+    # server that is waited for.
+    watcher = lab.run(host, [sys.executable, "-S", "-c", _UNTIL_HEALTHY, str(port), str(_POLL_S)])
+    try:
+        _wait(lambda: watcher.poll() == 0, host, process, log, timeout_s)
+    finally:
+        watcher.kill()
+        watcher.wait()
 
 
 def wait_listening(
@@ -86,12 +103,3 @@ def _is_listening(lab: Lab, host: int, port: int) -> bool:
     table = lab.exec(host, ["cat", "/proc/net/tcp"]).stdout.splitlines()[1:]
     # Second column: local address in hexadecimal; fourth: state, of which 0A is LISTEN.
     return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in map(str.split, table))
-
-
-def _is_healthy(lab: Lab, host: int, port: int) -> bool:
-    script = (
-        "import sys, urllib.request as u\n"
-        "try: u.urlopen(f'http://127.0.0.1:{sys.argv[1]}/health', timeout=2)\n"
-        "except OSError: sys.exit(1)"
-    )
-    return lab.exec(host, [sys.executable, "-S", "-c", script, str(port)]).returncode == 0
