@@ -8,7 +8,7 @@ from typing import Any
 from openai import OpenAI
 
 
-def ask_streaming(client: OpenAI, prompt: str, max_tokens: int) -> dict[str, Any]:
+def ask_streaming(client: OpenAI, prompt: str, max_tokens: int, fields: dict[str, Any]) -> dict[str, Any]:
     text, finish, num_tokens = "", None, None
     with client.chat.completions.create(
         model="default",
@@ -17,6 +17,7 @@ def ask_streaming(client: OpenAI, prompt: str, max_tokens: int) -> dict[str, Any
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
+        extra_body=fields,
     ) as stream:
         for chunk in stream:
             if chunk.usage is not None:
@@ -27,12 +28,13 @@ def ask_streaming(client: OpenAI, prompt: str, max_tokens: int) -> dict[str, Any
     return {"text": text, "num_tokens": num_tokens, "finish": finish}
 
 
-def ask_at_once(client: OpenAI, prompt: str, max_tokens: int) -> dict[str, Any]:
+def ask_at_once(client: OpenAI, prompt: str, max_tokens: int, fields: dict[str, Any]) -> dict[str, Any]:
     answer = client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": prompt}],
         max_tokens=max_tokens,
         temperature=0,
+        extra_body=fields,
     )
     choice = answer.choices[0]
     num_tokens = answer.usage.completion_tokens if answer.usage else None
@@ -47,7 +49,13 @@ if __name__ == "__main__":
     ):
         waiting = [
             # Every fourth without a stream: the same words must come either way.
-            pool.submit(ask_at_once if number % 4 == 3 else ask_streaming, openai, prompt, job["max_tokens"])
+            pool.submit(
+                ask_at_once if number % 4 == 3 else ask_streaming,
+                openai,
+                prompt,
+                job["max_tokens"],
+                job.get("fields", {}),
+            )
             for number, prompt in enumerate(job["prompts"])
         ]
         json.dump([answer.result() for answer in waiting], sys.stdout)

@@ -29,7 +29,12 @@ def test_stages_far_from_one_another_are_no_neighbours(smollm2_path: Path, tmp_p
             done = lab.exec(0, [COMMAND, "bench", "net", "--json", "--probes", "5", "--megabytes", "1"])
             shown = lab.exec(0, [COMMAND, "bench", "net", "--probes", "2", "--megabytes", "0"])
             log = mesh.log(0).read_text()
-            mesh.stop()
+            # Ctrl-C at the head alone: the others leave with it, and nothing of anybody stays.
+            assert mesh.stop(hosts=[0])[0] == 130
+            assert [pid for host in range(NUM_HOSTS) for pid in lab.pids(host)] == []
+            for host in range(NUM_HOSTS):
+                left = lab.exec(host, ["ls", "/tmp"]).stdout.split()
+                assert [name for name in left if name.startswith("mesh")] == []
         except BaseException:
             for host in range(NUM_HOSTS):
                 if mesh.log(host).exists():
