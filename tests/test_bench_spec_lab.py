@@ -18,7 +18,7 @@ def _lab() -> None:
 
 def test_a_quick_look_ends_in_a_report(smollm2_path: Path, tmp_path: Path) -> None:
     folder, logs = tmp_path / "report", tmp_path / "logs"
-    names = {"built-in", "tool-call", "built-in-raw"}
+    names = {"built-in", "built-in-raw"}
     arguments = ["--quick", "--seed", "7", "--tokens", "16", "--draft-type", "none"]
     arguments += ["--workloads", ",".join(names)]
     where = ["--output", str(folder), "--logs", str(logs)]

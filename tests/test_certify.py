@@ -48,8 +48,9 @@ def test_every_cut_of_tiny_models_is_bit_equal(model: TinyModel, tmp_path: Path)
     ("model", "cuts"),
     [
         pytest.param("smollm2_path", (1, 10, 22, 29), id="smollm2"),
-        # Either side of the layer without a window, and where a stage has no other kind or none of it.
-        pytest.param("gemma3_path", (1, 5, 6, 17), id="gemma3"),
+        # A first stage without the kind of layer that has no window, and a tail without any other; the sweep
+        # has all cuts.
+        pytest.param("gemma3_path", (5, 17), id="gemma3"),
     ],
 )
 def test_real_models_are_bit_equal_where_it_is_tricky(

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -73,9 +74,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def test_round_trip_is_twice_the_delay(lab: Lab, delay_ms: float) -> None:
     lab.set_delay_ms(delay_ms)
     for source, destination in ((0, 1), (2, 0)):
-        # The best of five: another test's processes may hold both cores for a while.
-        measured_ms = min(lab.round_trip_ms(source, destination) for _ in range(5))
-        assert 2 * delay_ms <= measured_ms <= 2 * delay_ms + 1.5
+        # Five tries: another test's processes may hold both cores for a while. None may be too short.
+        measured_ms = []
+        while len(measured_ms) < 5 and min(measured_ms, default=math.inf) > 2 * delay_ms + 1.5:
+            measured_ms.append(lab.round_trip_ms(source, destination))
+        assert 2 * delay_ms <= min(measured_ms) <= 2 * delay_ms + 1.5
 
 
 def test_a_host_reaches_itself_without_the_wire(lab: Lab) -> None:
