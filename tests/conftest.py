@@ -19,16 +19,21 @@ settings.load_profile("spanmesh")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where tests run in several processes, one of them begins with those that start hosts, one by one."""
+    """Where tests run in several processes, one of them begins with those that start hosts, one by one.
+
+    Another begins with those whose mesh has no clock to beat, and may have company.
+    """
     if not config.getoption("numprocesses", None):
         return
 
-    def starts_hosts(item: pytest.Item) -> bool:
-        return any(item.get_closest_marker(name) for name in ("cluster", "lab"))
+    def rank(item: pytest.Item) -> int:
+        if item.get_closest_marker("sociable"):
+            return 1
+        return 0 if any(item.get_closest_marker(name) for name in ("cluster", "lab")) else 2
 
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("hosts" if starts_hosts(item) else item.path.name))
-    items.sort(key=lambda item: not starts_hosts(item))
+        item.add_marker(pytest.mark.xdist_group("hosts" if rank(item) == 0 else item.path.name))
+    items.sort(key=rank)
 
 
 @pytest.fixture

@@ -157,6 +157,7 @@ async def test_an_answer_without_an_end_is_noticed(
 
 
 @pytest.mark.cluster
+@pytest.mark.sociable
 def test_a_real_mesh_stands_a_short_run(
     tmp_path: Path, stage_cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

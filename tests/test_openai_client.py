@@ -25,7 +25,7 @@ from mesh.tokenizer import Tokenizer
 from stages.sampling import Sampling
 from tests.whole_model_engine import WholeModelEngine
 
-pytestmark = [pytest.mark.cluster, pytest.mark.model]
+pytestmark = [pytest.mark.cluster, pytest.mark.sociable, pytest.mark.model]
 
 KEY = "sk-of-the-test"
 CONTEXT_LENGTH = 512

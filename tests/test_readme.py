@@ -215,6 +215,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, stage_cache_dir: Path) -> I
 
 
 @pytest.mark.cluster
+@pytest.mark.sociable
 @pytest.mark.model
 class TestDemo:
     def test_make_serve_serves(self, served: Served) -> None:

@@ -20,7 +20,7 @@ from mesh.api.key_line import KeyRecord, digest_of
 from mesh.cluster.addresses import free_port
 from mesh.cluster.join_token import decode
 
-pytestmark = [pytest.mark.cluster, pytest.mark.model]
+pytestmark = [pytest.mark.cluster, pytest.mark.sociable, pytest.mark.model]
 
 MESH = str(Path(sys.executable).with_name("mesh"))
 KEY = "sk-mesh-Ahphei7Aeb4ohquoh1iu"
