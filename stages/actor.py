@@ -183,7 +183,7 @@ class StageActor:
         self._server = grpc.aio.server(interceptors=[self._service.key_check], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(self._service, self._server)
         try:
-            port = add_port(self._server, f"{bind_address}:0", self._shown)
+            port = add_port(self._server, f"{bind_address}:0", self._shown, self._service.strangers.connected)
         except RuntimeError as error:
             raise ClusterError(
                 f"stage {config.stage_index} cannot listen on {bind_address}: {error}; is --advertise an "

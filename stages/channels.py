@@ -65,7 +65,12 @@ def open_channel(address: str, host: str, identity: Identity | None) -> grpc.aio
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
-def add_port(server: grpc.aio.Server, address: str, identity: Callable[[], Identity] | None) -> int:
+def add_port(
+    server: grpc.aio.Server,
+    address: str,
+    identity: Callable[[], Identity] | None,
+    on_connection: Callable[[], None] = lambda: None,
+) -> int:
     """Have a server listen over mutual TLS: peers without a certificate of the same mesh are turned away.
 
     Args:
@@ -73,6 +78,7 @@ def add_port(server: grpc.aio.Server, address: str, identity: Callable[[], Ident
         address: `host:port`; port 0 takes a free one.
         identity: What this process shows; asked at each connection, as certificates are renewed. None speaks
             plain text, which no other process should hear.
+        on_connection: Called in a thread of gRPC's when a peer begins its handshake; never for plain text.
 
     Returns:
         The port.
@@ -83,13 +89,19 @@ def add_port(server: grpc.aio.Server, address: str, identity: Callable[[], Ident
     if identity is None:
         return server.add_insecure_port(address)
 
-    def current() -> grpc.ServerCertificateConfiguration:
+    def configuration() -> grpc.ServerCertificateConfiguration:
         now = identity()
         return grpc.ssl_server_certificate_configuration(
             [(now.private_key_pem, now.certificate_pem)], root_certificates=now.authority_pem
         )
 
-    credentials = grpc.dynamic_ssl_server_credentials(current(), current, require_client_authentication=True)
+    def current() -> grpc.ServerCertificateConfiguration:
+        on_connection()
+        return configuration()
+
+    credentials = grpc.dynamic_ssl_server_credentials(
+        configuration(), current, require_client_authentication=True
+    )
     return server.add_secure_port(address, credentials)
 
 
@@ -109,10 +121,16 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: MeshError) -
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
-    """Turns away every call that does not carry the mesh key, and what cannot be decoded in those that do."""
+    """Turns away every call that does not carry the mesh key, and what cannot be decoded in those that do.
 
-    def __init__(self, mesh_key: str) -> None:
+    Args:
+        mesh_key: What it asks for.
+        on_refused: Called with the peer of each call that is turned away.
+    """
+
+    def __init__(self, mesh_key: str, on_refused: Callable[[str], None] = lambda _peer: None) -> None:
         self._key = mesh_key.encode()
+        self._on_refused = on_refused
 
     def replace(self, mesh_key: str) -> None:
         """Ask for another key from now on."""
@@ -129,7 +147,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         given_bytes = given if isinstance(given, bytes) else given.encode()
         if hmac.compare_digest(given_bytes, self._key):
             return _decoding(await continuation(handler_call_details))
-        return _refusal(await continuation(handler_call_details))
+        return _refusal(await continuation(handler_call_details), self._on_refused)
 
 
 def _decoding(handler: Any) -> Any:
@@ -161,12 +179,13 @@ def _decoder(decode: Callable[[bytes], Any], error: MeshError | None) -> Callabl
     return decoded
 
 
-def _refusal(handler: Any) -> Any:
+def _refusal(handler: Any, on_refused: Callable[[str], None]) -> Any:
     """A handler of the same kind (streaming or not) that refuses."""
 
     async def refuse_stream(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         reason = "the mesh key is missing or wrong"
         log.warning("peer_refused", peer=context.peer(), reason=reason)
+        on_refused(context.peer())
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
         yield  # the type of a streaming handler
 

@@ -28,6 +28,7 @@ from stages.opening import Opening
 from stages.runtime import Span, StageRuntime
 from stages.sent_rows import LEAST_SENT_BYTES, SentRows
 from stages.sessions import SessionTable
+from stages.strangers import Strangers
 from stages.wakefulness import Wakefulness
 from stages.window_queue import Begun, Passed, QueuedWindow, WindowQueue
 from stages.worker import StageWorker
@@ -70,6 +71,7 @@ class StageService(rpc.StageServicer):
 
     Attributes:
         key_check: What its server must ask first.
+        strangers: What its server must tell of connections.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class StageService(rpc.StageServicer):
         term: int = 0,
         most_sent_bytes: int = LEAST_SENT_BYTES,
     ) -> None:
-        self.key_check = KeyCheck(mesh_key)
+        self.strangers = Strangers()
+        self.key_check = KeyCheck(mesh_key, self.strangers.called)
         self._loop = asyncio.get_running_loop()
         self._info = runtime.info
         self._max_rows = runtime.max_rows
@@ -229,6 +232,7 @@ class StageService(rpc.StageServicer):
         context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome],
     ) -> None:
         """Frames from upstream."""
+        self.strangers.called(context.peer())
         try:
             await self._listen(context)
         except MeshError as error:
@@ -240,6 +244,7 @@ class StageService(rpc.StageServicer):
         context: grpc.aio.ServicerContext[wire.ControlRequest, wire.ControlReply],
     ) -> AsyncIterator[wire.ControlReply]:
         """Out-of-band requests from the coordinator; failures and pongs back."""
+        self.strangers.called(context.peer())
         replies: asyncio.Queue[wire.ControlReply | None] = asyncio.Queue()
         try:
             first = await anext(aiter(request_iterator), None)
@@ -272,6 +277,7 @@ class StageService(rpc.StageServicer):
         self, request: wire.Hello, context: grpc.aio.ServicerContext[wire.Hello, wire.VerdictBundle]
     ) -> AsyncIterator[wire.VerdictBundle]:
         """The tail's answers, straight to the coordinator."""
+        self.strangers.called(context.peer())
         await self._greet(request, context)
         if not self._info.is_tail:
             await abort(

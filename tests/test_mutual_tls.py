@@ -17,7 +17,7 @@ from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
-from stages.channels import SERVER_OPTIONS, KeyCheck, add_port
+from stages.channels import SERVER_OPTIONS, add_port
 from stages.identity import Identity, NewKey
 from stages.link import StageLink
 from stages.server import StageService
@@ -54,7 +54,9 @@ def signed_by_a_host() -> Identity:
 
 
 @asynccontextmanager
-async def stage(shown: Callable[[], Identity] | None = lambda: STAGE) -> AsyncIterator[str]:
+async def stage(
+    shown: Callable[[], Identity] | None = lambda: STAGE, *, patience_s: float = 0.2
+) -> AsyncIterator[str]:
     """One stage; gives its address."""
     service = StageService(
         FakeRuntime(0, 1),  # type: ignore[arg-type]  # a fake has all that a stage uses
@@ -62,9 +64,10 @@ async def stage(shown: Callable[[], Identity] | None = lambda: STAGE) -> AsyncIt
         mesh_id=MESH_ID,
         mesh_key=MESH_KEY,
     )
-    server = grpc.aio.server(interceptors=[KeyCheck(MESH_KEY)], options=SERVER_OPTIONS)
+    service.strangers._patience_s = patience_s
+    server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)
     rpc.add_StageServicer_to_server(service, server)
-    port = add_port(server, "127.0.0.1:0", shown)
+    port = add_port(server, "127.0.0.1:0", shown, service.strangers.connected)
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -105,12 +108,36 @@ async def test_members_of_a_mesh_hear_each_other() -> None:
         pytest.param(signed_by_a_host(), id="a certificate signed by a host"),
     ],
 )
-async def test_who_is_no_member_is_turned_away_even_with_the_mesh_key(identity: Identity | None) -> None:
-    async with stage() as address:
-        with pytest.raises(MeshError, match="does not answer"):
-            await greet(address, identity)
-        # Nobody else suffers.
-        assert await greet(address, COORDINATOR) == PROTOCOL_VERSION
+async def test_who_is_no_member_is_turned_away_even_with_the_mesh_key_and_that_is_logged(
+    identity: Identity | None,
+) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with stage() as address:
+            with pytest.raises(MeshError, match="does not answer"):
+                await greet(address, identity)
+            # Nobody else suffers.
+            assert await greet(address, COORDINATOR) == PROTOCOL_VERSION
+            async with asyncio.timeout(PATIENCE_S):
+                while "stranger_refused" not in [entry["event"] for entry in logs]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+
+async def test_whoever_calls_is_no_stranger_and_one_who_does_not_is_told_apart_from_ten_who_do() -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with stage(patience_s=0.3) as address:
+            for _ in range(10):
+                await greet(address, COORDINATOR)
+            with pytest.raises(MeshError, match="mesh key is missing or wrong"):
+                await greet(address, COORDINATOR, mesh_key="of the ring before")
+            await asyncio.sleep(0.5)
+            assert [entry for entry in logs if entry["event"] == "stranger_refused"] == []
+            _, writer = await asyncio.open_connection(*address.split(":"))
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            for _ in range(10):
+                await greet(address, COORDINATOR)
+            await asyncio.sleep(0.8)
+            writer.close()
+    assert [entry["event"] for entry in logs].count("stranger_refused") == 1
 
 
 async def test_whoever_only_trusts_but_shows_nothing_is_turned_away() -> None:

@@ -12,6 +12,7 @@ from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
 from spanmesh_proto.errors import ClusterError, InvalidRequest
 from stages.channels import SERVER_OPTIONS, KeyCheck, abort, add_port
+from stages.strangers import Strangers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -27,7 +28,14 @@ def echo_key(secret: str) -> str:
 
 
 class EchoService(rpc.EchoServicer):
-    """Sends back as many bytes as were asked for."""
+    """Sends back as many bytes as were asked for.
+
+    Args:
+        strangers: Is told of each call.
+    """
+
+    def __init__(self, strangers: Strangers) -> None:
+        self._strangers = strangers
 
     async def Bounce(  # noqa: N802 - the service's name for it
         self,
@@ -35,6 +43,7 @@ class EchoService(rpc.EchoServicer):
         context: grpc.aio.ServicerContext[wire.Probe, wire.Probe],
     ) -> AsyncIterator[wire.Probe]:
         """Each probe is answered once, in order."""
+        self._strangers.called(context.peer())
         async for probe in request_iterator:
             if probe.answer_bytes > MAX_ANSWER_BYTES:
                 asked = f"an answer of {probe.answer_bytes} bytes; {MAX_ANSWER_BYTES} at most"
@@ -53,8 +62,10 @@ class EchoServer:
 
     def __init__(self, secret: str, identity: Callable[[], Identity]) -> None:
         self._identity = identity
-        self._server = grpc.aio.server(interceptors=[KeyCheck(echo_key(secret))], options=SERVER_OPTIONS)
-        rpc.add_EchoServicer_to_server(EchoService(), self._server)
+        self._strangers = Strangers()
+        key_check = KeyCheck(echo_key(secret), self._strangers.called)
+        self._server = grpc.aio.server(interceptors=[key_check], options=SERVER_OPTIONS)
+        rpc.add_EchoServicer_to_server(EchoService(self._strangers), self._server)
 
     async def start(self, address: str) -> int:
         """Listen; returns the port.
@@ -63,7 +74,7 @@ class EchoServer:
             ClusterError: If nothing can be bound there.
         """
         try:
-            port = add_port(self._server, join_address(address, 0), self._identity)
+            port = add_port(self._server, join_address(address, 0), self._identity, self._strangers.connected)
         except RuntimeError as error:
             raise ClusterError(
                 f"cannot listen on {address}: {error}; --advertise must be an address of this host"
