@@ -6,11 +6,13 @@ import asyncio
 import dataclasses
 import datetime as dt
 import hashlib
+import re
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from structlog.testing import capture_logs
 
 from mesh.cluster.addresses import free_port
 from mesh.cluster.authority import LIFETIME, Authority
@@ -159,18 +161,40 @@ async def test_a_host_notices_that_the_head_is_gone(tmp_path: Path) -> None:
             await anext(membership.states())
 
 
-async def test_a_wrong_secret_is_refused(tmp_path: Path) -> None:
+async def refused(token: JoinToken, reason: str, member: Member = HOST) -> None:
+    """Join in vain: the host hears why within 5 s, and the head's log says it, with the address."""
+    with capture_logs() as logs:
+        async with asyncio.timeout(5):
+            with pytest.raises(InvalidJoinToken, match=reason):
+                await join(token, member)
+    (entry,) = [entry for entry in logs if entry["event"] == "host_refused"]
+    assert re.search(reason, entry["reason"])
+    assert entry["peer"].startswith("ipv4:127.0.0.1:")
+
+
+async def test_a_wrong_secret_is_refused_and_that_is_logged(tmp_path: Path) -> None:
     async with head(tmp_path) as side:
-        wrong = dataclasses.replace(side.token, secret="guess")
-        with pytest.raises(InvalidJoinToken, match="not the one of this mesh"):
-            await join(wrong)
+        await refused(dataclasses.replace(side.token, secret="guess"), "not the one of this mesh")
         assert len(side.members) == 0
 
 
 async def test_an_expired_token_is_refused_by_the_head_whatever_the_host_believes(tmp_path: Path) -> None:
     async with head(tmp_path, expires_at_s=1_000_000_000) as side:
-        with pytest.raises(InvalidJoinToken, match="expired at 2001-09-09 01:46:40 UTC"):
-            await join(side.token)
+        await refused(side.token, "expired at 2001-09-09 01:46:40 UTC")
+
+
+async def test_a_token_replayed_after_an_eviction_is_refused_under_any_name_and_that_is_logged(
+    tmp_path: Path,
+) -> None:
+    async with head(tmp_path) as side:
+        seen = side.token
+        async with Membership(await find_head(seen), seen.secret, HOST) as membership:
+            await membership.join()
+            side.service.evict("studio")
+        await refused(seen, "studio was evicted")
+        mini = dataclasses.replace(HOST, name="mini")
+        await refused(seen, "not the one of this mesh", mini)
+        assert await join(side.service.token, mini) == RAY
 
 
 async def test_another_certificate_is_refused_before_the_secret_is_sent(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_two_nodes_carry_actors_and_end_without_a_trace(
     assert not worker.ray_dir.parent.exists()
 
 
-def test_whoever_does_not_know_the_token_is_refused_at_once(head: RayNode) -> None:
+def test_whoever_does_not_know_the_token_is_refused_at_once_and_that_is_logged(head: RayNode) -> None:
     address = asyncio.run(head.wait_ready())
     with grpc.insecure_channel(address) as channel:
         # Bytes go and come as they are; the stubs ask for serializers.
@@ -164,6 +164,11 @@ def test_whoever_does_not_know_the_token_is_refused_at_once(head: RayNode) -> No
             with pytest.raises(grpc.RpcError) as refusal:
                 nodes(b"", metadata=header, timeout=5)
             assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        (log,) = head.ray_dir.glob("session_2*/logs/gcs_server.out")
+        deadline_s = time.monotonic() + 5
+        while "Missing authorization header in request" not in log.read_text():
+            assert time.monotonic() < deadline_s, log.read_text()
+            time.sleep(0.1)
         token = head.token_path.read_text()
         assert b"head.1" in nodes(b"", metadata=(("authorization", f"Bearer {token}"),), timeout=5)
 
