@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from random import Random
 from typing import TYPE_CHECKING
 
+import pytest
+
 from mesh.bench.fuzz.damage import damaged
 from mesh.bench.fuzz.options import FuzzOptions
+from mesh.bench.fuzz.report import as_text
+from mesh.bench.fuzz.tally import Tally
 from mesh.bench.fuzz.tokens import fuzz_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_every_token_is_admitted_or_refused_with_a_reason(tmp_path: Path) -> None:
@@ -38,3 +41,24 @@ def test_damage_is_what_the_seed_says_and_always_ends() -> None:
     assert first == [damaged(data, Random(seed)) for seed in range(300)]
     assert sum(wreck == data for wreck in first) < 10
     assert all(len(damaged(b"", Random(seed))) < 100 for seed in range(300))
+
+
+@pytest.mark.parametrize(
+    ("sizes_mib", "says", "is_good"),
+    [
+        ([50.0] * 10 + [100.0] * 30, "100.0 MiB after the warm-up, 100.0 at the end, +0.0", True),
+        ([100.0 + number for number in range(40)], "+15.0 where 8.0 is allowed: GROWS", False),
+        ([100.0] * 3, "3 samples, too few to tell", True),
+        ([], "each input had a process of its own", True),
+    ],
+)
+def test_memory_is_told_before_and_after_and_judged(
+    tmp_path: Path, sizes_mib: list[float], says: str, *, is_good: bool
+) -> None:
+    ticks = itertools.count()
+    tally = Tally("tokens", FuzzOptions(1, 1, tmp_path, tmp_path), lambda: float(next(ticks)))
+    tally.count("admitted")
+    for size_mib in sizes_mib:
+        tally.sample_memory(size_mib * 2**20)
+    assert says in as_text(tally.report())
+    assert tally.report().is_good is is_good
