@@ -8,6 +8,7 @@ connected and is not among the callers a few seconds later is a stranger.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from typing import Final
 
 import structlog
@@ -16,6 +17,8 @@ log = structlog.get_logger()
 
 # Members call as soon as they are connected; so does a slow one, over a slow network, by then.
 PATIENCE_S: Final = 3.0
+# Connections with calls; a mesh has a few for each stage.
+_MOST_REMEMBERED: Final = 4096
 
 
 class Strangers:
@@ -30,7 +33,8 @@ class Strangers:
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._loop = asyncio.get_running_loop()
         self._patience_s = patience_s
-        self._callers: set[str] = set()
+        self._callers: OrderedDict[str, None] = OrderedDict()
+        self._num_callers = 0
         self._num_judged = 0
         self._num_logged = 0
 
@@ -44,12 +48,17 @@ class Strangers:
         Args:
             peer: Address and port, as gRPC names them: one for each connection.
         """
-        self._callers.add(peer)
+        if peer not in self._callers:
+            self._num_callers += 1
+        self._callers[peer] = None
+        self._callers.move_to_end(peer)
+        if len(self._callers) > _MOST_REMEMBERED:
+            self._callers.popitem(last=False)
 
     def _judge(self) -> None:
         self._num_judged += 1
         # Callers whose own time is not over yet only put this off until it is.
-        if self._num_judged - self._num_logged > len(self._callers):
+        if self._num_judged - self._num_logged > self._num_callers:
             self._num_logged += 1
             log.warning(
                 "stranger_refused",
