@@ -44,3 +44,12 @@ def test_another_ray_s_settings_do_not_reach_ours(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("RAY_TLS_SERVER_KEY", "/elsewhere")
     environment = child_environment(tmp_path / "token", tmp_path / "owner", 0.0)
     assert not set(TLS) & set(environment)
+
+
+def test_stages_allocate_from_one_pool_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    assert child_environment(tmp_path / "token", tmp_path / "owner", 0.0)["MALLOC_ARENA_MAX"] == "1"
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
+    assert child_environment(tmp_path / "token", tmp_path / "owner", 0.0)["MALLOC_ARENA_MAX"] == "4"

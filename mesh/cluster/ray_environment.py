@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from mesh.cluster.ray_tls_files import RayTlsFiles
+from stages.allocator import ALLOCATOR
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +54,8 @@ def become_driver(token_path: Path) -> None:
 def child_environment(token_path: Path, owner_path: Path, linger_s: float) -> dict[str, str]:
     """The whole environment of a Ray node's first process, our child.
 
-    What the user has set up for another Ray does not reach ours, nor does a key that opens an API.
+    What the user has set up for another Ray does not reach ours, nor does a key that opens an API. Stages
+    inherit from it how they allocate, unless the user knows better.
 
     Args:
         token_path: File with Ray's token, readable by this user only.
@@ -62,6 +64,7 @@ def child_environment(token_path: Path, owner_path: Path, linger_s: float) -> di
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", _API_KEY))}
     return {
+        **ALLOCATOR,
         **inherited,
         **ray_environment(token_path),
         PARENT_PID: str(os.getpid()),

@@ -16,6 +16,7 @@ import psutil
 from mesh.bench.fuzz.frames import StageShape
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
+from stages.allocator import ALLOCATOR
 from stages.channels import SERVER_OPTIONS, add_port
 from stages.cutting import cut_stage
 from stages.layers import LayerRange
@@ -71,6 +72,9 @@ class StageProcess:
         self.stages: tuple[Served, ...] = ()
 
     def __enter__(self) -> Self:
+        for name, value in ALLOCATOR.items():
+            # As a stage's process has it; it counts from a process's start only.
+            os.environ.setdefault(name, value)
         self._process.start()
         self._sender.close()
         with contextlib.suppress(EOFError):
