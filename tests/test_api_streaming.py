@@ -49,15 +49,11 @@ async def test_the_bytes_of_a_stream(tokenizer: Tokenizer) -> None:
 
 async def test_comments_keep_a_silent_stream_alive_from_the_start(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine([0.5, (300,), 0.5, (301,)])
-    async with running_api(engine, tokenizer, ping_interval_s=0.1) as api:
-        started_s = time.perf_counter()
-        times_s: dict[str, float] = {}
-        async with api.http.stream("POST", CHAT, json={"messages": HELLO, "stream": True}) as response:
-            lines = []
-            async for line in response.aiter_lines():
-                times_s.setdefault(line, time.perf_counter() - started_s)
-                lines.append(line)
-    assert times_s[": ping"] < 0.4
+    async with (
+        running_api(engine, tokenizer, ping_interval_s=0.1) as api,
+        api.http.stream("POST", CHAT, json={"messages": HELLO, "stream": True}) as response,
+    ):
+        lines = [line async for line in response.aiter_lines()]
     first_data = next(index for index, line in enumerate(lines) if line.startswith("data"))
     assert lines[:first_data].count(": ping") >= 3
     assert lines[first_data:].count(": ping") >= 2

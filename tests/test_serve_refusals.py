@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_port_in_use_is_found_out_before_any_work() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        start_s = time.monotonic()
         answer = run("serve", "--port", str(other.getsockname()[1]))
-        assert time.monotonic() - start_s < 10
     assert answer.returncode == 1
-    assert answer.stderr.splitlines()[-1].startswith("error: another process listens on 127.0.0.1:")
+    (said,) = answer.stderr.splitlines()
+    assert said.startswith("error: another process listens on 127.0.0.1:")
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,9 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(tokenizer: Tokenizer) -
                 # More than the third of the kernel's buffer that has to be free before it takes anything.
                 wanted = len(answer) + 60_000
                 while len(answer) < wanted:
-                    answer += await client.read()
+                    more = await client.read()
+                    assert more, "it was cut off"
+                    answer += more
             assert b"[DONE]" not in answer
             assert b"[DONE]" in await client.read_until(b"[DONE]")
         client.hang_up()

@@ -13,6 +13,7 @@ from typing import Final
 
 import psutil
 
+from mesh.inherited import inherited_environment
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.free_memory import free_memory_bytes
@@ -112,7 +113,14 @@ def measure_speed_gb_per_s(num_threads: int) -> float:
     """
     argv = [sys.executable, "-m", "mesh.cluster.memory_speed", str(num_threads)]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_PROBE_TIMEOUT_S)
+        done = subprocess.run(
+            argv,
+            env=inherited_environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_PROBE_TIMEOUT_S,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         raise ClusterError(

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from mesh.cluster.ray_tls_files import RayTlsFiles
+from mesh.inherited import inherited_environment
 from stages.allocator import ALLOCATOR
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ PARENT_PID: Final = "SPANMESH_PARENT_PID"
 OWNER_PATH: Final = "SPANMESH_OWNER_PATH"
 LINGER_S: Final = "SPANMESH_LINGER_S"
 
-_API_KEY: Final = "MESH_API_KEY"
 _SETTINGS: Final = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -62,7 +62,9 @@ def child_environment(token_path: Path, owner_path: Path, linger_s: float) -> di
         owner_path: File that the owner of the node holds a lock on.
         linger_s: How long the node lives without an owner; 0: no longer than this process.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", _API_KEY))}
+    inherited = {
+        name: value for name, value in inherited_environment().items() if not name.startswith("RAY_")
+    }
     return {
         **ALLOCATOR,
         **inherited,

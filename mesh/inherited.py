@@ -1,0 +1,14 @@
+"""What the processes that this one starts get of its environment."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+# Opens an API: of no use to a child, and an environment can be read by others of the same user.
+API_KEY: Final = "MESH_API_KEY"
+
+
+def inherited_environment() -> dict[str, str]:
+    """All of it but keys."""
+    return {name: value for name, value in os.environ.items() if name != API_KEY}
