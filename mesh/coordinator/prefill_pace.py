@@ -22,7 +22,7 @@ _CHUNKS_PER_STAGE: Final = 4
 _FEWEST_ROWS_ALONE: Final = 64
 _ROWS_UNMEASURED: Final = 16
 # While others decode, a chunk at every stage may add so many times what a token of theirs takes undisturbed.
-_MOST_DELAY: Final = 2.5
+_MOST_DELAY: Final = 2.0
 _MOST_IN_FLIGHT: Final = 16
 _WEIGHT: Final = 0.25
 
