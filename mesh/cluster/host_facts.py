@@ -122,8 +122,9 @@ def measure_speed_gb_per_s(num_threads: int) -> float:
             timeout=_PROBE_TIMEOUT_S,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        said = error.stderr.split("\n") if isinstance(error, subprocess.CalledProcessError) else []
+        reason = next((line for line in reversed(said) if line.strip()), str(error))
         raise ClusterError(
-            f"cannot measure how fast {num_threads} threads read this host's memory: {said[-1]}"
+            f"cannot measure how fast {num_threads} threads read this host's memory: {reason}"
         ) from error
     return float(done.stdout)
