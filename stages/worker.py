@@ -201,7 +201,8 @@ class StageWorker(threading.Thread):
 
     def _keep(self, span: Span, rows: bytes) -> None:
         if rows:
-            self._sent.keep(span.slot, span.start, rows, self._row_bytes)
+            # Of its own size: the type for the windows to come may be another by now.
+            self._sent.keep(span.slot, span.start, rows, len(rows) // len(span.tokens))
 
     def _stamp_all(
         self,
