@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mesh.commands.ask_head import ask_head
-from mesh.commands.options import read_first_key
+from mesh.commands.head_options import head_options, key_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _MB = 10**6
 _TIMEOUT_S = 600.0
 
 
 @click.command()
-@click.option(
-    "--url", default="http://127.0.0.1:8000", show_default=True, help="Where the mesh serves its API."
-)
-@click.option(
-    "--api-key-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File whose first key opens the API; or set MESH_API_KEY.",
-)
+@head_options
 @click.option(
     "--probes",
     type=click.IntRange(1, 1000),
@@ -47,9 +42,8 @@ def net(url: str, api_key_file: Path | None, probes: int, megabytes: int, *, is_
     one row of hidden states, and bandwidth. Then it says what a token's round takes on the wire with the
     stages in their order, and with them in the best one. Exits with 1 if a link could not be measured.
     """
-    key = os.environ.get("MESH_API_KEY") if api_key_file is None else read_first_key(api_key_file)
     wanted = f"/mesh/links?probes={probes}&bulk_bytes={megabytes * _MB}"
-    found = ask_head(url.rstrip("/") + wanted, key, method="POST", timeout_s=_TIMEOUT_S)
+    found = ask_head(url.rstrip("/") + wanted, key_of(api_key_file), method="POST", timeout_s=_TIMEOUT_S)
     if is_json:
         click.echo(json.dumps(found, indent=2))
     else:

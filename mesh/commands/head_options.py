@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from mesh.commands.options import read_first_key
+from mesh.inherited import API_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,7 @@ def head_options(command: Command) -> Command:
     key = click.option(
         "--api-key-file",
         type=click.Path(path_type=Path, dir_okay=False),
-        help="File whose first key opens the API; or set MESH_API_KEY.",
+        help=f"File whose first key opens the API; or set {API_KEY}.",
     )
     return where(key(command))
 
@@ -35,4 +36,4 @@ def key_of(api_key_file: Path | None) -> str | None:
     Raises:
         ClusterError: If the file holds none.
     """
-    return os.environ.get("MESH_API_KEY") if api_key_file is None else read_first_key(api_key_file)
+    return os.environ.get(API_KEY) if api_key_file is None else read_first_key(api_key_file)
