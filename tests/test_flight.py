@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -315,16 +316,24 @@ async def test_a_failure_of_a_void_window_is_nobody_s_concern(monkeypatch: pytes
     wrong = len(PROMPT) + 2
     runtimes = fake_ring()
     gate = Gate(wrong)
+    is_taken = threading.Event()
     has_failed = False
+
+    def reject_once_taken(span: Span) -> None:
+        """Without this a fast tail voids the second window before the stage takes it, which then drops it."""
+        assert span.start < len(PROMPT) or is_taken.wait(10)
 
     def refuse_once(span: Span) -> None:
         nonlocal has_failed
+        if span.start >= wrong:
+            is_taken.set()
         gate([span])
         if span.start >= wrong and not has_failed:
             has_failed = True
             raise InvalidWindow("this window is refused")
 
     monkeypatch.setattr(runtimes[1], "check", refuse_once)
+    monkeypatch.setattr(runtimes[2], "check", reject_once_taken)
     async with (
         running_services(runtimes) as stages,
         running_coordinator(
