@@ -87,8 +87,9 @@ async def test_a_frozen_and_a_killed_stage_are_found_and_replaced(apart: Apart, 
         loss = await coordinator.broken()
     assert 1 in loss.suspects
     assert loss.is_crash == (blow is signal.SIGKILL)
+    assert bool(loss.silent) == (blow is signal.SIGSTOP)
     if blow is signal.SIGSTOP:
-        assert loss.suspects == (1,)
+        assert loss.suspects == loss.silent == (1,)
         assert loss.reason.endswith("has not answered for 0.3 s")
     async with running_services([fake_ring()[1]], first_index=1) as (middle,):
         for index, stage in ((0, first), (1, middle), (2, tail)):

@@ -105,6 +105,7 @@ class Ring:
         self._clock_s = clock_s
         self._reason = ""
         self._suspects: set[int] = set()
+        self._silent: set[int] = set()
         self._is_crash = False
         self._silence = Silence(len(stages), terms.ping_interval_s, terms.ping_timeout_s)
         self._watch: asyncio.Task[None] | None = None
@@ -145,7 +146,12 @@ class Ring:
         """What is known of its end so far; None while it is whole."""
         if not self._suspects:
             return None
-        return RingLoss(self._reason, tuple(sorted(self._suspects)), is_crash=self._is_crash)
+        return RingLoss(
+            self._reason,
+            tuple(sorted(self._suspects)),
+            is_crash=self._is_crash,
+            silent=tuple(sorted(self._silent)),
+        )
 
     async def open(self) -> None:
         """Connect to every stage and check that together they are the whole model, in order.
@@ -224,6 +230,7 @@ class Ring:
             await asyncio.sleep(interval_s)
             for index in self._silence.tick(self._clock_s() - since_s):
                 address, timeout_s = self._stages[index].address, self._terms.ping_timeout_s
+                self._silent.add(index)
                 self._lost(index, HostUnreachable(f"{address} has not answered for {timeout_s:g} s"))
 
     def _check_all(self, welcomes: Sequence[wire.Welcome]) -> None:

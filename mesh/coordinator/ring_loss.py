@@ -16,8 +16,10 @@ class RingLoss:
             unreachable from there only; a stage that is not among them answered a moment ago.
         is_crash: Whether a stage's own streams ended, as they do when its process dies. A stage that merely
             fell silent is frozen or cut off.
+        silent: Those of the suspects that have left every question unanswered until the time-out.
     """
 
     reason: str
     suspects: tuple[int, ...]
     is_crash: bool = False
+    silent: tuple[int, ...] = ()

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mesh.coordinator import RingLoss
 from mesh.replanner import replan
 from mesh.serve.survivors import find_survivors
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts, StageFailed
 
 if TYPE_CHECKING:
-    from mesh.coordinator import RingLoss
     from mesh.replanner import Replan
     from mesh.serve.crew import Crew
     from mesh.serve.stage_handle import StageHandle, StageLoss
@@ -52,10 +52,10 @@ class Repair:
         started_s = crew.clock_s()
         log.error("ring_broken", reason=loss.reason, suspects=loss.suspects)
         crew.say("repairing")
-        suspects, pause_s = loss.suspects, _FIRST_PAUSE_S
+        suspected, pause_s = loss, _FIRST_PAUSE_S
         while True:
             try:
-                decision = await self._decide(suspects)
+                decision = await self._decide(suspected)
             except (ModelDoesNotFit, NotEnoughHosts) as error:
                 await self._wait_for_hosts(error)
             else:
@@ -67,17 +67,17 @@ class Repair:
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             # By now nobody is above suspicion, nor under it.
-            suspects = ()
+            suspected = RingLoss(loss.reason, ())
         took_s = crew.clock_s() - started_s
         crew.incidents.repaired(took_s)
         log.info("repaired", seconds=round(took_s, 3), how=decision.reason)
         crew.say("serving")
 
-    async def _decide(self, suspects: tuple[int, ...]) -> Replan:
+    async def _decide(self, loss: RingLoss) -> Replan:
         crew = self._crew
-        survivors = await find_survivors(crew.fleet, suspects, tuple(crew.members), crew.is_there)
-        for index, loss in survivors.lost.items():
-            self._bury(index, loss)
+        survivors = await find_survivors(crew.fleet, loss, tuple(crew.members), crew.is_there)
+        for index, lost in survivors.lost.items():
+            self._bury(index, lost)
         for copy in survivors.dead_copies:
             crew.fleet.drop_copy(copy)
         return replan(

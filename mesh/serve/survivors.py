@@ -10,9 +10,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping
 
     from mesh.cluster.members import Member
+    from mesh.coordinator import RingLoss
     from mesh.serve.fleet import Fleet
     from mesh.serve.stage_handle import StageHandle, StageLoss
 
+# Whoever has been asked for more than a second already is asked once more, by another way.
+_SILENT_S: Final = 0.4
 # A living process answers within milliseconds; on a busy machine it may take a few hundred.
 _SUSPECT_S: Final = 0.7
 # Of whom nobody thinks ill: better to wait than to load a stage again that lives.
@@ -36,7 +39,7 @@ class Survivors:
 
 async def find_survivors(
     fleet: Fleet,
-    suspects: Collection[int],
+    loss: RingLoss,
     members: Collection[Member],
     is_there: Callable[[Member, float], Awaitable[bool]],
 ) -> Survivors:
@@ -44,26 +47,29 @@ async def find_survivors(
 
     Args:
         fleet: Stages and copies.
-        suspects: Indices of stages that may be gone.
+        loss: Which stages may be gone.
         members: Hosts.
         is_there: Whether a host answers within some seconds.
     """
-    accused = {fleet.seats[index].placement.host for index in suspects if index < len(fleet.seats)}
+    suspects, silent = _hosts(fleet, loss.suspects), _hosts(fleet, loss.silent)
+
+    def patience_s(host: str, innocent_s: float) -> float:
+        if host in silent:
+            return _SILENT_S
+        return _SUSPECT_S if host in suspects else innocent_s
+
     seats = {index: seat.handle for index, seat in enumerate(fleet.seats) if seat.handle is not None}
     losses, copies, hosts = await asyncio.gather(
-        asyncio.gather(
-            *(
-                handle.loss(_SUSPECT_S if handle.member.name in accused else _OTHERS_S)
-                for handle in seats.values()
-            )
-        ),
-        asyncio.gather(*(copy.loss(_SUSPECT_S) for copy in fleet.copies)),
-        asyncio.gather(
-            *(is_there(member, _SUSPECT_S if member.name in accused else _OTHERS_S) for member in members)
-        ),
+        asyncio.gather(*(stage.loss(patience_s(stage.member.name, _OTHERS_S)) for stage in seats.values())),
+        asyncio.gather(*(copy.loss(patience_s(copy.member.name, _SUSPECT_S)) for copy in fleet.copies)),
+        asyncio.gather(*(is_there(member, patience_s(member.name, _OTHERS_S)) for member in members)),
     )
     return Survivors(
         lost={index: loss for index, loss in zip(seats, losses, strict=True) if loss is not None},
         dead_copies=tuple(copy for copy, loss in zip(fleet.copies, copies, strict=True) if loss is not None),
         hosts=frozenset(member.name for member, there in zip(members, hosts, strict=True) if there),
     )
+
+
+def _hosts(fleet: Fleet, stages: Collection[int]) -> frozenset[str]:
+    return frozenset(fleet.seats[index].placement.host for index in stages if index < len(fleet.seats))
