@@ -407,18 +407,16 @@ class StageService(rpc.StageServicer):
             )
             session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
             self._queue.change(
-                Begun(
-                    opening.session,
-                    opening.source_slot if opening.cached else opening.slot,
-                    opening.slot,
-                    len(opening.cached) or session.num_resumed,
-                    may_be_fewer=not opening.cached,
-                )
+                Begun(session.id, opening.source_slot, session.slot, len(opening.cached), session.num_resumed)
             )
+            # Not before the windows that bring what a later stage is to copy.
+            self._queue.change(Passed(lambda: self._loop.call_soon_threadsafe(self._pass_on, message)))
         except MeshError as error:
             self._report([_failure(message.session, 0, 0, error)])
         self._wakefulness.update(len(self._sessions))
-        if self._next is not None:
+
+    def _pass_on(self, message: wire.Open) -> None:
+        if self._next is not None and self._sessions.is_open(message.session):
             self._next.send(message)
 
     def _on_window(self, window: wire.Window) -> None:

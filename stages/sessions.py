@@ -102,6 +102,10 @@ class SessionTable:
         if entry is not None:
             entry.epoch = max(entry.epoch, epoch)
 
+    def is_open(self, session: int) -> bool:
+        """Whether the session was opened here and has not ended."""
+        return session in self._open
+
     def is_live(self, session: int, epoch: int) -> bool:
         """Whether a window of this session and epoch is still worth computing."""
         entry = self._open.get(session)

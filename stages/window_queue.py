@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -65,15 +65,30 @@ class Begun:
         session: Its id.
         source: The slot that holds the session's first positions, perhaps its own.
         slot: The slot that is to hold them, and nothing else.
-        num_positions: How many.
-        may_be_fewer: Whether the session can do with fewer of them; else it fails.
+        num_cached: How many of them `source` holds, or will once the windows that came before are computed.
+        num_resumed: How many `slot` itself may hold from before a repair.
     """
 
     session: int
     source: int
     slot: int
-    num_positions: int
-    may_be_fewer: bool = True
+    num_cached: int
+    num_resumed: int = 0
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether `source` is another slot that holds more."""
+        return self.source != self.slot and self.num_cached > self.num_resumed
+
+    @property
+    def num_positions(self) -> int:
+        """How many positions `slot` is to hold."""
+        return max(self.num_cached, self.num_resumed)
+
+    def follows(self, window: QueuedWindow) -> bool:
+        """Whether a window that came before brings something that is cached: here, or at a stage behind."""
+        span = window.span
+        return span.slot == self.source != self.slot and span.start < self.num_cached
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,14 @@ class Passed:
 
 
 Change = Begun | Passed
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A change that waits, and the windows that came for its session since."""
+
+    change: Change
+    windows: deque[QueuedWindow] = field(default_factory=deque)
 
 
 @dataclass(frozen=True)
@@ -107,6 +130,9 @@ class WindowQueue:
     chunks the shortest goes first, so that a short prompt does not wait for long ones; but the one that has
     waited longest is passed over a few times only.
 
+    Changes of slots keep their order. A session that begins with what another slot holds waits until the
+    windows that bring it are taken, if they came before.
+
     Args:
         max_rows: Rows of one batch.
         is_live: Whether a window of (session, epoch) is still wanted; asked when it is taken.
@@ -120,6 +146,7 @@ class WindowQueue:
         self._arrivals: queue.SimpleQueue[QueuedWindow | Change | None] = queue.SimpleQueue()
         self._waiting: deque[QueuedWindow] = deque()
         self._changes: list[Change] = []
+        self._pending: deque[_Pending] = deque()
         # Windows that are still to be taken before the next chunk.
         self._num_before_chunk: int | None = None
         # Chunks taken since the one that waits longest came to be that.
@@ -128,7 +155,8 @@ class WindowQueue:
         self.num_dropped = 0
 
     def __len__(self) -> int:
-        return len(self._waiting) + self._arrivals.qsize()
+        num_held = sum(len(pending.windows) for pending in self._pending)
+        return len(self._waiting) + num_held + self._arrivals.qsize()
 
     def put(self, window: QueuedWindow) -> None:
         """Append a window."""
@@ -149,6 +177,8 @@ class WindowQueue:
                 self._note(self._arrivals.get())
             if self._is_closed:
                 return None
+            self._drop_void()
+            self._let_on()
             windows = self._take_batch()
             if windows or self._changes:
                 changes, self._changes = tuple(self._changes), []
@@ -159,12 +189,29 @@ class WindowQueue:
         if arrival is None:
             self._is_closed = True
         elif isinstance(arrival, QueuedWindow):
-            self._waiting.append(arrival)
+            self._line_of(arrival.session).append(arrival)
         else:
-            self._changes.append(arrival)
+            self._pending.append(_Pending(arrival))
+            self._let_on()
+
+    def _line_of(self, session: int) -> deque[QueuedWindow]:
+        """Where a window of the session has to wait."""
+        for pending in reversed(self._pending):
+            if isinstance(pending.change, Begun) and pending.change.session == session:
+                return pending.windows
+        return self._waiting
+
+    def _let_on(self) -> None:
+        """Have the changes made that wait for nothing any more, up to the first that does."""
+        while self._pending and not self._has_to_wait(self._pending[0].change):
+            pending = self._pending.popleft()
+            self._changes.append(pending.change)
+            self._waiting += pending.windows
+
+    def _has_to_wait(self, change: Change) -> bool:
+        return isinstance(change, Begun) and any(map(change.follows, self._waiting))
 
     def _take_batch(self) -> tuple[QueuedWindow, ...]:
-        self._drop_void()
         firsts: dict[int, QueuedWindow] = {}
         for window in self._waiting:
             firsts.setdefault(window.session, window)

@@ -106,15 +106,15 @@ class StageWorker(threading.Thread):
     def _begin(self, begun: Begun) -> None:
         slot, num_positions = begun.slot, begun.num_positions
         try:
-            if begun.source == slot:
-                self._trim(slot, num_positions)
-            else:
+            if begun.is_copied:
                 self._runtime.copy(begun.source, slot, num_positions)
                 self._sent.copy(begun.source, slot, num_positions)
+            else:
+                self._trim(slot, num_positions)
         except MeshError as error:
             # What the slot holds now is another session's: no window may find that and go on with it.
             self._trim(slot, 0)
-            if not begun.may_be_fewer:
+            if begun.num_cached:
                 failure = wire.Failure(session=begun.session, code=wire_of(error).code, message=error.message)
                 self._on_failures([failure])
 

@@ -166,6 +166,36 @@ async def test_only_the_lost_stage_computes_again(lost: int) -> None:
     assert all(count <= num_left + 3 for index, count in enumerate(again) if index != lost)
 
 
+@pytest.mark.parametrize("lost", range(NUM_STAGES))
+async def test_what_sessions_have_in_common_is_computed_again_once(lost: int) -> None:
+    rows = [0] * NUM_STAGES
+
+    def count(index: int, spans: Sequence[Span]) -> None:
+        rows[index] += sum(len(span.tokens) for span in spans)
+
+    ring = RepairableRing(count)
+    common, num_tokens = tuple(range(3, 43)), 30
+    requests = [GenerationRequest((*common, 50 + own, 5, 6), num_tokens) for own in range(3)]
+    async with serving(ring, OPTIONS) as coordinator:
+        undisturbed = [(await collect(coordinator, request))[0] for request in requests]
+        answers = [coordinator.generate(request) for request in requests]
+        said = [list((await anext(parts)).tokens) for parts in answers]
+        before = list(rows)
+        await ring.kill(lost)
+
+        async def read(index: int) -> None:
+            async for part in answers[index]:
+                said[index] += part.tokens
+
+        await asyncio.gather(*map(read, range(3)))
+    assert said == undisturbed
+    again = [after - early for after, early in zip(rows, before, strict=True)]
+    num_own = 3 * (3 + num_tokens)
+    # A few windows were lost on the way.
+    assert len(common) + num_own - 3 <= again[lost] <= len(common) + num_own + 9
+    assert all(count <= num_own + 9 for index, count in enumerate(again) if index != lost)
+
+
 async def test_another_coordinator_s_sessions_are_not_gone_on_with() -> None:
     """Its ids mean other sessions: what a slot holds is none of theirs."""
     ring = RepairableRing()

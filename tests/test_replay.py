@@ -67,6 +67,7 @@ async def read(ring: RepairableRing, request: GenerationRequest) -> list[Committ
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
+    common=st.lists(st.integers(0, N_VOCAB - 1), max_size=30),
     prompts=st.lists(st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=40), min_size=1, max_size=4),
     deaths=st.dictionaries(st.integers(1, 90), st.integers(-1, NUM_STAGES - 1), min_size=1, max_size=3),
     proposer=st.sampled_from(["off", "oracle", "slow", "ngram", "parrot"]),
@@ -84,6 +85,7 @@ async def read(ring: RepairableRing, request: GenerationRequest) -> list[Committ
 )
 def test_one_text_whenever_stages_die(
     *,
+    common: list[int],
     prompts: list[list[int]],
     deaths: dict[int, int],
     proposer: str,
@@ -95,6 +97,7 @@ def test_one_text_whenever_stages_die(
 ) -> None:
     if proposer in {"oracle", "slow"}:
         prompts = prompts[:1]
+    prompts = [[*common, *prompt] for prompt in prompts]
     requests = [
         GenerationRequest(tuple(prompt), NUM_TOKENS, sampling=sampling, num_top_logprobs=3)
         for prompt in prompts

@@ -24,6 +24,8 @@ REQUESTS = (
     GenerationRequest(tuple(range(100, 170)), NUM_TOKENS, num_top_logprobs=2),
     GenerationRequest((504, 28, 216, 28, 260, 28), NUM_TOKENS, sampling=Sampling(1.0, seed=3)),
     GenerationRequest(tuple(range(900, 920)), NUM_TOKENS, sampling=PENALTIES, num_top_logprobs=0),
+    # Replays begin with what the first has computed.
+    GenerationRequest((*range(100, 150), 7, 8), NUM_TOKENS, sampling=Sampling(1.0, seed=11)),
 )
 TIMES = ((0, "kill 1"), (4, "kill 2"), (8, "move"), (12, "kill 0"))
 
@@ -51,10 +53,10 @@ async def test_lost_and_moved_stages_leave_no_trace(smollm2_path: Path, stage_ca
     cache = StageCache(stage_cache_dir)
     ranges = ranges_from_cuts((10, 20), read_model_facts(smollm2_path).n_layers)
     files = [cache.cut(smollm2_path, layers).path for layers in ranges]
-    runtime_options = RuntimeOptions(num_slots=3, ctx_size=256, exact=True)
+    runtime_options = RuntimeOptions(num_slots=4, ctx_size=256, exact=True)
     ring = RepairableRing(make_runtime=lambda index: StageRuntime(files[index], runtime_options))
     options = CoordinatorOptions(
-        256, 3, 63, 49152, controller=ControllerOptions(fixed_width=3, fixed_depth=3)
+        256, 4, 63, 49152, controller=ControllerOptions(fixed_width=3, fixed_depth=3)
     )
     async with (
         asyncio.timeout(200),

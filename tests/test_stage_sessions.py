@@ -12,7 +12,7 @@ from stages.opening import Resumed
 from stages.runtime import Span
 from stages.sampling import Sampling
 from stages.sessions import SessionTable
-from stages.window_queue import QueuedWindow, WindowQueue
+from stages.window_queue import Begun, Passed, QueuedWindow, WindowQueue
 
 
 def window(
@@ -21,11 +21,12 @@ def window(
     *,
     epoch: int = 0,
     id: int = 0,
+    start: int = 0,
     num_outputs: int | None = None,
     most_together: int = 0,
 ) -> QueuedWindow:
     num_outputs = rows if num_outputs is None else num_outputs
-    span = Span(slot=session, start=0, tokens=[1] * rows, num_outputs=num_outputs)
+    span = Span(slot=session, start=start, tokens=[1] * rows, num_outputs=num_outputs)
     return QueuedWindow(session, epoch, id, span, Judge(Sampling()), (), 0, most_together)
 
 
@@ -164,6 +165,91 @@ def test_groups_stay_as_small_as_they_were_told_and_a_chunk_waits_for_all_of_the
         queue.put(window(session, 1, most_together=2))
     groups = [taken(queue) for _ in range(4)]
     assert groups == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0)], [(9, 1)]]
+
+
+def taken_with_changes(queue: WindowQueue) -> tuple[list[int], list[tuple[int, int]]]:
+    work = queue.take()
+    assert work is not None
+    begun = [change.session for change in work.changes if isinstance(change, Begun)]
+    return begun, [(each.session, each.id) for each in work.windows]
+
+
+def test_a_slot_is_copied_once_what_is_copied_is_computed() -> None:
+    queue = WindowQueue(64, lambda _session, _epoch: True)
+    queue.change(Begun(1, 1, 1, 0))
+    queue.put(chunk(1, 0))
+    queue.put(window(1, 10, id=1, start=20, num_outputs=1))
+    queue.put(window(1, 2, id=2, start=30))
+    # These begin with the first 25 positions of session 1, of which none is computed yet. Here the second has
+    # them itself, but a stage behind this one may not.
+    for session in (2, 3):
+        queue.change(Begun(session, 1, session, 25, num_resumed=40 * (session == 3)))
+        queue.put(window(session, 2, start=25))
+    queue.change(Begun(4, 4, 4, 0))
+    queue.put(window(4, 2))
+    queue.put(window(5, 2))
+    assert taken_with_changes(queue) == ([1], [(5, 0)])
+    assert taken_with_changes(queue) == ([], [(1, 0)])
+    assert taken_with_changes(queue) == ([], [(1, 1)])
+    assert taken_with_changes(queue) == ([2, 3, 4], [(1, 2), (2, 0), (3, 0), (4, 0)])
+    assert len(queue) == 0
+
+
+def test_nobody_waits_for_what_will_never_be_computed() -> None:
+    void: set[int] = set()
+    queue = WindowQueue(64, lambda session, _epoch: session not in void)
+    queue.put(chunk(1, 0))
+    queue.change(Begun(2, 1, 2, 10))
+    queue.put(window(2, 1, start=10))
+    void.add(1)
+    assert taken_with_changes(queue) == ([2], [(2, 0)])
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("window"), st.integers(0, 4), st.integers(1, 20), st.integers(0, 30)),
+            st.tuples(st.just("begin"), st.integers(0, 4), st.integers(0, 4), st.integers(0, 30)),
+        ),
+        max_size=30,
+    )
+)
+def test_changes_come_in_order_behind_what_they_copy(steps: list[tuple[str, int, int, int]]) -> None:
+    queue = WindowQueue(64, lambda _session, _epoch: True)
+    # Of each step, those that must come before it.
+    before: dict[int, set[int]] = {}
+    windows: dict[int, tuple[int, int]] = {}
+    changes: list[int] = []
+    for number, (kind, session, other, start) in enumerate(steps):
+        if kind == "window":
+            queue.put(window(session, other, id=number, start=start, num_outputs=number % 2))
+            before[number] = {each for each in windows if windows[each][0] == session}
+            before[number] |= {each for each in changes if steps[each][1] == session}
+            windows[number] = (session, start)
+        else:
+            queue.change(Begun(session, other, session, start, number % 50))
+            before[number] = set(changes)
+            if other != session:
+                before[number] |= {
+                    each for each, (whose, at) in windows.items() if whose == other and at < start
+                }
+            changes.append(number)
+    queue.change(Passed(lambda: None))
+    queue.put(window(9, 1, id=len(steps)))
+    done: set[int] = set()
+    begun = iter(changes)
+    while len(done) <= len(steps):
+        work = queue.take()
+        assert work is not None
+        for change in work.changes:
+            if isinstance(change, Begun):
+                number = next(begun)
+                assert change.session == steps[number][1]
+                assert before[number] <= done
+                done.add(number)
+        for each in work.windows:
+            assert before.get(each.id, set()) <= done
+        done |= {each.id for each in work.windows}
 
 
 def test_a_void_chunk_holds_nobody_up() -> None:

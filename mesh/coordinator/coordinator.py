@@ -278,8 +278,24 @@ class Coordinator:
         if self._sessions.pop(session.id, None) is None:
             on_replayed()
             return
-        session.replay(next(self._session_ids), self._incarnation, on_replayed, is_on_trial=is_on_trial)
+
+        def on_sent() -> None:
+            if not session.is_over:
+                # The last may be still to be sent.
+                self._slots.prefixes.keep(session.slot, session.request.client, session.tokens[:-1])
+            on_replayed()
+
+        beginning = self._beginning_again(session)
+        session.replay(
+            next(self._session_ids), beginning, self._incarnation, on_sent, is_on_trial=is_on_trial
+        )
         self._sessions[session.id] = session
+
+    def _beginning_again(self, session: Session) -> Beginning:
+        """What a session begins with in a new ring: what it shares with those that replay before it."""
+        request = session.request
+        tokens = session.tokens if request.uses_cache and not session.is_over else ()
+        return self._slots.prefixes.begin(tokens, request.client, {session.slot})
 
     async def _beginning(self, stack: contextlib.AsyncExitStack, request: GenerationRequest) -> Beginning:
         """Wait for the ring to be whole, and for a slot, which is held until the stack unwinds."""

@@ -56,14 +56,15 @@ class Generation:
         num_cached: How many of the prompt's tokens the stages hold already; not the last.
 
     Attributes:
-        num_cached: As given; 0 after `rewind`.
+        request: As given.
+        num_cached: As given, or as `skip` was told after a `rewind`.
     """
 
     def __init__(
         self, request: GenerationRequest, *, context_length: int, max_rows: int, num_cached: int = 0
     ) -> None:
         self.num_cached = num_cached
-        self._request = request
+        self.request = request
         self._max_rows = max_rows
         self._max_tokens = min(request.max_tokens, context_length - len(request.prompt))
         self._committed: list[int] = []
@@ -78,12 +79,17 @@ class Generation:
     @property
     def position(self) -> int:
         """Prompt and committed tokens so far."""
-        return len(self._request.prompt) + len(self._committed)
+        return len(self.request.prompt) + len(self._committed)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and committed tokens."""
+        return (*self.request.prompt, *self._committed)
 
     @property
     def computed(self) -> tuple[int, ...]:
         """The tokens, from position 0 on, that every stage is known to hold."""
-        return (*self._request.prompt, *self._committed)[: self._num_computed]
+        return self.tokens[: self._num_computed]
 
     @property
     def num_resumable(self) -> int:
@@ -157,11 +163,19 @@ class Generation:
 
     def rewind(self) -> tuple[WindowPlan, ...]:
         """Begin again at position 0, with prompt and answer so far as the prompt; returns what flew."""
-        self._prefix = (*self._request.prompt, *self._committed)
+        self._prefix = self.tokens
         # In a ring that breaks while it replays, no more is known than before.
         self._num_resumable = max(self._num_resumable, self._num_computed)
-        self.num_cached = self._num_prefilled = self._num_computed = 0
+        self.skip(0)
         return self._void()
+
+    def skip(self, num_cached: int) -> None:
+        """After `rewind`, before anything is sent: begin behind tokens that the stages hold already.
+
+        Args:
+            num_cached: How many; not the last.
+        """
+        self.num_cached = self._num_prefilled = self._num_computed = num_cached
 
     def commit(self, sampled: Sequence[int]) -> Step | None:
         """Take the verdict on the oldest window: the tail's ids up to the first that was not proposed.
@@ -188,7 +202,7 @@ class Generation:
                 window.tokens[len(window.tokens) - window.num_verified + 1 :],
                 sampled,
                 num_confirmed=int(window.is_behind),
-                end_tokens=self._request.end_tokens,
+                end_tokens=self.request.end_tokens,
                 max_committed=self._max_tokens - len(self._committed),
             )
         except ValueError as error:

@@ -41,6 +41,8 @@ class _Kept:
 class KeptPrefixes:
     """Token ids whose positions every stage has in its KV cache, slot by slot.
 
+    Or will have by the time that anything sent from now on arrives.
+
     A client is given its own only: how long an answer takes to begin tells what is cached.
 
     Args:

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 
     from mesh.coordinator.generation import Generation, Step
     from mesh.coordinator.incarnation import Incarnation
+    from mesh.coordinator.kept_prefixes import Beginning
     from mesh.coordinator.speculator import Speculator
     from mesh.coordinator.window_plan import WindowPlan
+    from mesh.engine import GenerationRequest
     from spanmesh_proto.errors import MeshError
     from speculative.controller import Outcome
     from stages.opening import Opening
@@ -116,6 +118,21 @@ class Session:
         return self._is_over
 
     @property
+    def request(self) -> GenerationRequest:
+        """What it answers."""
+        return self._generation.request
+
+    @property
+    def slot(self) -> int:
+        """Its slot at every stage, for as long as it runs."""
+        return self._opening.slot
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and committed tokens."""
+        return self._generation.tokens
+
+    @property
     def num_to_compute(self) -> int:
         """Tokens so far, which a replay computes again."""
         return self._generation.position
@@ -150,12 +167,19 @@ class Session:
             self._speculator.landed(is_void=True)
 
     def replay(
-        self, id: int, incarnation: Incarnation, on_replayed: Callable[[], None], *, is_on_trial: bool = False
+        self,
+        id: int,
+        beginning: Beginning,
+        incarnation: Incarnation,
+        on_replayed: Callable[[], None],
+        *,
+        is_on_trial: bool = False,
     ) -> None:
         """Begin again with prompt and answer so far, and go on from there.
 
         Args:
             id: Never used before.
+            beginning: What of that another slot holds, or will before anything that is sent now arrives.
             incarnation: Where windows go from now on.
             on_replayed: Called once all that it replays was sent, or it is over.
             is_on_trial: Whether to be called once its next token is there instead, and to wait then for
@@ -165,11 +189,12 @@ class Session:
         self._opening = replace(
             self._opening,
             session=id,
-            cached=(),
-            source_slot=self._opening.slot,
+            cached=self.tokens[: beginning.num_cached],
+            source_slot=beginning.source_slot,
             # In the same ring it begins anew because a stage does not hold what it should.
             resumed=Resumed(self.id, self._generation.num_resumable) if is_elsewhere else NOTHING_RESUMED,
         )
+        self._generation.skip(beginning.num_cached)
         self._incarnation = incarnation
         self._epoch = 0
         self._on_replayed = on_replayed
@@ -178,7 +203,8 @@ class Session:
         if self._is_over:
             self._note_replayed()
             return
-        log.info("session_replays", session=id, num_tokens=self.num_to_compute)
+        num_tokens, num_cached = self.num_to_compute, beginning.num_cached
+        log.info("session_replays", session=id, num_tokens=num_tokens, num_cached=num_cached)
         self.telemetry.add_replay()
         self._open()
         self._pump()
