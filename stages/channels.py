@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -22,6 +23,9 @@ log = structlog.get_logger()
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 _KEY_HEADER: Final = "x-mesh-key"
 _CLIENT_PING_MS: Final = 8_000
+# gRPC frees what it made of the former certificate, though a handshake that began a moment before may be just
+# about to use it, and then crashes (grpc/grpc issue 36693). So renewals are rare, and give that one time.
+_RENEWAL_S: Final = 0.05
 
 _SIZES: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -88,21 +92,30 @@ def add_port(
     """
     if identity is None:
         return server.add_insecure_port(address)
+    shown = identity()
 
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        now = identity()
-        return grpc.ssl_server_certificate_configuration(
-            [(now.private_key_pem, now.certificate_pem)], root_certificates=now.authority_pem
-        )
-
-    def current() -> grpc.ServerCertificateConfiguration:
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
         on_connection()
-        return configuration()
+        now = identity()
+        if now == shown:
+            return None
+        time.sleep(_RENEWAL_S)
+        shown = now
+        return _configuration(now)
 
     credentials = grpc.dynamic_ssl_server_credentials(
-        configuration(), current, require_client_authentication=True
+        _configuration(shown),
+        renewed,  # type: ignore[arg-type]  # None for no change is documented, but not in the stubs
+        require_client_authentication=True,
     )
     return server.add_secure_port(address, credentials)
+
+
+def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(identity.private_key_pem, identity.certificate_pem)], root_certificates=identity.authority_pem
+    )
 
 
 def key_metadata(mesh_key: str) -> tuple[tuple[str, str], ...]:

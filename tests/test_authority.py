@@ -100,6 +100,17 @@ def test_renewal_is_due_when_two_thirds_are_over_and_never_at_once() -> None:
     assert renewal_in_s(certificate_pem, NOW + dt.timedelta(days=100)) == 1.0
 
 
+def test_a_certificate_is_due_for_the_last_third_of_its_life() -> None:
+    certificate_pem = AUTHORITY.sign(NewKey().request_pem(), "studio", "192.0.2.7")
+    now = NOW
+    later = Authority(make_certificate(NOW), clock=lambda: now)
+    dues = []
+    for days in (0, 19, 21, 31):
+        now = NOW + dt.timedelta(days=days)
+        dues.append(later.is_due(certificate_pem))
+    assert dues == [False, False, True, True]
+
+
 def test_only_the_latest_request_counts() -> None:
     certificate = HostCertificate(AUTHORITY.certificate_pem, clock=lambda: NOW)
     first = AUTHORITY.sign(certificate.request_pem(), "studio", "192.0.2.7")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# Of a host's certificate. It is renewed when two thirds of that are over; a stage gets a new one each time
-# that the ring is connected.
+# Of a certificate. A host's is renewed when two thirds of that are over, a stage's when its ring is connected
+# the next time after that.
 LIFETIME: Final = dt.timedelta(days=30)
 _MAX_REQUEST_BYTES: Final = 4096
 
@@ -73,6 +73,11 @@ class Authority:
             JoinError: If the request is none, or is not signed with its own key.
         """
         return self._sign(request_pem, host, address, self._clock() + self._lifetime)
+
+    def is_due(self, certificate_pem: bytes) -> bool:
+        """Whether two thirds of the life of a certificate that it signed are over."""
+        until = x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc
+        return until - self._clock() < self._lifetime / 3
 
     def sign_for_ray(self, request_pem: bytes, host: str, address: str) -> bytes:
         """The same for Ray's processes, which read it once: good as long as the authority.

@@ -75,6 +75,7 @@ class StageHandle:
         # Unlike any other's: its host may hold the same layers again, later.
         self.actor_name = f"{member.name} {config.layers} {secrets.token_hex(4)}"
         self._wire = config.hidden_type
+        self._certificate_pem: bytes | None = None
 
     @property
     def who(self) -> str:
@@ -159,7 +160,7 @@ class StageHandle:
         self._address = join_address(self.member.address, port)
 
     async def rejoin(self, stage_index: int, keys: MeshKeys, wire: HiddenType) -> None:
-        """Make it part of a new ring, with a new certificate; whatever went on in the one before is over.
+        """Make it part of a new ring; whatever went on in the one before is over.
 
         Raises:
             StageFailed: If it does not answer.
@@ -215,11 +216,14 @@ class StageHandle:
         return self._actor
 
     async def _certify(self) -> None:
-        """Sign a key that it makes for itself."""
+        """Sign a key that it makes for itself, unless it has a certificate that is good for a while."""
         member, authority = self.member, self._authority
+        if self._certificate_pem is not None and not authority.is_due(self._certificate_pem):
+            return
         request = await self._soon(self._process.certificate_request.remote())
         certificate = authority.sign(request, member.name, member.address)
         await self._soon(self._process.take_certificate.remote(certificate, authority.certificate_pem))
+        self._certificate_pem = certificate
 
     async def _soon(self, call: Awaitable[Any]) -> Any:
         return await self._within(_WIRE_TIMEOUT_S, call)
