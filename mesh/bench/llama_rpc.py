@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import stages
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ _PACKAGE: Final = "llama-cpp-python"
 _LLAMA_CPP: Final = Path("vendor/llama.cpp")
 _TARGETS: Final = ("llama-server", "ggml-rpc-server")
 
-# The peer at its best: optimised for this processor and with every kernel that is on by default. The
-# rest only keeps the build short and offline.
+_MEND: Final = f"-include '{Path(stages.__file__).parent / 'amx_tile_config.h'}'"
+
+# The peer at its best: optimised for this processor, with every kernel that is on by default, mended like our
+# own build. The rest only keeps the build short and offline.
 _OPTIONS: Final = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",
@@ -38,6 +41,8 @@ _OPTIONS: Final = (
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF",
+    f"-DCMAKE_C_FLAGS={_MEND}",
+    f"-DCMAKE_CXX_FLAGS={_MEND}",
 )
 
 
