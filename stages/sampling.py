@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from stages.grammar import Constraint
+
 # Up to here it is quicker to read every candidate's noise than to look for those that need not be read.
 _FEW: Final = 1024
 
@@ -138,17 +140,26 @@ class Sampler:
         return self._adjustment.needs_history
 
     def sample(
-        self, logits: NDArray[np.float32], position: int, before: Sequence[int] | NDArray[np.int64] = ()
+        self,
+        logits: NDArray[np.float32],
+        position: int,
+        before: Sequence[int] | NDArray[np.int64] = (),
+        constraint: Constraint | None = None,
     ) -> int:
         """The token for `position`.
+
+        A grammar comes behind penalties and biases, and before temperature and filters: those choose among
+        what it allows.
 
         Args:
             logits: float32, shape (n_vocab,): the row before it. Minus infinity rules a token out.
             position: Absolute position of the token drawn.
             before: The tokens at all positions before it; needed only if `needs_history`.
+            constraint: Which tokens a grammar allows here; None allows all.
 
         Raises:
             StageFailed: If the largest logit is not a number, or not finite.
+            InvalidRequest: If the grammar allows none, or makes too much work.
         """
         if not self._adjustment.is_idle:
             logits = self._adjustment.apply(logits, before)
@@ -159,6 +170,20 @@ class Sampler:
                 f"the logits for position {position} peak at {peak} (token {top}): the model file or its"
                 " arithmetic on this backend is broken; run `mesh certify` on the model"
             )
+        if constraint is None:
+            return self._choose(logits, top, position)
+        if not self.sampling.filters:
+            # The best of all is the best of those that are allowed, if it is one of them; with filters it is
+            # not, as they would let through others.
+            token = self._choose(logits, top, position)
+            if constraint.allows(token):
+                return token
+        allowed = constraint.restrict(logits)
+        return self._choose(allowed, int(np.argmax(allowed)), position)
+
+    def _choose(self, logits: NDArray[np.float32], top: int, position: int) -> int:
+        """The draw among tokens of finite logits, of which `top` has the largest."""
+        peak = float(logits[top])
         sampling = self.sampling
         if sampling.temperature == 0.0:
             return top

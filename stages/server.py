@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -21,6 +22,7 @@ from spanmesh_proto.errors import (
 )
 from stages.channels import KeyCheck, abort
 from stages.encoded_hidden import EncodedHidden
+from stages.grammar import Grammars
 from stages.hidden_codec import HiddenType
 from stages.judge import Judge
 from stages.link import MOST_BUNDLED_WINDOWS, StageLink
@@ -98,6 +100,7 @@ class StageService(rpc.StageServicer):
         self._identity = identity
         self._term = term
         self._sessions = SessionTable(runtime.num_slots)
+        self._grammars = Grammars(runtime.info.n_vocab)
         self._queue = WindowQueue(runtime.max_rows, self._sessions.is_live)
         self._worker = StageWorker(
             runtime,
@@ -379,6 +382,11 @@ class StageService(rpc.StageServicer):
             elif frame.HasField("open"):
                 _require_session(frame.open.session)
                 self._on_open(frame.open)
+            elif frame.HasField("vocabulary"):
+                if self._info.is_tail:
+                    self._grammars.take(frame.vocabulary)
+                elif self._next is not None:
+                    self._next.send(frame.vocabulary)
 
     async def _read_control(
         self, requests: AsyncIterator[wire.ControlRequest], replies: asyncio.Queue[wire.ControlReply | None]
@@ -404,6 +412,9 @@ class StageService(rpc.StageServicer):
                 num_prompt=opening.num_prompt,
                 num_top_logprobs=opening.num_top_logprobs,
                 cached=opening.cached,
+                open_masks=None
+                if opening.grammar is None
+                else partial(self._grammars.masks, opening.grammar),
             )
             session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
             self._queue.change(
