@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.grammar import Constraint
 
 # Up to here it is quicker to read every candidate's noise than to look for those that need not be read.
 _FEW: Final = 1024
@@ -116,6 +115,20 @@ class Sampling:
     def filters(self) -> bool:
         """Whether any of top-k, top-p and min-p is on."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+class Constraint(Protocol):
+    """Which tokens may come at one place; see `stages.grammar`."""
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may."""
+
+    def restrict(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The row with minus infinity for all that may not.
+
+        Raises:
+            InvalidRequest: If none may.
+        """
 
 
 class Sampler:

@@ -44,6 +44,14 @@ class LlamaGrammar:
         llama_cpp.llama_sampler_apply(self._sampler, ctypes.byref(self._array))
         return np.isfinite(self._rows["logit"]) & self._is_shown
 
+    def allows(self, token: int) -> bool:
+        """Whether a token may come."""
+        return bool(self.allowed()[token])
+
+    def restrict(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The row with minus infinity for what may not."""
+        return np.where(self.allowed(), logits, np.float32(-np.inf))
+
     def accept(self, token: int) -> None:
         """Go on with a token."""
         llama_cpp.llama_sampler_accept(self._sampler, token)
