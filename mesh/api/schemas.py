@@ -199,6 +199,22 @@ class PredictionBody(_Body):
     content: Annotated[str, PlainValidator(parse_prediction, json_schema_input_type=str | list[TextPart])]
 
 
+class JsonSchemaBody(_Body):
+    """A named schema; OpenAI's `strict` makes no difference, as answers always keep to it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[Any, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormatBody(_Body):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaBody | None = None
+
+
 class GenerationBody(_Body):
     """What both endpoints take."""
 
@@ -228,6 +244,9 @@ class GenerationBody(_Body):
     cache_prompt: bool | None = None
     speculation: SpeculationBody | None = None
     prediction: PredictionBody | None = None
+    response_format: ResponseFormatBody | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    grammar: str | None = None
     return_token_ids: bool | None = None
 
     @property

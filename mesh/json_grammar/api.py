@@ -29,7 +29,7 @@ def schema_grammar(schema: Any, *, param: str) -> str:
         raise InvalidRequest(f"{param}{where}: {error.reason}", param=param) from None
     except RecursionError:
         raise InvalidRequest(f"{param}: it nests too deep: make it flatter", param=param) from None
-    return checked(grammar, param=param)
+    return checked_grammar(grammar, param=param)
 
 
 def _converted(schema: Any) -> str:
@@ -49,7 +49,7 @@ def json_object_grammar() -> str:
     return to_gbnf({"root": root, **converter.rules})
 
 
-def checked(grammar: str, *, param: str) -> str:
+def checked_grammar(grammar: str, *, param: str) -> str:
     """The grammar, if a tail will take it.
 
     Raises:
@@ -59,5 +59,6 @@ def checked(grammar: str, *, param: str) -> str:
         make_automaton(grammar)
     except InvalidRequest as error:
         reason = error.message.removeprefix("grammar: ")
-        raise InvalidRequest(f"{param}: as a grammar, {reason}", param=param) from None
+        words = reason if param == error.param else f"as a grammar, {reason}"
+        raise InvalidRequest(f"{param}: {words}", param=param) from None
     return grammar

@@ -59,7 +59,7 @@ def object_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Ex
 def _properties(flat: Flat) -> tuple[dict[str, Any], Any]:
     """The properties that are named, required ones without a schema too, and the schema of all others."""
     schemas = dict(flat.get("properties", {}))
-    # Where nothing is said of others, none come beside those that are named, nor if they are to be "evaluated".
+    # Where nothing is said of others, none come beside named ones, nor if they were to be "evaluated".
     others = flat.get("additionalProperties", not schemas and "unevaluatedProperties" not in flat)
     for name in flat.get("required", ()):
         schemas.setdefault(name, flat.get("additionalProperties", True))
