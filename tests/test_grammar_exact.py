@@ -1,4 +1,4 @@
-"""Grammars on a real model in exact mode: real stages against the whole model under llama.cpp's own grammars."""
+"""Grammars on a real model in exact mode: real stages against the whole model under llama.cpp's grammars."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path

@@ -66,9 +66,9 @@ def schemas(
         )
     found = summary(results)
     click.echo(
-        f"{found['valid']} of {found['questions']} answers in {found['schemas']} schemas are valid;"
-        f" {found['same_without_speculation']} are the same without speculation;"
-        f" {found['tokens']} tokens, of those proposed {found['accepted']} accepted, {found['rejected']} rejected;"
+        f"{found['valid']} of {found['questions']} answers in {found['schemas']} schemas are valid,"
+        f" {found['same_without_speculation']} the same without speculation; {found['tokens']} tokens;"
+        f" {found['accepted']} proposed tokens accepted, {found['rejected']} rejected;"
         f" {time.monotonic() - started_s:.0f} s"
     )
     if json_path is not None:
