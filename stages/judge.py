@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from stages.grammar import GrammarRecord
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from stages.grammar import TokenMasks
+    from stages.grammar import Grammars, TokenMasks
+    from stages.opening import Opening
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,22 @@ class Judge:
         self._record = TokenRecord() if self._sampler.needs_history else None
         self._grammar = None if open_masks is None else GrammarRecord(open_masks, num_prompt)
         self._write(0, cached)
+
+    @classmethod
+    def of(cls, opening: Opening, grammars: Grammars) -> Judge:
+        """The judge of a session that begins.
+
+        Args:
+            opening: Its terms.
+            grammars: Makes its grammar ready, when that is first needed.
+        """
+        return cls(
+            opening.sampling,
+            num_prompt=opening.num_prompt,
+            num_top_logprobs=opening.num_top_logprobs,
+            cached=opening.cached,
+            open_masks=partial(grammars.masks, opening.grammar) if opening.grammar else None,
+        )
 
     def judge(
         self,

@@ -185,7 +185,7 @@ class Sampler:
             )
         if constraint is None:
             return self._choose(logits, top, position)
-        if not self.sampling.filters:
+        if self.sampling.temperature == 0.0 or not self.sampling.filters:
             # The best of all is the best of those that are allowed, if it is one of them; with filters it is
             # not, as they would let through others.
             token = self._choose(logits, top, position)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -407,15 +406,7 @@ class StageService(rpc.StageServicer):
             opening = Opening.from_wire(message)
             if self._info.is_tail:
                 opening.require_vocabulary(self._info.n_vocab)
-            judge = Judge(
-                opening.sampling,
-                num_prompt=opening.num_prompt,
-                num_top_logprobs=opening.num_top_logprobs,
-                cached=opening.cached,
-                open_masks=None
-                if opening.grammar is None
-                else partial(self._grammars.masks, opening.grammar),
-            )
+            judge = Judge.of(opening, self._grammars)
             session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
             self._queue.change(
                 Begun(session.id, opening.source_slot, session.slot, len(opening.cached), session.num_resumed)

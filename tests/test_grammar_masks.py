@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.tokenizer import Tokenizer
+from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ProtocolError
 from stages.grammar import Grammars, TokenTexts
 from stages.grammar.automaton import DEAD
@@ -162,7 +163,7 @@ def test_all_at_once_is_one_after_the_other(
 @given(pieces=PIECES, ends=st.sets(st.integers(0, 39), max_size=3))
 def test_a_vocabulary_travels_unchanged(pieces: list[bytes], ends: set[int]) -> None:
     texts = TokenTexts(tuple(pieces), frozenset(end for end in ends if end < len(pieces)))
-    assert TokenTexts.from_wire(texts.to_wire(), len(pieces)) == texts
+    assert TokenTexts.from_wire(texts.message, len(pieces)) == texts
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused() -> None:
@@ -178,7 +179,8 @@ def test_a_vocabulary_that_does_not_fit_is_refused() -> None:
         ({"texts": b"junk"}, "cannot be unpacked"),
         ({"end_tokens": [3]}, "beyond its 3"),
     ):
-        message = texts.to_wire()
+        message = wire.Vocabulary()
+        message.CopyFrom(texts.message)
         for field, value in change.items():
             message.ClearField(field)  # type: ignore[arg-type]
             if isinstance(value, bytes):
@@ -188,10 +190,10 @@ def test_a_vocabulary_that_does_not_fit_is_refused() -> None:
         grammars.take(message)
         with pytest.raises(ProtocolError, match=reason):
             grammars.masks('root ::= "a"')
-    grammars.take(texts.to_wire())
+    grammars.take(texts.message)
     first = grammars.masks('root ::= "a"')
     assert grammars.masks('root ::= "a"') is first
-    grammars.take(texts.to_wire())
+    grammars.take(TokenTexts(texts.pieces, texts.end_tokens).message)
     assert grammars.masks('root ::= "a"') is first
-    grammars.take(TokenTexts((b"b", b"bc", b""), frozenset({2})).to_wire())
+    grammars.take(TokenTexts((b"b", b"bc", b""), frozenset({2})).message)
     assert not grammars.masks('root ::= "a"').mask(0).any()

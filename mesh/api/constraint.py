@@ -30,7 +30,7 @@ def grammar_of(body: GenerationBody) -> str | None:
     found = {
         "response_format": _of_format(body.response_format),
         "json_schema": None if body.json_schema is None else _of_schema(body.json_schema, "json_schema"),
-        "grammar": checked_grammar(body.grammar, param="grammar") if body.grammar else None,
+        "grammar": _checked(body.grammar) if body.grammar else None,
     }
     given = [name for name, grammar in found.items() if grammar is not None]
     if len(given) > 1:
@@ -60,6 +60,11 @@ def _of_schema(schema: Any, param: str) -> str:
         return _converted(json.dumps(schema), param)
     except RecursionError:
         raise InvalidRequest(f"{param}: it nests too deep: make it flatter", param=param) from None
+
+
+@lru_cache(_MOST_KEPT)
+def _checked(grammar: str) -> str:
+    return checked_grammar(grammar, param="grammar")
 
 
 @lru_cache(_MOST_KEPT)

@@ -88,8 +88,8 @@ def make_job(
         )
     grammar = grammar_of(body)
     if grammar is not None:
-        # Here rather than in the event loop, which will need it next.
-        _ = backend.tokenizer.texts
+        # Made here rather than in the event loop, which will need it next.
+        _ = backend.tokenizer.texts.message
     wanted = body.token_limit or default_max_tokens or room
     request = GenerationRequest(
         prompt=tuple(prompt),

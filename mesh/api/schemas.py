@@ -80,6 +80,13 @@ def parse_content(value: Any, message: ValidationInfo) -> str:
     return "\n".join(_part_text(part, index) for index, part in enumerate(value))
 
 
+def parse_schema(value: Any) -> Any:
+    """A JSON Schema as it came; what is in it, others look at."""
+    if value is not None and not isinstance(value, dict | bool):
+        raise PydanticCustomError("schema", "must be a JSON Schema: an object, true or false")
+    return value
+
+
 def parse_prediction(value: Any) -> str:
     """An expected answer: a string, or a list of text parts that follow one another without a gap."""
     if isinstance(value, str):
@@ -245,7 +252,9 @@ class GenerationBody(_Body):
     speculation: SpeculationBody | None = None
     prediction: PredictionBody | None = None
     response_format: ResponseFormatBody | None = None
-    json_schema: dict[str, Any] | bool | None = None
+    json_schema: Annotated[
+        Any, PlainValidator(parse_schema, json_schema_input_type=dict[str, Any] | bool | None)
+    ] = None
     grammar: str | None = None
     return_token_ids: bool | None = None
 

@@ -183,7 +183,7 @@ class Ring:
     def open_session(self, session: wire.Open) -> None:
         """Start a session at every stage, ahead of its first window."""
         if session.grammar and self._token_texts is not None:
-            self._link.send(self._token_texts().to_wire())
+            self._link.send(self._token_texts().message)
             self._token_texts = None  # told once is enough
         self._link.send(session)
 
