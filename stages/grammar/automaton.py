@@ -50,7 +50,8 @@ class Automaton:
         self._members = members
         self._frames: list[Config] = [(END, _BOTTOM)]
         self._frame_ids: dict[Config, int] = {}
-        self._configs: list[tuple[Config, ...]] = []
+        # Of each state: the sets of bytes that it reads, and where each leads.
+        self._readings: list[list[tuple[int, list[Config]]]] = []
         self._may_end: list[bool] = []
         self._state_ids: dict[tuple[bool, frozenset[Config]], int] = {}
         self._table = np.full((_FIRST_CAPACITY, self._num_classes), _UNKNOWN, np.int32)
@@ -62,7 +63,7 @@ class Automaton:
     @property
     def is_half_full(self) -> bool:
         """Whether a session that begins now had better have one of its own."""
-        return max(len(self._configs), len(self._frames)) > self._most_states // 2
+        return max(len(self._may_end), len(self._frames)) > self._most_states // 2
 
     def may_end(self, state: int) -> bool:
         """Whether a text may end here."""
@@ -104,12 +105,10 @@ class Automaton:
         known = int(self._table[state, byte_class])
         if known != _UNKNOWN:
             return known
-        graph, members = self._graph, self._members[byte_class]
-        configs = self._configs[state]
-        self._count(len(configs))
-        targets = [
-            (graph.followings[node], frame) for node, frame in configs if members >> graph.payloads[node] & 1
-        ]
+        members = self._members[byte_class]
+        readings = self._readings[state]
+        self._count(len(readings))
+        targets = [config for number, configs in readings if members >> number & 1 for config in configs]
         target = self._state_of(targets) if targets else DEAD
         self._table[state, byte_class] = target
         return target
@@ -155,15 +154,22 @@ class Automaton:
         key = (may_end, frozenset(reading))
         state = self._state_ids.get(key)
         if state is None:
-            state = self._state_ids[key] = len(self._configs)
+            state = self._state_ids[key] = len(self._may_end)
             if state >= self._most_states:
                 raise refusal(f"it leads to more than {self._most_states} states: make it simpler")
-            self._configs.append(tuple(reading))
+            self._readings.append(self._grouped(reading))
             self._may_end.append(may_end)
             if state >= len(self._table):
                 more = np.full_like(self._table, _UNKNOWN)
                 self._table = np.concatenate((self._table, more))
         return state
+
+    def _grouped(self, reading: list[Config]) -> list[tuple[int, list[Config]]]:
+        graph = self._graph
+        groups: dict[int, list[Config]] = {}
+        for node, frame in reading:
+            groups.setdefault(graph.payloads[node], []).append((graph.followings[node], frame))
+        return list(groups.items())
 
     def _frame(self, following: int, below: int) -> int:
         key = (following, below)
