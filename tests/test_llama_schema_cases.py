@@ -1,6 +1,6 @@
 """llama.cpp's own cases for JSON Schema to grammar, read from its source where that is: none is copied here.
 
-`SPANMESH_LLAMA_CPP` names a folder with llama.cpp's source; `python -m mesh.bench.compare_rpc` unpacks one into
+`SPANMESH_LLAMA_CPP` names a folder with llama.cpp's source; `python -m mesh.bench.compare_rpc` unpacks one in
 the user's cache. Without either these tests are skipped.
 """
 

@@ -10,10 +10,10 @@ from stages.grammar.limits import MAX_REPEATS
 
 if TYPE_CHECKING:
     from mesh.json_grammar.flatten import Flat
-    from mesh.json_grammar.objects import Convert
+    from mesh.json_grammar.objects import Convert, Name
 
 
-def array_of(flat: Flat, convert: Convert, space: Expression) -> Expression | None:
+def array_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Expression | None:
     """What an array schema allows; None if nothing.
 
     Raises:
@@ -39,16 +39,21 @@ def array_of(flat: Flat, convert: Convert, space: Expression) -> Expression | No
         other, most = None, len(known) if most is None else min(most, len(known))
     if most is not None and least > most:
         return None
-    body = _body(known, other, least, most, space)
+    body = _body(known, other, (least, most), name, space)
     if body is None:
         return seq("[", space, "]")
     return seq("[", space, seq(body, space) if least else maybe(body, space), "]")
 
 
 def _body(
-    known: list[Expression], other: Expression | None, least: int, most: int | None, space: Expression
+    known: list[Expression],
+    other: Expression | None,
+    counts: tuple[int, int | None],
+    name: Name,
+    space: Expression,
 ) -> Expression | None:
     """The items and the commas between them, at least one item; None if there can be none."""
+    least, most = counts
     comma = seq(",", space)
     rest: Expression = NOTHING
     if other is not None:
@@ -59,7 +64,7 @@ def _body(
         )
     for place in reversed(range(1, len(known))):
         here = seq(comma, known[place], rest)
-        rest = here if place < least else maybe(here)
+        rest = here if place < least else name(maybe(here))
     if known:
         return seq(known[0], rest)
     return None if other is None else seq(other, rest)

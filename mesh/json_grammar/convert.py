@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from decimal import Decimal
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mesh.json_grammar.arrays import array_of
 from mesh.json_grammar.errors import SchemaError
@@ -21,6 +21,9 @@ from mesh.json_grammar.objects import free_object, object_of
 from mesh.json_grammar.string_grammar import CHAR
 from mesh.json_grammar.strings import string_of
 from stages.grammar.grammars import make_automaton
+
+if TYPE_CHECKING:
+    from stages.grammar.automaton import Automaton
 
 _MAX_RULES: Final = 4000
 _MAX_NESTING: Final = 48
@@ -119,7 +122,7 @@ class Converter:
             case "object":
                 found = object_of(flat, self.expression, self._rule, SPACE)
             case "array":
-                found = array_of(flat, self.expression, SPACE)
+                found = array_of(flat, self.expression, self._rule, SPACE)
             case "string":
                 found = string_of(flat)
             case "integer":
@@ -165,8 +168,7 @@ class Converter:
         types = types_of(rest)
         rest.pop("type", None)
         values = [value for value in flat["enum"] if types is None or _is_of(value, types)]
-        values = [value for value in values if _fits(rest, value)]
-        texts = dict.fromkeys(_compact(value) for value in values)
+        texts = dict.fromkeys(_compact(value) for value in _fitting(rest, values))
         return either(*texts) if texts else None
 
 
@@ -175,21 +177,31 @@ def _is_of(value: Any, types: frozenset[str]) -> bool:
     return kind in types or (kind == "integer" and "number" in types)
 
 
-def _fits(flat: Flat, value: Any) -> bool:
-    """Whether a value is valid, as far as its own type's keywords go."""
-    kind = type_of(value)
-    keywords = _HINTS.get("number" if kind == "integer" else kind, ())
-    own = {key: each for key, each in flat.items() if key in keywords}
-    if not own:
-        return True
-    if kind in {"object", "array"}:
-        raise SchemaError(f"enum names an {kind} beside {min(own)}: leave one of them out")
+def _fitting(flat: Flat, values: list[Any]) -> list[Any]:
+    """The values that are valid, as far as the keywords of each one's own type go."""
+    by_kind: dict[str, Automaton | None] = {}
+    found = []
+    for value in values:
+        kind = "number" if type_of(value) == "integer" else type_of(value)
+        own = {key: flat[key] for key in _HINTS.get(kind, ()) if key in flat}
+        if own and kind in {"object", "array"}:
+            raise SchemaError(f"enum names an {kind} beside {min(own)}: leave one of them out")
+        if own and kind not in by_kind:
+            by_kind[kind] = _automaton({**own, "type": kind})
+        automaton = by_kind.get(kind)
+        if not own or (automaton is not None and _takes(automaton, _compact(value))):
+            found.append(value)
+    return found
+
+
+def _automaton(schema: Flat) -> Automaton | None:
     converter = Converter(document=True)
-    expression = converter.expression({**own, "type": "number" if kind == "integer" else kind})
-    if expression is None:
-        return False
-    automaton = make_automaton(to_gbnf({**converter.rules, "root": expression}))
-    return automaton.may_end(automaton.after(automaton.start, _compact(value).encode()))
+    expression = converter.expression(schema)
+    return None if expression is None else make_automaton(to_gbnf({**converter.rules, "root": expression}))
+
+
+def _takes(automaton: Automaton, text: str) -> bool:
+    return automaton.may_end(automaton.after(automaton.start, text.encode()))
 
 
 def _compact(value: Any) -> str:

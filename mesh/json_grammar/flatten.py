@@ -34,6 +34,8 @@ _KEPT: Final = frozenset({
 })  # fmt: skip
 _MAX_ALTERNATIVES: Final = 512
 _MAX_CHAIN: Final = 32
+# Schemas within schemas, those that are referred to counted each time.
+_MAX_LOOKS: Final = 20_000
 
 
 class Flattener:
@@ -45,6 +47,7 @@ class Flattener:
 
     def __init__(self, document: Any) -> None:
         self._document = document
+        self._num_looks = 0
 
     def alternatives(self, schema: Any, depth: int = 0) -> list[Flat]:
         """The plain schemas of which one must hold; none if nothing is valid.
@@ -58,7 +61,8 @@ class Flattener:
             return []
         if not isinstance(schema, dict):
             raise SchemaError(f"a schema must be an object or a boolean, not {_shown(schema)}")
-        if depth > _MAX_CHAIN:
+        self._num_looks += 1
+        if depth > _MAX_CHAIN or self._num_looks > _MAX_LOOKS:
             raise SchemaError(f"$ref, allOf and anyOf nest deeper than {_MAX_CHAIN}, or never end")
         base = _plain(schema)
         if _is_only_reference(schema, base):
@@ -121,8 +125,6 @@ class Flattener:
                 self.alternatives(self.target(each["$ref"]), depth + 1) if "$ref" in each else [each]
                 for each in (one, other)
             ]
-            if depth > _MAX_CHAIN:
-                raise SchemaError(f"$ref, allOf and anyOf nest deeper than {_MAX_CHAIN}, or never end")
             return self._both(pair[0], pair[1], depth + 1)
         merged = merge(one, other)
         return [] if merged is None else [merged]

@@ -50,7 +50,7 @@ def object_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Ex
         elif key in required:
             return None
     other = None if others is False else convert(others, "additionalProperties")
-    extra = None if other is None else seq('"', _any_name_but(schemas), '":', space, other)
+    extra = None if other is None else seq('"', _any_name_but(schemas, name), '":', space, other)
     most_extras = _most_extras(flat, pairs, has_extras=extra is not None)
     body = _pairs(pairs, extra, most_extras, name, space)
     return seq("{", space, "}") if body == NOTHING else seq("{", space, body, "}")
@@ -101,45 +101,43 @@ def _pairs(
     """
     comma = seq(",", space)
     rest: Expression = NOTHING
-    first: Expression | None = None
+    firsts: list[Expression] = []
     may_be_empty = True
     if extra is not None and most != 0:
-        rest = times(seq(comma, extra), 0, most)
-        first = seq(extra, times(seq(comma, extra), 0, None if most is None else most - 1))
+        rest = name(times(seq(comma, extra), 0, most))
+        firsts = [seq(extra, times(seq(comma, extra), 0, None if most is None else most - 1))]
     for pair, is_required in reversed(pairs):
         here = seq(pair, rest)
         if is_required:
-            rest, first, may_be_empty = seq(comma, here), here, False
+            rest, firsts, may_be_empty = seq(comma, here), [here], False
         else:
-            first = here if first is None else either(here, first)
+            firsts = [here, *firsts]
             rest = maybe(comma, here) if rest == NOTHING else either(seq(comma, here), rest)
         # Each is referred to twice.
         rest = name(rest)
-    if first is None:
+    if not firsts:
         return NOTHING
-    whole = seq(first, space)
+    whole = seq(either(*firsts), space)
     return maybe(whole) if may_be_empty else whole
 
 
-def _any_name_but(names: dict[str, Any]) -> Expression:
+def _any_name_but(names: dict[str, Any], name: Name) -> Expression:
     """A name that is none of these. Letters stand for themselves in it, so none hides behind an escape."""
     tree: dict[str, Any] = {}
-    for name in names:
-        if len(name) > _MAX_NAME_CHARS:
-            raise SchemaError(
-                f"properties has a name of {len(name)} characters: at most {_MAX_NAME_CHARS} work"
-            )
+    for known in names:
+        if len(known) > _MAX_NAME_CHARS:
+            raise SchemaError(f"properties has a name of more than {_MAX_NAME_CHARS} characters")
         node = tree
-        for letter in name:
+        for letter in known:
             node = node.setdefault(letter, {})
         node[""] = {}
-    return _not_in(tree)
+    return _not_in(tree, name)
 
 
 _ESCAPED: Final = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F))
 
 
-def _not_in(tree: dict[str, Any]) -> Expression:
+def _not_in(tree: dict[str, Any], name: Name) -> Expression:
     letters = [letter for letter in tree if letter]
     others = Chars(complement([*_ESCAPED, *((ord(letter), ord(letter)) for letter in letters)]))
     any_letter = Chars(complement(_ESCAPED))
@@ -148,8 +146,8 @@ def _not_in(tree: dict[str, Any]) -> Expression:
         options.append(NOTHING)
     # A letter that is written with an escape does not come at all.
     options += [
-        seq(Chars(((ord(letter), ord(letter)),)), _not_in(tree[letter]))
+        seq(Chars(((ord(letter), ord(letter)),)), _not_in(tree[letter], name))
         for letter in letters
         if quoted(letter) == f'"{letter}"' and letter != "\x7f"
     ]
-    return either(*options)
+    return name(either(*options))
