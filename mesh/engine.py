@@ -50,6 +50,7 @@ class GenerationRequest:
             the stages' caches.
         num_top_logprobs: How many likeliest tokens to report beside each committed one's logprob, up to
             `stages.logprobs.MAX_TOP_LOGPROBS`; None reports nothing.
+        grammar: GBNF that the answer must match, from its first token on; None leaves it free.
     """
 
     prompt: tuple[int, ...]
@@ -62,6 +63,7 @@ class GenerationRequest:
     history_key: str | None = None
     uses_cache: bool = True
     num_top_logprobs: int | None = None
+    grammar: str | None = None
 
 
 @dataclass(frozen=True)

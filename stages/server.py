@@ -21,6 +21,7 @@ from spanmesh_proto.errors import (
 )
 from stages.channels import KeyCheck, abort
 from stages.encoded_hidden import EncodedHidden
+from stages.grammar import Grammars
 from stages.hidden_codec import HiddenType
 from stages.judge import Judge
 from stages.link import MOST_BUNDLED_WINDOWS, StageLink
@@ -98,6 +99,7 @@ class StageService(rpc.StageServicer):
         self._identity = identity
         self._term = term
         self._sessions = SessionTable(runtime.num_slots)
+        self._grammars = Grammars(runtime.info.n_vocab)
         self._queue = WindowQueue(runtime.max_rows, self._sessions.is_live)
         self._worker = StageWorker(
             runtime,
@@ -379,6 +381,11 @@ class StageService(rpc.StageServicer):
             elif frame.HasField("open"):
                 _require_session(frame.open.session)
                 self._on_open(frame.open)
+            elif frame.HasField("vocabulary"):
+                if self._info.is_tail:
+                    self._grammars.take(frame.vocabulary)
+                elif self._next is not None:
+                    self._next.send(frame.vocabulary)
 
     async def _read_control(
         self, requests: AsyncIterator[wire.ControlRequest], replies: asyncio.Queue[wire.ControlReply | None]
@@ -399,12 +406,7 @@ class StageService(rpc.StageServicer):
             opening = Opening.from_wire(message)
             if self._info.is_tail:
                 opening.require_vocabulary(self._info.n_vocab)
-            judge = Judge(
-                opening.sampling,
-                num_prompt=opening.num_prompt,
-                num_top_logprobs=opening.num_top_logprobs,
-                cached=opening.cached,
-            )
+            judge = Judge.of(opening, self._grammars)
             session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
             self._queue.change(
                 Begun(session.id, opening.source_slot, session.slot, len(opening.cached), session.num_resumed)

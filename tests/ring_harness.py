@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mesh.engine import Committed, GenerationRequest
     from speculative.proposer import Proposer
+    from stages.grammar import TokenTexts
     from tests.fake_stage import FakeRuntime
 
 MESH_ID = "test-mesh"
@@ -103,6 +104,7 @@ async def running_coordinator(
     mesh_key: str = MESH_KEY,
     repair_wait_s: float = 2.5,
     clock_s: Callable[[], float] = time.monotonic,
+    token_texts: TokenTexts | None = None,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator connected to `stages`."""
     options = CoordinatorOptions(
@@ -114,6 +116,7 @@ async def running_coordinator(
         controller=controller or ControllerOptions(),
         cancels=cancels,
         repair_wait_s=repair_wait_s,
+        token_texts=None if token_texts is None else lambda: token_texts,
     )
     coordinator = Coordinator(
         [stage.address for stage in stages],

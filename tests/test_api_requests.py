@@ -79,9 +79,7 @@ async def test_wrong_types_and_values_name_their_field(api: Api, fields: dict[st
         {"n": 2},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tool_choice": "required"},
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
-        {"grammar": "root ::= x"},
+        {"guided_json": {"type": "object"}},
     ],
 )
 async def test_what_is_not_supported_is_refused(api: Api, fields: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ COMMANDS = (
     *("serve", "join", "status", "slice", "certify", "draft make"),
     *("keys add", "keys list", "keys rm", "drain", "evict"),
     *("bench spec", "bench serve", "bench stress", "bench net", "bench fuzz", "bench chaos"),
+    "bench schemas",
 )
 GROUPS = ("draft", "keys", "bench")
 BIN = Path(sys.executable).parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mesh.api.constraint import grammar_of
 from mesh.api.prediction import encode_prediction
 from mesh.api.sampling import sampling_of
 from mesh.engine import GenerationRequest, SpeculationLimits
@@ -65,7 +66,7 @@ def make_job(
 
     Raises:
         InvalidRequest: If the prompt is empty, the limit or the prediction is longer than the context, or
-            fields contradict each other.
+            fields contradict each other, or ask for an answer that no grammar describes.
         ContextLengthExceeded: If it leaves no room for an answer.
     """
     if not prompt:
@@ -85,6 +86,10 @@ def make_job(
             " there is, or serve with a larger --ctx-size",
             param=body.token_limit_param,
         )
+    grammar = grammar_of(body)
+    if grammar is not None:
+        # Made here rather than in the event loop, which will need it next.
+        _ = backend.tokenizer.texts.message
     wanted = body.token_limit or default_max_tokens or room
     request = GenerationRequest(
         prompt=tuple(prompt),
@@ -97,5 +102,6 @@ def make_job(
         history_key=client,
         uses_cache=body.cache_prompt is not False,
         num_top_logprobs=body.num_top_logprobs,
+        grammar=grammar,
     )
     return Job(request, body.stop, echo, bool(body.return_token_ids))

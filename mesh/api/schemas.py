@@ -80,6 +80,13 @@ def parse_content(value: Any, message: ValidationInfo) -> str:
     return "\n".join(_part_text(part, index) for index, part in enumerate(value))
 
 
+def parse_schema(value: Any) -> Any:
+    """A JSON Schema as it came; what is in it, others look at."""
+    if value is not None and not isinstance(value, dict | bool):
+        raise PydanticCustomError("schema", "must be a JSON Schema: an object, true or false")
+    return value
+
+
 def parse_prediction(value: Any) -> str:
     """An expected answer: a string, or a list of text parts that follow one another without a gap."""
     if isinstance(value, str):
@@ -199,6 +206,22 @@ class PredictionBody(_Body):
     content: Annotated[str, PlainValidator(parse_prediction, json_schema_input_type=str | list[TextPart])]
 
 
+class JsonSchemaBody(_Body):
+    """A named schema; OpenAI's `strict` makes no difference, as answers always keep to it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[Any, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormatBody(_Body):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaBody | None = None
+
+
 class GenerationBody(_Body):
     """What both endpoints take."""
 
@@ -228,6 +251,11 @@ class GenerationBody(_Body):
     cache_prompt: bool | None = None
     speculation: SpeculationBody | None = None
     prediction: PredictionBody | None = None
+    response_format: ResponseFormatBody | None = None
+    json_schema: Annotated[
+        Any, PlainValidator(parse_schema, json_schema_input_type=dict[str, Any] | bool | None)
+    ] = None
+    grammar: str | None = None
     return_token_ids: bool | None = None
 
     @property

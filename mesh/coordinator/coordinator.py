@@ -248,6 +248,7 @@ class Coordinator:
             on_lost=lambda: self._on_lost(ring),
             clock_s=self._clock_s,
             identity=self._identity,
+            token_texts=options.token_texts,
         )
         return Incarnation(stages, ring, options.max_rows)
 
@@ -393,4 +394,5 @@ def _opening(session: int, beginning: Beginning, request: GenerationRequest) -> 
         request.num_top_logprobs,
         request.prompt[: beginning.num_cached],
         beginning.source_slot,
+        grammar=request.grammar,
     )

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from speculative.controller import ControllerOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stages.grammar import TokenTexts
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,7 @@ class CoordinatorOptions:
             place, is not tried again.
         ping_interval_s: Between two questions to each stage whether it lives, in seconds.
         ping_timeout_s: A stage that leaves them unanswered for longer is lost.
+        token_texts: Gives the vocabulary, which a tail needs to follow a grammar; None refuses grammars.
     """
 
     context_length: int
@@ -38,3 +45,4 @@ class CoordinatorOptions:
     most_crashes: int = 2
     ping_interval_s: float = 0.25
     ping_timeout_s: float = 1.2
+    token_texts: Callable[[], TokenTexts] | None = None

@@ -20,6 +20,7 @@ from stages.link import StageLink
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stages.grammar import TokenTexts
     from stages.identity import Identity
     from stages.layers import LayerRange
 
@@ -76,6 +77,7 @@ class Ring:
         on_lost: Called once, when the first stage is lost; `loss` then says more.
         clock_s: Monotonic, seconds.
         identity: What the coordinator shows the stages; None if all are in its own process.
+        token_texts: Gives the vocabulary, when a session first has a grammar.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Ring:
         on_lost: Callable[[], None],
         clock_s: Callable[[], float],
         identity: Identity | None = None,
+        token_texts: Callable[[], TokenTexts] | None = None,
     ) -> None:
         hello = wire.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -98,6 +101,7 @@ class Ring:
         )
         self._stages = tuple(stages)
         self._terms = terms
+        self._token_texts = token_texts
         self._is_let_go = False
         self._on_verdict = on_verdict
         self._on_failure = on_failure
@@ -178,6 +182,9 @@ class Ring:
 
     def open_session(self, session: wire.Open) -> None:
         """Start a session at every stage, ahead of its first window."""
+        if session.grammar and self._token_texts is not None:
+            self._link.send(self._token_texts().message)
+            self._token_texts = None  # told once is enough
         self._link.send(session)
 
     def send(self, window: wire.Window) -> None:

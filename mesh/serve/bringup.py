@@ -189,6 +189,7 @@ class Bringup:
                 num_slots=self._known.workload.num_slots,
                 max_rows=numerics_for(exact=self._options.is_exact, num_threads=1).max_rows,
                 n_vocab=self._known.tokenizer.n_vocab,
+                token_texts=lambda: self._known.tokenizer.texts,
                 max_waiting=self._options.max_waiting,
                 controller=self._options.speculation.controller_options(),
                 cancels=self._options.speculation.cancels,

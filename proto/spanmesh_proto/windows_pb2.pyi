@@ -45,14 +45,26 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., stage_index: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_stop: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "open", "windows")
+    __slots__ = ("hello", "open", "windows", "vocabulary")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: Open
     windows: WindowBundle
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., windows: _Optional[_Union[WindowBundle, _Mapping]] = ...) -> None: ...
+    vocabulary: Vocabulary
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., windows: _Optional[_Union[WindowBundle, _Mapping]] = ..., vocabulary: _Optional[_Union[Vocabulary, _Mapping]] = ...) -> None: ...
+
+class Vocabulary(_message.Message):
+    __slots__ = ("texts", "lengths", "end_tokens")
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    END_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    texts: bytes
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    end_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, texts: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., end_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WindowBundle(_message.Message):
     __slots__ = ("windows",)
@@ -67,7 +79,7 @@ class VerdictBundle(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs", "cached_tokens", "source_slot", "resumed_session", "num_resumed")
+    __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs", "cached_tokens", "source_slot", "resumed_session", "num_resumed", "grammar")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +89,7 @@ class Open(_message.Message):
     SOURCE_SLOT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_SESSION_FIELD_NUMBER: _ClassVar[int]
     NUM_RESUMED_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     session: int
     slot: int
     sampling: Sampling
@@ -86,7 +99,8 @@ class Open(_message.Message):
     source_slot: int
     resumed_session: int
     num_resumed: int
-    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., source_slot: _Optional[int] = ..., resumed_session: _Optional[int] = ..., num_resumed: _Optional[int] = ...) -> None: ...
+    grammar: str
+    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., source_slot: _Optional[int] = ..., resumed_session: _Optional[int] = ..., num_resumed: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "repetition_window", "bias_tokens", "biases")

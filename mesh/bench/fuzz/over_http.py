@@ -12,8 +12,8 @@ from urllib import request
 
 from mesh.bench.fuzz.http_cases import HttpCase, HttpCases
 from mesh.bench.fuzz.http_exchange import Reply, exchange
-from mesh.bench.fuzz.served_mesh import ServedMesh, served_mesh
 from mesh.bench.fuzz.tally import Tally
+from mesh.bench.served_mesh import ServedMesh, served_mesh
 
 if TYPE_CHECKING:
     from typing import Any
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mesh.bench.fuzz.report import FuzzReport
 
 _AT_ONCE: Final = 8
+# One stage; room for a chat template's own words, but so little that no answer takes long.
+_MESH_OPTIONS: Final = ("--stages", "1", "--threads", "1", "--ctx-size", "128", "--parallel", "4")
 # Requests of many prompts wait for one another; on a busy machine that takes its time.
 _TIMEOUT_S: Final = 180.0
 _NUM_SAMPLES: Final = 100
@@ -42,7 +44,7 @@ def fuzz_http(options: FuzzOptions) -> FuzzReport:
         MeshError: If the mesh does not come up.
     """
     key = secrets.token_urlsafe(32)
-    with served_mesh(options.model, options.output, key) as mesh:
+    with served_mesh(options.model, options.output, key, _MESH_OPTIONS) as mesh:
         return asyncio.run(_feed(mesh, options, key))
 
 

@@ -1,4 +1,4 @@
-"""A mesh of one stage on this machine, started as a user starts it, to be treated badly."""
+"""A mesh on this machine alone, started as a user starts it, to be asked for more than a user would."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from mesh.cluster.addresses import free_port
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _START_S: Final = 180.0
 _STOP_S: Final = 30.0
 _POLL_S: Final = 0.2
 _ASK_S: Final = 5.0
 _LAST_LINES: Final = 15
-# Long enough for a chat template's own words, short enough that no answer takes long.
-_CTX_SIZE: Final = 128
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,14 @@ class ServedMesh:
 
 
 @contextmanager
-def served_mesh(model: Path, folder: Path, key: str) -> Iterator[ServedMesh]:
+def served_mesh(model: Path, folder: Path, key: str, options: Sequence[str]) -> Iterator[ServedMesh]:
     """A mesh runs while in the block.
 
     Args:
         model: A GGUF file.
         folder: For its log and its file of API keys.
         key: The API key that opens it.
+        options: Further ones of `mesh serve`.
 
     Raises:
         MeshError: If it does not come up; with its last words.
@@ -79,13 +78,12 @@ def served_mesh(model: Path, folder: Path, key: str) -> Iterator[ServedMesh]:
     port = free_port("127.0.0.1")
     keys, log = folder / "api-keys", folder / "mesh-serve.log"
     keys.unlink(missing_ok=True)
-    add_key(keys, KeyRecord("fuzz", digest_of(key)))
-    command = [str(Path(sys.executable).with_name("mesh")), "serve", str(model), "--stages", "1"]
+    add_key(keys, KeyRecord("bench", digest_of(key)))
+    command = [str(Path(sys.executable).with_name("mesh")), "serve", str(model)]
     where = ["--port", str(port), "--advertise", "127.0.0.1", "--api-key-file", str(keys)]
-    limits = ["--threads", "1", "--ctx-size", str(_CTX_SIZE), "--parallel", "4"]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, *where, *limits], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            [*command, *where, *options], stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
     try:
         deadline_s = time.monotonic() + _START_S

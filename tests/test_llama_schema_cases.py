@@ -1,0 +1,127 @@
+"""llama.cpp's own cases for JSON Schema to grammar, read from its source where that is: none is copied here.
+
+`SPANMESH_LLAMA_CPP` names a folder with llama.cpp's source; `python -m mesh.bench.compare_rpc` unpacks one in
+the user's cache. Without either these tests are skipped.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from random import Random
+from typing import Any, Self
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from mesh.json_grammar import schema_grammar
+from spanmesh_proto.errors import InvalidRequest
+from stages.grammar.grammars import make_automaton
+from tests.json_schemas import random_text
+from tests.test_grammar import matches
+
+_TEXT = r'(?:R"""\((?P<raw{0}>.*?)\)"""|"(?P<plain{0}>[^"]*)")'
+_CASE = re.compile(
+    r'test\(\{\s*(?P<status>SUCCESS|FAILURE),\s*"(?P<name>[^"]*)",\s*(?://[^\n]*\n\s*)*'
+    + _TEXT.format(1)
+    + r",\s*"
+    + _TEXT.format(2),
+    re.DOTALL,
+)
+
+# What we refuse and they let through, since they do not enforce it.
+REFUSED = {
+    "unsupported regexp in a property": "looks around",
+}
+
+
+@dataclass(frozen=True)
+class LlamaCase:
+    name: str
+    fails: bool
+    schema: str
+    grammar: str
+
+
+def source() -> Path | None:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spanmesh"
+    unpacked = cache / f"llama-rpc-{version('llama-cpp-python')}" / "source" / "vendor" / "llama.cpp"
+    folder = Path(os.environ.get("SPANMESH_LLAMA_CPP") or unpacked)
+    path = folder / "tests" / "test-json-schema-to-grammar.cpp"
+    return path if path.is_file() else None
+
+
+def cases() -> Iterator[LlamaCase]:
+    path = source()
+    if path is None:
+        return
+    for found in _CASE.finditer(path.read_text()):
+        yield LlamaCase(
+            found["name"],
+            found["status"] == "FAILURE",
+            found["raw1"] or found["plain1"] or "",
+            found["raw2"] or found["plain2"] or "",
+        )
+
+
+CASES = list(cases())
+pytestmark = pytest.mark.skipif(not CASES, reason="no source of llama.cpp: see SPANMESH_LLAMA_CPP")
+
+
+def test_all_of_them_are_read() -> None:
+    path = source()
+    assert path is not None
+    assert len(CASES) == path.read_text().count("test({") > 70
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.fails], ids=lambda case: case.name)
+def test_what_they_refuse_is_refused(case: LlamaCase) -> None:
+    with pytest.raises(InvalidRequest):
+        schema_grammar(json.loads(case.schema), param="schema")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.fails], ids=lambda case: case.name)
+def test_what_they_take_is_taken(case: LlamaCase) -> None:
+    """All that ours allows is valid; and what theirs allows and is valid, ours allows too."""
+    schema: Any = json.loads(case.schema)
+    if case.name in REFUSED:
+        with pytest.raises(InvalidRequest, match=REFUSED[case.name]):
+            schema_grammar(schema, param="schema")
+        return
+    ours = make_automaton(schema_grammar(schema, param="schema"))
+    theirs = make_automaton(case.grammar)
+    validator = Draft202012Validator(schema)
+    random = Random(case.name)
+    for _ in range(6):
+        text = random_text(ours, random)
+        if text is not None:
+            validator.validate(json.loads(text))
+    for _ in range(6):
+        text = random_text(theirs, random)
+        if text is not None and is_valid(validator, text):
+            assert matches(ours, normal(text)), text
+
+
+def is_valid(validator: Draft202012Validator, text: str) -> bool:
+    try:
+        return bool(validator.is_valid(json.loads(text)))
+    except ValueError:
+        return False
+
+
+def normal(text: str) -> str:
+    """The same value in ordinary spaces and escapes; numbers as they stand."""
+    value = json.loads(text, parse_int=_Number, parse_float=_Number)
+    return re.sub(r'"\\u0000([^"]*)\\u0000"', r"\1", json.dumps(value, ensure_ascii=False))
+
+
+class _Number(str):
+    """A number's own digits: as a marked string, for `json` to write."""
+
+    __slots__ = ()
+
+    def __new__(cls, digits: str) -> Self:
+        return super().__new__(cls, f"\0{digits}\0")
