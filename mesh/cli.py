@@ -22,6 +22,7 @@ EXIT_INTERRUPTED: Final = 130
 _COMMANDS: Final = {
     "serve": ("mesh.commands.serve:serve", "Serve a model over one or several hosts."),
     "join": ("mesh.commands.join:join", "Let this host take a share of a mesh."),
+    "plan": ("mesh.commands.plan:plan", "Say where a model's layers would go, and how fast it would be."),
     "status": ("mesh.commands.status:status", "Show what a running mesh is doing."),
     "keys": ("mesh.commands.keys:keys", "Say who may use the API."),
     "drain": ("mesh.commands.drain:drain", "Move a host's layers elsewhere and let it go."),

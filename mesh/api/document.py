@@ -8,13 +8,14 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from mesh.api.answer_schemas import ErrorBody
+from mesh.api.rehearsal_body import RehearsalBody
 from mesh.api.schemas import ChatBody, CompletionBody
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _REF: Final = "#/components/schemas/{model}"
-_BODIES: Final = (ChatBody, CompletionBody)
+_BODIES: Final = (ChatBody, CompletionBody, RehearsalBody)
 # What any route may answer, whatever its own work is.
 _ANYWHERE: Final = {
     400: "The request is malformed.",

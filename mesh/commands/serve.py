@@ -57,6 +57,13 @@ _LINGER_S: Final = 120.0
 @click.option("--head-only", is_flag=True, help="Hold no layers on this host.")
 @click.option("--stages", metavar="N", type=click.IntRange(1), help="Cut the model into N stages.")
 @click.option("--split", type=LayerCounts(), metavar="A,B,…", help="Layers of each stage, such as 10,10,10.")
+@click.option(
+    "--topology",
+    "topology_path",
+    type=_FILE,
+    help="Lock who holds what by this TOML file, tables [[stage]] with host and layers: nothing is ever "
+    "placed elsewhere, and who is missing is waited for.",
+)
 @click.option("--ctx-size", metavar="N", type=click.IntRange(16), help="Positions of one session.")
 @click.option(
     "--parallel",
@@ -124,6 +131,7 @@ def serve(
     head_only: bool,
     stages: int | None,
     split: tuple[int, ...] | None,
+    topology_path: Path | None,
     ctx_size: int | None,
     parallel: int,
     kv_type: str,
@@ -142,19 +150,29 @@ def serve(
     """Serve MODEL, a GGUF file, over this host and those that join; without MODEL, a small demo."""
     if stages is not None and split is not None:
         raise click.UsageError("--split says how many stages there are: leave out --stages")
+    if topology_path is not None and (stages is not None or split is not None or wait_for):
+        raise click.UsageError(
+            "--topology says which hosts hold which layers: leave out --stages, --split and --wait-for"
+        )
     from mesh.cluster.addresses import primary_address  # noqa: PLC0415 - keeps --help quick
     from mesh.interruption import run_interruptible  # noqa: PLC0415
     from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
     from mesh.serve.run import serve_mesh  # noqa: PLC0415
+    from mesh.topology import read_topology  # noqa: PLC0415
     from stages.hidden_codec import HiddenType  # noqa: PLC0415
 
-    if model is None and split is None:
+    name = name or socket.gethostname()
+    topology = None if topology_path is None else read_topology(topology_path)
+    if topology is not None:
+        own = () if head_only else (name,)
+        wait_for = len(topology.missing(own))
+    if model is None and split is None and topology is None:
         stages = stages or demo_num_stages(wait_for)
     options = ServeOptions(
         model=model or demo_model(),
         host=host,
         port=port,
-        name=name or socket.gethostname(),
+        name=name,
         advertise=advertise or primary_address(),
         join_port=join_port,
         token_hours=token_hours,
@@ -176,6 +194,7 @@ def serve(
         cors_origins=cors_origins,
         linger_s=_linger_s(linger_s, wait_for),
         state_path=state_path,
+        topology=topology,
         wire=None if wire == "auto" else HiddenType(wire),
     )
     return run_interruptible(lambda interruption: serve_mesh(options, interruption))
