@@ -151,8 +151,8 @@ class Topology:
             if needed[name] > capacities[name].memory_bytes:
                 raise ModelDoesNotFit(
                     f"{_OPTION} locks layers to host {name} that need {format_size(needed[name])} there; "
-                    f"free are {format_size(capacities[name].memory_bytes)}; lower --ctx-size or --parallel, or "
-                    "lock fewer layers there",
+                    f"free are {format_size(capacities[name].memory_bytes)}; lower --ctx-size or --parallel, "
+                    "or lock fewer layers there",
                     param=_OPTION,
                 )
 

@@ -2,8 +2,8 @@
 
 A token's round: every stage computes one row, one after the other; between them, and from and to the
 coordinator, the row crosses a link; and each of these visits costs some handling, by the stage's and the
-coordinator's own software. A prompt of several chunks fills the pipeline: its first chunk goes all the way, each further one
-follows as soon as the slowest stage lets it. The last chunk's verdict is the first token.
+coordinator's own software. A prompt of several chunks fills the pipeline: its first chunk goes all the way,
+each further one follows as soon as the slowest stage lets it. The last chunk's verdict is the first token.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Examination:
 
 
 async def _clock(actor: Any, host: str) -> tuple[float, float]:
-    """How far the host's clock is ahead, by the quickest of some questions; half of that one's time is doubt."""
+    """How far the host's clock is ahead, by the quickest of some questions, and half its time: the doubt."""
     asked = []
     for _ in range(_NUM_CLOCKS):
         before_s, start_s = time.time(), time.perf_counter()

@@ -1,8 +1,8 @@
 """Blank stages: a stage file's header with zeros for weights.
 
 llama.cpp loads one like any other and computes in it for as long as in the real stage, since how long a
-matrix product takes does not depend on what the matrix holds. It costs no disk (the file is one hole) and next to
-nothing on the wire, so any host can be asked how fast it would be before anything is cut or sent.
+matrix product takes does not depend on what the matrix holds. It costs no disk (the file is one hole) and
+next to nothing on the wire, so any host can be asked how fast it would be before anything is cut or sent.
 """
 
 from __future__ import annotations
