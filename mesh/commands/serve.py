@@ -109,6 +109,11 @@ _LINGER_S: Final = 120.0
 @click.option(
     "--join-port", default=0, metavar="PORT", type=click.IntRange(0, 65535), help="Port for joining hosts."
 )
+@click.option(
+    "--discoverable",
+    is_flag=True,
+    help="Let `mesh join --discover` in the local network find this head by mDNS.",
+)
 @click.option("--token-file", type=_FILE, help="Write the join token to this file.")
 @click.option(
     "--token-hours",
@@ -143,6 +148,7 @@ def serve(
     advertise: str | None,
     name: str | None,
     join_port: int,
+    discoverable: bool,
     token_file: Path | None,
     token_hours: float,
     **speculation: Any,
@@ -195,6 +201,7 @@ def serve(
         linger_s=_linger_s(linger_s, wait_for),
         state_path=state_path,
         topology=topology,
+        is_discoverable=discoverable,
         wire=None if wire == "auto" else HiddenType(wire),
     )
     return run_interruptible(lambda interruption: serve_mesh(options, interruption))

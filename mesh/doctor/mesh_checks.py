@@ -91,9 +91,8 @@ def _link(link: Mapping[str, Any]) -> Check:
         )
     rate = link["bytes_per_s"]
     speed = "" if rate is None else f", {rate / _MB:.0f} MB/s"
-    return ok(
-        where, "link", f"round trip {link['rtt_ms']['p50']:.2f} ms (p99 {link['rtt_ms']['p99']:.2f}){speed}"
-    )
+    rtt_ms = link["rtt_ms"]
+    return ok(where, "link", f"round trip {rtt_ms['p50']:.2f} ms (p99 {rtt_ms['p99']:.2f}){speed}")
 
 
 def _order(links: Mapping[str, Any]) -> Iterator[Check]:
@@ -103,7 +102,7 @@ def _order(links: Mapping[str, Any]) -> Iterator[Check]:
         yield warn(
             "mesh",
             "order of stages",
-            f"a token's round takes {found['order_ms']:.1f} ms, by {way} it would be {found['best_ms']:.1f} ms",
+            f"a token's round takes {found['order_ms']:.1f} ms, {found['best_ms']:.1f} ms by {way}",
             "start `mesh serve` again: it orders stages by their links",
         )
     for wire in links["wires"]:
@@ -111,7 +110,7 @@ def _order(links: Mapping[str, Any]) -> Iterator[Check]:
             yield warn(
                 f"{wire['from']} to {wire['to']}",
                 "bandwidth",
-                f"a row takes {wire['row_transfer_ms']:.1f} ms on the wire, {wire['row_compute_ms']:.1f} ms at a "
-                "stage",
+                f"a row takes {wire['row_transfer_ms']:.1f} ms on the wire, "
+                f"{wire['row_compute_ms']:.1f} ms at a stage",
                 f"serve with --wire {wire['proposed']}",
             )

@@ -97,7 +97,7 @@ def _packages(name: str) -> Check:
 
 
 def _look() -> dict[str, Any] | str:
-    """What `stages.host_look` finds, or why it does not; a child, since llama.cpp may bring its process down."""
+    """What `stages.host_look` finds, or why it does not; in a child, since llama.cpp may end its process."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "stages.host_look"],

@@ -51,6 +51,7 @@ class ServeOptions:
         wire: How hidden states travel between the stages, or None to let each link's bandwidth decide.
         linger_s: How long stages wait for `mesh serve` to be started again if it crashes; 0: not at all.
         state_path: Where what it needs to know then is kept; None: in the user's folder for such things.
+        is_discoverable: Whether hosts in the local network may find the head by mDNS.
         topology: Which host holds which layers, and no other; None lets the plan decide.
     """
 
@@ -81,6 +82,7 @@ class ServeOptions:
     linger_s: float = 0.0
     state_path: Path | None = None
     topology: Topology | None = None
+    is_discoverable: bool = False
 
 
 def demo_model() -> Path:

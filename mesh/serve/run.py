@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from mesh.api import create_app, serve_api
+from mesh.cluster.discovery import announced, head_found
 from mesh.interruption import first_of
 from mesh.serve.announce import print_served
 from mesh.serve.bringup import Bringup
@@ -67,6 +68,7 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         async with (
             serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
             open_head(options, known.facts, cache, interruption, succession.former) as head,
+            announced(head_found(options.name, head.service.token), is_wanted=options.is_discoverable),
         ):
             state.members, state.survey = head.members, head.survey
             state.inspection = Inspection(head.driver, head.members, state)
