@@ -53,6 +53,12 @@ _SECTIONS: Final = {
 _GROUPS: Final = frozenset({"keys", "draft", "bench", "config"})
 
 
+def every_command() -> tuple[str, ...]:
+    """All names, in the order of the help."""
+    ordered = [name for names in _SECTIONS.values() for name in names]
+    return tuple(dict.fromkeys((*ordered, *_COMMANDS)))
+
+
 def configurable_commands() -> tuple[str, ...]:
     """Those whose options a file or the environment may set."""
     return tuple(name for name in _COMMANDS if name not in _GROUPS)

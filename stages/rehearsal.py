@@ -31,6 +31,7 @@ from stages.wakefulness import Wakefulness
 _WEIGHT_COPIES: Final = 2
 _BESIDE_BYTES: Final = 256 * 2**20
 _NUM_WARM_UP: Final = 3
+_NUM_CHUNKS: Final = 3
 
 
 def rehearse(order: RehearsalOrder) -> StageTiming:
@@ -71,8 +72,9 @@ def _time(path: Path, order: RehearsalOrder) -> StageTiming:
         for start in range(0, order.position, chunk_rows):
             player.play(start, min(chunk_rows, order.position - start))
         return StageTiming(
-            row_ms=player.median_ms(order, 1),
-            chunk_ms=player.median_ms(order, chunk_rows),
+            row_ms=player.median_ms(order, 1, _NUM_WARM_UP, order.num_rounds),
+            # These take long, so that a few tell as much.
+            chunk_ms=player.median_ms(order, chunk_rows, 1, _NUM_CHUNKS),
             chunk_rows=chunk_rows,
         )
     finally:
@@ -101,13 +103,13 @@ class _Player:
         else:
             output.tobytes()
 
-    def median_ms(self, order: RehearsalOrder, num_rows: int) -> float:
+    def median_ms(self, order: RehearsalOrder, num_rows: int, num_warm_up: int, num_rounds: int) -> float:
         times_ms = []
-        for number in range(_NUM_WARM_UP + order.num_rounds):
+        for number in range(num_warm_up + num_rounds):
             time.sleep(order.pause_ms / 1e3)
             start_s = time.perf_counter()
             self.play(order.position, num_rows)
-            if number >= _NUM_WARM_UP:
+            if number >= num_warm_up:
                 times_ms.append((time.perf_counter() - start_s) * 1e3)
         return median(times_ms)
 

@@ -22,7 +22,7 @@ class RehearsalOrder:
         is_exact: Numeric mode, see `stages.numerics`.
         kv_type: Format of the KV cache.
         position: Where in a session the timed rows start: attention walks over all before them.
-        num_rounds: Times that each is timed; medians count.
+        num_rounds: Times that a row is timed; medians count.
         pause_ms: Before each, as a stage has it while the others compute and the wire is busy.
     """
 

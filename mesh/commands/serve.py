@@ -55,7 +55,12 @@ _LINGER_S: Final = 120.0
     "--wait-for", default=0, metavar="N", type=click.IntRange(0), help="Wait until N hosts have joined."
 )
 @click.option("--head-only", is_flag=True, help="Hold no layers on this host.")
-@click.option("--stages", metavar="N", type=click.IntRange(1), help="Cut the model into N stages.")
+@click.option(
+    "--stages",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Cut the model into N stages.  [default: the planner's choice]",
+)
 @click.option("--split", type=LayerCounts(), metavar="A,B,…", help="Layers of each stage, such as 10,10,10.")
 @click.option(
     "--topology",
@@ -64,7 +69,12 @@ _LINGER_S: Final = 120.0
     help="Lock who holds what by this TOML file, tables [[stage]] with host and layers: nothing is ever "
     "placed elsewhere, and who is missing is waited for.",
 )
-@click.option("--ctx-size", metavar="N", type=click.IntRange(16), help="Positions of one session.")
+@click.option(
+    "--ctx-size",
+    metavar="N",
+    type=click.IntRange(16),
+    help="Positions of one session, prompt and answer together.  [default: the model's own, at most 4096]",
+)
 @click.option(
     "--parallel",
     default=4,
@@ -95,16 +105,25 @@ _LINGER_S: Final = 120.0
     type=click.IntRange(1),
     help="Requests that may wait for a session; more are turned away with 429.",
 )
-@click.option("--threads", metavar="N", type=click.IntRange(1), help="Threads of this host for computing.")
+@click.option(
+    "--threads",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Threads of this host for computing.  [default: one a core]",
+)
 @click.option(
     "--memory",
     type=MemorySize(),
     metavar="SIZE",
-    help="What stages and draft here may use, such as 8G.",
+    help="What stages and draft here may use, such as 8G.  [default: all that is free]",
 )
 @speculation_options
 @click.option("--exact", is_flag=True, help="Compute so that a text never depends on what else is computed.")
-@click.option("--advertise", metavar="IP", help="Address where joined hosts reach this one.")
+@click.option(
+    "--advertise",
+    metavar="IP",
+    help="Address where joined hosts reach this one.  [default: the one towards the default route]",
+)
 @click.option("--name", help="What to call this host; its host name unless given.")
 @click.option(
     "--join-port", default=0, metavar="PORT", type=click.IntRange(0, 65535), help="Port for joining hosts."
