@@ -98,7 +98,7 @@ class TestPlans:
         assert "locked by --topology" in capsys.readouterr().out
         hosts.write_text('[[host]]\nname = "a"\nmemory = "4G"\n')
         assert run(["plan", *asked]) == 1
-        assert "locks layers [0, 12) to host b, which is not here" in capsys.readouterr().err
+        assert "locks layers [0, 12) to host b, which is not here to stay" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "code", "says"),

@@ -103,7 +103,7 @@ def test_a_lost_stage_comes_back_on_its_own_host_only() -> None:
     decision = LOCKED.replan(SIZES, stages, {1}, [GAMMA, BETA, ALPHA])
     assert [new.placement.host for new in decision.stages] == ["alpha", "beta", "alpha"]
     assert [new.kept for new in decision.stages] == [0, None, 2]
-    with pytest.raises(NotEnoughHosts, match="host beta, which is not here"):
+    with pytest.raises(NotEnoughHosts, match="host beta, which is not here to stay"):
         LOCKED.replan(SIZES, stages, {1}, [GAMMA, ALPHA])
     # What is on the host already counts.
     small = HostCapacity("alpha", ALPHA.memory_bytes - 1, 10.0)
