@@ -140,8 +140,8 @@ class Topology:
         for stage in placed:
             if stage.host not in capacities:
                 raise NotEnoughHosts(
-                    f"{_OPTION} locks layers {stage.layers} to host {stage.host}, which is not here to stay: "
-                    f"bring it back with `mesh join --name {stage.host}`, or start `mesh serve` again without "
+                    f"{_OPTION} locks layers {stage.layers} to host {stage.host}, which is not here to "
+                    f"stay: bring it back with `mesh join --name {stage.host}`, or start `mesh serve` again without "
                     f"{_OPTION}"
                 )
         needed = Counter[str]()

@@ -1,4 +1,4 @@
-"""A mesh with a topology fails closed: real stages of a real model come back where they were, or not at all."""
+"""A mesh with a topology fails closed: real stages come back where they were, or not at all."""
 
 from __future__ import annotations
 
