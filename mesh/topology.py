@@ -140,9 +140,9 @@ class Topology:
         for stage in placed:
             if stage.host not in capacities:
                 raise NotEnoughHosts(
-                    f"{_OPTION} locks layers {stage.layers} to host {stage.host}, which is not here to "
-                    f"stay: bring it back with `mesh join --name {stage.host}`, or start `mesh serve` again without "
-                    f"{_OPTION}"
+                    f"{_OPTION} locks layers {stage.layers} to host {stage.host}, which is not here to stay: "
+                    f"bring it back with `mesh join --name {stage.host}`, or start `mesh serve` again "
+                    f"without {_OPTION}"
                 )
         needed = Counter[str]()
         for stage in (*placed, *beside):
