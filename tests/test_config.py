@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from mesh.cli import command_named, configurable_commands, run
 from mesh.config.keys import keys_of, nearest
 from mesh.config.location import find_config
 from mesh.config.settings import settings_for
+from mesh.topology import read_topology
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -181,3 +183,17 @@ def test_every_option_of_every_command_has_one_key_and_accepts_its_default(name:
 
 def test_far_words_get_the_whole_list() -> None:
     assert nearest("zzzz", ["port", "host"]) == "; there are host, port"
+
+
+def test_the_readmes_files_are_understood(tmp_path: Path, show: Show) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    blocks = re.findall(r"^```toml\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (locked,) = [block for block in blocks if block.startswith("[[stage]]")]
+    (options,) = [block for block in blocks if block.startswith("[serve]")]
+    path = tmp_path / "topology.toml"
+    path.write_text(locked)
+    assert read_topology(path).hosts == ("alpha", "beta")
+    (tmp_path / "mesh.toml").write_text(options)
+    code, lines, _ = show("serve")
+    assert code == 0
+    assert lines["wait-for"].startswith("2  # file ")
