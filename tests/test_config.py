@@ -6,7 +6,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +16,6 @@ from mesh.config.location import find_config
 from mesh.config.settings import settings_for
 from mesh.topology import read_topology
 from spanmesh_proto.errors import ClusterError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Show = Callable[..., tuple[int, dict[str, str], str]]
 
