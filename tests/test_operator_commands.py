@@ -223,7 +223,7 @@ def test_a_chat_on_a_terminal_streams_stops_and_goes_on(served: Served) -> None:
     terminal.type("Tell me a long story about the sea.\n")
     terminal.until(r"sea\.\r\n(?s:.){20,}")
     terminal.type("\x03")
-    terminal.until(r"\(stopped\)\r\n> ")
+    terminal.until(r"\(stopped\)(?s:.)*> ")
     # The mesh has heard of it.
     deadline_s = time.monotonic() + 10
     while json.loads(served.run("status", "--json").stdout)["sessions"]["running"]:

@@ -13,6 +13,7 @@ from mesh.planner import plan
 from mesh.serve.link_order import has_an_order, ordered_by_links
 from mesh.stage_sizes import StageSizes
 from stages.cutting.blank import blank_stage
+from stages.numerics import FAST_MAX_ROWS
 from stages.rehearsal_order import RehearsalOrder
 
 if TYPE_CHECKING:
@@ -189,7 +190,8 @@ def _timed(
                 num_threads=max(1, num_threads[stage.host] // num_stages[stage.host]),
                 is_exact=wishes.workload.is_exact,
                 kv_type=wishes.workload.kv_type,
-                position=wishes.prompt_tokens,
+                # A table of positions may end where training did.
+                position=max(0, min(wishes.prompt_tokens, sizes.model.n_ctx_train - FAST_MAX_ROWS)),
                 pause_ms=pause_ms,
             )
             for part in its_parts

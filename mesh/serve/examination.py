@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,7 +59,8 @@ class Examination:
         actor: Any = None
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                actor = await self._driver.create(LookingHost, ray_node_name=member.ray_node_name)
+                name = f"look at {member.name} {secrets.token_hex(4)}"
+                actor = await self._driver.create(LookingHost, ray_node_name=member.ray_node_name, name=name)
                 found = await result_of(actor.look.remote(list(files)), member.name)
                 ahead_ms, within_ms = await _clock(actor, member.name)
         except TimeoutError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -60,7 +61,8 @@ class Rehearsals:
         if member is None or not member.is_ready:
             return None
         try:
-            return await self._driver.create(Rehearsal, ray_node_name=member.ray_node_name)
+            name = f"rehearsal on {host} {secrets.token_hex(4)}"
+            return await self._driver.create(Rehearsal, ray_node_name=member.ray_node_name, name=name)
         except MeshError as error:
             log.warning("rehearsal_failed", host=host, reason=error.message)
             return None
