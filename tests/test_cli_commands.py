@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from mesh.cli import run
+from mesh.commands.serve import serve
 
 MESH = str(Path(sys.executable).with_name("mesh"))
 
@@ -21,6 +24,18 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     heads = [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert heads[:3] == ["Options:", "Serve:", "Look:"]
+
+
+def test_every_option_of_serve_stands_in_one_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for param in serve.params:
+        if isinstance(param, click.Option):
+            flag = max(param.opts, key=len)
+            assert len(re.findall(rf"^  (?:-\w, )?{flag}(?![\w-])", printed, re.MULTILINE)) == 1, flag
+    assert [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
+        *("API:", "Placement:", "Sessions:", "Speculation:", "Joining hosts:", "After a crash:", "Others:"),
+    ]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

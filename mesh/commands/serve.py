@@ -10,15 +10,32 @@ from typing import Any, Final
 import click
 
 from mesh.commands.options import LayerCounts, MemorySize
+from mesh.commands.sections import SectionedCommand
 from mesh.commands.speculation import speculation_from, speculation_options
 from stages.kv_types import KV_TYPES
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 # Long enough for a person or systemd to start it again; hosts and their stages end after that.
 _LINGER_S: Final = 120.0
+_SECTIONS: Final = {
+    "API": ("--host", "--port", "--api-key-file", "--insecure", "--cors-origin", "--max-waiting"),
+    "Placement": (
+        *("--wait-for", "--head-only", "--stages", "--split", "--topology", "--threads", "--memory"),
+    ),
+    "Sessions": ("--ctx-size", "--parallel", "--kv-type", "--exact", "--wire"),
+    "Speculation": (
+        *("--speculate", "--draft", "--draft-max", "--draft-min", "--p-min", "--draft-threads"),
+        *("--draft-gpu-layers", "--draft-kv-type", "--spec-history", "--spec-width", "--spec-depth"),
+        *("--no-spec-cancel", "--replay-file"),
+    ),
+    "Joining hosts": (
+        *("--advertise", "--name", "--join-port", "--token-file", "--token-hours", "--discoverable"),
+    ),
+    "After a crash": ("--linger", "--state"),
+}
 
 
-@click.command()
+@click.command(cls=SectionedCommand, sections=_SECTIONS)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where the API listens.")
 @click.option(
