@@ -131,7 +131,10 @@ def dry_run(source: SourceModel, model: ModelFacts, surroundings: Surroundings, 
     basis = "nothing was timed: --no-timing"
     if wishes.is_timed:
         found = _timed(source, sizes, placed, surroundings, wishes)
-        timings, basis = (None, found) if isinstance(found, str) else (found, surroundings.basis)
+        if isinstance(found, str):
+            basis = found
+        else:
+            timings, basis = found, surroundings.basis
     predicted = None
     if timings is not None:
         if surroundings.links.knows([surroundings.head, *(stage.host for stage in placed.stages)]):
