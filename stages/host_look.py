@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
+import structlog
 
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from stages.cutting.digest import file_sha256
@@ -163,6 +164,7 @@ class LookingHost:
 
 def main() -> None:
     """Look and print."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=sys.stderr))
     sys.stdout.write(json.dumps(asdict(look(sys.argv[1:]))) + "\n")
 
 

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any, Final
 
 import numpy as np
+import structlog
 
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit
 from stages.byte_size import format_size
@@ -125,6 +126,7 @@ class Rehearsal:
 
 def main() -> None:
     """One order from standard input; exit code 1 with the reason on standard error if it cannot be timed."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=sys.stderr))
     try:
         timing = rehearse(RehearsalOrder.from_dict(json.load(sys.stdin)))
     except MeshError as error:

@@ -11,7 +11,7 @@ from mesh.stage_sizes import StageSizes
 from mesh.topology import LockedStage, Topology, read_topology
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.layers import LayerRange
-from tests.test_planner import MIB, OVERHEAD_BYTES, WORKLOAD, model
+from tests.test_planner import WORKLOAD, model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,11 +26,13 @@ LOCKED = Topology(
 SIZES = StageSizes(model(), WORKLOAD)
 
 
-def host(name: str, *, layers: int, stages: int = 1) -> HostCapacity:
-    return HostCapacity(name, layers * 100 * MIB + stages * OVERHEAD_BYTES, 10.0)
+def host(name: str, *parts: LayerRange) -> HostCapacity:
+    """One that has room for these stages, to the byte."""
+    return HostCapacity(name, sum(SIZES.memory(part).total_bytes for part in parts), 10.0)
 
 
-ALPHA, BETA, GAMMA = host("alpha", layers=20, stages=2), host("beta", layers=10), host("gamma", layers=99)
+ALPHA = host("alpha", LayerRange(0, 10), LayerRange(20, 30))
+BETA, GAMMA = host("beta", LayerRange(10, 20)), host("gamma", LayerRange(0, 30))
 
 
 def written(tmp_path: Path, text: str) -> Path:
