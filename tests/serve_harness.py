@@ -17,7 +17,7 @@ from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator import Coordinator, CoordinatorOptions
 from mesh.planner import HostCapacity, StagePlacement
-from mesh.replanner import NewStage, Replan
+from mesh.replanner import NewStage, Replan, replan
 from mesh.serve.blame import note_trouble
 from mesh.serve.crew import Crew
 from mesh.serve.departures import Departures
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
+    from mesh.topology import Topology
     from stages.actor import StageActor
 
 WORKLOAD = Workload(ctx_size=256, num_slots=2, is_exact=True)
@@ -167,12 +168,15 @@ def host(name: str, memory_bytes: int) -> Member:
 
 
 @asynccontextmanager
-async def serving(model: Path, hosts: dict[str, float]) -> AsyncIterator[Serving]:
+async def serving(
+    model: Path, hosts: dict[str, float], *, topology: Topology | None = None
+) -> AsyncIterator[Serving]:
     """Three stages on the first three hosts, tended while in the block.
 
     Args:
         model: With 30 layers. Stage files go to the default cache.
         hosts: Name to memory, in multiples of what the largest stage takes.
+        topology: Locks the placement that it starts with.
     """
     facts, cache, members, fleet, driver = (
         read_model_facts(model),
@@ -230,8 +234,17 @@ async def serving(model: Path, hosts: dict[str, float]) -> AsyncIterator[Serving
         on_failure=lambda _failure, _loss, _member: None,
         say=lambda _phase: None,
         clock_s=time.monotonic,
+        replan=replan if topology is None else topology.replan,
     )
-    spares = Spares(fleet, maker, members, sizes, capacity_of=capacity_of, clock_s=time.monotonic)
+    spares = Spares(
+        fleet,
+        maker,
+        members,
+        sizes,
+        capacity_of=capacity_of,
+        clock_s=time.monotonic,
+        are_wanted=topology is None,
+    )
     departures = Departures(
         members,
         cast("MembershipService", messages),

@@ -11,9 +11,20 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from mesh.api import chat, completions, elsewhere, health, hosts, links, models, tokens, versions
+from mesh.api import (
+    chat,
+    completions,
+    elsewhere,
+    health,
+    hosts,
+    inspection,
+    links,
+    models,
+    tokens,
+    versions,
+)
 from mesh.api.auth import KeyGate
-from mesh.api.backend import Backend, HostOrders
+from mesh.api.backend import Backend, HostInspection, HostOrders
 from mesh.api.cors import Cors
 from mesh.api.document import DocumentedApp
 from mesh.api.errors import on_http_exception, on_mesh_error
@@ -53,6 +64,7 @@ def create_app(
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None,
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None,
     departures: Callable[[], HostOrders | None] = lambda: None,
+    look_into_hosts: Callable[[], HostInspection | None] = lambda: None,
 ) -> FastAPI:
     """The API in front of an engine. Run it with `mesh.api.serve_api`.
 
@@ -76,6 +88,7 @@ def create_app(
         stage_counts: Goes into the stages of `/mesh/status`: what they themselves count.
         measure_links: Answers `/mesh/links`, given round trips and bytes; None where there are no hosts.
         departures: Gives what answers `/mesh/drain` and `/mesh/evict`; None as long as nothing can.
+        look_into_hosts: Gives what answers `/mesh/rehearse` and `/mesh/examine`; likewise.
     """
     app = DocumentedApp(
         title="spanmesh",
@@ -108,9 +121,10 @@ def create_app(
         stage_counts=stage_counts,
         measure_links=measure_links,
         departures=departures,
+        inspection=look_into_hosts,
     )
     app.state.needs_key = api_keys is not None
     chats = (chat, completions, responses, tokens, elsewhere)
-    for endpoints in (*chats, models, versions, health, hosts, links):
+    for endpoints in (*chats, models, versions, health, hosts, links, inspection):
         app.include_router(endpoints.router)
     return app

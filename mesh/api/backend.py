@@ -33,6 +33,18 @@ class HostOrders(Protocol):
         """Cut a host off at once."""
 
 
+class HostInspection(Protocol):
+    """What looks into hosts; see `mesh.serve.inspection.Inspection`."""
+
+    async def rehearse(
+        self, wanted: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Have hosts time blank stages."""
+
+    async def examine(self) -> Sequence[Mapping[str, Any]]:
+        """Have every host look at itself."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One served model.
@@ -55,6 +67,7 @@ class Backend:
         stage_counts: What the stages themselves count, in order; none where there are none.
         measure_links: Measures the links between hosts, given round trips and bytes; None without hosts.
         departures: Gives what sends hosts away; None while, or where, there are none.
+        inspection: Gives what looks into hosts; likewise.
         closing: Set when the server shuts down; open answers end at once.
         unknown_fields: Which field names were logged.
         responses: Those that are kept for later requests.
@@ -76,6 +89,7 @@ class Backend:
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None
     departures: Callable[[], HostOrders | None] = lambda: None
+    inspection: Callable[[], HostInspection | None] = lambda: None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     responses: ResponseStore = field(default_factory=ResponseStore)

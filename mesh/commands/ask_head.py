@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib import error, request
 
 import click
 
 from spanmesh_proto.errors import ClusterError, Unauthorized
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 _TIMEOUT_S: Final = 5.0
 
 
 def ask_head(
-    url: str, key: str | None, *, method: Literal["GET", "POST"] = "GET", timeout_s: float = _TIMEOUT_S
+    url: str,
+    key: str | None,
+    *,
+    method: Literal["GET", "POST"] = "GET",
+    body: Mapping[str, Any] | None = None,
+    timeout_s: float = _TIMEOUT_S,
 ) -> dict[str, Any]:
     """The JSON object that the head answers.
 
     Args:
         url: With the path.
         key: API key, if the mesh wants one.
-        method: Of the request, which has no body.
+        method: Of the request.
+        body: Sent as JSON; None sends none.
         timeout_s: Between two signs of life.
 
     Raises:
@@ -33,7 +42,11 @@ def ask_head(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     # No proxy: a mesh is on this machine or next to it.
     opener = request.build_opener(request.ProxyHandler({}))
-    asked = request.Request(url, headers=headers, method=method)  # noqa: S310 - checked above
+    data = None
+    if body is not None:
+        data = json.dumps(body).encode()
+        headers["Content-Type"] = "application/json"
+    asked = request.Request(url, data, headers=headers, method=method)  # noqa: S310 - checked above
     try:
         with opener.open(asked, timeout=timeout_s) as response:
             answer: object = json.load(response)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
@@ -16,6 +17,11 @@ from mesh.commands.options import MemorySize
     "--token-file",
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
     help="Read the token from this file, - for standard input, so that it shows in no process list.",
+)
+@click.option(
+    "--discover",
+    is_flag=True,
+    help="Look for the token's head in the local network by mDNS, too; without a token list all there.",
 )
 @click.option("--advertise", metavar="IP", help="Address where the other hosts reach this one.")
 @click.option(
@@ -37,6 +43,7 @@ def join(
     *,
     token: str | None,
     token_file: Path | None,
+    discover: bool,
     advertise: str | None,
     memory_bytes: int | None,
     threads: int | None,
@@ -50,6 +57,8 @@ def join(
     from mesh.interruption import run_interruptible  # noqa: PLC0415 - keeps --help quick
     from mesh.join import JoinOptions, join_mesh, read_token  # noqa: PLC0415
 
+    if discover and token is None and token_file is None:
+        return _list_heads()
     match token, token_file:
         case str(text), None:
             pass
@@ -58,7 +67,7 @@ def join(
         case _:
             raise click.UsageError("give the join token, or --token-file, and not both")
     options = JoinOptions(
-        token=text,
+        token=_with_found_addresses(text) if discover else text,
         name=name or socket.gethostname(),
         advertise=advertise,
         memory_bytes=memory_bytes,
@@ -66,3 +75,25 @@ def join(
         give_up_after_s=give_up_after,
     )
     return run_interruptible(lambda interruption: join_mesh(options, interruption))
+
+
+def _list_heads() -> int:
+    """Show who is there; exit code 1 if nobody is."""
+    from mesh.cluster.discovery import discover_heads  # noqa: PLC0415 - keeps --help quick
+
+    heads = asyncio.run(discover_heads())
+    for head in heads:
+        click.echo(f"{head.name} at {head.address}, spanmesh {head.software}, certificate {head.fingerprint}")
+    if not heads:
+        click.echo("no head was found: is one served with --discoverable, in this network?", err=True)
+        return 1
+    click.echo("to join one, give the token that it printed: mesh join --discover TOKEN", err=True)
+    return 0
+
+
+def _with_found_addresses(text: str) -> str:
+    """The token, with the addresses where its head was found in the local network before its own."""
+    from mesh.cluster.discovery import discover_heads, with_found  # noqa: PLC0415 - keeps --help quick
+    from mesh.cluster.join_token import decode, encode  # noqa: PLC0415
+
+    return encode(with_found(decode(text), asyncio.run(discover_heads())))

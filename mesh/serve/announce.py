@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 import click
 import structlog
 
+from mesh.cluster.join_token import decode
+
 if TYPE_CHECKING:
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
@@ -22,8 +24,12 @@ _QUESTION: Final = (
 
 
 def print_join_line(token: str) -> None:
-    """The line that lets a host join."""
-    _say(f"\nOn every host that shall take a share:\n\n  mesh join {token}\n")
+    """The line that lets a host join, and what must not be in its way."""
+    _say(
+        f"\nOn every host that shall take a share:\n\n  mesh join {token}\n\n"
+        f"It reaches this host at TCP {decode(token).addresses[0]} first. Ray and the stages take free ports "
+        "of every host:\nlet all TCP through among them, and none of it from elsewhere.\n"
+    )
 
 
 def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mesh.serve.proposers import Proposers
     from mesh.serve.state import MeshState
     from mesh.serve.succession import Succession
+    from mesh.topology import Topology
     from stages.cutting import StageCache
 
 log = structlog.get_logger()
@@ -119,8 +120,17 @@ class Bringup:
         wanted = self._options.num_hosts
         if wanted:
             print_join_line(self._head.token)
+        topology = self._options.topology
+        if topology is not None:
+            await self._gather_named_hosts(topology)
+            return
         while (missing := wanted - self._num_joined()) > 0:
             self._say(f"waiting for {missing} of {wanted} hosts")
+            await self._head.members.changed()
+
+    async def _gather_named_hosts(self, topology: Topology) -> None:
+        while missing := topology.missing(member.name for member in self._head.members.ready):
+            self._say(f"waiting for {', '.join(missing)}, to which the topology locks layers")
             await self._head.members.changed()
 
     def _num_joined(self) -> int:
@@ -152,6 +162,7 @@ class Bringup:
                 on_failure=lambda *what: last_words.look_up(state.incidents, *what),
                 on_plan=self._note_plan,
                 say=self._say,
+                topology=self._options.topology,
             )
             spares = Spares(
                 fleet,
@@ -160,6 +171,7 @@ class Bringup:
                 crew.sizes,
                 capacity_of=crew.capacity_of,
                 clock_s=time.monotonic,
+                are_wanted=self._options.topology is None,
             )
             state.fleet = fleet
             state.departures = departures = Departures(

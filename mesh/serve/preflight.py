@@ -12,9 +12,9 @@ from mesh.cluster.addresses import check_port_free
 from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name
 from mesh.draft.memory import draft_memory_bytes
-from mesh.planner import HostCapacity, check_stages, plan
+from mesh.planner import HostCapacity, Plan, check_stages, plan
 from mesh.serve.options import ctx_size_for
-from mesh.stage_sizes import Workload
+from mesh.stage_sizes import StageSizes, Workload
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.byte_size import format_size
@@ -23,6 +23,8 @@ from stages.hidden_codec import HiddenType
 from stages.kv_types import check_kv_type
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mesh.serve.options import ServeOptions
 
 log = structlog.get_logger()
@@ -87,19 +89,28 @@ def check(options: ServeOptions) -> Preflight:
     workload = Workload(ctx_size, options.num_slots, options.kv_type, options.is_exact)
     check_name(options.name)
     check_stages(model, num_stages=options.num_stages, split=options.split)
+    if options.topology is not None:
+        options.topology.check(model)
     facts = read_host_facts(memory_bytes=options.memory_bytes, num_threads=options.num_threads)
     known = Preflight(
         model, Tokenizer(options.model), api_keys, workload, facts, _draft_bytes(options, workload, facts)
     )
     if options.num_hosts == 0:
-        plan(
-            model,
-            [own_capacity(options.name, known)],
-            workload,
-            num_stages=options.num_stages,
-            split=options.split,
-        )
+        placed(options, known, [own_capacity(options.name, known)])
     return known
+
+
+def placed(options: ServeOptions, known: Preflight, hosts: Sequence[HostCapacity]) -> Plan:
+    """The model on these hosts, as the user wants it.
+
+    Raises:
+        ModelDoesNotFit: With what is needed and what each host has.
+        UncuttableModel: If the model cannot be cut as the user wants.
+        NotEnoughHosts: If there is no host, or not the one that layers are locked to.
+    """
+    if options.topology is not None:
+        return options.topology.plan(StageSizes(known.model, known.workload), hosts)
+    return plan(known.model, hosts, known.workload, num_stages=options.num_stages, split=options.split)
 
 
 def own_capacity(name: str, known: Preflight) -> HostCapacity:

@@ -7,10 +7,12 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from mesh.api import create_app, serve_api
+from mesh.cluster.discovery import announced, head_found
 from mesh.interruption import first_of
 from mesh.serve.announce import print_served
 from mesh.serve.bringup import Bringup
 from mesh.serve.head import Head, open_head
+from mesh.serve.inspection import Inspection
 from mesh.serve.measured_links import measured_links
 from mesh.serve.pending import PendingEngine
 from mesh.serve.preflight import check
@@ -59,14 +61,17 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         stage_counts=lambda: stage_counts(engine),
         measure_links=lambda num_probes, bulk_bytes: measured_links(state, num_probes, bulk_bytes),
         departures=lambda: state.departures,
+        look_into_hosts=lambda: state.inspection,
     )
     await asyncio.to_thread(app.state.backend.chat_template.try_out)
     with open_proposers(options, known) as proposers, open_succession(options, known) as succession:
         async with (
             serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
             open_head(options, known.facts, cache, interruption, succession.former) as head,
+            announced(head_found(options.name, head.service.token), is_wanted=options.is_discoverable),
         ):
             state.members, state.survey = head.members, head.survey
+            state.inspection = Inspection(head.driver, head.members, state)
             bringup = Bringup(options, known, state, head, cache, proposers=proposers, succession=succession)
             await first_of(bringup.run(lambda: print_served(options, state, url, head)), _watch_ray(head))
 

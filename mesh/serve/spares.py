@@ -45,6 +45,7 @@ class Spares:
         sizes: Of the model's stages.
         capacity_of: What a host gives, as the planner sees it.
         clock_s: Monotonic, seconds.
+        are_wanted: Whether copies are of use: not if layers are locked to their hosts.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Spares:
         *,
         capacity_of: Callable[[Member], HostCapacity],
         clock_s: Callable[[], float],
+        are_wanted: bool = True,
     ) -> None:
         self._fleet = fleet
         self._maker = maker
@@ -63,6 +65,7 @@ class Spares:
         self._sizes = sizes
         self._capacity_of = capacity_of
         self._clock_s = clock_s
+        self._are_wanted = are_wanted
         self._not_before_s: dict[str, float] = {}
 
     async def run(self) -> NoReturn:
@@ -77,6 +80,8 @@ class Spares:
                 await self._members.change_within(_CHECK_S)
 
     def _next(self) -> Copy | None:
+        if not self._are_wanted:
+            return None
         now_s = self._clock_s()
         hosts = [
             self._capacity_of(member)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mesh.planner import StagePlacement
     from mesh.serve.departures import Departures
     from mesh.serve.fleet import Fleet
+    from mesh.serve.inspection import Inspection
     from mesh.serve.pending import PendingEngine
     from stages.cutting import ModelFacts
 
@@ -39,6 +40,7 @@ class MeshState:
         incidents: What went wrong lately.
         fleet: Stages and copies, once requests are answered.
         departures: Hosts that are to leave, likewise.
+        inspection: Looks into hosts, once the head is open.
     """
 
     model: ModelFacts
@@ -52,6 +54,7 @@ class MeshState:
     incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
     fleet: Fleet | None = None
     departures: Departures | None = None
+    inspection: Inspection | None = None
 
     def note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         """Who holds what from now on."""
