@@ -57,6 +57,23 @@ def test_hops_queues_and_stages_are_found_whatever_the_clocks_show(
     assert list(zip(found["queue_ms"], found["compute_ms"], strict=True)) == took
 
 
+@given(
+    arrivals=st.lists(st.integers(0, 2**64 - 1), min_size=3, max_size=3),
+    offset=st.integers(-(2**41), 2**41),
+)
+def test_whatever_a_stage_says_sums_only_grow(arrivals: list[int], offset: int) -> None:
+    trips = RoundTrips(3)
+    for _ in range(2):
+        before = trips.as_dict()
+        times = [
+            wire.StageTime(queue_us=5, compute_us=70, num_rows=1, arrived_us=arrived) for arrived in arrivals
+        ]
+        trips.add(times, [offset, 0, -offset], 1_000, 2_000)
+        after = trips.as_dict()
+        assert all(new >= old for new, old in zip(after["wire_ms"], before["wire_ms"], strict=True))
+        assert sum(after["wire_ms"]) - sum(before["wire_ms"]) <= 1.0
+
+
 @pytest.mark.parametrize(
     ("time", "offset"),
     [

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.api.unknown_fields import UnknownFields
+from mesh.metrics.request_statistics import RequestStatistics
 from spanmesh_proto.errors import ClusterError, ModelNotFound
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Backend:
         stage_counts: What the stages themselves count, in order; none where there are none.
         measure_links: Measures the links between hosts, given round trips and bytes; None without hosts.
         departures: Gives what sends hosts away; None while, or where, there are none.
+        statistics: Of requests, for `/metrics`.
         closing: Set when the server shuts down; open answers end at once.
         unknown_fields: Which field names were logged.
     """
@@ -74,6 +76,7 @@ class Backend:
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None
     departures: Callable[[], HostOrders | None] = lambda: None
+    statistics: RequestStatistics = field(default_factory=RequestStatistics)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
 

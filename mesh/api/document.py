@@ -52,6 +52,17 @@ def answers(ok: type[BaseModel], *also: int, is_streamed: bool = False) -> dict[
     return {200: good, **bad}
 
 
+def answers_with(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers other JSON than an object."""
+    return {**answers(ErrorBody), 200: {"content": {"application/json": {"schema": schema}}}}
+
+
+def answers_text(description: str, media_type: str = "text/plain") -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route whose good answer is no JSON."""
+    content = {media_type: {"schema": {"type": "string"}}}
+    return {**answers(ErrorBody), 200: {"description": description, "content": content}}
+
+
 def takes(body: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of a route that reads its body itself."""
     schema = {"$ref": _REF.format(model=body.__name__)}

@@ -81,6 +81,8 @@ class Incarnation:
                 "layers": [stage.layers.start, stage.layers.stop],
                 "wire": str(stage.wire) if index < last else None,
                 "windows": totals.num_windows,
+                "compute_ms": totals.compute_us / 1000,
+                "queue_ms": totals.queue_us / 1000,
                 "mean_compute_ms": _mean_ms(totals.compute_us, totals.num_windows),
                 "mean_queue_ms": _mean_ms(totals.queue_us, totals.num_windows),
                 # From the coordinator there and back.

@@ -14,8 +14,7 @@ class RoundTrips:
     """Times of windows that decode, summed; chunks of prompts, which are far larger, are left out.
 
     There is one hop more than there are stages: into the first, from one to the next, and from the tail back.
-    Together with waiting and computing they are the whole round trip. Clocks are known to a fraction of a hop
-    only, so one hop may seem to take less than nothing; its neighbour is longer then, and the sum is right.
+    Together with waiting and computing they are the whole round trip.
 
     Args:
         num_stages: Stages of the ring.
@@ -49,10 +48,11 @@ class RoundTrips:
         for time, offset_us in zip(times, offsets_us, strict=True):
             if offset_us is None or not (time.num_rows and time.arrived_us):
                 return
-            there_us = time.arrived_us - offset_us
+            # Clocks are known to a fraction of a hop only: what one hop lacks is its neighbour's.
+            there_us = max(left_us, min(time.arrived_us - offset_us, arrived_us))
             wires_us.append(there_us - left_us)
             left_us = there_us + time.queue_us + time.compute_us
-        wires_us.append(arrived_us - left_us)
+        wires_us.append(max(0, arrived_us - left_us))
         self._num_windows += 1
         for index, wire_us in enumerate(wires_us):
             self._wire_us[index] += wire_us
