@@ -91,7 +91,10 @@ def test_what_nobody_knows_is_left_out(time: wire.StageTime, offset: int | None)
 
 
 async def test_a_ring_tells_where_the_time_of_its_windows_went() -> None:
-    async with running_services(fake_ring()) as stages, running_coordinator(stages) as coordinator:
+    async with (
+        running_services(fake_ring()) as stages,
+        running_coordinator(stages, context_length=64, num_slots=2) as coordinator,
+    ):
         async with asyncio.timeout(5):
             while any(stage["rtt_ms"] is None for stage in coordinator.status()["stages"]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -25,6 +25,7 @@ function onStatus(status, nowMs) {
   // While the mesh heals, what is sent waits for it; while it loads, it is refused.
   const canSend = condition.kind === "good" || (condition.kind === "heal" && condition.word === "Healing");
   chat.setReady(canSend, condition.sentence ?? `The mesh is still busy: ${status.phase ?? "starting"}.`);
+  chat.setContext(status.model?.context ?? null);
   showPanel(status, recent, condition);
 }
 

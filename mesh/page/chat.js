@@ -12,6 +12,7 @@ export class Chat {
   #messages = [];
   #running = null;
   #isReady = false;
+  #context = null;
   #onLocked;
 
   constructor({ onLocked }) {
@@ -37,6 +38,11 @@ export class Chat {
       ...STARTERS.map((text) => el("li", {}, el("button", { type: "button", onclick: () => this.#send(text) }, text))),
     );
     this.#show();
+  }
+
+  /** Tokens that a session holds: no answer may be asked to be longer. */
+  setContext(context) {
+    this.#context = context;
   }
 
   /** Whether the mesh answers; while it heals, answers wait. */
@@ -112,7 +118,7 @@ export class Chat {
       stream: true,
       stream_options: { include_usage: true },
       temperature: Number(byId("temperature").value),
-      max_tokens: Math.max(1, Math.round(Number(byId("max-tokens").value)) || 512),
+      max_tokens: Math.min(this.#context ?? Infinity, Math.max(1, Math.round(Number(byId("max-tokens").value)) || 512)),
     };
     if (!byId("speculate").checked) asked.speculation = { mode: "off" };
     return asked;
