@@ -1,7 +1,7 @@
 // What begins first: it listens to the mesh and tells the parts of the page.
 
 import { askForKey } from "./gate.js";
-import { byId, setText } from "./dom.js";
+import { byId, focusByMouse, setText } from "./dom.js";
 import { Chat } from "./chat.js";
 import { conditionOf, modelLine } from "./condition.js";
 import { Recent } from "./recent.js";
@@ -46,7 +46,7 @@ function open() {
   if (!byId("columns").hidden) return;
   byId("columns").hidden = false;
   byId("tabs").hidden = false;
-  byId("prompt").focus();
+  focusByMouse(byId("prompt"));
 }
 
 function show({ kind, word, sentence }) {

@@ -1,6 +1,6 @@
 // The conversation: what was said, what is being said, and how to stop it.
 
-import { byId, el, setText } from "./dom.js";
+import { byId, el, focusByMouse, setText } from "./dom.js";
 import { ApiError, streamJson } from "./api.js";
 import { AnswerTurn, costOf, userTurn } from "./turn.js";
 
@@ -65,6 +65,8 @@ export class Chat {
     if (!question || this.#running || !this.#isReady) return;
     byId("prompt").value = "";
     this.#fit();
+    // The button that was pressed may go with it.
+    if (byId("empty").contains(document.activeElement)) focusByMouse(byId("prompt"));
     byId("empty").hidden = true;
     this.#messages.push({ role: "user", content: question });
     const turn = new AnswerTurn();
@@ -150,7 +152,7 @@ export class Chat {
     byId("send").disabled = !this.#isReady;
     for (const button of byId("starters").querySelectorAll("button")) button.disabled = !this.#isReady;
     // The button that had the focus may be gone.
-    if (hadFocus) byId("prompt").focus();
+    if (hadFocus) focusByMouse(byId("prompt"));
   }
 
   #fit() {

@@ -12,7 +12,7 @@ export function conditionOf(status) {
   }
   if (hasRing) {
     const last = status.failures?.at(-1);
-    const what = last ? `Layers ${last.layers} on ${last.host} were lost.` : "A stage was lost.";
+    const what = last ? `Layers ${span(last.layers)} on ${last.host} were lost.` : "A stage was lost.";
     const sentence = `${what} They are placed again; answers go on by themselves.`;
     return { kind: "heal", word: "Healing", sentence };
   }
@@ -24,7 +24,7 @@ export function conditionOf(status) {
 export function eventsOf(status) {
   return (status.failures ?? []).slice(-5).reverse().map((failure) => ({
     when: timeOfDay(failure.at_s),
-    what: `${failure.host} lost layers ${failure.layers}: ${failure.reason}`,
+    what: `${failure.host} lost layers ${span(failure.layers)}: ${failure.reason}`,
   }));
 }
 
@@ -39,5 +39,7 @@ export function repairsOf({ repairs }) {
 export const modelLine = ({ model }) =>
   model ? `${model.name ?? ""} · ${model.layers ?? "?"} layers · ${model.numeric_mode ?? ""}` : "";
 
+// `[10, 20)` as people count.
+const span = (layers) => layers.replace(/\[(\d+), (\d+)\)/g, (_, start, stop) => `${start} to ${stop - 1}`);
 const times = (count) => (count === 1 ? "once" : count === 2 ? "twice" : `${count} times`);
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);

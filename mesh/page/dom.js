@@ -19,6 +19,11 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** Puts the cursor there, unless that would open a phone's keyboard. */
+export function focusByMouse(element) {
+  if (matchMedia("(pointer: fine)").matches) element.focus();
+}
+
 function filled(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;

@@ -5,6 +5,7 @@ import { ApiError, getJson, keepKey, keptKey } from "./api.js";
 
 /** Shows the question, with `why` if a key was refused; calls `onOpen` when one fits. */
 export function askForKey(why, onOpen) {
+  if (!byId("gate").hidden) return;
   byId("gate").hidden = false;
   byId("columns").hidden = true;
   byId("tabs").hidden = true;

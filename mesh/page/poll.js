@@ -11,6 +11,7 @@ export function watchStatus({ onStatus, onAway, onLocked }) {
   let isAsking = false;
 
   async function look() {
+    clearTimeout(timer);
     timer = null;
     if (isAsking || document.hidden) return;
     isAsking = true;
@@ -29,11 +30,7 @@ export function watchStatus({ onStatus, onAway, onLocked }) {
   }
 
   document.addEventListener("visibilitychange", () => {
-    if (!document.hidden && timer === null) look();
-    else if (!document.hidden) {
-      clearTimeout(timer);
-      look();
-    }
+    if (!document.hidden) look();
   });
   look();
   return { again: () => look() };
