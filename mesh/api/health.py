@@ -37,7 +37,7 @@ async def whole_status(backend: Backend) -> dict[str, Any]:
     counts = [] if backend.stage_counts is None else await backend.stage_counts()
     status = dict(backend.status())
     # A repair may have come between the two questions.
-    if len(counts) == len(status.get("stages", ())):
+    if counts and len(counts) == len(status.get("stages", ())):
         status["stages"] = [{**stage, **own} for stage, own in zip(status["stages"], counts, strict=True)]
     status["tokens"] = {
         "prompt": backend.statistics.num_prompt_tokens,
