@@ -93,6 +93,7 @@ class TestRequests:
             await api.http.post(CHAT, json=ASKED)
         three, one = spans.get_finished_spans()
         assert events_of(three).count("finish") == 3
+        assert dict(three.attributes or {})["gen_ai.usage.output_tokens"] == 6
         assert events_of(one).count("finish") == 1
         assert three.context.trace_id != one.context.trace_id
 

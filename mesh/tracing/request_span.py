@@ -30,6 +30,9 @@ class RequestSpan:
 
     def __init__(self, span: Span) -> None:
         self._span = span
+        self._reasons: tuple[str, ...] = ()
+        self._num_prompt_tokens = 0
+        self._num_answer_tokens = 0
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
@@ -47,11 +50,14 @@ class RequestSpan:
     def finished(self, reason: str, *, num_prompt_tokens: int, num_answer_tokens: int) -> None:
         """An answer is over; a request may have several."""
         self.event("finish", num_answer_tokens=num_answer_tokens)
+        self._reasons = (*self._reasons, reason)
+        self._num_prompt_tokens += num_prompt_tokens
+        self._num_answer_tokens += num_answer_tokens
         self._span.set_attributes(
             {
-                "gen_ai.response.finish_reasons": (reason,),
-                "gen_ai.usage.input_tokens": num_prompt_tokens,
-                "gen_ai.usage.output_tokens": num_answer_tokens,
+                "gen_ai.response.finish_reasons": self._reasons,
+                "gen_ai.usage.input_tokens": self._num_prompt_tokens,
+                "gen_ai.usage.output_tokens": self._num_answer_tokens,
             }
         )
 

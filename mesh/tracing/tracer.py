@@ -66,6 +66,7 @@ class RequestTracer:
             },
             # What an exception says may quote the request.
             record_exception=False,
+            set_status_on_exception=False,
         ) as span:
             traced = RequestSpan(span)
             with traced.as_current():
