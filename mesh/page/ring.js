@@ -8,7 +8,7 @@ const MID = SIZE / 2;
 const RADIUS = 108;
 const GAP = 0.7;
 // A stage that takes next to nothing is still to be seen.
-const LEAST_DEGREES = 7;
+const LEAST_DEGREES = 14;
 
 /** The drawing, with a sentence for those who cannot see it. */
 export function drawRing(stages, trip, kind) {
