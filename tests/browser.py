@@ -201,7 +201,7 @@ async def browser_page(profile: Path) -> AsyncIterator[Page]:
     from_browser, to_us = os.pipe()
     # The browser reads at 3 and writes at 4.
     process = await asyncio.create_subprocess_exec(
-        "/bin/sh",
+        "bash",
         "-c",
         f'exec "$0" "$@" 3<&{from_us} 4>&{to_us}',
         CHROMIUM,
