@@ -56,6 +56,9 @@ class StageLink:
         on_lost: Called once with the reason when the stream ends without `close`.
         host: Name of the host that must answer there.
         identity: What this process shows there; None if both ends are in one process.
+
+    Attributes:
+        num_sent_bytes: Of all frames so far.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class StageLink:
         self._waiting: asyncio.Queue[LinkMessage] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
+        self.num_sent_bytes = 0
 
     async def open(self, timeout_s: float = 10) -> wire.Welcome:
         """Shake hands.
@@ -125,6 +129,7 @@ class StageLink:
             while True:
                 for frame in frames(await self._waiting.get(), self._waiting):
                     await self._call.write(frame)
+                    self.num_sent_bytes += frame.ByteSize()
 
     async def _watch(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):

@@ -26,6 +26,7 @@ from stages.hidden_codec import HiddenType
 from stages.judge import Judge
 from stages.link import MOST_BUNDLED_WINDOWS, StageLink
 from stages.opening import Opening
+from stages.resident_memory import resident_bytes
 from stages.runtime import Span, StageRuntime
 from stages.sent_rows import LEAST_SENT_BYTES, SentRows
 from stages.sessions import SessionTable
@@ -226,6 +227,8 @@ class StageService(rpc.StageServicer):
             num_dropped_windows=self._queue.num_dropped,
             num_queued_windows=len(self._queue),
             num_open_sessions=len(self._sessions),
+            num_sent_bytes=0 if self._next is None else self._next.num_sent_bytes,
+            resident_bytes=resident_bytes(),
         )
 
     async def Link(  # noqa: N802 - the name in the .proto
@@ -398,7 +401,9 @@ class StageService(rpc.StageServicer):
                     self._sessions.close(request.close.session)
                     self._wakefulness.update(len(self._sessions))
                 case "ping":
-                    pong = wire.Pong(sent_us=request.ping.sent_us, stats=self.stats())
+                    pong = wire.Pong(
+                        sent_us=request.ping.sent_us, stats=self.stats(), stage_us=monotonic_us()
+                    )
                     replies.put_nowait(wire.ControlReply(pong=pong))
 
     def _on_open(self, message: wire.Open) -> None:

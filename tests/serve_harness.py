@@ -38,14 +38,16 @@ from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
     from mesh.cluster.membership_server import MembershipService
+    from mesh.engine import GenerationRequest
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
     from mesh.topology import Topology
+    from speculative.proposer import Proposer
     from stages.actor import StageActor
 
 WORKLOAD = Workload(ctx_size=256, num_slots=2, is_exact=True)
@@ -169,7 +171,12 @@ def host(name: str, memory_bytes: int) -> Member:
 
 @asynccontextmanager
 async def serving(
-    model: Path, hosts: dict[str, float], *, topology: Topology | None = None
+    model: Path,
+    hosts: dict[str, float],
+    *,
+    topology: Topology | None = None,
+    make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None = None,
+    say: Callable[[str], None] = lambda _phase: None,
 ) -> AsyncIterator[Serving]:
     """Three stages on the first three hosts, tended while in the block.
 
@@ -177,6 +184,8 @@ async def serving(
         model: With 30 layers. Stage files go to the default cache.
         hosts: Name to memory, in multiples of what the largest stage takes.
         topology: Locks the placement that it starts with.
+        make_proposers: Gives each request its proposers.
+        say: Told what goes on.
     """
     facts, cache, members, fleet, driver = (
         read_model_facts(model),
@@ -208,7 +217,7 @@ async def serving(
         CoordinatorOptions(WORKLOAD.ctx_size, WORKLOAD.num_slots, 63, facts.n_vocab, repair_wait_s=1.0),
         mesh_id=keys.mesh_id,
         mesh_key=keys.mesh_key,
-        make_proposers=None,
+        make_proposers=make_proposers,
         clock_s=time.monotonic,
         identity=authority.own_identity(["coordinator"], "127.0.0.1"),
         term=7,
@@ -232,7 +241,7 @@ async def serving(
         coordinator=coordinator,
         incidents=incidents,
         on_failure=lambda _failure, _loss, _member: None,
-        say=lambda _phase: None,
+        say=say,
         clock_s=time.monotonic,
         replan=replan if topology is None else topology.replan,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.api.responses.store import ResponseStore
 from mesh.api.unknown_fields import UnknownFields
+from mesh.metrics.request_statistics import RequestStatistics
 from spanmesh_proto.errors import ClusterError, ModelNotFound
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Backend:
         measure_links: Measures the links between hosts, given round trips and bytes; None without hosts.
         departures: Gives what sends hosts away; None while, or where, there are none.
         inspection: Gives what looks into hosts; likewise.
+        statistics: Of requests, for `/metrics`.
         closing: Set when the server shuts down; open answers end at once.
         unknown_fields: Which field names were logged.
         responses: Those that are kept for later requests.
@@ -90,6 +92,7 @@ class Backend:
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None
     departures: Callable[[], HostOrders | None] = lambda: None
     inspection: Callable[[], HostInspection | None] = lambda: None
+    statistics: RequestStatistics = field(default_factory=RequestStatistics)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     responses: ResponseStore = field(default_factory=ResponseStore)

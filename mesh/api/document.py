@@ -61,6 +61,17 @@ def refuses(*also: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
+def answers_with(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers other JSON than an object."""
+    return {**answers(ErrorBody), 200: {"content": {"application/json": {"schema": schema}}}}
+
+
+def answers_text(description: str, media_type: str = "text/plain") -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route whose good answer is no JSON."""
+    content = {media_type: {"schema": {"type": "string"}}}
+    return {**answers(ErrorBody), 200: {"description": description, "content": content}}
+
+
 def takes(body: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of a route that reads its body itself."""
     _bodies.add(body)

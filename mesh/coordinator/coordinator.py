@@ -220,9 +220,12 @@ class Coordinator:
                 "waiting": self._slots.num_waiting,
                 "paused": len(self._sessions) - self._num_moving(),
                 "slots": self._options.num_slots,
+                "positions": sum(session.num_to_compute for session in self._sessions.values()),
+                "context": self._options.context_length,
             },
             "speculation": self._report().as_dict(),
             "stages": self._incarnation.status(),
+            "round_trips": self._incarnation.round_trips(),
         }
 
     async def stage_stats(self) -> list[wire.StageStats]:

@@ -20,6 +20,7 @@ from stages.link import StageLink
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mesh.coordinator.clock_offset import ClockOffset
     from stages.grammar import TokenTexts
     from stages.identity import Identity
     from stages.layers import LayerRange
@@ -139,6 +140,7 @@ class Ring:
                 on_failure=lambda failure, index=index: self._failed(index, failure),  # type: ignore[misc]
                 on_heard=lambda index=index: self._silence.heard(index),  # type: ignore[misc]
                 on_lost=lambda reason, index=index: self._lost(index, reason, is_crash=True),  # type: ignore[misc]
+                clock_us=lambda: int(clock_s() * 1e6),
                 host=stage.host,
                 identity=identity,
             )
@@ -209,6 +211,21 @@ class Ring:
         """
         pongs = await asyncio.gather(*(control.ping() for control in self._controls))
         return [pong.stats for pong in pongs]
+
+    @property
+    def clocks(self) -> list[ClockOffset]:
+        """Every stage's, in order."""
+        return [control.clock for control in self._controls]
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Sent to the first stage."""
+        return self._link.num_sent_bytes
+
+    @property
+    def num_received_bytes(self) -> int:
+        """Of verdicts, from the tail."""
+        return self._verdicts.num_received_bytes
 
     def let_go(self) -> None:
         """Look for losses no more: its stages are about to leave it."""

@@ -20,6 +20,7 @@ from mesh.serve.proposers import open_proposers
 from mesh.serve.stage_counts import stage_counts
 from mesh.serve.state import MeshState
 from mesh.serve.succession import open_succession
+from mesh.tracing import closing, open_tracer
 from spanmesh_proto.errors import ClusterError
 from stages.cutting import StageCache
 
@@ -47,6 +48,7 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         speculation_mode=options.speculation.mode,
     )
     cache = StageCache()
+    tracer = open_tracer()
     app = create_app(
         engine=engine,
         tokenizer=known.tokenizer,
@@ -62,9 +64,14 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         measure_links=lambda num_probes, bulk_bytes: measured_links(state, num_probes, bulk_bytes),
         departures=lambda: state.departures,
         look_into_hosts=lambda: state.inspection,
+        tracer=tracer,
     )
     await asyncio.to_thread(app.state.backend.chat_template.try_out)
-    with open_proposers(options, known) as proposers, open_succession(options, known) as succession:
+    with (
+        closing(tracer),
+        open_proposers(options, known) as proposers,
+        open_succession(options, known) as succession,
+    ):
         async with (
             serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
             open_head(options, known.facts, cache, interruption, succession.former) as head,

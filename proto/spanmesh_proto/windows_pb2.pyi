@@ -153,14 +153,16 @@ class Window(_message.Message):
     def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., most_together: _Optional[int] = ...) -> None: ...
 
 class StageTime(_message.Message):
-    __slots__ = ("queue_us", "compute_us", "num_rows")
+    __slots__ = ("queue_us", "compute_us", "num_rows", "arrived_us")
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_US_FIELD_NUMBER: _ClassVar[int]
     queue_us: int
     compute_us: int
     num_rows: int
-    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
+    arrived_us: int
+    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_rows: _Optional[int] = ..., arrived_us: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("session", "epoch", "window_id", "start", "tokens", "times", "logprobs")
@@ -233,15 +235,17 @@ class ControlReply(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("sent_us", "stats")
+    __slots__ = ("sent_us", "stats", "stage_us")
     SENT_US_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_US_FIELD_NUMBER: _ClassVar[int]
     sent_us: int
     stats: StageStats
-    def __init__(self, sent_us: _Optional[int] = ..., stats: _Optional[_Union[StageStats, _Mapping]] = ...) -> None: ...
+    stage_us: int
+    def __init__(self, sent_us: _Optional[int] = ..., stats: _Optional[_Union[StageStats, _Mapping]] = ..., stage_us: _Optional[int] = ...) -> None: ...
 
 class StageStats(_message.Message):
-    __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions")
+    __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions", "num_sent_bytes", "resident_bytes")
     NUM_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_DROPPED_WINDOWS_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +253,8 @@ class StageStats(_message.Message):
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     NUM_OPEN_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_windows: int
     num_rows: int
     num_dropped_windows: int
@@ -256,7 +262,9 @@ class StageStats(_message.Message):
     compute_us: int
     num_queued_windows: int
     num_open_sessions: int
-    def __init__(self, num_windows: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_dropped_windows: _Optional[int] = ..., num_decodes: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_queued_windows: _Optional[int] = ..., num_open_sessions: _Optional[int] = ...) -> None: ...
+    num_sent_bytes: int
+    resident_bytes: int
+    def __init__(self, num_windows: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_dropped_windows: _Optional[int] = ..., num_decodes: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_queued_windows: _Optional[int] = ..., num_open_sessions: _Optional[int] = ..., num_sent_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("session", "epoch", "window_id", "code", "message")
