@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stages.cutting.recurrent import state_widths
 from stages.cutting.source_model import read_source
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, OUTPUT_NORM
 
@@ -36,6 +37,8 @@ class ModelFacts:
         row_width: Elements that one row takes while a layer is computed, at most.
         has_windows: Whether some layers attend to a sliding window only.
         allowed_cuts: Layers at which a stage may start, 0 left out.
+        state_widths: Per layer, float32 elements that one sequence takes however long it is; none at all if
+            no layer is recurrent.
     """
 
     path: Path
@@ -55,6 +58,7 @@ class ModelFacts:
     row_width: int
     has_windows: bool
     allowed_cuts: tuple[int, ...]
+    state_widths: tuple[int, ...] = ()
 
 
 def read_model_facts(path: Path) -> ModelFacts:
@@ -72,6 +76,7 @@ def read_model_facts(path: Path) -> ModelFacts:
     head = [tensors[name] for name in (OUTPUT_NORM, OUTPUT_BIAS) if name in tensors]
     head.append(tensors.get(OUTPUT, embedding))
     may_cut = source.family.refusal(header) is None
+    widths = state_widths(header, source.layers)
     return ModelFacts(
         path=path,
         architecture=architecture,
@@ -90,6 +95,7 @@ def read_model_facts(path: Path) -> ModelFacts:
         row_width=_row_width(source),
         has_windows=header.integer(f"{architecture}.attention.sliding_window", 0) > 0,
         allowed_cuts=tuple(range(1, source.n_layers)) if may_cut else (),
+        state_widths=widths if any(widths) else (),
     )
 
 
