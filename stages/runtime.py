@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
+from stages.gpu_placing import GpuPlacing
 from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange
 from stages.llama import init_backend, last_complaint
+from stages.mapped_pages import anonymous_bytes, give_back_mapped_pages
 from stages.numerics import Numerics, numerics_for, prepare_process
 from stages.stop_tap import StopTap, make_stop_tap
 from stages.tap import LayerTap
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+
+# Of the weights: if more than that was copied out of the file, its pages are not what is computed with.
+_MUCH: Final = 0.125
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,9 @@ class RuntimeOptions:
         exact: Numeric mode, see `stages.numerics`.
         kv_type: Format of the KV cache, one of `stages.kv_types.KV_TYPES`.
         observe_layers: Layers whose outputs `observed` gives after a decode; for certifying.
+        gpu_layers: Devices, by llama.cpp's names, each with how many layers it holds, in the order of layers:
+            those before are the processor's, and the head goes with the last. None leaves it to llama.cpp,
+            which puts all on what it finds. In exact mode the processor computes alone, whatever this says.
     """
 
     num_slots: int = 1
@@ -44,6 +53,7 @@ class RuntimeOptions:
     exact: bool = False
     kv_type: str = "f16"
     observe_layers: tuple[int, ...] = ()
+    gpu_layers: tuple[tuple[str, int], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,16 +119,15 @@ class StageRuntime:
     Raises:
         InvalidModel: If llama.cpp does not load the file.
         ModelDoesNotFit: If there is no memory for its KV cache and buffers.
-        ClusterError: If the numeric mode is out of reach in this process.
+        ClusterError: If the numeric mode is out of reach in this process, or a device is not there.
     """
 
     def __init__(
         self, path: Path, options: RuntimeOptions, *, progress: Callable[[float], None] | None = None
     ) -> None:
+        self._placing = GpuPlacing.find(() if options.exact else options.gpu_layers)
         self._numerics: Numerics = numerics_for(
-            exact=options.exact,
-            num_threads=options.num_threads,
-            has_gpu=llama_cpp.llama_supports_gpu_offload(),
+            exact=options.exact, num_threads=options.num_threads, has_gpu=self._placing.has_gpu
         )
         self._options = options
         self._context: Any = None
@@ -300,14 +309,19 @@ class StageRuntime:
     def _load_model(self, path: Path, progress: Callable[[float], None] | None) -> Any:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = self._numerics.use_repacked_weights
+        self._placing.apply(params)
         # ctypes keeps no reference: the callback must outlive the call.
         on_progress = llama_cpp.llama_progress_callback(
             lambda share, _data: progress(share) is None if progress else True
         )
         params.progress_callback = on_progress
+        before_bytes = anonymous_bytes()
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if model is None:
             raise InvalidModel(f"llama.cpp does not load {path.name}: {last_complaint()}")
+        copied_bytes = anonymous_bytes() - before_bytes
+        if self._placing.has_gpu or copied_bytes > llama_cpp.llama_model_size(model) * _MUCH:
+            give_back_mapped_pages(path)
         return model
 
     def _read_info(self) -> StageInfo:

@@ -66,7 +66,7 @@ class FirstPlan:
         """A host as the planner sees it."""
         if member.ray_node_name == self._head.own.ray_node_name:
             return own_capacity(member.name, self._known)
-        return HostCapacity(member.name, member.facts.memory_bytes, member.facts.speed_gb_per_s)
+        return member.facts.capacity(member.name)
 
     def _placed(self, hosts: Sequence[HostCapacity]) -> Plan:
         return plan(
@@ -115,7 +115,7 @@ class FirstPlan:
         choices = planned_wires(
             placed,
             StageSizes(self._known.model, self._known.workload),
-            {member.name: member.facts.speed_gb_per_s for member in self._head.members},
+            {member.name: self.capacity_of(member).fastest_gb_per_s for member in self._head.members},
             links,
         )
         log.info("wires_chosen", links=[choice.as_dict() for choice in choices if choice is not None])

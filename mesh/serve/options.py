@@ -50,6 +50,7 @@ class ServeOptions:
         wire: How hidden states travel between the stages, or None to let each link's bandwidth decide.
         linger_s: How long stages wait for `mesh serve` to be started again if it crashes; 0: not at all.
         state_path: Where what it needs to know then is kept; None: in the user's folder for such things.
+        gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see `mesh.gpu_layers`.
     """
 
     model: Path
@@ -78,6 +79,7 @@ class ServeOptions:
     cors_origins: tuple[str, ...] = ()
     linger_s: float = 0.0
     state_path: Path | None = None
+    gpu_layers: int | None = None
 
 
 def demo_model() -> Path:

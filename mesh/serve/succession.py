@@ -125,5 +125,6 @@ def _setup(options: ServeOptions, known: Preflight) -> str:
         model_time_ns=file.st_mtime_ns,
         workload=known.workload,
         is_exact=options.is_exact,
+        gpu_layers=options.gpu_layers,
         software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
     )
