@@ -60,6 +60,9 @@ class FirstPlan:
             NotEnoughHosts: If there is no host.
         """
         hosts = [self.capacity_of(member) for member in self._head.members.ready]
+        idle = [host.name for host in hosts if host.uses_gpus]
+        if idle and self._options.is_exact:
+            log.warning("gpus_idle", hosts=idle, reason="--exact computes on processors alone")
         return await self._ordered_by_links(hosts, self._placed(hosts))
 
     def capacity_of(self, member: Member) -> HostCapacity:
