@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
@@ -15,7 +15,7 @@ from stages.gpu_placing import GpuPlacing
 from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange
 from stages.llama import init_backend, last_complaint
-from stages.mapped_pages import anonymous_bytes, give_back_mapped_pages
+from stages.mapped_pages import CopiedPages
 from stages.numerics import Numerics, numerics_for, prepare_process
 from stages.stop_tap import StopTap, make_stop_tap
 from stages.tap import LayerTap
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-
-
-# Of the weights: if more than that was copied out of the file, its pages are not what is computed with.
-_MUCH: Final = 0.125
 
 
 @dataclass(frozen=True)
@@ -310,18 +306,21 @@ class StageRuntime:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = self._numerics.use_repacked_weights
         self._placing.apply(params)
+        pages = CopiedPages(path, on_gpu=self._placing.has_gpu)
+
         # ctypes keeps no reference: the callback must outlive the call.
-        on_progress = llama_cpp.llama_progress_callback(
-            lambda share, _data: progress(share) is None if progress else True
-        )
+        @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
+        def on_progress(share: float, _data: Any) -> bool:
+            pages.loaded(share)
+            if progress is not None:
+                progress(share)
+            return True
+
         params.progress_callback = on_progress
-        before_bytes = anonymous_bytes()
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if model is None:
             raise InvalidModel(f"llama.cpp does not load {path.name}: {last_complaint()}")
-        copied_bytes = anonymous_bytes() - before_bytes
-        if self._placing.has_gpu or copied_bytes > llama_cpp.llama_model_size(model) * _MUCH:
-            give_back_mapped_pages(path)
+        pages.loaded(1.0)
         return model
 
     def _read_info(self) -> StageInfo:

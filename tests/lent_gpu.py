@@ -1,11 +1,11 @@
 """Lends this machine's processor to llama.cpp as a GPU, so that what needs one can run where there is none.
 
-A plugin for pytest: `pytest -p tests.lent_gpu tests/test_gpu_parity.py`. llama.cpp's RPC backend counts as a
-GPU with memory of its own; behind it, in another process, its server computes on the processor. Layers, caches
-and graphs are then really split between two devices. What it does not tell is how a GPU rounds.
+A plugin for pytest: `pytest -p tests.lent_gpu tests/test_gpu_parity.py`. llama.cpp's RPC backend counts as
+a GPU with memory of its own; behind it, in another process, its server computes on the processor. Layers,
+caches and graphs are then really split between two devices. How a GPU rounds it does not tell.
 
-The backend is built from the source in llama-cpp-python's source package, unpacked; LLAMA_CPP_SOURCE names the
-folder of its `vendor/llama.cpp`.
+The backend is built from the source in llama-cpp-python's source package; LLAMA_CPP_SOURCE names the folder
+of llama.cpp in it.
 """
 
 import ctypes
