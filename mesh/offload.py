@@ -36,11 +36,10 @@ def memory_on(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> Stag
     """
     if not host.uses_gpus or sizes.workload.is_exact:
         memory = sizes.memory(layers)
-    elif (layers, host) in sizes.placed:
-        return sizes.placed[layers, host]
-    else:
-        memory = sizes.placed[layers, host] = _with_gpus(sizes, layers, host)
-    return memory if memory is not None and memory.total_bytes <= host.memory_bytes else None
+        return memory if memory.total_bytes <= host.memory_bytes else None
+    if (layers, host) not in sizes.placed:
+        sizes.placed[layers, host] = _with_gpus(sizes, layers, host)
+    return sizes.placed[layers, host]
 
 
 def read_time(sizes: StageSizes, layers: LayerRange, memory: StageMemory, host: HostCapacity) -> float:
@@ -77,7 +76,7 @@ def _with_gpus(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> Sta
 
 def _shares(sizes: StageSizes, layers: LayerRange, host: HostCapacity, wanted: int) -> tuple[GpuShare, ...]:
     """What each GPU holds, in the order of layers."""
-    buffer_bytes = sizes.memory(layers).buffer_bytes + GPU_PROCESS_BYTES
+    buffer_bytes = sizes.compute_bytes(layers) + GPU_PROCESS_BYTES
     shares: list[GpuShare] = []
     stop, last = layers.stop, layers.stop - wanted
     for gpu in sorted(host.gpus, key=lambda gpu: (-gpu.speed_gb_per_s, -gpu.free_bytes)):

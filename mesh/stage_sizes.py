@@ -123,18 +123,22 @@ class StageSizes:
         state_bytes = (states[layers.stop] - states[layers.start]) * _F32_BYTES * self.workload.num_slots
         return KV_TYPES[self.workload.kv_type].num_bytes(width) * self.workload.num_cells + state_bytes
 
-    def _buffer_bytes(self, layers: LayerRange) -> int:
+    def compute_bytes(self, layers: LayerRange) -> int:
+        """What llama.cpp computes in, at most, on any one device."""
         is_first, is_tail = layers.start == 0, layers.stop == self.model.n_layers
         vocabulary = self.model.n_vocab if is_first or is_tail else 0
         # The first stage has a vocabulary, so llama.cpp makes room for logits, of which it computes none.
         logits = _TAIL_LOGITS if is_tail else 1
-        sent = 0 if is_tail else room_for_sent_rows(self.cache_bytes(layers))
         return (
             self._row_bytes
-            + sent
             + vocabulary * (logits * self.workload.numerics.max_rows * _F32_BYTES + _TOKEN_BYTES)
             + self.workload.num_cells * self._num_masks * _CELL_BYTES
         )
+
+    def _buffer_bytes(self, layers: LayerRange) -> int:
+        is_tail = layers.stop == self.model.n_layers
+        sent = 0 if is_tail else room_for_sent_rows(self.cache_bytes(layers))
+        return self.compute_bytes(layers) + sent
 
     @cached_property
     def _row_bytes(self) -> int:

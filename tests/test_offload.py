@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WHOLE = LayerRange(0, 30)
 SIZES = StageSizes(model_of(), WORKLOAD)
 # What a stage of such a model takes of a GPU beside its layers.
-BESIDE_BYTES = SIZES.on_gpu.memory(WHOLE).buffer_bytes + GPU_PROCESS_BYTES
+BESIDE_BYTES = SIZES.on_gpu.compute_bytes(WHOLE) + GPU_PROCESS_BYTES
 
 
 def gpu(name: str, layers: float, speed: float = 900.0, *, shares: bool = False) -> Gpu:

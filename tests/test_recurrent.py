@@ -70,7 +70,7 @@ def said() -> Any:
     """What llama.cpp says of its buffers meanwhile."""
     lines: list[str] = []
 
-    @llama_cpp.llama_log_callback
+    @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
     def note(_level: int, text: bytes, _data: Any) -> None:
         lines.append(text.decode(errors="replace"))
 
