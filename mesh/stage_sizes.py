@@ -138,7 +138,14 @@ class StageSizes:
     def _buffer_bytes(self, layers: LayerRange) -> int:
         is_tail = layers.stop == self.model.n_layers
         sent = 0 if is_tail else room_for_sent_rows(self.cache_bytes(layers))
-        return self.compute_bytes(layers) + sent
+        return self.compute_bytes(layers) + sent + self._packing_bytes(layers)
+
+    def _packing_bytes(self, layers: LayerRange) -> int:
+        """What weights take more in the order that fast kernels like."""
+        if not self.workload.numerics.use_repacked_weights:
+            return 0
+        head = self.model.head_packing_bytes if layers.stop == self.model.n_layers else 0
+        return sum(self.model.packing_bytes[layers.start : layers.stop]) + head
 
     @cached_property
     def _row_bytes(self) -> int:

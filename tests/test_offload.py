@@ -195,6 +195,15 @@ def test_a_spare_s_copies_share_its_gpu() -> None:
     assert next_copy(SIZES, ring, [spare], [copy]) is None
 
 
+def test_weights_in_the_order_of_fast_kernels_may_take_more() -> None:
+    facts = replace(model_of(4), packing_bytes=(10, 20, 30, 40), head_packing_bytes=500)
+    plain, sizes = StageSizes(model_of(4), WORKLOAD), StageSizes(facts, WORKLOAD)
+    for layers, more in ((LayerRange(0, 2), 30), (LayerRange(1, 4), 590)):
+        assert sizes.memory(layers).loading_bytes - plain.memory(layers).loading_bytes == more
+    exact = StageSizes(facts, replace(WORKLOAD, is_exact=True))
+    assert exact.memory(LayerRange(0, 4)) == StageSizes(model_of(4), exact.workload).memory(LayerRange(0, 4))
+
+
 def test_recurrent_layers_keep_a_state_for_each_session() -> None:
     facts = replace(model_of(4), state_widths=(1000, 0, 1000, 0))
     workload = Workload(ctx_size=512, num_slots=3)
