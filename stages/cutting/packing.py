@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from stages.cutting.gguf_header import TensorInfo
 
-# Bytes of a block in the file, and at most how many come on top: sums and scales that the kernels for AMX keep
-# with each block (`get_row_size` in llama.cpp's amx/mmq.cpp). The other kernels add nothing.
+# Bytes of a block in the file, and at most how many come on top: sums and scales that the kernels for AMX
+# keep with each block (`get_row_size` in llama.cpp's amx/mmq.cpp). The other kernels add nothing.
 _ADDED: Final = {
     GGMLQuantizationType.Q8_0: (34, 4),
     GGMLQuantizationType.Q4_K: (144, 4),
