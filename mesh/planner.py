@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from mesh.host_capacity import HostCapacity
+from mesh.offload import memory_on, read_time
 from mesh.remedies import remedies
 from mesh.stage_sizes import PROCESS_BYTES, StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
@@ -23,25 +25,17 @@ if TYPE_CHECKING:
 SPEED_NOISE: Final = 0.25
 _MAX_ORDERS: Final = 24
 _MAX_CHOICES: Final = 32
-# A measurement of nothing must not divide by nothing.
-_SLOWEST_GB_PER_S: Final = 0.01
 
-
-@dataclass(frozen=True)
-class HostCapacity:
-    """One host, as far as planning cares.
-
-    Attributes:
-        name: Its name.
-        memory_bytes: What stages may use of it.
-        speed_gb_per_s: How fast it reads weights.
-        draft_bytes: What a draft model takes of it besides, for messages.
-    """
-
-    name: str
-    memory_bytes: int
-    speed_gb_per_s: float
-    draft_bytes: int = 0
+__all__ = [
+    "SPEED_NOISE",
+    "HostCapacity",
+    "Plan",
+    "StagePlacement",
+    "balance",
+    "check_stages",
+    "even_out_noise",
+    "plan",
+]
 
 
 @dataclass(frozen=True)
@@ -150,8 +144,8 @@ def even_out_noise(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
     fastest = slowest = 0.0
     even: dict[int, float] = {}
     group: list[int] = []
-    for index in sorted(range(len(hosts)), key=lambda index: -hosts[index].speed_gb_per_s):
-        speed = hosts[index].speed_gb_per_s
+    for index in sorted(range(len(hosts)), key=lambda index: -hosts[index].fastest_gb_per_s):
+        speed = hosts[index].fastest_gb_per_s
         if speed < fastest * (1 - SPEED_NOISE):
             group = []
         if not group:
@@ -159,7 +153,7 @@ def even_out_noise(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
         group.append(index)
         slowest = speed
         even.update(dict.fromkeys(group, slowest))
-    return tuple(replace(host, speed_gb_per_s=even[index]) for index, host in enumerate(hosts))
+    return tuple(host.at_speed(even[index]) for index, host in enumerate(hosts))
 
 
 def _place(
@@ -178,8 +172,9 @@ def _best(
         layers = balance(sizes, seats)
         if layers is not None:
             return tuple(
-                StagePlacement(host.name, part, sizes.memory(part))
+                StagePlacement(host.name, part, memory)
                 for host, part in zip(seats, layers, strict=True)
+                if (memory := memory_on(sizes, part, host)) is not None
             )
     return None
 
@@ -189,12 +184,12 @@ def _seatings(
 ) -> Iterator[tuple[HostCapacity, ...]]:
     """Hosts stage by stage, the best idea first: fast ones, at last the roomiest, each in several orders."""
     num_hosts = min(num_stages, len(hosts))
-    by_speed = sorted(range(len(hosts)), key=lambda index: -hosts[index].speed_gb_per_s)
-    by_memory = sorted(range(len(hosts)), key=lambda index: -hosts[index].memory_bytes)
+    by_speed = sorted(range(len(hosts)), key=lambda index: -hosts[index].fastest_gb_per_s)
+    by_memory = sorted(range(len(hosts)), key=lambda index: -hosts[index].all_bytes)
     fast = itertools.islice(itertools.combinations(by_speed, num_hosts), _MAX_CHOICES)
     needed_bytes = sizes.memory(sizes.whole).loading_bytes + num_stages * PROCESS_BYTES
     for chosen in itertools.chain(fast, [by_memory[:num_hosts]]):
-        if sum(hosts[index].memory_bytes for index in chosen) < needed_bytes:
+        if sum(hosts[index].all_bytes for index in chosen) < needed_bytes:
             continue
         for order in itertools.islice(itertools.permutations(sorted(chosen)), _MAX_ORDERS):
             yield tuple(_seated([hosts[index] for index in order], num_stages))
@@ -204,7 +199,7 @@ def _seated(hosts: Sequence[HostCapacity], num_stages: int) -> Iterator[HostCapa
     """Each host once or more in a row, its memory shared out among its stages."""
     for index, host in enumerate(hosts):
         times = (num_stages + len(hosts) - 1 - index) // len(hosts)
-        yield from [replace(host, memory_bytes=host.memory_bytes // times)] * times
+        yield from [host.divided(times)] * times
 
 
 def balance(
@@ -245,9 +240,10 @@ def _shortest(
                 if not start < stop <= part.stop:
                     continue
                 layers = LayerRange(start, stop)
-                if sizes.memory(layers).total_bytes > seat.memory_bytes:
+                memory = memory_on(sizes, layers, seat)
+                if memory is None:
                     continue
-                longer = add(cost, sizes.read_bytes(layers) / max(seat.speed_gb_per_s, _SLOWEST_GB_PER_S))
+                longer = add(cost, read_time(sizes, layers, memory, seat))
                 if longer < step.get(stop, (math.inf,))[0]:
                     step[stop] = (longer, (*way, layers))
         reached = step
@@ -292,15 +288,10 @@ def _does_not_fit(
         f"{format_size(memory.cache_bytes)} for {workload.num_slots} x {workload.ctx_size} positions in "
         f"{workload.kv_type}, {format_size(memory.buffer_bytes)} for buffers and "
         f"{format_size(memory.process_bytes)} for the process of each stage; free are "
-        + ", ".join(_shown(host) for host in hosts)
+        + ", ".join(map(str, hosts))
         + (f"; it would fit with {' or '.join(helping)}, or join" if helping else "; join")
         + " more hosts"
     )
-
-
-def _shown(host: HostCapacity) -> str:
-    draft = f" beside {format_size(host.draft_bytes)} for the draft model" if host.draft_bytes else ""
-    return f"{format_size(host.memory_bytes)} on {host.name}{draft}"
 
 
 def _count(count: int, what: str) -> str:

@@ -20,6 +20,7 @@ from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.byte_size import format_size
 from stages.channels import SERVER_OPTIONS, add_port
 from stages.cutting.places import stage_store
+from stages.devices import layer_devices
 from stages.fetch import FetchSource, fetch_stage
 from stages.free_memory import free_memory_bytes
 from stages.hidden_codec import HiddenType
@@ -31,7 +32,7 @@ from stages.sent_rows import room_for_sent_rows
 from stages.server import StageService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from stages.layers import LayerRange
     from stages.stage_memory import StageMemory
@@ -53,7 +54,8 @@ class StageConfig:
         options: How it computes.
         host: Name of its host; for messages.
         memory: What it will take.
-        beside_bytes: What other stages, placed on the same host, are yet to take.
+        beside_bytes: What other stages, placed on the same host, are yet to take of its own memory.
+        beside_gpu_bytes: What they are yet to take of its GPUs, by device.
         mesh_id: Which mesh it belongs to.
         mesh_key: Shared by all stages and the coordinator.
         hidden_type: How its hidden states travel to the next stage.
@@ -76,6 +78,7 @@ class StageConfig:
     hidden_type: HiddenType = HiddenType.F32
     term: int = 0
     orphan_s: float = 600.0
+    beside_gpu_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ class StageActor:
             ModelDoesNotFit: If not.
         """
         self._require_free(self._config.beside_bytes)
+        await asyncio.to_thread(self._require_free_on_gpus, self._config.beside_gpu_bytes)
 
     async def load(self) -> None:
         """Bring the stage file to this host if it is not here, and load it.
@@ -135,6 +139,7 @@ class StageActor:
                 cache, config.sha256, config.size_bytes, config.source, progress=self._on("fetching")
             )
         self._require_free(0)
+        await asyncio.to_thread(self._require_free_on_gpus, {})
         on_loading = self._on("loading")
         self._runtime = await asyncio.to_thread(
             StageRuntime, path, config.options, progress=lambda share: on_loading(share, 1.0)
@@ -277,6 +282,22 @@ class StageActor:
             f"{format_size(needed_bytes)} ({config.memory}{beside}), free are {format_size(free_bytes)}; "
             f"lower --ctx-size or --parallel{smaller}, end what else runs there, or join more hosts"
         )
+
+    def _require_free_on_gpus(self, beside_bytes: Mapping[str, int]) -> None:
+        """The same of each GPU. What a device does not tell is not held against it."""
+        config = self._config
+        if not config.memory.gpus:
+            return
+        free = {device.name: device.free_bytes for device in layer_devices() if device.total_bytes}
+        for share in config.memory.gpus:
+            needed_bytes = share.total_bytes + beside_bytes.get(share.device, 0)
+            if needed_bytes > free.get(share.device, needed_bytes):
+                raise ModelDoesNotFit(
+                    f"stage {config.stage_index} ({config.layers}) does not fit on {config.host}'s "
+                    f"{share.device} now: {share.num_layers} layers there need {format_size(needed_bytes)}, "
+                    f"free are {format_size(free[share.device])}; end what else uses it, lower --ctx-size or "
+                    "--parallel, or have fewer layers there with --gpu-layers"
+                )
 
     def _on(self, phase: Literal["fetching", "loading"]) -> Any:
         def update(done: float, total: float) -> None:

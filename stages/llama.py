@@ -6,12 +6,13 @@ import ctypes
 import functools
 import threading
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import structlog
 from llama_cpp import _ctypes_extensions
+
+from stages.llama_libraries import library_folder
 
 log = structlog.get_logger()
 
@@ -20,12 +21,17 @@ _recent_complaints: deque[str] = deque(maxlen=20)
 _partial_line: dict[int, str] = {}
 
 
+def llama_library(name: str) -> Any:
+    """One of llama.cpp's libraries, from where llama-cpp-python takes its own."""
+    folder = library_folder()
+    assert folder is not None  # noqa: S101 - it was imported above
+    return _ctypes_extensions.load_shared_library(name, folder)
+
+
 @functools.cache
 def ggml_base() -> ctypes.CDLL:
     """libggml-base, with the prototypes used here."""
-    lib: ctypes.CDLL = _ctypes_extensions.load_shared_library(
-        "ggml-base", Path(llama_cpp.__file__).parent / "lib"
-    )
+    lib: ctypes.CDLL = llama_library("ggml-base")
     lib.ggml_get_name.argtypes = [ctypes.c_void_p]
     lib.ggml_get_name.restype = ctypes.c_char_p
     lib.ggml_nbytes.argtypes = [ctypes.c_void_p]

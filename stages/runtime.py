@@ -11,9 +11,11 @@ import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
+from stages.gpu_placing import GpuPlacing
 from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange
 from stages.llama import init_backend, last_complaint
+from stages.mapped_pages import CopiedPages
 from stages.numerics import Numerics, numerics_for, prepare_process
 from stages.stop_tap import StopTap, make_stop_tap
 from stages.tap import LayerTap
@@ -36,6 +38,9 @@ class RuntimeOptions:
         exact: Numeric mode, see `stages.numerics`.
         kv_type: Format of the KV cache, one of `stages.kv_types.KV_TYPES`.
         observe_layers: Layers whose outputs `observed` gives after a decode; for certifying.
+        gpu_layers: Devices, by llama.cpp's names, each with how many layers it holds, in the order of layers:
+            those before are the processor's, and the head goes with the last. None leaves it to llama.cpp,
+            which puts all on what it finds. In exact mode the processor computes alone, whatever this says.
     """
 
     num_slots: int = 1
@@ -44,6 +49,7 @@ class RuntimeOptions:
     exact: bool = False
     kv_type: str = "f16"
     observe_layers: tuple[int, ...] = ()
+    gpu_layers: tuple[tuple[str, int], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,16 +115,15 @@ class StageRuntime:
     Raises:
         InvalidModel: If llama.cpp does not load the file.
         ModelDoesNotFit: If there is no memory for its KV cache and buffers.
-        ClusterError: If the numeric mode is out of reach in this process.
+        ClusterError: If the numeric mode is out of reach in this process, or a device is not there.
     """
 
     def __init__(
         self, path: Path, options: RuntimeOptions, *, progress: Callable[[float], None] | None = None
     ) -> None:
+        self._placing = GpuPlacing.find(() if options.exact else options.gpu_layers)
         self._numerics: Numerics = numerics_for(
-            exact=options.exact,
-            num_threads=options.num_threads,
-            has_gpu=llama_cpp.llama_supports_gpu_offload(),
+            exact=options.exact, num_threads=options.num_threads, has_gpu=self._placing.has_gpu
         )
         self._options = options
         self._context: Any = None
@@ -300,14 +305,22 @@ class StageRuntime:
     def _load_model(self, path: Path, progress: Callable[[float], None] | None) -> Any:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = self._numerics.use_repacked_weights
+        self._placing.apply(params)
+        pages = CopiedPages(path, on_gpu=self._placing.has_gpu)
+
         # ctypes keeps no reference: the callback must outlive the call.
-        on_progress = llama_cpp.llama_progress_callback(
-            lambda share, _data: progress(share) is None if progress else True
-        )
+        @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
+        def on_progress(share: float, _data: Any) -> bool:
+            pages.loaded(share)
+            if progress is not None:
+                progress(share)
+            return True
+
         params.progress_callback = on_progress
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if model is None:
             raise InvalidModel(f"llama.cpp does not load {path.name}: {last_complaint()}")
+        pages.loaded(1.0)
         return model
 
     def _read_info(self) -> StageInfo:

@@ -71,7 +71,7 @@ def build_llama_rpc(cache: Path | None = None) -> LlamaRpc:
         MeshError: If a tool is missing or fails; the message names the log.
     """
     package_version = version(_PACKAGE)
-    home = (cache or _default_cache()) / f"llama-rpc-{package_version}"
+    home = _home(cache)
     source, build, log = home / "source", home / "build", home / "build.log"
     programs = LlamaRpc(build / "bin" / _TARGETS[0], build / "bin" / _TARGETS[1], package_version)
     if programs.server.exists() and programs.rpc_server.exists():
@@ -86,6 +86,16 @@ def build_llama_rpc(cache: Path | None = None) -> LlamaRpc:
     jobs = str(len(os.sched_getaffinity(0)))
     _do([cmake, "--build", str(build), "--parallel", jobs, "--target", *_TARGETS], log)
     return programs
+
+
+def unpacked_source(cache: Path | None = None) -> Path | None:
+    """Where llama.cpp's source lies, of the installed version; None if it was never unpacked there."""
+    folder = _home(cache) / "source" / _LLAMA_CPP
+    return folder if folder.is_dir() else None
+
+
+def _home(cache: Path | None) -> Path:
+    return (cache or _default_cache()) / f"llama-rpc-{version(_PACKAGE)}"
 
 
 def _default_cache() -> Path:

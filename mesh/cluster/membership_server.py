@@ -285,6 +285,7 @@ class MembershipService(rpc.MembershipServicer):
             memory_bytes=facts.memory_bytes,
             threads=facts.num_threads,
             speed_gb_per_s=round(facts.speed_gb_per_s, 1),
+            gpus=[gpu.name for gpu in facts.gpus],
             num_hosts=len(self._members),
         )
         if facts.versions.llama_cpp != self._versions.llama_cpp:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from mesh.commands.options import MemorySize
+from mesh.commands.options import GpuLayers, MemorySize
 
 
 @click.command()
@@ -30,6 +30,14 @@ from mesh.commands.options import MemorySize
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads for computing; one per core unless given."
 )
+@click.option(
+    "--gpu-layers",
+    default="auto",
+    show_default=True,
+    metavar="N|all|none|auto",
+    type=GpuLayers(),
+    help="Layers of each stage that this host's GPUs hold; as many as they have room for unless given.",
+)
 @click.option("--name", help="What to call this host; its host name unless given.")
 @click.option(
     "--give-up-after",
@@ -47,6 +55,7 @@ def join(
     advertise: str | None,
     memory_bytes: int | None,
     threads: int | None,
+    gpu_layers: int | None,
     name: str | None,
     give_up_after: float,
 ) -> int:
@@ -73,6 +82,7 @@ def join(
         memory_bytes=memory_bytes,
         num_threads=threads,
         give_up_after_s=give_up_after,
+        gpu_layers=gpu_layers,
     )
     return run_interruptible(lambda interruption: join_mesh(options, interruption))
 

@@ -32,6 +32,25 @@ class MemorySize(click.ParamType[int]):
             self.fail(error.message, param, ctx)
 
 
+class GpuLayers(click.ParamType[int | None]):
+    """`20`, `all`, `none` or `auto`."""
+
+    name = "layers"
+
+    def convert(
+        self, value: str | int | None, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | None:
+        """To a number, as `mesh.gpu_layers` has it."""
+        from mesh.gpu_layers import parse_gpu_layers  # noqa: PLC0415 - keeps --help quick
+
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_gpu_layers(value)
+        except ClusterError as error:
+            self.fail(error.message, param, ctx)
+
+
 class Names(click.ParamType[tuple[Name, ...]]):
     """`leave,head`: some of the names that there are.
 

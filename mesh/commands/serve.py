@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 
-from mesh.commands.options import LayerCounts, MemorySize
+from mesh.commands.options import GpuLayers, LayerCounts, MemorySize
 from mesh.commands.sections import SectionedCommand
 from mesh.commands.speculation import speculation_from, speculation_options
 from stages.kv_types import KV_TYPES
@@ -134,6 +134,14 @@ _SECTIONS: Final = {
     metavar="SIZE",
     help="What stages and draft here may use, such as 8G.  [default: all that is free]",
 )
+@click.option(
+    "--gpu-layers",
+    default="auto",
+    show_default=True,
+    metavar="N|all|none|auto",
+    type=GpuLayers(),
+    help="Layers of each stage that this host's GPUs hold; as many as they have room for unless given.",
+)
 @speculation_options
 @click.option("--exact", is_flag=True, help="Compute so that a text never depends on what else is computed.")
 @click.option(
@@ -180,6 +188,7 @@ def serve(
     max_waiting: int,
     threads: int | None,
     memory: int | None,
+    gpu_layers: int | None,
     exact: bool,
     advertise: str | None,
     name: str | None,
@@ -239,6 +248,7 @@ def serve(
         topology=topology,
         is_discoverable=discoverable,
         wire=None if wire == "auto" else HiddenType(wire),
+        gpu_layers=gpu_layers,
     )
     return run_interruptible(lambda interruption: serve_mesh(options, interruption))
 

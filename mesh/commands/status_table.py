@@ -38,7 +38,7 @@ def print_status(status: Mapping[str, Any]) -> None:
 
 
 def _hosts(hosts: list[Mapping[str, Any]]) -> Table:
-    table = Table("host", "address", "layers", "memory", "threads", "GB/s", "platform")
+    table = Table("host", "address", "layers", "memory", "threads", "GB/s", "GPUs", "platform")
     for host in hosts:
         table.add_row(
             host["name"],
@@ -47,6 +47,7 @@ def _hosts(hosts: list[Mapping[str, Any]]) -> Table:
             format_size(host["memory_bytes"]),
             str(host["threads"]),
             f"{host['speed_gb_per_s']:.1f}",
+            escape(_gpus(host)),
             host["platform"],
         )
     return table
@@ -62,6 +63,15 @@ def _holds(host: Mapping[str, Any]) -> str:
     if host["leaving"]:
         parts.append("leaving")
     return escape("; ".join(parts))
+
+
+def _gpus(host: Mapping[str, Any]) -> str:
+    """Name, memory and speed of each, in the order in which llama.cpp knows them."""
+    found = (
+        f"{gpu['name']}: {format_size(gpu['free_bytes'])}, {gpu['speed_gb_per_s']:.0f} GB/s"
+        for gpu in host.get("gpus", ())
+    )
+    return "; ".join(found) or "-"
 
 
 def _stages(stages: list[Mapping[str, Any]]) -> Table:

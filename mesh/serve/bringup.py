@@ -110,7 +110,14 @@ class Bringup:
         if former is None:
             return False
         self._say("taking over")
-        takeover = Takeover(self._known, self._head, self._maker, self._fleet, self._succession.setup)
+        takeover = Takeover(
+            self._known,
+            self._head,
+            self._maker,
+            self._fleet,
+            self._succession.setup,
+            capacity_of=self._planning.capacity_of,
+        )
         if not await takeover.run(former):
             return False
         self._note_plan(self._fleet.placements, "as before")

@@ -58,13 +58,16 @@ class FirstPlan:
             NotEnoughHosts: If there is no host.
         """
         hosts = [self.capacity_of(member) for member in self._head.members.ready]
+        idle = [host.name for host in hosts if host.uses_gpus]
+        if idle and self._options.is_exact:
+            log.warning("gpus_idle", hosts=idle, reason="--exact computes on processors alone")
         return await self._ordered_by_links(hosts, self._placed(hosts))
 
     def capacity_of(self, member: Member) -> HostCapacity:
         """A host as the planner sees it."""
         if member.ray_node_name == self._head.own.ray_node_name:
             return own_capacity(member.name, self._known)
-        return HostCapacity(member.name, member.facts.memory_bytes, member.facts.speed_gb_per_s)
+        return member.facts.capacity(member.name)
 
     def _placed(self, hosts: Sequence[HostCapacity]) -> Plan:
         return placed(self._options, self._known, hosts)
@@ -101,7 +104,7 @@ class FirstPlan:
         choices = planned_wires(
             chosen,
             StageSizes(self._known.model, self._known.workload),
-            {member.name: member.facts.speed_gb_per_s for member in self._head.members},
+            {member.name: self.capacity_of(member).fastest_gb_per_s for member in self._head.members},
             links,
         )
         log.info("wires_chosen", links=[choice.as_dict() for choice in choices if choice is not None])

@@ -53,6 +53,7 @@ class ServeOptions:
         state_path: Where what it needs to know then is kept; None: in the user's folder for such things.
         is_discoverable: Whether hosts in the local network may find the head by mDNS.
         topology: Which host holds which layers, and no other; None lets the plan decide.
+        gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see `mesh.gpu_layers`.
     """
 
     model: Path
@@ -83,6 +84,7 @@ class ServeOptions:
     state_path: Path | None = None
     topology: Topology | None = None
     is_discoverable: bool = False
+    gpu_layers: int | None = None
 
 
 def demo_model() -> Path:

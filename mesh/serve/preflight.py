@@ -12,6 +12,7 @@ from mesh.cluster.addresses import check_port_free
 from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name
 from mesh.draft.memory import draft_memory_bytes
+from mesh.gpu_layers import check_gpu_layers
 from mesh.planner import HostCapacity, Plan, check_stages, plan
 from mesh.serve.options import ctx_size_for
 from mesh.stage_sizes import StageSizes, Workload
@@ -79,6 +80,8 @@ def check(options: ServeOptions) -> Preflight:
             f"--wire {options.wire or 'auto'} does not: leave one of the two out",
             param="--wire",
         )
+    if options.is_exact:
+        check_gpu_layers(options.gpu_layers, (), is_exact=True)
     check_port_free(options.host, options.port, "--port")
     check_port_free(options.advertise, options.join_port, "--join-port")
     model = read_model_facts(options.model)
@@ -91,7 +94,11 @@ def check(options: ServeOptions) -> Preflight:
     check_stages(model, num_stages=options.num_stages, split=options.split)
     if options.topology is not None:
         options.topology.check(model)
-    facts = read_host_facts(memory_bytes=options.memory_bytes, num_threads=options.num_threads)
+    facts = read_host_facts(
+        memory_bytes=options.memory_bytes,
+        num_threads=options.num_threads,
+        gpu_layers=0 if options.is_exact else options.gpu_layers,
+    )
     known = Preflight(
         model, Tokenizer(options.model), api_keys, workload, facts, _draft_bytes(options, workload, facts)
     )
@@ -115,12 +122,7 @@ def placed(options: ServeOptions, known: Preflight, hosts: Sequence[HostCapacity
 
 def own_capacity(name: str, known: Preflight) -> HostCapacity:
     """This host as the planner sees it."""
-    return HostCapacity(
-        name,
-        max(0, known.facts.memory_bytes - known.draft_bytes),
-        known.facts.speed_gb_per_s,
-        draft_bytes=known.draft_bytes,
-    )
+    return known.facts.capacity(name, draft_bytes=known.draft_bytes)
 
 
 def _draft_bytes(options: ServeOptions, workload: Workload, facts: HostFacts) -> int:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import structlog
 
-from mesh.copies import next_copy
+from mesh.copies import left_beside, next_copy
+from mesh.offload import memory_on
 from mesh.planner import StagePlacement
 from mesh.serve.loading import load_all
 from spanmesh_proto.errors import MeshError
@@ -94,7 +95,10 @@ class Spares:
         member = self._members.find(copy.host)
         if member is None:
             return
-        placement = StagePlacement(copy.host, copy.layers, self._sizes.memory(copy.layers))
+        held = [other for other in self._fleet.copy_list() if other.host == copy.host]
+        left = left_beside(self._sizes, self._capacity_of(member), held)
+        memory = memory_on(self._sizes, copy.layers, left) or self._sizes.memory(copy.layers)
+        placement = StagePlacement(copy.host, copy.layers, memory)
         handle: StageHandle | None = None
         try:
             await self._maker.cut([copy.layers])

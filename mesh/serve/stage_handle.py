@@ -144,7 +144,12 @@ class StageHandle:
         """
         await self._while_it_answers(self._process.load.remote(), bar)
         self.is_loaded = True
-        log.info("stage_loaded", host=self.member.name, layers=str(self.config.layers))
+        log.info(
+            "stage_loaded",
+            host=self.member.name,
+            layers=str(self.config.layers),
+            gpu_layers=dict(self.config.memory.gpu_layers),
+        )
 
     async def serve(self) -> None:
         """Have it listen, with a certificate for a key that it makes for itself; once is enough.

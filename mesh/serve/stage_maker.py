@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from mesh.serve.cutting import cut_stages
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from stages.cutting import StageCache, StageFile
     from stages.hidden_codec import HiddenType
     from stages.layers import LayerRange
+    from stages.stage_memory import StageMemory
 
 
 class StageMaker:
@@ -58,7 +60,7 @@ class StageMaker:
         *,
         wire: HiddenType,
         num_threads: int,
-        beside_bytes: int = 0,
+        beside: Sequence[StageMemory] = (),
     ) -> StageHandle:
         """A stage whose file was cut; nothing of it runs yet.
 
@@ -67,7 +69,7 @@ class StageMaker:
             member: Its host.
             wire: How its hidden states travel.
             num_threads: Of the host's, for this stage.
-            beside_bytes: What other stages are to take there at the same time.
+            beside: What other stages are to take there at the same time.
         """
         file, workload = self._files[placement.layers], self._known.workload
         # Until it joins a ring it is in none: nobody knows these.
@@ -84,10 +86,12 @@ class StageMaker:
                 num_threads=num_threads,
                 exact=self._options.is_exact,
                 kv_type=workload.kv_type,
+                gpu_layers=placement.memory.gpu_layers,
             ),
             host=member.name,
             memory=placement.memory,
-            beside_bytes=beside_bytes,
+            beside_bytes=sum(other.loading_bytes for other in beside),
+            beside_gpu_bytes=_on_gpus(beside),
             mesh_id=keys.mesh_id,
             mesh_key=keys.mesh_key,
             hidden_type=wire,
@@ -98,3 +102,11 @@ class StageMaker:
         """A file that was damaged or removed meanwhile is to be cut again."""
         file = self._files.get(layers)
         return file is not None and self._cache.find(file.sha256) is not None
+
+
+def _on_gpus(stages: Sequence[StageMemory]) -> dict[str, int]:
+    """What stages take of each GPU together."""
+    taken = Counter[str]()
+    for stage in stages:
+        taken.update({share.device: share.total_bytes for share in stage.gpus})
+    return dict(taken)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mesh.gpu_layers import format_gpu_layers
 from mesh.planner import Plan
 from mesh.serve.incidents import Incidents
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
@@ -104,6 +105,17 @@ def _host_as_dict(member: Member, copies: list[str]) -> dict[str, Any]:
         "memory_bytes": facts.memory_bytes,
         "threads": facts.num_threads,
         "speed_gb_per_s": round(facts.speed_gb_per_s, 1),
+        "gpus": [
+            {
+                "name": gpu.name,
+                "description": gpu.description,
+                "free_bytes": gpu.free_bytes,
+                "total_bytes": gpu.total_bytes,
+                "speed_gb_per_s": round(gpu.speed_gb_per_s, 1),
+            }
+            for gpu in facts.gpus
+        ],
+        "gpu_layers": format_gpu_layers(facts.gpu_layers),
         "llama_cpp": facts.versions.llama_cpp,
         "platform": facts.versions.platform,
     }

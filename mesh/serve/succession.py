@@ -126,5 +126,6 @@ def _setup(options: ServeOptions, known: Preflight) -> str:
         workload=known.workload,
         is_exact=options.is_exact,
         topology=options.topology,
+        gpu_layers=options.gpu_layers,
         software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stages.cutting.packing import packing_bytes
+from stages.cutting.recurrent import state_widths
 from stages.cutting.source_model import read_source
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, OUTPUT_NORM
 
@@ -36,6 +38,11 @@ class ModelFacts:
         row_width: Elements that one row takes while a layer is computed, at most.
         has_windows: Whether some layers attend to a sliding window only.
         allowed_cuts: Layers at which a stage may start, 0 left out.
+        state_widths: Per layer, float32 elements that one sequence takes however long it is; none at all if
+            no layer is recurrent.
+        packing_bytes: Per layer, what its weights may take more once fast kernels have put them in their own
+            order; none at all if that is nothing.
+        head_packing_bytes: The same of what the tail holds.
     """
 
     path: Path
@@ -55,6 +62,9 @@ class ModelFacts:
     row_width: int
     has_windows: bool
     allowed_cuts: tuple[int, ...]
+    state_widths: tuple[int, ...] = ()
+    packing_bytes: tuple[int, ...] = ()
+    head_packing_bytes: int = 0
 
 
 def read_model_facts(path: Path) -> ModelFacts:
@@ -72,6 +82,7 @@ def read_model_facts(path: Path) -> ModelFacts:
     head = [tensors[name] for name in (OUTPUT_NORM, OUTPUT_BIAS) if name in tensors]
     head.append(tensors.get(OUTPUT, embedding))
     may_cut = source.family.refusal(header) is None
+    widths = state_widths(header, source.layers)
     return ModelFacts(
         path=path,
         architecture=architecture,
@@ -90,6 +101,9 @@ def read_model_facts(path: Path) -> ModelFacts:
         row_width=_row_width(source),
         has_windows=header.integer(f"{architecture}.attention.sliding_window", 0) > 0,
         allowed_cuts=tuple(range(1, source.n_layers)) if may_cut else (),
+        state_widths=widths if any(widths) else (),
+        packing_bytes=tuple(map(packing_bytes, source.layers)),
+        head_packing_bytes=packing_bytes(head),
     )
 
 
