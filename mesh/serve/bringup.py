@@ -191,6 +191,7 @@ class Bringup:
                 n_vocab=self._known.tokenizer.n_vocab,
                 max_waiting=self._options.max_waiting,
                 controller=self._options.speculation.controller_options(),
+                can_trim=self._known.model.can_trim,
                 cancels=self._options.speculation.cancels,
             ),
             mesh_id=keys.mesh_id,

@@ -14,6 +14,7 @@ from mesh.cluster.members import check_name
 from mesh.draft.memory import draft_memory_bytes
 from mesh.planner import HostCapacity, check_stages, plan
 from mesh.serve.options import ctx_size_for
+from mesh.serve.speculation_fit import fitted_to
 from mesh.stage_sizes import Workload
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
@@ -58,7 +59,7 @@ def check(options: ServeOptions) -> Preflight:
         UncuttableModel: If it cannot be cut as the user wants.
         ModelDoesNotFit: If no other host is to join and this one is too small, or too small for the draft.
         JoinError: If this host's name is none.
-        ClusterError: If options contradict one another.
+        ClusterError: If options contradict one another, or the model.
         MeshError: If the API would be open to other machines without a key.
     """
     api_keys = ApiKeys.from_file(options.api_key_path) if options.api_key_path is not None else None
@@ -80,6 +81,7 @@ def check(options: ServeOptions) -> Preflight:
     check_port_free(options.host, options.port, "--port")
     check_port_free(options.advertise, options.join_port, "--join-port")
     model = read_model_facts(options.model)
+    options = fitted_to(options, model)
     ctx_size = ctx_size_for(options.ctx_size, model.n_ctx_train)
     if ctx_size > model.n_ctx_train:
         log.warning("context_beyond_training", ctx_size=ctx_size, trained_for=model.n_ctx_train)

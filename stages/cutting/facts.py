@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stages.cutting.source_model import read_source
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, OUTPUT_NORM
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from stages.cutting.source_model import SourceModel
@@ -36,6 +37,9 @@ class ModelFacts:
         row_width: Elements that one row takes while a layer is computed, at most.
         has_windows: Whether some layers attend to a sliding window only.
         allowed_cuts: Layers at which a stage may start, 0 left out.
+        refused_cuts: The others, each with the reason.
+        refused_lengths: How many layers no stage may have, each with the reason.
+        can_trim: Whether sessions can go back to an earlier position; those with recurrent state cannot.
     """
 
     path: Path
@@ -55,6 +59,9 @@ class ModelFacts:
     row_width: int
     has_windows: bool
     allowed_cuts: tuple[int, ...]
+    refused_cuts: Mapping[int, str] = field(default_factory=dict)
+    refused_lengths: Mapping[int, str] = field(default_factory=dict)
+    can_trim: bool = True
 
 
 def read_model_facts(path: Path) -> ModelFacts:
@@ -71,7 +78,6 @@ def read_model_facts(path: Path) -> ModelFacts:
     embedding = tensors[EMBEDDING]
     head = [tensors[name] for name in (OUTPUT_NORM, OUTPUT_BIAS) if name in tensors]
     head.append(tensors.get(OUTPUT, embedding))
-    may_cut = source.family.refusal(header) is None
     return ModelFacts(
         path=path,
         architecture=architecture,
@@ -89,7 +95,10 @@ def read_model_facts(path: Path) -> ModelFacts:
         head_widths=_head_widths(source),
         row_width=_row_width(source),
         has_windows=header.integer(f"{architecture}.attention.sliding_window", 0) > 0,
-        allowed_cuts=tuple(range(1, source.n_layers)) if may_cut else (),
+        allowed_cuts=source.allowed_cuts,
+        refused_cuts=source.refused_cuts,
+        refused_lengths=source.refused_lengths,
+        can_trim=not source.family.has_recurrent_state,
     )
 
 
