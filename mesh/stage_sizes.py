@@ -100,14 +100,17 @@ class StageSizes:
 
     def weight_bytes(self, layers: LayerRange) -> int:
         """What is loaded."""
-        holds_embedding = layers.start == 0 and not (self.model.is_tied and layers == self.whole)
+        has_it_as_head = self.model.is_tied and layers.stop == self.model.n_layers
+        holds_embedding = (layers.start == 0 or self.model.embeds_everywhere) and not has_it_as_head
         return self.read_bytes(layers) + (self.model.embedding_bytes if holds_embedding else 0)
 
     def cache_bytes(self, layers: LayerRange) -> int:
-        """What the KV cache takes."""
+        """What the KV cache takes, and recurrent state."""
         sums = self._width_sums
-        width = sums[layers.stop] - sums[layers.start]
-        return KV_TYPES[self.workload.kv_type].num_bytes(width) * self.workload.num_cells
+        num_blanks = self.model.num_blanks if layers.start else 0
+        width = sums[layers.stop] - sums[layers.start] + num_blanks * max(self.model.kv_widths, default=0)
+        state = self.model.state_bytes * (len(layers) + num_blanks) * self.workload.num_slots
+        return KV_TYPES[self.workload.kv_type].num_bytes(width) * self.workload.num_cells + state
 
     def _buffer_bytes(self, layers: LayerRange) -> int:
         is_first, is_tail = layers.start == 0, layers.stop == self.model.n_layers

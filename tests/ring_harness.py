@@ -97,6 +97,7 @@ async def running_coordinator(
     make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None = None,
     controller: ControllerOptions | None = None,
     cancels: bool = True,
+    can_trim: bool = True,
     max_rows: int = 63,
     max_waiting: int = 64,
     n_vocab: int = 49152,
@@ -112,6 +113,7 @@ async def running_coordinator(
         n_vocab,
         max_waiting=max_waiting,
         controller=controller or ControllerOptions(),
+        can_trim=can_trim,
         cancels=cancels,
         repair_wait_s=repair_wait_s,
     )

@@ -84,7 +84,7 @@ class FirstPlan:
         if len({survey.head, *chosen}) < _FEWEST_FOR_AN_ORDER:
             return placed
         self._say("measuring links")
-        hidden_bytes = self._known.model.n_embd * HIDDEN_VALUE_BYTES
+        hidden_bytes = self._known.model.hidden_width * HIDDEN_VALUE_BYTES
         links = await survey.measure(LinkWish(hidden_bytes, _NUM_PROBES))
         before = round_times(chosen, survey.head, links)
         if before is None:
@@ -110,7 +110,7 @@ class FirstPlan:
         if len({stage.host for stage in placed.stages}) == 1:
             return (HiddenType.F32,) * len(placed.stages)
         self._say("measuring links")
-        hidden_bytes = HiddenType.F32.row_bytes(self._known.model.n_embd)
+        hidden_bytes = HiddenType.F32.row_bytes(self._known.model.hidden_width)
         links = await self._head.survey.measure(LinkWish(hidden_bytes, _NUM_PROBES, _BULK_BYTES))
         choices = planned_wires(
             placed,

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stages.cutting.source_model import read_source
+from stages.cutting.state_size import state_bytes
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, OUTPUT_NORM
+from stages.layers import LayerRange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +42,11 @@ class ModelFacts:
         refused_cuts: The others, each with the reason.
         refused_lengths: How many layers no stage may have, each with the reason.
         can_trim: Whether sessions can go back to an earlier position; those with recurrent state cannot.
+        n_streams: How many rows of hidden states make one that crosses from stage to stage.
+        state_bytes: Recurrent state of one layer and session, at most.
+        num_blanks: Layers that every stage but the first computes in vain, at most; see
+            `stages.cutting.family.Blanks`.
+        embeds_everywhere: Whether every stage holds the token embedding.
     """
 
     path: Path
@@ -62,6 +69,15 @@ class ModelFacts:
     refused_cuts: Mapping[int, str] = field(default_factory=dict)
     refused_lengths: Mapping[int, str] = field(default_factory=dict)
     can_trim: bool = True
+    n_streams: int = 1
+    state_bytes: int = 0
+    num_blanks: int = 0
+    embeds_everywhere: bool = False
+
+    @property
+    def hidden_width(self) -> int:
+        """Values of a row that crosses from stage to stage."""
+        return self.n_embd * self.n_streams
 
 
 def read_model_facts(path: Path) -> ModelFacts:
@@ -78,6 +94,7 @@ def read_model_facts(path: Path) -> ModelFacts:
     embedding = tensors[EMBEDDING]
     head = [tensors[name] for name in (OUTPUT_NORM, OUTPUT_BIAS) if name in tensors]
     head.append(tensors.get(OUTPUT, embedding))
+    cuts = source.allowed_cuts
     return ModelFacts(
         path=path,
         architecture=architecture,
@@ -87,7 +104,7 @@ def read_model_facts(path: Path) -> ModelFacts:
         n_vocab=embedding.shape[-1],
         n_ctx_train=header.integer(f"{architecture}.context_length"),
         file_bytes=header.file_bytes,
-        layer_bytes=tuple(sum(tensor.n_bytes for tensor in layer) for layer in source.layers),
+        layer_bytes=_layer_bytes(source),
         embedding_bytes=embedding.n_bytes,
         head_bytes=sum(tensor.n_bytes for tensor in head),
         is_tied=OUTPUT not in tensors,
@@ -95,11 +112,28 @@ def read_model_facts(path: Path) -> ModelFacts:
         head_widths=_head_widths(source),
         row_width=_row_width(source),
         has_windows=header.integer(f"{architecture}.attention.sliding_window", 0) > 0,
-        allowed_cuts=source.allowed_cuts,
+        allowed_cuts=cuts,
         refused_cuts=source.refused_cuts,
         refused_lengths=source.refused_lengths,
         can_trim=not source.family.has_recurrent_state,
+        n_streams=source.family.entry.streams(header),
+        state_bytes=state_bytes(header) if source.family.has_recurrent_state else 0,
+        num_blanks=max((source.blanks(LayerRange(cut, source.n_layers)).before for cut in cuts), default=0),
+        embeds_everywhere=_embeds_everywhere(source),
     )
+
+
+def _layer_bytes(source: SourceModel) -> tuple[int, ...]:
+    """Tensors of each layer, and its part of those that have one for each."""
+    tensors = source.header.tensors
+    shared = sum(tensors[name].n_bytes for name in source.family.per_layer_parts if name in tensors)
+    part = shared // source.n_layers
+    return tuple(part + sum(tensor.n_bytes for tensor in layer) for layer in source.layers)
+
+
+def _embeds_everywhere(source: SourceModel) -> bool:
+    entry, layers = source.family.entry, LayerRange(source.n_layers - 1, source.n_layers)
+    return entry.needs_embedding and entry.takes_tokens(source.header, layers)
 
 
 def _kv_widths(source: SourceModel) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ def _recurrent_layers(
         elif given is not None:
             return {}
         else:
-            interval = header.integer(prefix + "full_attention_interval", default_interval)
+            interval = max(1, header.integer(prefix + "full_attention_interval", default_interval))
             whole = tuple((layer + 1) % interval != 0 for layer in range(n_layers))
         return {key: Value.array(ValueType.BOOL, whole[layers.start : layers.stop])}
 

@@ -30,7 +30,7 @@ def attention_scale(n_layers_of_27b: int) -> Rule:
     def reason(header: GgufHeader) -> str | None:
         architecture = header.architecture
         n_heads = max(header.per_layer(f"{architecture}.attention.head_count", _n_layers(header), 1))
-        by_width = header.integer(f"{architecture}.embedding_length") // n_heads
+        by_width = header.integer(f"{architecture}.embedding_length") // max(1, n_heads)
         by_head = header.integer(f"{architecture}.attention.key_length", by_width)
         if by_width == by_head:
             return None

@@ -46,12 +46,15 @@ class _Windows:
         dense_first: The first layer of each period is the one without a window, else the last.
         bare: What becomes of a stage without windows.
         are_always_on: A file without the window's size, or with 0, has windows all the same.
+        has_factors_elsewhere: The rope factors are for layers without a window, and llama.cpp does not load a
+            file that has them in vain.
     """
 
     period: int
     dense_first: bool
     bare: Bare
     are_always_on: bool
+    has_factors_elsewhere: bool
 
     def pattern(self, header: GgufHeader) -> tuple[bool, ...] | None:
         """For each layer of the model whether it has a window; None if the model has none."""
@@ -78,6 +81,11 @@ class _Windows:
             values[prefix] = Value.of(ValueType.UINT32, 0)
         return values
 
+    def left_out(self, header: GgufHeader, layers: LayerRange) -> frozenset[str]:
+        pattern = self.pattern(header)
+        is_vain = pattern is not None and all(pattern[layers.start : layers.stop])
+        return frozenset({"rope_freqs.weight"}) if self.has_factors_elsewhere and is_vain else frozenset()
+
     def blanks(self, header: GgufHeader, layers: LayerRange) -> Blanks:
         pattern = self.pattern(header)
         if pattern is None or self.bare is not Bare.NEIGHBOUR or any(pattern[layers.start : layers.stop]):
@@ -91,7 +99,12 @@ class _Windows:
 
 
 def windows(
-    period: int = 0, *, dense_first: bool = False, bare: Bare = Bare.NEIGHBOUR, are_always_on: bool = False
+    period: int = 0,
+    *,
+    dense_first: bool = False,
+    bare: Bare = Bare.NEIGHBOUR,
+    are_always_on: bool = False,
+    has_factors_elsewhere: bool = False,
 ) -> Rule:
     """The rule for sliding windows.
 
@@ -100,8 +113,9 @@ def windows(
         dense_first: The first layer of each period is the one without a window, else the last.
         bare: What becomes of a stage without windows.
         are_always_on: A file without the window's size, or with 0, has windows all the same.
+        has_factors_elsewhere: The rope factors are for layers without a window only.
     """
-    habit = _Windows(period, dense_first, bare, are_always_on)
+    habit = _Windows(period, dense_first, bare, are_always_on, has_factors_elsewhere)
     given = (
         f"counted from layer 0, with period {period} unless the file says so"
         if period
@@ -111,5 +125,6 @@ def windows(
         "windows",
         f"which layers have a sliding window is {given}: written out for the stage's layers",
         derived=habit.derived,
+        left_out=habit.left_out,
         blanks=habit.blanks,
     )
