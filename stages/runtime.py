@@ -228,7 +228,7 @@ class StageRuntime:
         if taken is None:
             raise UncuttableModel(
                 f"layer {layer} has no {self._handover.outlet} tensor in llama.cpp's graph of this "
-                f"architecture"
+                "architecture"
             )
         return taken
 
@@ -306,9 +306,8 @@ class StageRuntime:
         self._run()
         if incoming is not None and (self._tap is None or self._tap.num_given != num_rows):
             raise UncuttableModel(
-                f"llama.cpp's graph has no tensor {self._handover.inlet!r} of {num_rows} rows where "
-                f"hidden states "
-                "enter"
+                f"llama.cpp's graph has no tensor {self._handover.inlet!r} of {num_rows} rows where hidden "
+                "states enter"
             )
         for span, padding in zip(spans, paddings, strict=True):
             stop = span.start + len(span.tokens)

@@ -161,8 +161,7 @@ def _outside(tensor: TensorInfo, source: SourceModel, held: LayerRange) -> Stage
     if inner % block_elements:
         raise UncuttableModel(
             f"{source.header.path.name} cannot be cut: {tensor.name} has {inner} weights a layer, which "
-            f"share "
-            f"blocks of {block_elements} in {tensor.type.name}; quantise it to another type"
+            f"share blocks of {block_elements} in {tensor.type.name}; quantise it to another type"
         )
     part_bytes = inner // block_elements * block_bytes
     piece_bytes, stride_bytes = part_bytes * len(held), part_bytes * source.n_layers

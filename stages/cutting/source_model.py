@@ -111,8 +111,7 @@ class SourceModel:
         if length in self.refused_lengths:
             raise UncuttableModel(
                 f"{name} cannot have a stage of {length} layers: {self.refused_lengths[length]}; choose "
-                f"another "
-                "number"
+                "another number"
             )
 
 

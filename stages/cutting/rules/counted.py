@@ -23,7 +23,7 @@ def leading_layers(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value
     for name in _LEADING:
         key = f"{header.architecture}.{name}"
         value = header.metadata.get(key)
-        if value is not None and value.count is None and layers.start:
+        if value is not None and value.count is None and layers.start and header.integer(key):
             left = max(0, header.integer(key) - layers.start)
             values[key] = Value.of(value.type, left)
     return values
@@ -114,8 +114,7 @@ def _heads_everywhere(header: GgufHeader, layers: LayerRange) -> Mapping[str, Va
 HEADS_EVERYWHERE: Final = Rule(
     "heads of the first layer",
     "the size of a head is taken from the first layer, which may have no attention in a stage; layers "
-    "without "
-    "KV heads are told by those",
+    "without KV heads are told by those",
     derived=_heads_everywhere,
 )
 

@@ -29,8 +29,7 @@ def embedding_again(applies: Callable[[GgufHeader], bool] = lambda _header: True
     return Rule(
         "embedding again",
         "layers take the token's embedding besides the hidden state: every stage gets token ids and "
-        "embedding, "
-        "and hidden states enter behind a blank layer",
+        "embedding, and hidden states enter behind a blank layer",
         blanks=blanks,
     )
 

@@ -36,8 +36,7 @@ def attention_scale(n_layers_of_27b: int) -> Rule:
             return None
         return (
             f"llama.cpp scales attention by 1/sqrt({by_width}) in a {architecture} of {n_layers_of_27b} "
-            f"layers "
-            f"and by 1/sqrt({by_head}) in any other, so a stage of it would compute something else"
+            f"layers and by 1/sqrt({by_head}) in any other, so a stage of it would compute something else"
         )
 
     def refused(header: GgufHeader) -> Mapping[int, str]:
