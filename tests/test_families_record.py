@@ -9,6 +9,7 @@ from mesh.bench.arch_models import deepened
 from mesh.bench.families import examine
 from mesh.bench.families_record import FamilyRecord, Outcome, counts, from_json, markdown, to_json
 from spanmesh_proto.errors import MeshError
+from stages.certify import certify
 from tests.tiny_models import TinyModel
 
 ROOT = Path(__file__).parent.parent
@@ -27,12 +28,12 @@ def test_a_family_without_rules_is_refused_and_one_with_wrong_rules_is_wrong() -
 
 
 def test_examining_a_model(tmp_path: Path) -> None:
-    record = examine(TinyModel("granite", n_layers=3).write(tmp_path / "granite.gguf"))
+    record = examine(TinyModel("granite", n_layers=3).write(tmp_path / "granite.gguf"), certify)
     assert record.outcome is Outcome.BIT_EQUAL
     assert record.rules == ("enters at embd",)
     assert record.allowed_cuts == (1, 2)
     (tmp_path / "no.gguf").write_bytes(b"no")
-    assert "is not a GGUF file" in examine(tmp_path / "no.gguf").reason
+    assert "is not a GGUF file" in examine(tmp_path / "no.gguf", certify).reason
 
 
 def test_the_published_table_is_of_the_recorded_run() -> None:

@@ -11,6 +11,10 @@ why it is refused. Exits with 1 if a cut that is allowed is not equal to the las
 from __future__ import annotations
 
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +24,13 @@ import click
 from mesh.bench.families_record import FamilyRecord, Outcome, counts, to_json
 from mesh.progress import progress_bars
 from spanmesh_proto.errors import MeshError
-from stages.certify import CertifyOptions
+from stages.certify import CertifyOptions, certify
 from stages.certify_apart import certify_apart
 from stages.cutting.source_model import read_source
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stages.certificate import Certificate
     from stages.cutting.source_model import SourceModel
 
@@ -32,15 +38,44 @@ if TYPE_CHECKING:
 _OPTIONS = CertifyOptions(n_prompt=20, n_decode=6)
 
 
-def examine(model: Path) -> FamilyRecord:
-    """Certify one model at every cut that its rules allow."""
+class Certifier:
+    """Certifies one model after the other in one process beside this one, which llama.cpp may abort."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __call__(self, model: Path) -> Certificate:
+        """`certify` at every cut that is allowed."""
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        try:
+            return self._pool.submit(certify, model, None, _OPTIONS).result()
+        except BrokenProcessPool:
+            self.close()
+            # Once more where its last words are heard.
+            return certify_apart(model, None, _OPTIONS)
+
+    def close(self) -> None:
+        """End the process."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+
+def examine(model: Path, certified: Callable[[Path], Certificate]) -> FamilyRecord:
+    """Certify one model at every cut that its rules allow.
+
+    Args:
+        model: The file.
+        certified: How.
+    """
     try:
         source = read_source(model)
     except MeshError as error:
         return FamilyRecord(model.name, Outcome.REFUSED, reason=error.message)
     record = _before(source)
     try:
-        certificate = certify_apart(model, None, _OPTIONS)
+        certificate = certified(model)
     except MeshError as error:
         return record.failed(error.message, is_known=source.is_known)
     return _after(record, certificate, is_known=source.is_known)
@@ -88,10 +123,10 @@ def main(folders: tuple[Path, ...], output: Path | None, only: str) -> None:
     models = [
         (folder, model) for folder in folders for model in sorted(folder.glob("*.gguf")) if only in model.name
     ]
-    with progress_bars() as bars:
+    with progress_bars() as bars, closing(Certifier()) as certified:
         bar = bars.add(f"certifying {len(models)} models")
         for done, (folder, model) in enumerate(models, 1):
-            record = examine(model)
+            record = examine(model, certified)
             recorded.setdefault(folder.name, []).append(record)
             if record.outcome is not Outcome.BIT_EQUAL:
                 click.echo(f"{folder.name}/{record.model}: {record.outcome}: {record.reason}", err=True)

@@ -44,7 +44,7 @@ class ModelFacts:
         can_trim: Whether sessions can go back to an earlier position; those with recurrent state cannot.
         n_streams: How many rows of hidden states make one that crosses from stage to stage.
         state_bytes: Recurrent state of one layer and session, at most.
-        num_blanks: Layers that every stage but the first computes in vain, at most; see
+        num_blanks: Layers that every stage but the first computes in vain; see
             `stages.cutting.family.Blanks`.
         embeds_everywhere: Whether every stage holds the token embedding.
     """
@@ -118,7 +118,7 @@ def read_model_facts(path: Path) -> ModelFacts:
         can_trim=not source.family.has_recurrent_state,
         n_streams=source.family.entry.streams(header),
         state_bytes=state_bytes(header) if source.family.has_recurrent_state else 0,
-        num_blanks=max((source.blanks(LayerRange(cut, source.n_layers)).before for cut in cuts), default=0),
+        num_blanks=min((source.blanks(LayerRange(cut, source.n_layers)).before for cut in cuts), default=0),
         embeds_everywhere=_embeds_everywhere(source),
     )
 
@@ -168,8 +168,8 @@ def _row_width(source: SourceModel) -> int:
     header = source.header
     prefix = f"{header.architecture}."
     n_ff = max(header.per_layer(prefix + "feed_forward_length", source.n_layers, 0))
-    n_ff_experts = header.integer(prefix + "expert_used_count", 0) * header.integer(
-        prefix + "expert_feed_forward_length", n_ff
-    ) + header.integer(prefix + "expert_shared_feed_forward_length", 0)
+    n_used = max(header.per_layer(prefix + "expert_used_count", source.n_layers, 0))
+    n_ff_expert = max(header.per_layer(prefix + "expert_feed_forward_length", source.n_layers, n_ff))
+    n_ff_experts = n_used * n_ff_expert + header.integer(prefix + "expert_shared_feed_forward_length", 0)
     queries = max(_head_counts(source)) * _head_widths(source)[0]
     return 4 * max(n_ff, n_ff_experts) + 6 * header.integer(prefix + "embedding_length") + 2 * queries
