@@ -129,8 +129,9 @@ def check_stages(
         _check_split(split, model)
     most = len(model.allowed_cuts) + 1
     if num_stages is not None and not 1 <= num_stages <= most:
+        why = "" if model.allowed_cuts else f": {why_in_one_piece(model)}"
         raise UncuttableModel(
-            f"{model.name} ({model.architecture}) can be cut into 1 to {most} stages, not {num_stages}",
+            f"{model.name} ({model.architecture}) can be cut into 1 to {most} stages, not {num_stages}{why}",
             param="--stages",
         )
 
@@ -240,6 +241,8 @@ def _shortest(
                 if not start < stop <= part.stop:
                     continue
                 layers = LayerRange(start, stop)
+                if len(layers) in sizes.model.refused_lengths and layers != sizes.whole:
+                    continue
                 memory = memory_on(sizes, layers, seat)
                 if memory is None:
                     continue
@@ -265,13 +268,31 @@ def _check_split(split: Sequence[int], model: ModelFacts) -> None:
         )
     forbidden = [cut for cut in _cuts_of(split) if cut not in model.allowed_cuts]
     if forbidden:
+        why = model.refused_cuts.get(forbidden[0])
         raise UncuttableModel(
-            f"--split {shown}: {model.name} ({model.architecture}) cannot be cut at layer {forbidden[0]}",
+            f"--split {shown}: {model.name} ({model.architecture}) cannot be cut at layer {forbidden[0]}"
+            + (f": {why}" if why else ""),
             param="--split",
         )
+    for count in split:
+        if count in model.refused_lengths and len(split) > 1:
+            raise UncuttableModel(
+                f"--split {shown}: no stage of {model.name} can have {count} layers: "
+                f"{model.refused_lengths[count]}",
+                param="--split",
+            )
+
+
+def why_in_one_piece(model: ModelFacts) -> str:
+    """Why a model that cannot be cut anywhere cannot."""
+    return next(iter(model.refused_cuts.values()), "it has one layer")
 
 
 def _reason(sizes: StageSizes, stages: tuple[StagePlacement, ...]) -> str:
+    if not sizes.model.allowed_cuts:
+        return (
+            f"{sizes.model.architecture} runs on one host, {stages[0].host}: {why_in_one_piece(sizes.model)}"
+        )
     if len(stages) == 1:
         needed = format_size(stages[0].memory.total_bytes)
         return f"host {stages[0].host} can hold all of it ({needed}), and a split would only add hops"
@@ -289,9 +310,15 @@ def _does_not_fit(
         f"{workload.kv_type}, {format_size(memory.buffer_bytes)} for buffers and "
         f"{format_size(memory.process_bytes)} for the process of each stage; free are "
         + ", ".join(map(str, hosts))
-        + (f"; it would fit with {' or '.join(helping)}, or join" if helping else "; join")
-        + " more hosts"
+        + _remedy(sizes.model, helping)
     )
+
+
+def _remedy(model: ModelFacts, helping: Sequence[str]) -> str:
+    more = (
+        "more hosts" if model.allowed_cuts else f"a larger one: it cannot be cut, {why_in_one_piece(model)}"
+    )
+    return f"; it would fit with {' or '.join(helping)}, or join {more}" if helping else f"; join {more}"
 
 
 def _count(count: int, what: str) -> str:

@@ -113,14 +113,19 @@ class StageSizes:
 
     def weight_bytes(self, layers: LayerRange) -> int:
         """What is loaded."""
-        holds_embedding = layers.start == 0 and not (self.model.is_tied and layers == self.whole)
+        has_it_as_head = self.model.is_tied and layers.stop == self.model.n_layers
+        holds_embedding = (layers.start == 0 or self.model.embeds_everywhere) and not has_it_as_head
         return self.read_bytes(layers) + (self.model.embedding_bytes if holds_embedding else 0)
 
     def cache_bytes(self, layers: LayerRange) -> int:
         """What the KV cache takes, and the state of recurrent layers."""
         sums, states = self._width_sums, self._state_sums
-        width = sums[layers.stop] - sums[layers.start]
-        state_bytes = (states[layers.stop] - states[layers.start]) * _F32_BYTES * self.workload.num_slots
+        num_blanks = self.model.num_blanks if layers.start else 0
+        width = sums[layers.stop] - sums[layers.start] + num_blanks * max(self.model.kv_widths, default=0)
+        state = (
+            states[layers.stop] - states[layers.start] + num_blanks * max(self.model.state_widths, default=0)
+        )
+        state_bytes = state * _F32_BYTES * self.workload.num_slots
         return KV_TYPES[self.workload.kv_type].num_bytes(width) * self.workload.num_cells + state_bytes
 
     def compute_bytes(self, layers: LayerRange) -> int:

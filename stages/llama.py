@@ -43,6 +43,8 @@ def ggml_base() -> ctypes.CDLL:
         ctypes.c_size_t,
     ]
     lib.ggml_backend_tensor_get.restype = None
+    lib.ggml_backend_tensor_set.argtypes = lib.ggml_backend_tensor_get.argtypes
+    lib.ggml_backend_tensor_set.restype = None
     return lib
 
 

@@ -413,8 +413,10 @@ class StageService(rpc.StageServicer):
                 opening.require_vocabulary(self._info.n_vocab)
             judge = Judge.of(opening, self._grammars)
             session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
+            # What cannot go back to a position cannot go on from one before its end either.
+            num_resumed = session.num_resumed if self._info.can_trim else 0
             self._queue.change(
-                Begun(session.id, opening.source_slot, session.slot, len(opening.cached), session.num_resumed)
+                Begun(session.id, opening.source_slot, session.slot, len(opening.cached), num_resumed)
             )
             # Not before the windows that bring what a later stage is to copy.
             self._queue.change(Passed(lambda: self._loop.call_soon_threadsafe(self._pass_on, message)))
@@ -455,7 +457,7 @@ class StageService(rpc.StageServicer):
                 times=tuple(window.times),
                 arrived_us=monotonic_us(),
                 most_together=window.most_together,
-                num_resumed=session.num_resumed,
+                num_resumed=session.num_resumed if self._info.can_trim else 0,
             )
         )
 

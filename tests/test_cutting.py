@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
-from stages.cutting import cut_stage
+from stages import certify_apart
+from stages.certify import certify
+from stages.cutting import cut_stage, families
 from stages.cutting.digest import file_sha256
 from stages.cutting.layout import FILLER_VOCAB
 from stages.layers import LayerRange
@@ -242,7 +244,12 @@ def test_a_source_that_shrinks_meanwhile(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_an_unknown_family_is_refused_if_cutting_changes_it(tmp_path: Path) -> None:
+def test_an_unknown_family_is_refused_if_cutting_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In this process, where the family can be made unknown.
+    monkeypatch.setattr(certify_apart, "certify_apart", certify)
+    monkeypatch.delitem(families.FAMILIES, "granite")
     # Granite scales its embedding, and llama.cpp does so again with the hidden states of the stage before.
     source = TinyModel("granite").write(tmp_path / "granite.gguf")
     with pytest.raises(UncuttableModel, match=r"'granite', .* cut at 2 its logits differ by up to [\d.]+"):

@@ -8,7 +8,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from spanmesh_proto.errors import ModelError, UncuttableModel
-from stages.cutting import StageCache, StageFile
+from stages import certify_apart
+from stages.certify import certify
+from stages.cutting import StageCache, StageFile, families
 from stages.cutting.digest import file_sha256
 from stages.cutting.places import default_root
 from stages.layers import LayerRange
@@ -164,7 +166,11 @@ def test_cutting_at_the_same_time(source: Path, tmp_path: Path) -> None:
     assert stored_files(tmp_path) == {f"{stage.sha256}.gguf", f"{stage.sha256}.json"}
 
 
-def test_a_refused_family_leaves_no_stage(cache: StageCache, tmp_path: Path) -> None:
+def test_a_refused_family_leaves_no_stage(
+    cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certify_apart, "certify_apart", certify)
+    monkeypatch.delitem(families.FAMILIES, "granite")
     source = TinyModel("granite").write(tmp_path / "model.gguf")
     for _ in range(2):
         with pytest.raises(UncuttableModel, match="no rules for 'granite'"):

@@ -9,6 +9,7 @@ import numpy as np
 from stages import runtime as runtime_module
 from stages import stop_tap
 from stages.cutting import StageCache
+from stages.handover import Handover
 from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.stop_tap import StopTap, make_stop_tap
@@ -38,7 +39,7 @@ def hidden_states(path: Path) -> list[NDArray[np.float32]]:
 
 
 def test_is_compiled_where_the_tests_run() -> None:
-    assert isinstance(make_stop_tap(3, 8, 4), StopTap)
+    assert isinstance(make_stop_tap(3, Handover(8), 4), StopTap)
 
 
 def test_gives_the_very_rows_that_python_would(
@@ -49,7 +50,7 @@ def test_gives_the_very_rows_that_python_would(
     monkeypatch.setattr(
         runtime_module,
         "make_stop_tap",
-        lambda layer, n_embd, _max_rows: LayerTap([layer], n_embd, stop=True),
+        lambda layer, handover, _max_rows: LayerTap([layer], handover, stop=True),
     )
     interpreted = hidden_states(path)
     assert len(compiled) == 5
@@ -61,6 +62,6 @@ def test_python_takes_over_where_nothing_was_compiled(monkeypatch: pytest.Monkey
     stop_tap._compiled.cache_clear()
     monkeypatch.setattr(stop_tap, "_EXTENSION", "stages._absent")
     try:
-        assert isinstance(make_stop_tap(3, 8, 4), LayerTap)
+        assert isinstance(make_stop_tap(3, Handover(8), 4), LayerTap)
     finally:
         stop_tap._compiled.cache_clear()

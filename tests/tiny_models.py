@@ -55,7 +55,7 @@ class TinyModel:
             writer.add_uint32(key, number)
         for key, numbers in (arrays or {}).items():
             writer.add_array(key, numbers)
-        _add_vocabulary(writer)
+        add_vocabulary(writer)
         for name, weights in self._weights().items():
             if name in without:
                 continue
@@ -132,7 +132,7 @@ class TinyModel:
         return weights
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter) -> None:
     """A SentencePiece vocabulary: three special tokens, every byte, and some letters."""
     special = ["<unk>", "<s>", "</s>"]
     encoded_bytes = [f"<0x{number:02X}>" for number in range(256)]

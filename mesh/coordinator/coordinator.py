@@ -76,7 +76,7 @@ class Coordinator:
         self._clock_s = clock_s
         self._identity = identity
         self._term = term
-        self._slots = SlotPool(options.num_slots, options.max_waiting, clock_s)
+        self._slots = SlotPool(options.num_slots, options.max_waiting, clock_s, can_trim=options.can_trim)
         self._sessions: dict[int, Session] = {}
         self._session_ids = itertools.count(1)
         self._past = SpeculationReport()

@@ -24,6 +24,9 @@ class CoordinatorOptions:
         n_vocab: Token ids are below this.
         max_waiting: Requests that may wait for a slot; at least 1.
         controller: Limits of speculation, and switches that take parts of it away.
+        can_trim: Whether sessions can go back to an earlier position. Where they cannot, nothing is
+            proposed, a session goes on with what a slot holds only if it wants all of it, and replays
+        compute everything.
         cancels: Whether stages are told at once of windows that a rejection voided; without, they learn it
             from the next window.
         repair_wait_s: How long a new request waits for a broken ring to be whole again, in seconds.
@@ -40,6 +43,7 @@ class CoordinatorOptions:
     n_vocab: int
     max_waiting: int = 64
     controller: ControllerOptions = field(default_factory=ControllerOptions)
+    can_trim: bool = True
     cancels: bool = True
     repair_wait_s: float = 2.5
     most_crashes: int = 2

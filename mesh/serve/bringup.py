@@ -211,6 +211,7 @@ class Bringup:
                 token_texts=lambda: self._known.tokenizer.texts,
                 max_waiting=self._options.max_waiting,
                 controller=self._options.speculation.controller_options(),
+                can_trim=self._known.model.can_trim,
                 cancels=self._options.speculation.cancels,
             ),
             mesh_id=keys.mesh_id,

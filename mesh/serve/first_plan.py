@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.cluster.links import LinkWish
-from mesh.planner import HostCapacity, Plan
 from mesh.serve.link_order import has_an_order, hosts_of, ordered_by_links
 from mesh.serve.measured_links import HIDDEN_VALUE_BYTES
 from mesh.serve.preflight import own_capacity, placed
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mesh.cluster.members import Member
+    from mesh.planner import HostCapacity, Plan
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
@@ -78,7 +78,7 @@ class FirstPlan:
         if self._options.topology is not None or not has_an_order(as_joined, survey.head):
             return as_joined
         self._say("measuring links")
-        hidden_bytes = self._known.model.n_embd * HIDDEN_VALUE_BYTES
+        hidden_bytes = self._known.model.hidden_width * HIDDEN_VALUE_BYTES
         links = await survey.measure(LinkWish(hidden_bytes, _NUM_PROBES))
         ordered = ordered_by_links(hosts, as_joined, self._placed, survey.head, links)
         if ordered is None:
@@ -99,7 +99,7 @@ class FirstPlan:
         if len({stage.host for stage in chosen.stages}) == 1:
             return (HiddenType.F32,) * len(chosen.stages)
         self._say("measuring links")
-        hidden_bytes = HiddenType.F32.row_bytes(self._known.model.n_embd)
+        hidden_bytes = HiddenType.F32.row_bytes(self._known.model.hidden_width)
         links = await self._head.survey.measure(LinkWish(hidden_bytes, _NUM_PROBES, _BULK_BYTES))
         choices = planned_wires(
             chosen,

@@ -15,6 +15,7 @@ from mesh.draft.memory import draft_memory_bytes
 from mesh.gpu_layers import check_gpu_layers
 from mesh.planner import HostCapacity, Plan, check_stages, plan
 from mesh.serve.options import ctx_size_for
+from mesh.serve.speculation_fit import fitted_to
 from mesh.stage_sizes import StageSizes, Workload
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
@@ -61,7 +62,7 @@ def check(options: ServeOptions) -> Preflight:
         UncuttableModel: If it cannot be cut as the user wants.
         ModelDoesNotFit: If no other host is to join and this one is too small, or too small for the draft.
         JoinError: If this host's name is none.
-        ClusterError: If options contradict one another.
+        ClusterError: If options contradict one another, or the model.
         MeshError: If the API would be open to other machines without a key.
     """
     api_keys = ApiKeys.from_file(options.api_key_path) if options.api_key_path is not None else None
@@ -85,6 +86,7 @@ def check(options: ServeOptions) -> Preflight:
     check_port_free(options.host, options.port, "--port")
     check_port_free(options.advertise, options.join_port, "--join-port")
     model = read_model_facts(options.model)
+    options = fitted_to(options, model)
     ctx_size = ctx_size_for(options.ctx_size, model.n_ctx_train)
     if ctx_size > model.n_ctx_train:
         log.warning("context_beyond_training", ctx_size=ctx_size, trained_for=model.n_ctx_train)

@@ -17,6 +17,7 @@ from mesh.serve.measured_links import measured_links
 from mesh.serve.pending import PendingEngine
 from mesh.serve.preflight import check
 from mesh.serve.proposers import open_proposers
+from mesh.serve.speculation_fit import fitted_to
 from mesh.serve.stage_counts import stage_counts
 from mesh.serve.state import MeshState
 from mesh.serve.succession import open_succession
@@ -40,6 +41,7 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         MeshError: If anything stands in the way; the message says what, and what to do.
     """
     known = check(options)
+    options = fitted_to(options, known.model)
     engine = PendingEngine(known.workload.ctx_size)
     state = MeshState(
         known.model,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mesh.gpu_layers import format_gpu_layers
 from mesh.planner import Plan
 from mesh.serve.incidents import Incidents
+from mesh.serve.speculation_fit import speculation_refusal
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 
 if TYPE_CHECKING:
@@ -84,7 +85,11 @@ class MeshState:
         if coordinator is None:
             return status | {"stages": []}
         status |= coordinator.status()
-        status["speculation"] = {"mode": self.speculation_mode, **status["speculation"]}
+        status["speculation"] = {
+            "mode": self.speculation_mode,
+            "reason": speculation_refusal(self.model),
+            **status["speculation"],
+        }
         return status
 
     def _copies_on(self, member: Member) -> list[str]:

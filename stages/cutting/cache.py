@@ -16,7 +16,7 @@ from stages.cutting.digest import file_sha256
 from stages.cutting.disk import require_disk
 from stages.cutting.layout import FORMAT_VERSION
 from stages.cutting.places import default_root, stage_store
-from stages.cutting.self_check import require_exact_cut
+from stages.cutting.self_check import cuts_of, require_exact_cut
 from stages.cutting.source_model import read_source
 from stages.cutting.stamp import Stamp
 
@@ -57,7 +57,7 @@ class StageCache:
         stages/<sha256>.gguf   the files; <sha256>.json their stamps; <sha256>.partial on their way in
         sources/<key>.json     stamps of whole models, so that each is hashed once
         cuts/<key>             sha256 of the stage that was cut from that source, layers, format version
-        checked/<key>          sources of families not in the table that passed the self-check
+        checked/<key>          sources and cuts of families not in the table that passed the self-check
 
     Args:
         root: The cache's folder, `default_root` unless given.
@@ -132,10 +132,14 @@ class StageCache:
             return None
 
     def _check_once(self, model: SourceModel, layers: LayerRange, source_sha256: str) -> None:
-        passed = self._root / "checked" / f"{source_sha256}-v{FORMAT_VERSION}"
-        if not model.is_known and not passed.exists():
+        if model.is_known:
+            return
+        names = (f"{source_sha256}-{cut}-v{FORMAT_VERSION}" for cut in cuts_of(layers, model.n_layers))
+        passed = [self._root / "checked" / name for name in names]
+        if not all(path.exists() for path in passed):
             require_exact_cut(model, layers)
-            write_atomically(passed, f"{layers}")
+            for path in passed:
+                write_atomically(path, f"{layers}")
 
     def _stamp_path(self, source: Path) -> Path:
         key = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()

@@ -63,6 +63,19 @@ class GgufHeader:
             raise InvalidModel(f"{self.path}: metadata key {key!r} is {_shown(value)}, need an integer")
         return value
 
+    def number(self, key: str, default: float) -> float:
+        """A number of the metadata, whole or not.
+
+        Raises:
+            InvalidModel: If it is not a number.
+        """
+        value = self._scalar(key)
+        if value is None:
+            return default
+        if isinstance(value, bool | str):
+            raise InvalidModel(f"{self.path}: metadata key {key!r} is {_shown(value)}, need a number")
+        return float(value)
+
     def text(self, key: str, default: str | None = None) -> str:
         """A string of the metadata.
 

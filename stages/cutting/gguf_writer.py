@@ -78,6 +78,9 @@ class StageWriter:
         if tensor.source_offset_bytes is None:
             self._zeros(tensor.n_bytes)
             return
+        if tensor.piece_bytes < tensor.n_bytes and tensor.piece_bytes:
+            self._copy_pieces(tensor, tensor.source_offset_bytes)
+            return
         position, left = tensor.source_offset_bytes, tensor.n_bytes
         while left:
             chunk = self._source.read_at(position, min(left, _CHUNK_BYTES))
@@ -88,6 +91,25 @@ class StageWriter:
             self._put(chunk)
             position += len(chunk)
             left -= len(chunk)
+
+    def _copy_pieces(self, tensor: StageTensor, position: int) -> None:
+        """Many at a time: a piece may be as short as one layer's part of one token's embedding."""
+        piece, stride = tensor.piece_bytes, tensor.stride_bytes
+        left = tensor.n_bytes // piece
+        while left:
+            count = min(left, max(1, _CHUNK_BYTES // stride))
+            wanted = (count - 1) * stride + piece
+            chunk = b""
+            while len(chunk) < wanted:
+                more = self._source.read_at(position + len(chunk), wanted - len(chunk))
+                if not more:
+                    raise InvalidModel(
+                        f"{self._source.path} ended inside tensor {tensor.name!r} while it was being cut"
+                    )
+                chunk += more
+            self._put(b"".join(chunk[first : first + piece] for first in range(0, wanted, stride)))
+            position += count * stride
+            left -= count
 
     def _zeros(self, count: int) -> None:
         for start in range(0, count, _CHUNK_BYTES):

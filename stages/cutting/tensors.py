@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from spanmesh_proto.errors import InvalidModel, UncuttableModel
+from spanmesh_proto.errors import InvalidModel
 
 if TYPE_CHECKING:
     from stages.cutting.gguf_header import GgufHeader, TensorInfo
@@ -31,28 +31,22 @@ def renumbered(name: str, shift: int) -> str:
 
 
 def count_layers(header: GgufHeader) -> int:
-    """Layers of the model, from its metadata.
+    """Layers of the model, from its metadata, without those that only predict further tokens.
 
     Raises:
         InvalidModel: If the metadata name no layers.
-        UncuttableModel: If some of its layers are no plain decoder layers.
     """
     architecture = header.architecture
-    n_layers = header.integer(f"{architecture}.block_count")
+    n_layers = header.integer(f"{architecture}.block_count") - header.integer(
+        f"{architecture}.nextn_predict_layers", 0
+    )
     if n_layers < 1:
-        raise InvalidModel(f"{header.path}: {architecture}.block_count is {n_layers}, need at least 1")
+        raise InvalidModel(
+            f"{header.path}: {architecture}.block_count leaves {n_layers} layers, need at least 1"
+        )
     if n_layers > len(header.tensors):
         raise InvalidModel(
             f"{header.path}: {n_layers} layers, but {len(header.tensors)} tensors; fetch it again"
-        )
-    if n_extra := header.integer(f"{architecture}.nextn_predict_layers", 0):
-        raise UncuttableModel(
-            f"{header.path.name} ends in {n_extra} layers for multi-token prediction: not supported yet; "
-            "convert the model without them"
-        )
-    if any(name.startswith(("enc.", "dec.")) for name in header.tensors):
-        raise UncuttableModel(
-            f"{architecture} is an encoder-decoder model; only decoder-only models can be cut"
         )
     return n_layers
 
