@@ -297,7 +297,7 @@ def random_text(automaton: Automaton, random: Random, most_bytes: int = 400) -> 
         classes.setdefault(number, []).append(byte)
     state, text = automaton.start, bytearray()
     while len(text) < most_bytes:
-        automaton.most_work = automaton.work + 400_000
+        automaton.most_work = automaton.work + 200_000
         alive = [found for found in classes.values() if automaton.after(state, bytes(found[:1])) != DEAD]
         if automaton.may_end(state) and (not alive or random.random() < 0.3):
             return text.decode()
