@@ -290,22 +290,24 @@ def dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def random_text(automaton: Automaton, random: Random, most_bytes: int = 4000) -> str | None:
+def random_text(automaton: Automaton, random: Random, most_bytes: int = 400) -> str | None:
     """Some text that a grammar allows, mostly a short one; None if none ended in time."""
+    classes: dict[int, list[int]] = {}
+    for byte, number in enumerate(automaton.class_of_byte.tolist()):
+        classes.setdefault(number, []).append(byte)
     state, text = automaton.start, bytearray()
     while len(text) < most_bytes:
-        automaton.most_work = automaton.work + 400_000
-        following = {byte: automaton.after(state, bytes([byte])) for byte in range(256)}
-        alive = [byte for byte, target in following.items() if target != DEAD]
+        automaton.most_work = automaton.work + 200_000
+        alive = [found for found in classes.values() if automaton.after(state, bytes(found[:1])) != DEAD]
         if automaton.may_end(state) and (not alive or random.random() < 0.3):
             return text.decode()
         if not alive:
             return None
-        # Bytes that end something: else numbers, strings and lists go on for long.
-        enders = [byte for byte in alive if byte in b'"}],:0e']
-        byte = random.choice(enders if enders and random.random() < 0.35 else alive)
-        text.append(byte)
-        state = following[byte]
+        # What ends something: else numbers, strings and lists go on for long.
+        enders = [found for found in alive if found[0] in b'"}],:0']
+        found = random.choice(enders if enders and random.random() < 0.4 else alive)
+        text.append(random.choice(found))
+        state = automaton.after(state, text[-1:])
     return None
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 from mesh.json_grammar.convert import Converter, check_size
 from mesh.json_grammar.errors import SchemaError
 from mesh.json_grammar.gbnf import to_gbnf
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.grammars import make_automaton
+
+_MOST_WHERE_CHARS: Final = 120
 
 
 def schema_grammar(schema: Any, *, param: str) -> str:
@@ -25,7 +27,7 @@ def schema_grammar(schema: Any, *, param: str) -> str:
     try:
         grammar = _converted(schema)
     except SchemaError as error:
-        where = f" at `{error.where}`" if error.where else ""
+        where = f" at `{_shortened(error.where)}`" if error.where else ""
         raise InvalidRequest(f"{param}{where}: {error.reason}", param=param) from None
     except RecursionError:
         raise InvalidRequest(f"{param}: it nests too deep: make it flatter", param=param) from None
@@ -39,6 +41,10 @@ def _converted(schema: Any) -> str:
     if root is None:
         raise SchemaError("it allows no value at all")
     return to_gbnf({"root": root, **converter.rules})
+
+
+def _shortened(where: str) -> str:
+    return where if len(where) <= _MOST_WHERE_CHARS else f"…{where[-_MOST_WHERE_CHARS:]}"
 
 
 @cache

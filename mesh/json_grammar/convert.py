@@ -168,8 +168,8 @@ class Converter:
         types = types_of(rest)
         rest.pop("type", None)
         values = [value for value in flat["enum"] if types is None or _is_of(value, types)]
-        texts = dict.fromkeys(_compact(value) for value in _fitting(rest, values))
-        return either(*texts) if texts else None
+        found = dict.fromkeys(_constant(value) for value in _fitting(rest, values))
+        return either(*found) if found else None
 
 
 def _is_of(value: Any, types: frozenset[str]) -> bool:
@@ -202,6 +202,19 @@ def _automaton(schema: Flat) -> Automaton | None:
 
 def _takes(automaton: Automaton, text: str) -> bool:
     return automaton.may_end(automaton.after(automaton.start, text.encode()))
+
+
+def _constant(value: Any) -> Expression:
+    """One value, with any spaces."""
+    if isinstance(value, dict):
+        items = [seq(f"{_compact(key)}:", SPACE, _constant(item)) for key, item in value.items()]
+    elif isinstance(value, list):
+        items = [_constant(item) for item in value]
+    else:
+        return seq(_compact(value))
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    separated = [part for item in items for part in (seq(",", SPACE), item)][1:]
+    return seq(begin, SPACE, *separated, *([SPACE] if items else []), end)
 
 
 def _compact(value: Any) -> str:

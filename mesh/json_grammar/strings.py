@@ -61,7 +61,7 @@ def _of_length(expression: Expression, least: int, most: int | None) -> Expressi
             ]
             if not highs or low <= min(highs):
                 bounded = Repeat(item.item, low, min(highs, default=None))
-                return Sequence((*items[:place], bounded, *items[place + 1 :]))
+                return seq(*items[:place], bounded, *items[place + 1 :])
     raise SchemaError(
         "pattern and minLength or maxLength cannot be enforced together here: say the length in the pattern"
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from stages.grammar.graph import END, Graph, Kind
-from stages.grammar.limits import MAX_CONFIGS, MAX_STATES, MAX_TABLE_CELLS, refusal
+from stages.grammar.limits import MAX_CONFIGS, MAX_DRAW_WORK, MAX_STATES, MAX_TABLE_CELLS, refusal
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,7 +57,7 @@ class Automaton:
         self._table = np.full((_FIRST_CAPACITY, self._num_classes), _UNKNOWN, np.int32)
         self._most_states = min(MAX_STATES, MAX_TABLE_CELLS // self._num_classes)
         self.work = 0
-        self.most_work = 1_000_000
+        self.most_work = MAX_DRAW_WORK
         self.start = self._state_of([(graph.entries[graph.root], _BOTTOM)])
 
     @property

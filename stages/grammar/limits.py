@@ -10,7 +10,7 @@ from typing import Final
 
 from spanmesh_proto.errors import InvalidRequest
 
-MAX_GRAMMAR_BYTES: Final = 128 * 1024
+MAX_GRAMMAR_BYTES: Final = 256 * 1024
 MAX_RULES: Final = 8192
 MAX_NODES: Final = 100_000
 MAX_REPEATS: Final = 16_384
@@ -22,8 +22,8 @@ MAX_CONFIGS: Final = 4096
 MAX_STATES: Final = 65_536
 MAX_TABLE_CELLS: Final = 8 * 1024 * 1024
 # Elementary steps (about a microsecond each): for one token, and for one answer.
-MAX_DRAW_WORK: Final = 400_000
-MAX_ANSWER_WORK: Final = 8_000_000
+MAX_DRAW_WORK: Final = 200_000
+MAX_ANSWER_WORK: Final = 4_000_000
 
 
 def refusal(reason: str) -> InvalidRequest:
