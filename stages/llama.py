@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import threading
 from collections import deque
 from typing import Any
@@ -22,7 +23,14 @@ _partial_line: dict[int, str] = {}
 
 
 def llama_library(name: str) -> Any:
-    """One of llama.cpp's libraries, from where llama-cpp-python takes its own."""
+    """One of the libraries that llama.cpp itself is linked with, `ggml` or `ggml-base`.
+
+    Not loaded by its path: a wheel holds copies where others have links, so that would be a second library
+    with devices of its own. What libllama depends on is found through libllama, but on Windows, which goes by
+    names.
+    """
+    if sys.platform != "win32":
+        return ctypes.CDLL(llama_cpp.llama_cpp._lib._name)  # noqa: SLF001 - the very one
     folder = library_folder()
     assert folder is not None  # noqa: S101 - it was imported above
     return _ctypes_extensions.load_shared_library(name, folder)

@@ -34,6 +34,17 @@ def test_llama_cpp_lists_the_processor_with_its_memory() -> None:
     assert [device.index for device in devices] == list(range(len(devices)))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_llama_cpp_is_loaded_once() -> None:
+    """A second copy of its libraries would have a list of devices of its own."""
+    list_devices()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    loaded = {line.split()[-1] for line in lines if "ggml" in line or "libllama" in line}
+    stems = [Path(path).name.partition(".")[0] for path in loaded]
+    assert len(stems) >= 3
+    assert sorted(set(stems)) == sorted(stems)
+
+
 def test_layers_go_to_every_gpu_once_and_to_no_processor() -> None:
     same = replace(GPU, name="Vulkan0", backend="Vulkan", index=4)
     blas = replace(PROCESSOR, name="BLAS", kind="accelerator", index=5)

@@ -110,7 +110,6 @@ def test_a_device_that_is_gone_is_named() -> None:
 
 
 def logits_of(path: Path, options: RuntimeOptions) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    # Token by token: with many rows at once llama.cpp's AMX kernels crash on so small a model.
     with closing(StageRuntime(path, options)) as runtime:
         rows = [runtime.decode([Span(0, row, [row + 3], num_outputs=1)])[0] for row in range(40)]
     return np.concatenate(rows)
