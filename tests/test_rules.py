@@ -134,3 +134,39 @@ def test_deepstack_layers_stay_together() -> None:
     source = model("qwen3vl", 6, n_deepstack_layers=3)
     assert source.allowed_cuts == (3, 4, 5)
     assert derived(source, LayerRange(3, 6), "n_deepstack_layers") == 0
+
+
+def test_a_stage_has_company_of_every_kind_that_llama_cpp_wants() -> None:
+    hybrid = model("jamba", 6, attention__head_count=[4] * 6, attention__head_count_kv=[0, 2, 0, 0, 2, 0])
+    assert hybrid.blanks(LayerRange(0, 1)) == Blanks(after=1)
+    assert hybrid.blanks(LayerRange(1, 3)) == Blanks()
+    assert hybrid.blanks(LayerRange(5, 6)) == Blanks(before=1)
+    ratios = [0, 0, 4, 128, 0, 0, 4, 128]
+    compressed = model("deepseek4", 8, attention__compress_ratios=ratios, hyper_connection__count=4)
+    assert compressed.blanks(LayerRange(0, 1)) == Blanks(after=3)
+    assert compressed.blanks(LayerRange(7, 8)) == Blanks(before=1)
+    interval = model("qwen3next", 8)
+    assert interval.blanks(LayerRange(4, 6)) == Blanks(after=2)
+
+
+def test_smallthinker_counts_its_layers() -> None:
+    four = model("smallthinker", 4, attention__sliding_window=8)
+    assert four.blanks(LayerRange(1, 2)) == Blanks(before=1, after=2)
+    assert 4 in model("smallthinker", 32, attention__sliding_window=8).refused_lengths
+    assert model("smallthinker", 32).refused_lengths == {}
+
+
+def test_heads_of_layers_without_attention_are_filled_in() -> None:
+    source = model("jamba", 3, attention__head_count=[4, 0, 4], attention__head_count_kv=[2, 0, 2])
+    assert derived(source, LayerRange(1, 3), "attention.head_count") == (4, 4)
+    assert model("deci", 3, attention__head_count=[4, 0, 4]).allowed_cuts == (2,)
+
+
+def test_ngram_tables_go_with_their_layer() -> None:
+    source = model("qwen4exp", 6, ple__layers=[1], ple__ngram_size=3, hyper_connection__count=4)
+    table = frozenset({"per_layer_token_embd.weight"})
+    assert source.family.left_out(source.header, LayerRange(2, 6)) == table
+    assert source.family.left_out(source.header, LayerRange(1, 6)) == frozenset()
+    assert derived(source, LayerRange(1, 6), "ple.layers") == (0,)
+    assert source.family.derived(source.header, LayerRange(2, 6))["qwen4exp.ple.ngram_size"] is None
+    assert source.family.entry.handover(source.header, LayerRange(1, 6)).takes_tokens

@@ -145,11 +145,14 @@ def test_only_a_hash_becomes_a_path(cache: StageCache, name: str) -> None:
             use(name)
 
 
-def test_an_unknown_family_is_checked_once(cache: StageCache, tmp_path: Path) -> None:
+def test_an_unknown_family_is_checked_once_for_each_cut(
+    cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(families.FAMILIES, "internlm2")
     source = TinyModel("internlm2").write(tmp_path / "model.gguf")
     with capture_logs() as logs:
         cache.cut(source, LayerRange(0, 2))
-        cache.cut(source, LAYERS)
+        cache.cut(source, LayerRange(2, 6))
     events = [entry["event"] for entry in logs]
     assert events == ["self_check_started", "self_check_passed", "stage_cut", "stage_cut"]
 

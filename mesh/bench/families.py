@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.bench.families_record import FamilyRecord, Outcome, counts, to_json
+from mesh.logs import set_up_logs
 from mesh.progress import progress_bars
 from spanmesh_proto.errors import MeshError
 from stages.certify import CertifyOptions, certify
@@ -38,6 +40,11 @@ if TYPE_CHECKING:
 _OPTIONS = CertifyOptions(n_prompt=20, n_decode=6)
 
 
+def _quiet() -> None:
+    set_up_logs()
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
+
+
 class Certifier:
     """Certifies one model after the other in one process beside this one, which llama.cpp may abort."""
 
@@ -47,7 +54,8 @@ class Certifier:
     def __call__(self, model: Path) -> Certificate:
         """`certify` at every cut that is allowed."""
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+            spawning = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, mp_context=spawning, initializer=_quiet)
         try:
             return self._pool.submit(certify, model, None, _OPTIONS).result()
         except BrokenProcessPool:
@@ -119,6 +127,7 @@ def _after(record: FamilyRecord, certificate: Certificate, *, is_known: bool) ->
 @click.option("--only", default="", help="Only models whose names contain this.")
 def main(folders: tuple[Path, ...], output: Path | None, only: str) -> None:
     """Certify every GGUF file in FOLDERS at every cut that its family's rules allow."""
+    set_up_logs()
     recorded: dict[str, list[FamilyRecord]] = {}
     models = [
         (folder, model) for folder in folders for model in sorted(folder.glob("*.gguf")) if only in model.name

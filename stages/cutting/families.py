@@ -14,6 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from stages.cutting.family import Entry, Family
+from stages.cutting.rules.company import (
+    ATTENTION,
+    COMPRESSED,
+    NO_WINDOW,
+    SPARSE,
+    attention_among_recurrent,
+)
 from stages.cutting.rules.counted import (
     HEADS_EVERYWHERE,
     LEADING_LAYERS,
@@ -29,7 +36,13 @@ from stages.cutting.rules.embeddings import (
     embedding_again,
     has_ngram_layers,
 )
-from stages.cutting.rules.totals import DEEPSEEK2_LITE, MINICPM_RESIDUAL, attention_scale, known_by_layers
+from stages.cutting.rules.totals import (
+    DEEPSEEK2_LITE,
+    FOUR_LAYERS,
+    MINICPM_RESIDUAL,
+    attention_scale,
+    known_by_layers,
+)
 from stages.cutting.rules.whole import in_one_piece
 from stages.cutting.rules.windows import Bare, windows
 
@@ -107,9 +120,58 @@ _EMBEDDING: Final = "embd"
 _AT_EMBEDDING: Final = _enters_at(_EMBEDDING)
 _IF_SCALED: Final = Entry(inlet=lambda header: _EMBEDDING if _scales_embedding(header) else None)
 _IF_MROPE: Final = Entry(inlet=lambda header: _EMBEDDING if _has_mrope(header) else None)
+_NEMOTRON_H: Final = Entry(outlet="nemotron_h_block_out")
 _MODEL_INPUT: Final = _enters_at("model.input_embed")
 
 _DIFFUSION: Final = "a diffusion model does not answer token by token"
+
+# Their layers look at nothing but themselves: the generic rules are enough.
+_PLAIN: Final = (
+    "arcee",
+    "arctic",
+    "bailingmoe",
+    "bailingmoe2",
+    "chatglm",
+    "codeshell",
+    "command-r",
+    "dbrx",
+    "deepseek",
+    "deepseek32",
+    "dots1",
+    "ernie4_5",
+    "exaone",
+    "falcon",
+    "gptneox",
+    "grovemoe",
+    "hunyuan-dense",
+    "hunyuan-moe",
+    "hy_v3",
+    "internlm2",
+    "jais",
+    "jais2",
+    "maincoder",
+    "minimax-m2",
+    "mistral3",
+    "nemotron",
+    "olmo",
+    "olmoe",
+    "openelm",
+    "orion",
+    "pangu-embedded",
+    "phi2",
+    "phi3",
+    "phimoe",
+    "plamo",
+    "pockettts",
+    "qwen",
+    "qwen2moe",
+    "qwen3moe",
+    "refact",
+    "seed_oss",
+    "stablelm",
+    "starcoder2",
+    "xverse",
+)
 
 _TABLE: Final = (
     # Layers are all alike and look at nothing but themselves.
@@ -141,7 +203,8 @@ _TABLE: Final = (
     Family("step35", (windows(are_always_on=True),)),
     Family("spark2_5", (windows(are_always_on=True),)),
     Family("maple", (windows(are_always_on=True),)),
-    Family("dots3note", (windows(are_always_on=True),)),
+    Family("dots3note", (windows(are_always_on=True), NO_WINDOW)),
+    Family("minimax-m3", (SPARSE,)),
     Family("granite_swa", (windows(are_always_on=True),), _IF_SCALED),
     # What the embedding goes through is applied to hidden states again, or they skip it.
     Family("gemma", (), _enters_at("inp_scaled")),
@@ -162,7 +225,7 @@ _TABLE: Final = (
     Family("qwen2vl", (), _AT_EMBEDDING),
     Family("qwen3vl", (DEEPSTACK,), _AT_EMBEDDING),
     Family("qwen3vlmoe", (DEEPSTACK,), _AT_EMBEDDING),
-    Family("qwen3tts", (DEEPSTACK,), _AT_EMBEDDING),
+    Family("qwen3tts", (DEEPSTACK,), _AT_EMBEDDING, head_rows_are_fixed=True),
     Family("paddleocr", (), _AT_EMBEDDING),
     Family("glm4", (), _IF_MROPE),
     Family("glm4moe", (), _IF_MROPE),
@@ -174,7 +237,14 @@ _TABLE: Final = (
         (every_nth(lambda _header: 4, "layers have no positions"), windows(4)),
         _enters_at("inp_embd_scaled"),
     ),
-    Family("smallthinker", (every_nth(_rope_step, "layers have no positions"), windows(4, dense_first=True))),
+    Family(
+        "smallthinker",
+        (
+            every_nth(_rope_step, "layers have no positions"),
+            windows(4, dense_first=True),
+            FOUR_LAYERS,
+        ),
+    ),
     Family(
         "llama4",
         (
@@ -200,39 +270,43 @@ _TABLE: Final = (
     ),
     Family(
         "glm5-next",
-        (shared_indexers(lambda _header, _layer: True, _has_kv_heads),),
+        (shared_indexers(lambda _header, _layer: True, _has_kv_heads), ATTENTION),
         _enters_at("hc_init", streams=_streams),
         has_recurrent_state=True,
     ),
     Family(
         "deepseek4",
-        (),
+        (COMPRESSED,),
         _enters_at("hc_init", outlet="l_last", streams=_streams, takes_tokens=_has_hash_layers),
         has_recurrent_state=True,
     ),
     Family(
         "qwen4exp",
-        (recurrent_layers(), NGRAM_LAYER),
+        (recurrent_layers(), attention_among_recurrent(), NGRAM_LAYER),
         _enters_at("hc_init", outlet="l_last", streams=_streams, takes_tokens=has_ngram_layers),
         has_recurrent_state=True,
     ),
     # Recurrent state.
     Family("mamba", has_recurrent_state=True),
     Family("mamba2", has_recurrent_state=True),
-    Family("jamba", (HEADS_EVERYWHERE,), has_recurrent_state=True),
+    Family("jamba", (HEADS_EVERYWHERE, ATTENTION), has_recurrent_state=True),
     Family("falcon-h1", has_recurrent_state=True),
-    Family("plamo2", (HEADS_EVERYWHERE,), Entry(outlet="ffn_residual"), has_recurrent_state=True),
-    Family("granitehybrid", (HEADS_EVERYWHERE,), _IF_SCALED, has_recurrent_state=True),
-    Family("lfm2", (HEADS_EVERYWHERE,), has_recurrent_state=True),
-    Family("lfm2moe", (HEADS_EVERYWHERE,), has_recurrent_state=True),
-    Family("nemotron_h", (HEADS_EVERYWHERE,), has_recurrent_state=True),
-    Family("nemotron_h_moe", (HEADS_EVERYWHERE,), has_recurrent_state=True),
-    Family("kimi-linear", (HEADS_EVERYWHERE,), has_recurrent_state=True),
-    Family("bailingmoe3", (HEADS_EVERYWHERE,), _MODEL_INPUT, has_recurrent_state=True),
-    Family("qwen3next", (recurrent_layers(),), has_recurrent_state=True),
-    Family("qwen35", (recurrent_layers(),), _MODEL_INPUT, has_recurrent_state=True),
-    Family("qwen35moe", (recurrent_layers(),), _MODEL_INPUT, has_recurrent_state=True),
-    Family("minimax-01", (recurrent_layers(8),), has_recurrent_state=True),
+    Family("plamo2", (HEADS_EVERYWHERE, ATTENTION), Entry(outlet="ffn_residual"), has_recurrent_state=True),
+    Family("granitehybrid", (HEADS_EVERYWHERE, ATTENTION), _IF_SCALED, has_recurrent_state=True),
+    Family("lfm2", (HEADS_EVERYWHERE, ATTENTION), has_recurrent_state=True),
+    Family("lfm2moe", (HEADS_EVERYWHERE, ATTENTION), has_recurrent_state=True),
+    Family("nemotron_h", (HEADS_EVERYWHERE, ATTENTION), _NEMOTRON_H, has_recurrent_state=True),
+    Family("nemotron_h_moe", (HEADS_EVERYWHERE, ATTENTION), _NEMOTRON_H, has_recurrent_state=True),
+    Family("kimi-linear", (HEADS_EVERYWHERE, ATTENTION), has_recurrent_state=True),
+    Family("bailingmoe3", (HEADS_EVERYWHERE, ATTENTION), _MODEL_INPUT, has_recurrent_state=True),
+    Family("qwen3next", (recurrent_layers(), attention_among_recurrent()), has_recurrent_state=True),
+    Family(
+        "qwen35", (recurrent_layers(), attention_among_recurrent()), _MODEL_INPUT, has_recurrent_state=True
+    ),
+    Family(
+        "qwen35moe", (recurrent_layers(), attention_among_recurrent()), _MODEL_INPUT, has_recurrent_state=True
+    ),
+    Family("minimax-01", (recurrent_layers(8), attention_among_recurrent(8)), has_recurrent_state=True),
     # The first layer gives the size of a head.
     Family("deci", (STARTS_WITH_HEADS,)),
     # Layers take the token's embedding again.
@@ -261,6 +335,7 @@ _TABLE: Final = (
         )
         for name in ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
     ),
+    *(Family(name) for name in _PLAIN),
     # Not at all.
     Family("dream", not_served=_DIFFUSION),
     Family("llada", not_served=_DIFFUSION),

@@ -139,6 +139,7 @@ class Family:
         head_falls_back_to_embedding: llama.cpp takes `token_embd.weight` as the head if there is no
             `output.weight`. Then no stage needs a filler: one without a head leaves `output.weight` out, and
             the tail stores the head under the embedding's name.
+        head_rows_are_fixed: llama.cpp wants a head of just so many rows, in every stage.
         not_served: Why its models are not served at all, not even on one host; None if they are.
         has_recurrent_state: Its sessions have a state that cannot go back to an earlier position.
         per_layer_parts: Tensors outside the layers that have a part for each layer, by name: which dimension
@@ -150,6 +151,7 @@ class Family:
     entry: Entry = field(default_factory=Entry)
     has_uniform_layers: bool = False
     head_falls_back_to_embedding: bool = False
+    head_rows_are_fixed: bool = False
     not_served: str | None = None
     has_recurrent_state: bool = False
     per_layer_parts: Mapping[str, int] = field(default_factory=dict)

@@ -191,6 +191,7 @@ class _Vocabulary:
         self._output = tensors.get(OUTPUT)
         self._bias = tensors.get(OUTPUT_BIAS)
         self._falls_back = source.family.head_falls_back_to_embedding
+        self._head_rows = source.family.head_rows_are_fixed
         self._is_first = layers.start == 0
         self._is_tail = layers.stop == source.n_layers
         looks_up = self._is_first or self._is_tail or handover.takes_tokens
@@ -204,14 +205,14 @@ class _Vocabulary:
         embedding, output = self._embedding, self._output
         if output is None:  # tied: the tail computes its logits with the embedding
             needed = self._embeds or self._is_tail
-            return [_copied(embedding, EMBEDDING) if needed else self._filler(embedding)]
+            return [_copied(embedding, EMBEDDING) if needed else self._filler(embedding, self.size)]
         if self._is_tail and not self._embeds and self._falls_back:
             return [_copied(output, EMBEDDING)]
-        kept = [_copied(embedding, EMBEDDING) if self._embeds else self._filler(embedding)]
+        kept = [_copied(embedding, EMBEDDING) if self._embeds else self._filler(embedding, self.size)]
         if self._is_tail:
             kept.append(_copied(output, OUTPUT))
         elif not self._falls_back:
-            kept.append(self._filler(output))
+            kept.append(self._filler(output, output.shape[-1] if self._head_rows else self.size))
         return kept
 
     def _output_bias(self) -> list[StageTensor]:
@@ -219,15 +220,16 @@ class _Vocabulary:
             return []
         if self._is_tail:
             return [_copied(self._bias, OUTPUT_BIAS)]
-        return [] if self._falls_back else [self._filler(self._bias)]
+        return [] if self._falls_back else [self._filler(self._bias, self.size)]
 
-    def _filler(self, tensor: TensorInfo) -> StageTensor:
-        """Zeros in the shape of `tensor`, but for this stage's vocabulary, in the smallest type that fits."""
-        shape = (*tensor.shape[:-1], self.size)
-        kinds = _FILLER_TYPES if len(shape) > 1 and self.size > FILLER_VOCAB else (GGMLQuantizationType.F32,)
+    @staticmethod
+    def _filler(tensor: TensorInfo, rows: int) -> StageTensor:
+        """Zeros in the shape of `tensor`, but for so many rows, in the smallest type that fits."""
+        shape = (*tensor.shape[:-1], rows)
+        kinds = _FILLER_TYPES if len(shape) > 1 and rows > FILLER_VOCAB else (GGMLQuantizationType.F32,)
         kind = next(kind for kind in kinds if shape[0] % GGML_QUANT_SIZES[kind][0] == 0)
         block_elements, block_bytes = GGML_QUANT_SIZES[kind]
-        n_elements = self.size * (tensor.shape[0] if len(shape) > 1 else 1)
+        n_elements = rows * (tensor.shape[0] if len(shape) > 1 else 1)
         return StageTensor(tensor.name, shape, kind, n_elements // block_elements * block_bytes, None)
 
 

@@ -71,32 +71,31 @@ def every_nth(step: Callable[[GgufHeader], int], what: str) -> Rule:
     )
 
 
-def _recurrent_layers(
-    default_interval: int,
-) -> Callable[[GgufHeader, LayerRange], Mapping[str, Value | None]]:
-    def derived(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
-        prefix = f"{header.architecture}."
-        key = prefix + "attention.recurrent_layers"
-        given = header.metadata.get(key)
-        n_layers = header.integer(prefix + "block_count")
-        if given is not None and given.count is not None:
-            whole = tuple(bool(flag) for flag in header.per_layer(key, n_layers, 0))
-        elif given is not None:
-            return {}
-        else:
-            interval = max(1, header.integer(prefix + "full_attention_interval", default_interval))
-            whole = tuple((layer + 1) % interval != 0 for layer in range(n_layers))
-        return {key: Value.array(ValueType.BOOL, whole[layers.start : layers.stop])}
-
-    return derived
+def recurrent_flags(header: GgufHeader, default_interval: int) -> tuple[bool, ...]:
+    """For each layer of a model whether it has a recurrent state, where every n-th has attention instead."""
+    prefix = f"{header.architecture}."
+    key = prefix + "attention.recurrent_layers"
+    n_layers = header.integer(prefix + "block_count")
+    given = header.metadata.get(key)
+    if given is not None and given.count is not None:
+        return tuple(bool(flag) for flag in header.per_layer(key, n_layers, 0))
+    if given is not None:
+        return (bool(given.decode()),) * n_layers
+    interval = max(1, header.integer(prefix + "full_attention_interval", default_interval))
+    return tuple((layer + 1) % interval != 0 for layer in range(n_layers))
 
 
 def recurrent_layers(default_interval: int = 4) -> Rule:
     """The rule for models whose every n-th layer has attention, the others a recurrent state."""
+
+    def derived(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
+        flags = recurrent_flags(header, default_interval)[layers.start : layers.stop]
+        return {f"{header.architecture}.attention.recurrent_layers": Value.array(ValueType.BOOL, flags)}
+
     return Rule(
         "recurrent layers",
         "every n-th layer has attention, the others a recurrent state; written out for the stage's layers",
-        derived=_recurrent_layers(default_interval),
+        derived=derived,
     )
 
 

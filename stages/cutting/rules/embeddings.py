@@ -52,11 +52,20 @@ def _shared_kv_refused(header: GgufHeader) -> Mapping[int, str]:
     return {cut: reason for cut in range(1, n_layers) if shared and cut > first}
 
 
+def _shared_kv_blanks(header: GgufHeader, layers: LayerRange) -> Blanks:
+    if len(layers) > 1:
+        return NO_BLANKS
+    n_layers = header.integer(f"{header.architecture}.block_count")
+    return Blanks(after=1) if layers.stop < n_layers else Blanks(before=1)
+
+
 SHARED_KV: Final = Rule(
     "shared KV",
-    "the last layers have no KV cache of their own and look into those of the two before them",
+    "the last layers have no KV cache of their own and look into those of the two before them; llama.cpp "
+    "wants two layers even where nobody shares",
     derived=_shared_kv_derived,
     refused=_shared_kv_refused,
+    blanks=_shared_kv_blanks,
 )
 
 _PLE_TABLE: Final = "per_layer_token_embd.weight"

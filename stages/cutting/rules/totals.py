@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from stages.cutting.family import Rule
+from stages.cutting.family import NO_BLANKS, Blanks, Rule
 from stages.cutting.gguf_value import Value, ValueType
 
 if TYPE_CHECKING:
@@ -150,4 +150,31 @@ MINICPM_RESIDUAL: Final = Rule(
     "residual scale by number of layers",
     "without a residual scale in the file it is 1.4 over the root of the number of layers; a stage is told",
     derived=_minicpm_scale,
+)
+
+
+_SMALLTHINKER: Final = 4
+
+
+def _is_windowed(header: GgufHeader) -> bool:
+    return header.integer(f"{header.architecture}.attention.sliding_window", 0) > 0
+
+
+def _four_lengths(header: GgufHeader) -> Mapping[int, str]:
+    if not _is_windowed(header) or _n_layers(header) == _SMALLTHINKER:
+        return {}
+    return {_SMALLTHINKER: "llama.cpp gives positions to every layer of a file with just 4 of them"}
+
+
+def _four_blanks(header: GgufHeader, layers: LayerRange) -> Blanks:
+    if not _is_windowed(header) or _n_layers(header) != _SMALLTHINKER:
+        return NO_BLANKS
+    return Blanks(layers.start, _SMALLTHINKER - layers.stop)
+
+
+FOUR_LAYERS: Final = Rule(
+    "four layers",
+    "llama.cpp leaves positions out of every fourth layer, but not in a model of four layers",
+    refused_lengths=_four_lengths,
+    blanks=_four_blanks,
 )
