@@ -75,8 +75,8 @@ class TokenTree:
             tokens, starts, lengths, parents = (each[~ends] for each in (tokens, starts, lengths, nodes))
             num_parents = num_nodes
             depth += 1
-        # The first of `children` is of the root, which is no level.
-        children = [*children[1:], np.zeros(num_parents + 1, np.int64)]
+        # The first of `children` is of the root, which is no level; below the last is nothing.
+        children = [*children, np.zeros(num_parents + 1, np.int64)][1:]
         levels = [
             Level(level.bytes, below, level.tokens, level.first_token)
             for level, below in zip(levels, children, strict=True)
