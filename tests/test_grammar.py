@@ -101,7 +101,7 @@ def test_what_is_no_grammar(grammar: str, reason: str) -> None:
 HOSTILE = {
     "two readings of each letter, without end": 'root ::= a | b | ""\na ::= [a-z] root\nb ::= [a-z] root "!"',
     "nested repetitions": "root ::= " + "(" * 20 + '"a"*' + ")*" * 20,
-    "optional in many ways": "root ::= " + '"a"? ' * 3000 + '"b"',
+    "optional in many ways": "root ::= " + '"a"? ' * 1000 + '"b"',
     "a product of repetitions": f'root ::= (("a"? "b"?){{0,{MAX_REPEATS}}} "c"?){{0,{MAX_REPEATS}}}',
     "many rules that may be empty": "root ::= "
     + " ".join(f"r{number}" for number in range(4000))
@@ -137,7 +137,7 @@ def test_hostile_grammars_are_refused_or_bounded(grammar: str) -> None:
 
 def test_what_is_honest_is_far_from_the_bounds() -> None:
     automaton = make_automaton('root ::= "\\"" ([^"\\\\\\x00-\\x1f] | "\\\\" ["\\\\n]){0,16000} "\\""')
-    text = '"' + "Größe 😀 \\n" * 900 + '"'
+    text = '"' + "Größe 😀 \\n" * 300 + '"'
     automaton.most_work = automaton.work + 100 * len(text)
     assert matches(automaton, text)
 
@@ -186,7 +186,7 @@ def expressions() -> st.SearchStrategy[tuple[str, str]]:
     return st.recursive(atoms, larger, max_leaves=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(expressions(), st.lists(st.text("abcé", max_size=7), min_size=1, max_size=8))
 def test_regular_grammars_are_regular_expressions(pair: tuple[str, str], texts: list[str]) -> None:
     gbnf, pattern = pair

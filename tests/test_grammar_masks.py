@@ -136,7 +136,7 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     pieces=PIECES,
     ends=st.sets(st.integers(0, 39), max_size=2),

@@ -214,7 +214,7 @@ def test_what_is_written_reads_the_same(case: Case) -> None:
 NUMBERS = st.decimals(-1000, 1000, places=3).map(float)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.tuples(NUMBERS, NUMBERS).map(sorted), st.booleans(), st.booleans(), NUMBERS)
 def test_bounds_of_numbers(pair: list[float], open_low: bool, open_high: bool, value: float) -> None:  # noqa: FBT001
     low, high = pair
@@ -236,7 +236,7 @@ def test_bounds_of_numbers(pair: list[float], open_low: bool, open_high: bool, v
             assert matches(automaton, text) == validator.is_valid(float(text)), (schema, text)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.tuples(st.integers(-2000, 2000), st.integers(0, 3000)), st.lists(st.integers(-3000, 6000), max_size=20)
 )

@@ -86,19 +86,22 @@ class Automaton:
         """The state behind one byte, for many states at once.
 
         Args:
-            states: int32, shape (n,), none of them `DEAD`.
+            states: int32, shape (n,); `DEAD` stays so.
             classes: int64, shape (n,): the class of each one's byte.
 
         Raises:
             InvalidRequest: If the grammar makes too much work.
         """
+        is_dead = states == DEAD
         cells = states * np.int64(self._num_classes) + classes
+        cells[is_dead] = 0
         found: NDArray[np.int32] = self._table.ravel()[cells]
-        unknown = found == _UNKNOWN
+        unknown = (found == _UNKNOWN) & ~is_dead
         if unknown.any():
             for cell in np.unique(cells[unknown]).tolist():
                 self._step(*divmod(cell, self._num_classes))
             found = self._table.ravel()[cells]
+        found[is_dead] = DEAD
         return found
 
     def _step(self, state: int, byte_class: int) -> int:

@@ -122,7 +122,8 @@ class GrammarRecord:
         while len(self._states) <= place:
             self._states.append(masks.after(self._states[-1], self._answer[len(self._states) - 1]))
         if self._states[place] == DEAD:
-            raise refusal(f"the answer up to position {position} does not keep to it")
+            # What was drawn always keeps to it: this window is void, for a reason that is not known here.
+            return None
         return Constraint(masks, self._states[place], position)
 
     def note_drawn(self, position: int, token: int) -> None:

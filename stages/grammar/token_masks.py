@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from stages.grammar.automaton import DEAD, Automaton
-from stages.grammar.token_tree import TokenTree, expand
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from stages.grammar.token_tree import TokenTree
 
 _MOST_MASKS: Final = 64
 
@@ -45,8 +46,7 @@ class TokenMasks:
     def mask(self, state: int) -> NDArray[np.bool_]:
         """All tokens that may: bool, shape (n_vocab,); not to be changed.
 
-        The whole vocabulary is read byte by byte, each beginning once: a few milliseconds where a grammar
-        allows nearly everything, and far less where it does not.
+        The whole vocabulary is read byte by byte, each beginning once: 2 to 4 ms for SmolLM2's.
         """
         mask = self._masks.get(state)
         if mask is None:
@@ -61,19 +61,10 @@ class TokenMasks:
         automaton = self.automaton
         if automaton.may_end(state):
             mask[self._tree.end_tokens] = True
-        if not self._tree.levels:
-            return mask
-        nodes = np.arange(self._tree.levels[0].bytes.size)
-        states = np.full(nodes.size, state, np.int32)
+        states = np.array([state], np.int32)
         for level in self._tree.levels:
-            states = automaton.after_each(states, automaton.class_of_byte[level.bytes[nodes]])
-            alive = states >= 0
-            nodes, states = nodes[alive], states[alive]
-            if not nodes.size:
+            states = automaton.after_each(states[level.parents], automaton.class_of_byte[level.bytes])
+            if states.max() == DEAD:
                 break
-            firsts = level.first_token[nodes]
-            mask[level.tokens[expand(firsts, level.first_token[nodes + 1] - firsts)]] = True
-            firsts = level.children[nodes]
-            counts = level.children[nodes + 1] - firsts
-            nodes, states = expand(firsts, counts), np.repeat(states, counts)
+            mask[level.tokens] = states[level.token_nodes] != DEAD
         return mask

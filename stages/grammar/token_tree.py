@@ -18,17 +18,16 @@ class Level:
     """The beginnings of one length: nodes, sorted by parent, then by byte.
 
     Attributes:
+        parents: int64, shape (n,): which node of the level before each goes on from; 0 at the first level.
         bytes: uint8, shape (n,): the last byte of each.
-        children: int64, shape (n + 1,): node `i` is the parent of nodes `children[i]` up to, not including,
-            `children[i + 1]` of the next level.
-        tokens: int64: ids of the tokens that end at this level, sorted by node.
-        first_token: int64, shape (n + 1,): those of node `i` begin here in `tokens`.
+        tokens: int64, shape (m,): ids of the tokens that end at this level.
+        token_nodes: int64, shape (m,): the node where each of them does.
     """
 
+    parents: NDArray[np.int64]
     bytes: NDArray[np.uint8]
-    children: NDArray[np.int64]
     tokens: NDArray[np.int64]
-    first_token: NDArray[np.int64]
+    token_nodes: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -58,35 +57,13 @@ class TokenTree:
         starts = np.cumsum(lengths) - lengths
         tokens = np.array(ids, np.int64)
         parents = np.zeros(len(ids), np.int64)
-        num_parents = 1
         levels: list[Level] = []
-        children: list[NDArray[np.int64]] = []
-        depth = 0
         while tokens.size:
-            values = flat[starts + depth]
+            values = flat[starts + len(levels)]
             is_new = np.ones(tokens.size, bool)
             is_new[1:] = (values[1:] != values[:-1]) | (parents[1:] != parents[:-1])
             nodes = np.cumsum(is_new) - 1
-            num_nodes = int(nodes[-1]) + 1
-            children.append(np.searchsorted(parents[is_new], np.arange(num_parents + 1)))
-            ends = lengths == depth + 1
-            first_token = np.searchsorted(nodes[ends], np.arange(num_nodes + 1))
-            levels.append(Level(values[is_new], np.zeros(num_nodes + 1, np.int64), tokens[ends], first_token))
+            ends = lengths == len(levels) + 1
+            levels.append(Level(parents[is_new], values[is_new], tokens[ends], nodes[ends]))
             tokens, starts, lengths, parents = (each[~ends] for each in (tokens, starts, lengths, nodes))
-            num_parents = num_nodes
-            depth += 1
-        # The first of `children` is of the root, which is no level.
-        children = [*children[1:], np.zeros(num_parents + 1, np.int64)]
-        levels = [
-            Level(level.bytes, below, level.tokens, level.first_token)
-            for level, below in zip(levels, children, strict=True)
-        ]
         return cls(texts, tuple(levels), np.array(sorted(texts.end_tokens), np.int64))
-
-
-def expand(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers from each of `firsts` on, so many as `counts` says: [5, 9] and [2, 3] give 5 6 9 10 11."""
-    total = int(counts.sum())
-    offsets = np.repeat(firsts - (np.cumsum(counts) - counts), counts)
-    numbers: NDArray[np.int64] = np.arange(total) + offsets
-    return numbers
