@@ -131,8 +131,8 @@ def test_a_character_at_a_time(reading: Reading, text: str, said: list[Said]) ->
 
 FRAGMENTS = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]", "<think>",
-    "</think>", "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", "name", "arguments", "parameters", "look", "1",
-    "é", '{"name": "look", "arguments": ', '{"name": "add", "parameters": {"a": 1}}', '"name"', '"look"', "<",
+    "</think>", "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", "name", "arguments", "parameters", "look",
+    "1", "é", '{"name": "look", "arguments": ', '{"name": "add", "parameters": {"a": 1}}', '"name"', '"look"', "<",
     "text ",
 )  # fmt: skip
 

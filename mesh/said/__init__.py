@@ -1,10 +1,12 @@
 """What a model said, told apart as it comes: content, reasoning, calls of functions. Pure."""
 
-from mesh.said.formats import CallFormat, call_format_of, knows_tools
+from mesh.said.formats import MARKS, CallFormat, call_format_of, knows_tools
 from mesh.said.message_reader import MessageReader, Reading
 from mesh.said.pieces import CallArguments, CallBegun, Content, Reasoning, Said, joined
+from mesh.said.reasoning import is_in_reasoning
 
 __all__ = [
+    "MARKS",
     "CallArguments",
     "CallBegun",
     "CallFormat",
@@ -14,6 +16,7 @@ __all__ = [
     "Reasoning",
     "Said",
     "call_format_of",
+    "is_in_reasoning",
     "joined",
     "knows_tools",
 ]

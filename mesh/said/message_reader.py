@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mesh.said.calls import CallReader
+from mesh.said.formats import ARGUMENTS_MARK, CALL_END, CALL_ID_MARK, THINK_MARKS
 from mesh.said.pieces import Content, Said, joined
 from mesh.said.reasoning import ReasoningReader
 
@@ -30,6 +31,14 @@ class Reading:
     has_one_call: bool = False
     splits_reasoning: bool = False
     is_in_reasoning: bool = False
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Texts that must be seen, though the vocabulary may have control tokens for them, which have none."""
+        found = {mark for pair in THINK_MARKS for mark in pair} if self.splits_reasoning else set()
+        if self.call_format is not None:
+            found |= {self.call_format.value, CALL_END, ARGUMENTS_MARK, CALL_ID_MARK}
+        return frozenset(found)
 
 
 class MessageReader:

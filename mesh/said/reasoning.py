@@ -60,7 +60,7 @@ class ReasoningReader:
         if self._at is _At.INSIDE:
             held += self._finder.flush()
         if self.is_reasoning:
-            held = held.rstrip()
+            held = held.rstrip() if self._has_begun else held.strip()
             return [Reasoning(held)] if held else []
         return [Content(held)] if held else []
 
@@ -98,3 +98,8 @@ class ReasoningReader:
         if mark is not None:
             self._at, self._held = _At.BEHIND, ""
         return [Reasoning(shown)] if shown else []
+
+
+def is_in_reasoning(prompt: str) -> bool:
+    """Whether an answer to the prompt begins inside of reasoning, since a mark that opens it ends the prompt."""
+    return prompt.rstrip().endswith(tuple(begin for begin, _ in THINK_MARKS))
