@@ -122,9 +122,7 @@ class Tokenizer:
     @cached_property
     def _control_marks(self) -> dict[int, str]:
         tokens = {mark: self.special_token(mark) for mark in MARKS}
-        return {
-            token: mark for mark, token in tokens.items() if token is not None and not self.piece(token)
-        }
+        return {token: mark for mark, token in tokens.items() if token is not None and not self.piece(token)}
 
     @cached_property
     def texts(self) -> TokenTexts:

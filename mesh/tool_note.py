@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_BEFORE: Final = "These are functions that you can call, each with the JSON schema of its parameters:\n<tools>\n"
+_BEFORE: Final = (
+    "These are functions that you can call, each with the JSON schema of its parameters:\n<tools>\n"
+)
 _AFTER: Final = (
     "\n</tools>\nTo call one, write nothing but its name and its arguments as JSON between these tags:\n"
     '<tool_call>\n{"name": "…", "arguments": {…}}\n</tool_call>\n'

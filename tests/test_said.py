@@ -130,11 +130,11 @@ def test_a_character_at_a_time(reading: Reading, text: str, said: list[Said]) ->
 
 
 FRAGMENTS = (
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]", "<think>",
-    "</think>", "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", "name", "arguments", "parameters", "look",
-    "1", "é", '{"name": "look", "arguments": ', '{"name": "add", "parameters": {"a": 1}}', '"name"', '"look"', "<",
-    "text ",
-)  # fmt: skip
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]"),
+    *("<think>", "</think>", "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", "<", "1", "é", "text "),
+    *("name", "arguments", "parameters", "look", '"name"', '"look"'),
+    *('{"name": "look", "arguments": ', '{"name": "add", "parameters": {"a": 1}}'),
+)
 
 
 @given(

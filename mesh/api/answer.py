@@ -14,12 +14,13 @@ from mesh.text import AnswerText
 from spanmesh_proto.errors import StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable, Collection
 
     from mesh.api.job import Job
     from mesh.engine import Committed, Engine, GenerationStats
     from mesh.said import Said
-    from mesh.tokenizer import Tokenizer
+
+    PieceWith = Callable[[Collection[str]], Callable[[int], bytes]]
 
 log = structlog.get_logger()
 
@@ -49,20 +50,20 @@ class AnswerPart:
     num_reasoning: int = 0
 
 
-async def answer_parts(engine: Engine, tokenizer: Tokenizer, job: Job) -> AsyncGenerator[AnswerPart, None]:
+async def answer_parts(engine: Engine, piece_with: PieceWith, job: Job) -> AsyncGenerator[AnswerPart, None]:
     """Run a job. The engine's session is over before the last part is passed on.
 
     A step that settles no text makes no part of its own, unless the job wants token ids.
 
     Args:
         engine: Makes the tokens.
-        tokenizer: The model's.
+        piece_with: Gives the bytes that tokens stand for, and those of marks; see `Tokenizer.piece_with`.
         job: What to do.
 
     Raises:
         MeshError: Whatever the engine raises.
     """
-    answer = _Answer(tokenizer, job)
+    answer = _Answer(piece_with, job)
     last: AnswerPart | None = None
     async with aclosing(engine.generate(job.request)) as steps:
         async for step in steps:
@@ -81,9 +82,9 @@ async def answer_parts(engine: Engine, tokenizer: Tokenizer, job: Job) -> AsyncG
 class _Answer:
     """What one answer's tokens come to."""
 
-    def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
+    def __init__(self, piece_with: PieceWith, job: Job) -> None:
         self._job = job
-        self._text = AnswerText(tokenizer.piece_with(job.reading.marks), job.stops)
+        self._text = AnswerText(piece_with(job.reading.marks), job.stops)
         self._tokens = AnswerTokens(self._text)
         self._reader = MessageReader(job.reading)
         self._said: list[Said] = []

@@ -16,10 +16,11 @@ from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
 from mesh.api.document import answers, takes
 from mesh.api.hopeless_length import refuse_hopeless_length
-from mesh.api.job import Job, make_job
+from mesh.api.job import Job, make_job, several
 from mesh.api.logprobs import completion_logprobs
 from mesh.api.respond import respond
 from mesh.api.schemas import CompletionBody, Prompt
+from mesh.said import Content
 from mesh.text import AnswerText
 from spanmesh_proto.errors import InvalidRequest
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from mesh.api.answer import FinishReason
     from mesh.api.answer_tokens import AnswerToken
+    from mesh.said import Said
     from mesh.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -52,6 +54,7 @@ async def completions(request: Request) -> Response:
     backend.require_model(body.model)
     key_name = key_name_of(request.scope)
     jobs = [await asyncio.to_thread(_job, backend, body, prompt, key_name) for prompt in body.prompt]
+    jobs = several(jobs, body.num_choices)
     return await respond(request, backend, body, CompletionShape(backend.tokenizer), jobs)
 
 
@@ -104,18 +107,20 @@ class CompletionShape:
         return completion_logprobs(tokens, self._tokenizer)
 
     def choice(
-        self, index: int, text: str, finish: FinishReason, logprobs: dict[str, Any] | None
+        self, index: int, said: Sequence[Said], finish: FinishReason, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
         """A whole text."""
+        text = "".join(piece.text for piece in said if isinstance(piece, Content))
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def opening(self, _index: int) -> str:
         """Nothing: text begins at once."""
         return ""
 
-    def delta(self, index: int, text_json: str, logprobs_json: str) -> str:
+    def delta(self, index: int, piece: Said, logprobs_json: str) -> str:
         """More text."""
-        return self._chunk(index, text_json, logprobs=logprobs_json)
+        text = piece.text if isinstance(piece, Content) else ""
+        return self._chunk(index, json.dumps(text, ensure_ascii=False), logprobs=logprobs_json)
 
     def closing(self, index: int, finish: FinishReason) -> str:
         """Nothing more."""

@@ -66,15 +66,15 @@ def ending_of(
         return Ending.MESSAGES if adds_generation_prompt is False else Ending.ANSWER
     if adds_generation_prompt:
         raise InvalidRequest(
-            "continue_final_message and add_generation_prompt are both true: an answer either goes on with the"
-            " last message or begins a new one, send one of them",
+            "continue_final_message and add_generation_prompt are both true: an answer goes on with the last"
+            " message or begins a new one, send one of them",
             param="continue_final_message",
         )
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         raise InvalidRequest(
-            "continue_final_message is true, but the last message is no text of the assistant's: put one there,"
-            " or leave the field out",
+            "continue_final_message is true, but the last message is no text of the assistant's: put one"
+            " there, or leave the field out",
             param="continue_final_message",
         )
     return Ending.CONTINUED

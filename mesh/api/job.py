@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 from mesh.api.constraint import grammar_of
 from mesh.api.prediction import encode_prediction
-from mesh.api.sampling import sampling_of
+from mesh.api.sampling import SEED_BITS, sampling_of
 from mesh.engine import GenerationRequest, SpeculationLimits
+from mesh.said import Reading
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from mesh.api.backend import Backend
     from mesh.api.schemas import GenerationBody
+
+MAX_ANSWERS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,16 @@ class Job:
         stops: Strings that end the answer.
         echo: Text that goes before the answer.
         wants_token_ids: Whether the answer says its token ids and the prompt's.
+        reading: How the answer is read.
+        is_further: Whether it is a further answer to the prompt of the job before it.
     """
 
     request: GenerationRequest
     stops: tuple[str, ...]
     echo: str = ""
     wants_token_ids: bool = False
+    reading: Reading = field(default_factory=Reading)
+    is_further: bool = False
 
     @property
     def wants_logprobs(self) -> bool:
@@ -49,6 +56,7 @@ def make_job(
     client: str | None,
     default_max_tokens: int | None = None,
     echo: str = "",
+    reading: Reading | None = None,
 ) -> Job:
     """Fit a request to the model's context.
 
@@ -63,6 +71,7 @@ def make_job(
         client: The name of the caller's API key, or None. It has turns of its own, and a history.
         default_max_tokens: The limit if the request names none; None is all the room there is.
         echo: Text that goes before the answer.
+        reading: How the answer is read; all of it is text unless given.
 
     Raises:
         InvalidRequest: If the prompt is empty, the limit or the prediction is longer than the context, or
@@ -104,4 +113,23 @@ def make_job(
         num_top_logprobs=body.num_top_logprobs,
         grammar=grammar,
     )
-    return Job(request, body.stop, echo, bool(body.return_token_ids))
+    return Job(request, body.stop, echo, bool(body.return_token_ids), reading or Reading())
+
+
+def several(jobs: Sequence[Job], num_choices: int) -> list[Job]:
+    """Each job so many times, with seeds that follow one another: the first draws as it would alone.
+
+    Raises:
+        InvalidRequest: If that is more answers than one request may ask for.
+    """
+    if len(jobs) * num_choices > MAX_ANSWERS:
+        raise InvalidRequest(
+            f"n is {num_choices} for {len(jobs)} prompts: at most {MAX_ANSWERS} answers to one request work",
+            param="n",
+        )
+    return [_further(job, number) if number else job for job in jobs for number in range(num_choices)]
+
+
+def _further(job: Job, number: int) -> Job:
+    sampling = replace(job.request.sampling, seed=(job.request.sampling.seed + number) % 2**SEED_BITS)
+    return replace(job, request=replace(job.request, sampling=sampling), is_further=True)

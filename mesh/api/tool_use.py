@@ -75,7 +75,7 @@ def tool_use_of(
     if isinstance(choice, tuple):
         if choice[0] not in seen:
             raise InvalidRequest(
-                f"tool_choice names {choice[0]!r}, which tools does not have: it has {', '.join(sorted(seen))}",
+                f"tool_choice names {choice[0]!r}, but tools has {', '.join(sorted(seen))}: name one of them",
                 param="tool_choice",
             )
         shown = [function for function in shown if function["name"] == choice[0]]

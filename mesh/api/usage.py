@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,18 +13,20 @@ if TYPE_CHECKING:
 
 
 def usage(jobs: Sequence[Job], last_parts: Sequence[AnswerPart]) -> dict[str, Any]:
-    """Token counts, summed over the answers of one request."""
-    prompt_tokens = sum(len(job.request.prompt) for job in jobs)
+    """Token counts, summed over the answers of one request. A prompt with several answers counts once."""
+    first = [not job.is_further for job in jobs]
+    prompt_tokens = sum(len(job.request.prompt) for job in compress(jobs, first))
     completion_tokens = sum(part.num_tokens for part in last_parts)
     accepted = sum(part.stats.num_accepted for part in last_parts)
     proposed = sum(part.stats.num_proposed for part in last_parts)
-    cached = sum(part.stats.num_cached for part in last_parts)
+    cached = sum(part.stats.num_cached for part in compress(last_parts, first))
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
+            "reasoning_tokens": sum(part.num_reasoning for part in last_parts),
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": proposed - accepted,
         },

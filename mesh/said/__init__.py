@@ -2,7 +2,7 @@
 
 from mesh.said.formats import MARKS, CallFormat, call_format_of, knows_tools
 from mesh.said.message_reader import MessageReader, Reading
-from mesh.said.pieces import CallArguments, CallBegun, Content, Reasoning, Said, joined
+from mesh.said.pieces import CallArguments, CallBegun, Content, Reasoning, Said, calls_of, joined
 from mesh.said.reasoning import is_in_reasoning
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Reasoning",
     "Said",
     "call_format_of",
+    "calls_of",
     "is_in_reasoning",
     "joined",
     "knows_tools",

@@ -34,7 +34,7 @@ class Reading:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Texts that must be seen, though the vocabulary may have control tokens for them, which have none."""
+        """Texts that must be seen, though they may be control tokens, which have no text."""
         found = {mark for pair in THINK_MARKS for mark in pair} if self.splits_reasoning else set()
         if self.call_format is not None:
             found |= {self.call_format.value, CALL_END, ARGUMENTS_MARK, CALL_ID_MARK}

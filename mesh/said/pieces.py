@@ -69,5 +69,18 @@ def joined(pieces: Iterable[Said]) -> list[Said]:
     return found
 
 
+def calls_of(said: Iterable[Said]) -> list[tuple[str, str]]:
+    """Name and arguments of each call, in order."""
+    names: list[str] = []
+    arguments: list[list[str]] = []
+    for piece in said:
+        if isinstance(piece, CallBegun):
+            names.append(piece.name)
+            arguments.append([])
+        elif isinstance(piece, CallArguments):
+            arguments[piece.index].append(piece.text)
+    return [(name, "".join(parts)) for name, parts in zip(names, arguments, strict=True)]
+
+
 def _kind(piece: Said) -> tuple[type[Any], int]:
     return type(piece), piece.index if isinstance(piece, CallBegun | CallArguments) else 0

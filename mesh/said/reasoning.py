@@ -101,5 +101,5 @@ class ReasoningReader:
 
 
 def is_in_reasoning(prompt: str) -> bool:
-    """Whether an answer to the prompt begins inside of reasoning, since a mark that opens it ends the prompt."""
+    """Whether an answer to the prompt begins inside of reasoning: a mark that opens it ends the prompt."""
     return prompt.rstrip().endswith(tuple(begin for begin, _ in THINK_MARKS))
