@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from mesh.api import chat, completions, health, hosts, links, models
+from mesh.api import chat, completions, elsewhere, health, hosts, links, models, tokens, versions
 from mesh.api.auth import KeyGate
 from mesh.api.backend import Backend, HostOrders
 from mesh.api.cors import Cors
 from mesh.api.document import DocumentedApp
 from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.request_log import RequestLog
+from mesh.api.responses import endpoint as responses
 from mesh.chat_template import chat_template_of
 from spanmesh_proto.errors import MeshError
 
@@ -109,6 +110,7 @@ def create_app(
         departures=departures,
     )
     app.state.needs_key = api_keys is not None
-    for endpoints in (chat, completions, models, health, hosts, links):
+    chats = (chat, completions, responses, tokens, elsewhere)
+    for endpoints in (*chats, models, versions, health, hosts, links):
         app.include_router(endpoints.router)
     return app

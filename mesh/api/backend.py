@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from mesh.api.responses.store import ResponseStore
 from mesh.api.unknown_fields import UnknownFields
 from spanmesh_proto.errors import ClusterError, ModelNotFound
 
@@ -56,6 +57,7 @@ class Backend:
         departures: Gives what sends hosts away; None while, or where, there are none.
         closing: Set when the server shuts down; open answers end at once.
         unknown_fields: Which field names were logged.
+        responses: Those that are kept for later requests.
     """
 
     engine: Engine
@@ -76,6 +78,7 @@ class Backend:
     departures: Callable[[], HostOrders | None] = lambda: None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
     def require_ready(self) -> None:
         """Check that requests can be answered.

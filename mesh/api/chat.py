@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter
@@ -20,7 +21,7 @@ from mesh.api.document import answers, takes
 from mesh.api.job import make_job, several
 from mesh.api.logprobs import chat_logprobs
 from mesh.api.respond import respond
-from mesh.api.schemas import ChatBody
+from mesh.api.schemas import ChatBody, ConversationBody
 from mesh.api.tool_use import tool_use_of
 from mesh.said import CallArguments, CallBegun, Content, Reasoning, calls_of
 
@@ -57,20 +58,22 @@ async def chat_completions(request: Request) -> Response:
 
 
 def _jobs(backend: Backend, body: ChatBody, key_name: str | None) -> list[Job]:
-    prompt = write_down(backend, conversation_of(body))
+    conversation = conversation_of(body)
+    splits_reasoning = body.reasoning_format != "none"
+    prompt = write_down(backend, replace(conversation, splits_reasoning=splits_reasoning))
     job = make_job(
         backend, body, prompt.tokens, prompt_param="messages", client=key_name, reading=prompt.reading
     )
     return several([job], body.num_choices)
 
 
-def conversation_of(body: ChatBody) -> Conversation:
+def conversation_of(body: ConversationBody) -> Conversation:
     """What a request for a chat says, checked for contradictions.
 
     Raises:
         InvalidRequest: If fields contradict each other.
     """
-    messages = [message.for_template() for message in body.messages]
+    messages = [message.for_template() for message in body.messages or ()]
     return Conversation(
         messages=messages,
         tools=tool_use_of(
@@ -85,7 +88,6 @@ def conversation_of(body: ChatBody) -> Conversation:
             adds_generation_prompt=body.add_generation_prompt,
             continues_final_message=body.continue_final_message,
         ),
-        splits_reasoning=body.reasoning_format != "none",
     )
 
 

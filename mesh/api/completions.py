@@ -20,9 +20,8 @@ from mesh.api.job import Job, make_job, several
 from mesh.api.logprobs import completion_logprobs
 from mesh.api.respond import respond
 from mesh.api.schemas import CompletionBody, Prompt
+from mesh.api.tokens import require_ids, text_of
 from mesh.said import Content
-from mesh.text import AnswerText
-from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,13 +67,8 @@ def _job(backend: Backend, body: CompletionBody, prompt: Prompt, key_name: str |
         echo = prompt
     else:
         tokens = list(prompt)
-        wrong = next((token for token in tokens if not 0 <= token < tokenizer.n_vocab), None)
-        if wrong is not None:
-            raise InvalidRequest(
-                f"prompt holds the token id {wrong}: this model's ids go from 0 to {tokenizer.n_vocab - 1}",
-                param="prompt",
-            )
-        echo = _text(backend, tokens) if body.echo else ""
+        require_ids(backend, tokens, param="prompt")
+        echo = text_of(backend, tokens) if body.echo else ""
     return make_job(
         backend,
         body,
@@ -84,11 +78,6 @@ def _job(backend: Backend, body: CompletionBody, prompt: Prompt, key_name: str |
         default_max_tokens=DEFAULT_MAX_TOKENS,
         echo=echo if body.echo else "",
     )
-
-
-def _text(backend: Backend, tokens: list[int]) -> str:
-    text = AnswerText(backend.tokenizer.piece)
-    return "".join(text.push(token) for token in tokens) + text.flush()
 
 
 class CompletionShape:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 from starlette.responses import Response
 
-from mesh.api.allowance import visit_of
 from mesh.api.envelope import Envelope, Shape
 from mesh.api.hang_up import ClientGoneError, unless_hung_up
 from mesh.api.json_response import json_response
-from mesh.api.metered_engine import MeteredEngine
+from mesh.api.metered_engine import metered
 from mesh.api.request_log import CLIENT_GONE_STATUS
 from mesh.api.siblings import Siblings
 from mesh.api.streaming import EventStream
@@ -56,10 +54,7 @@ async def respond(
         RateLimited: If the caller's API key has too few tokens left for now.
         MeshError: Whatever the engine raises before the response begins.
     """
-    visit = visit_of(request.scope)
-    if visit is not None:
-        visit.reserve(sum(len(job.request.prompt) + job.request.max_tokens for job in jobs))
-        backend = replace(backend, engine=MeteredEngine(backend.engine, visit))
+    backend = metered(request.scope, backend, jobs)
     envelope = Envelope(
         shape=shape,
         answer_id=f"{shape.id_prefix}{backend.random_bits(_ID_BITS):032x}",

@@ -313,8 +313,8 @@ class Message(StrictBody):
         return found
 
 
-class ChatBody(GenerationBody):
-    """`POST /v1/chat/completions`."""
+class ConversationBody(StrictBody):
+    """What makes the prompt of a chat."""
 
     # The first one that is wrong is enough: thousands of them would take seconds to tell.
     messages: Annotated[
@@ -323,17 +323,22 @@ class ChatBody(GenerationBody):
         Field(min_length=1, json_schema_extra={"maxItems": MAX_MESSAGES}),
         BeforeValidator(refuse_too_many_messages),
     ]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[ToolBody], FailFast(), Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         str | tuple[str] | None,
         PlainValidator(parse_tool_choice, json_schema_input_type=ToolChoiceInput),
     ] = None
     parallel_tool_calls: bool | None = None
-    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(GenerationBody, ConversationBody):
+    """`POST /v1/chat/completions`."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
     logprobs: bool | None = None
     top_logprobs: NumTopLogprobs = None
 

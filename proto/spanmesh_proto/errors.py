@@ -23,6 +23,8 @@ The tree, with one line on what each leaf means::
         ├── ContextLengthExceeded   prompt and answer do not fit the context
         ├── Unauthorized            no API key, or a wrong one
         ├── ModelNotFound           the request names a model that is not served
+        ├── NotFound                the request names something else that is not here
+        ├── NotSupported            the endpoint exists elsewhere, but not here
         ├── RequestTooLarge         the body is larger than any that is read
         ├── MisdirectedRequest      the Host header names another server
         ├── RateLimited             the API key has used up its share for now
@@ -142,6 +144,14 @@ class ModelNotFound(RequestError):
     """The request names a model that is not served."""
 
 
+class NotFound(RequestError):
+    """The request names something else that is not here."""
+
+
+class NotSupported(RequestError):
+    """The endpoint exists elsewhere, but not here."""
+
+
 class RequestTooLarge(RequestError):
     """The body is larger than any that is read."""
 
@@ -197,6 +207,8 @@ WIRE: Final[dict[type[MeshError], Wire]] = {
     ContextLengthExceeded: Wire("context_length_exceeded", "OUT_OF_RANGE", 400, "invalid_request_error"),
     Unauthorized: Wire("invalid_api_key", "UNAUTHENTICATED", 401, "invalid_request_error"),
     ModelNotFound: Wire("model_not_found", "NOT_FOUND", 404, "invalid_request_error"),
+    NotFound: Wire("not_found", "NOT_FOUND", 404, "invalid_request_error"),
+    NotSupported: Wire("not_supported", "UNIMPLEMENTED", 501, "invalid_request_error"),
     RequestTooLarge: Wire("request_too_large", "OUT_OF_RANGE", 413, "invalid_request_error"),
     MisdirectedRequest: Wire("misdirected_request", "PERMISSION_DENIED", 421, "invalid_request_error"),
     RateLimited: Wire("rate_limit_exceeded", "RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
