@@ -73,7 +73,7 @@ def conversation_of(body: ConversationBody) -> Conversation:
     Raises:
         InvalidRequest: If fields contradict each other.
     """
-    messages = [message.for_template() for message in body.messages or ()]
+    messages = [message.for_template() for message in body.messages]
     return Conversation(
         messages=messages,
         tools=tool_use_of(

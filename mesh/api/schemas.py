@@ -323,7 +323,7 @@ class ConversationBody(StrictBody):
         Field(min_length=1, json_schema_extra={"maxItems": MAX_MESSAGES}),
         BeforeValidator(refuse_too_many_messages),
     ]
-    tools: Annotated[list[ToolBody], FailFast(), Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         str | tuple[str] | None,
         PlainValidator(parse_tool_choice, json_schema_input_type=ToolChoiceInput),

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import FailFast, Field
+from pydantic import BeforeValidator, FailFast, Field
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
@@ -17,7 +17,7 @@ from mesh.api.chat import conversation_of
 from mesh.api.conversation import write_down
 from mesh.api.document import answers, takes
 from mesh.api.json_response import json_response
-from mesh.api.schemas import MAX_MESSAGES, ConversationBody, Message
+from mesh.api.schemas import MAX_MESSAGES, ConversationBody, Message, refuse_too_many_messages
 from mesh.api.strict_body import StrictBody
 from mesh.text import AnswerText
 from spanmesh_proto.errors import InvalidRequest
@@ -33,9 +33,12 @@ class TokenizeBody(ConversationBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)] | None = (  # type: ignore[assignment]
-        None
-    )
+    messages: Annotated[
+        list[Message],
+        FailFast(),
+        Field(min_length=1, json_schema_extra={"maxItems": MAX_MESSAGES}),
+        BeforeValidator(refuse_too_many_messages),
+    ] = []
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -60,7 +63,7 @@ async def tokenize(request: Request) -> Response:
         request, TokenizeBody, backend.unknown_fields, context_length=backend.engine.context_length
     )
     backend.require_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
+    if (body.prompt is None) == (not body.messages):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     tokens = await asyncio.to_thread(_tokens, backend, body)
     answer: dict[str, Any] = {
@@ -112,7 +115,7 @@ def text_of(backend: Backend, tokens: Sequence[int]) -> str:
 
 
 def _tokens(backend: Backend, body: TokenizeBody) -> list[int]:
-    if body.messages is not None:
+    if body.messages:
         return write_down(backend, conversation_of(body)).tokens
     return backend.tokenizer.encode(
         body.prompt or "", add_special=body.add_special_tokens is not False, parse_special=True

@@ -113,7 +113,7 @@ def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str | None)
 
 def _unknown(response_id: str) -> NotFound:
     return NotFound(
-        f"the response {response_id!r} is not kept here, or not any more: each API key's latest are, until the"
-        " server is started again",
+        f"the response {response_id!r} is not kept here, or not any more: each API key's latest are, until"
+        " the server is started again",
         param="response_id",
     )

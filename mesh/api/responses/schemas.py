@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import FailFast, Field, PlainValidator
+from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from mesh.api.responses.items import ItemsInput
@@ -79,7 +79,7 @@ class ResponsesBody(GenerationBody):
     input: Annotated[str | list[Any], PlainValidator(parse_input, json_schema_input_type=ItemsInput)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[list[ResponsesTool], FailFast(), Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         str | tuple[str] | None,
         PlainValidator(
