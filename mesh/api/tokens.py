@@ -38,7 +38,7 @@ class TokenizeBody(ConversationBody):
         FailFast(),
         Field(min_length=1, json_schema_extra={"maxItems": MAX_MESSAGES}),
         BeforeValidator(refuse_too_many_messages),
-    ] = []
+    ] = Field(default_factory=list)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

@@ -81,5 +81,5 @@ def parse_tool_choice(value: Any) -> str | tuple[str] | None:
             return (function["name"],)
     raise PydanticCustomError(
         "tool_choice",
-        'must be "none", "auto", "required" or {{"type": "function", "function": {{"name": …}}}}',
+        'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}',
     )

@@ -37,7 +37,7 @@ def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
     """Times of one answer. The first token belongs to the prompt's time, so rates leave it out."""
     stats = last.stats
     num_prompt, num_decoded = len(job.request.prompt) - stats.num_cached, max(last.num_tokens - 1, 0)
-    times = {
+    times: dict[str, Any] = {
         "cache_n": stats.num_cached,
         "prompt_n": num_prompt,
         "prompt_ms": round(stats.prefill_ms, 3),
@@ -50,6 +50,8 @@ def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
         "draft_n": stats.num_proposed,
         "draft_n_accepted": stats.num_accepted,
     }
+    if stats.ring is not None:
+        times |= stats.ring().as_dict()
     return times if stats.report is None else times | {"speculation": stats.report().as_dict()}
 
 

@@ -36,7 +36,7 @@ def parse_choice(value: Any) -> str | tuple[str] | None:
     if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("name"), str):
         return (value["name"],)
     raise PydanticCustomError(
-        "tool_choice", 'must be "none", "auto", "required" or {{"type": "function", "name": …}}'
+        "tool_choice", 'must be "none", "auto", "required" or {"type": "function", "name": …}'
     )
 
 
