@@ -1,0 +1,127 @@
+"""The API's document walked with real requests: what it allows is accepted, what it forbids is refused."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mesh.bench.fuzz.json_damage import json_text
+from mesh.bench.fuzz.schema_values import SchemaValues
+from mesh.tokenizer import Tokenizer
+from tests.api_harness import Api, ScriptedEngine, running_api
+from tests.test_openapi import validator_of
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
+
+HELLO = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "look"}}
+LEAST: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO},
+    "/v1/completions": {"prompt": "Hello"},
+    "/v1/responses": {"input": "Hello"},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [1]},
+}
+# What some fields mean nothing without.
+COMPANIONS: dict[tuple[str, str], dict[str, Any]] = {
+    ("/v1/chat/completions", "top_logprobs"): {"logprobs": True},
+    ("/v1/chat/completions", "tool_choice"): {"tools": [TOOL]},
+    ("/v1/responses", "tool_choice"): {"tools": [{"type": "function", "name": "look"}]},
+    ("/tokenize", "messages"): {"prompt": None},
+}
+# What no schema can say: that values fit this model, this server, or each other.
+BEYOND_SCHEMAS = (
+    "context holds",
+    "is not served here",
+    "holds the token id",
+    "does not have",
+    "surrogate",
+    "is not kept here",
+    "name one of them",
+    "two functions are called",
+    "is no text of the assistant's",
+    "either prompt or messages",
+    "more than",
+    "holds no token",
+)
+WRONG: tuple[Any, ...] = (True, -5, 10**6, 1.5, "x", "", [], {}, [[]], [None], {"a": 1}, [1.5], ["x"] * 300)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(smollm2_path: Path) -> AsyncIterator[Api]:
+    engine = ScriptedEngine([(300,), (301, 302)], context_length=8192)
+    async with running_api(engine, Tokenizer(smollm2_path)) as api:
+        yield api
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def document(shared: Api) -> dict[str, Any]:
+    found: dict[str, Any] = (await shared.http.get("/openapi.json")).json()
+    return found
+
+
+def body_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    name = content["schema"]["$ref"].rpartition("/")[2]
+    found: dict[str, Any] = document["components"]["schemas"][name]
+    return found
+
+
+async def send(shared: Api, path: str, body: dict[str, Any]) -> httpx.Response:
+    headers = {"content-type": "application/json"}
+    return await shared.http.post(path, content=json_text(body, _Plain()), headers=headers)
+
+
+class _Plain(Random):
+    """Has JSON written as it is: half surrogates must get through."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+async def test_every_path_with_a_body_is_walked(document: dict[str, Any]) -> None:
+    operations = {
+        path: operation
+        for path, methods in document["paths"].items()
+        for operation in methods.values()
+        if "requestBody" in operation
+    }
+    assert set(operations) == set(LEAST)
+
+
+@pytest.mark.parametrize("path", LEAST)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_what_it_allows_is_accepted(
+    shared: Api, document: dict[str, Any], path: str, seed: int
+) -> None:
+    values = SchemaValues(document, Random(seed))
+    for name, schema in body_schema(document, path)["properties"].items():
+        body = {**LEAST[path], **COMPANIONS.get((path, name), {}), name: values.value(schema)}
+        response = await send(shared, path, body)
+        if response.status_code != 200:
+            error = response.json()["error"]
+            assert response.status_code in {400, 404}, (name, body[name], error)
+            assert any(words in error["message"] for words in BEYOND_SCHEMAS), (name, body[name], error)
+
+
+@pytest.mark.parametrize("path", LEAST)
+async def test_what_it_forbids_is_refused_by_name(shared: Api, document: dict[str, Any], path: str) -> None:
+    num_refused = 0
+    for name, schema in body_schema(document, path)["properties"].items():
+        for value in WRONG:
+            if validator_of(document, schema).is_valid(value):
+                continue
+            body = {**LEAST[path], **COMPANIONS.get((path, name), {}), name: value}
+            response = await send(shared, path, body)
+            assert response.status_code == 400, (name, value, response.text)
+            param = response.json()["error"]["param"] or ""
+            assert param.partition(".")[0].partition("[")[0] == name, (name, value, response.text)
+            num_refused += 1
+    assert num_refused > 3 * len(body_schema(document, path)["properties"])
