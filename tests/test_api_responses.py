@@ -303,6 +303,9 @@ async def test_thinking_is_asked_for_where_the_template_asks(tokenizer: Tokenize
     try:
         async with running_api(engine, tokenizer) as api:
             await api.http.post(RESPONSES, json={"input": "hi", "reasoning": {"effort": "none"}})
+            assert shown(engine, tokenizer) == "none|False|hi"
+            chat = {"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "low"}
+            await api.http.post("/v1/chat/completions", json=chat)
+            assert shown(engine, tokenizer) == "low|True|hi"
     finally:
         tokenizer.chat_template = template
-    assert shown(engine, tokenizer) == "none|False|hi"

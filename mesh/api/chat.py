@@ -16,7 +16,7 @@ from mesh.api.auth import key_name_of
 from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
 from mesh.api.call_ids import CallIds
-from mesh.api.conversation import Conversation, ending_of, write_down
+from mesh.api.conversation import Conversation, ending_of, thinking_variables, write_down
 from mesh.api.document import answers, takes
 from mesh.api.job import make_job, several
 from mesh.api.logprobs import chat_logprobs
@@ -82,7 +82,7 @@ def conversation_of(body: ConversationBody) -> Conversation:
             is_parallel=body.parallel_tool_calls,
             name_param="tools[{}].function.name",
         ),
-        variables=body.chat_template_kwargs or {},
+        variables={**thinking_variables(body.reasoning_effort), **(body.chat_template_kwargs or {})},
         ending=ending_of(
             messages,
             adds_generation_prompt=body.add_generation_prompt,

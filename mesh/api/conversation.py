@@ -80,6 +80,13 @@ def ending_of(
     return Ending.CONTINUED
 
 
+def thinking_variables(effort: str | None) -> dict[str, Any]:
+    """What templates read that let a model think, more or less or not at all."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
 def write_down(backend: Backend, conversation: Conversation) -> ChatPrompt:
     """Render a conversation and count its tokens. Blocks.
 

@@ -56,6 +56,9 @@ RepetitionPenalty = Annotated[
 NumTopLogprobs = Annotated[int | None, between(0, MAX_TOP_LOGPROBS), _in_document(0, MAX_TOP_LOGPROBS)]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 def parse_stop(value: Any) -> tuple[str, ...]:
     """One stop string or a list of them, as a tuple."""
     if value is None:
@@ -332,6 +335,7 @@ class ConversationBody(StrictBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class ChatBody(GenerationBody, ConversationBody):

@@ -13,7 +13,7 @@ from mesh.api.answer_schemas import Deleted, ResponseAnswer
 from mesh.api.auth import key_name_of
 from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
-from mesh.api.conversation import Conversation, write_down
+from mesh.api.conversation import Conversation, thinking_variables, write_down
 from mesh.api.document import answers, takes
 from mesh.api.job import make_job
 from mesh.api.json_response import json_response
@@ -91,13 +91,6 @@ def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
     prompt = write_down(backend, conversation)
     job = make_job(backend, body, prompt.tokens, prompt_param="input", client=client, reading=prompt.reading)
     return Turn(messages, job)
-
-
-def thinking_variables(effort: str | None) -> dict[str, Any]:
-    """What templates that let a model think, or not, read."""
-    if effort is None:
-        return {}
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str | None) -> list[Mapping[str, Any]]:

@@ -24,7 +24,7 @@ from mesh.api.streaming import EventStream
 from mesh.api.usage import timings, usage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
 
@@ -138,7 +138,7 @@ class _Making:
         response = self._response("failed", error={"code": told["code"], "message": told["message"]})
         return self._opening() + self._numbered([{"type": "response.failed", "response": response}])
 
-    def _parts(self) -> Any:
+    def _parts(self) -> AsyncGenerator[AnswerPart, None]:
         return answer_parts(self._backend.engine, self._backend.tokenizer.piece_with, self._turn.job)
 
     def _take(self, part: AnswerPart) -> list[Event]:

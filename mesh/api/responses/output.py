@@ -39,22 +39,25 @@ class Output:
         # Of the open item: joined when it is complete.
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
+        # Of tokens whose text is still to come.
+        self._early_logprobs: list[dict[str, Any]] = []
 
     def add(self, said: Sequence[Said], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
         """Take what was said.
 
         Args:
             said: In order.
-            logprobs: Of the tokens that made it, if they are wanted; they go with its first text.
+            logprobs: Of the tokens that made it, if they are wanted; they go with the next text.
         """
+        self._early_logprobs += logprobs
         events: list[Event] = []
         for piece in said:
             match piece:
                 case Content():
-                    events += self._add_text("message", _TEXT, piece.text, logprobs)
-                    logprobs = ()
+                    told, self._early_logprobs = self._early_logprobs, []
+                    events += self._add_text("message", _TEXT, piece.text, told)
                 case Reasoning():
-                    events += self._add_text("reasoning", _THOUGHT, piece.text, ())
+                    events += self._add_text("reasoning", _THOUGHT, piece.text, [])
                 case CallBegun():
                     events += self._begin_call(piece.name)
                 case CallArguments():
@@ -72,14 +75,14 @@ class Output:
         return events + self._close("incomplete" if is_cut else "completed")
 
     def _add_text(
-        self, item_type: str, part_type: str, text: str, logprobs: Sequence[dict[str, Any]]
+        self, item_type: str, part_type: str, text: str, logprobs: list[dict[str, Any]]
     ) -> list[Event]:
         events = []
         if self._open is None or self._open["type"] != item_type:
             events = self._close("completed") + self._begin_text(item_type, part_type)
         self._texts.append(text)
         self._logprobs += logprobs
-        more = {"logprobs": list(logprobs)} if part_type == _TEXT else {}
+        more = {"logprobs": logprobs} if part_type == _TEXT else {}
         return [*events, self._event(f"response.{part_type}.delta", content_index=0, delta=text, **more)]
 
     def _begin_text(self, item_type: str, part_type: str) -> list[Event]:

@@ -8,7 +8,7 @@ from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from mesh.api.responses.items import ItemsInput
-from mesh.api.schemas import MAX_MESSAGES, GenerationBody, NumTopLogprobs
+from mesh.api.schemas import MAX_MESSAGES, Effort, GenerationBody, NumTopLogprobs
 from mesh.api.strict_body import StrictBody
 from mesh.api.tool_schemas import MAX_TOOLS, FunctionBody
 
@@ -56,7 +56,7 @@ class NamedResponsesTool(StrictBody):
 class ReasoningBody(StrictBody):
     """How much the model is to think, for templates that ask."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
