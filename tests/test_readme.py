@@ -21,7 +21,14 @@ from mesh.cluster.addresses import free_port
 from spanmesh_proto import SOFTWARE_VERSION
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/three_hosts.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "examples/three_hosts.md",
+    "examples/coding_agents/README.md",
+)
 COMMANDS = (
     *("serve", "join", "status", "slice", "certify", "draft make"),
     *("keys add", "keys list", "keys rm", "drain", "evict"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mesh.api.hopeless_length import refuse_hopeless_length
 from mesh.chat_template import Ending, encode_prompt
-from mesh.said import Reading, is_in_reasoning
+from mesh.said import Reading, end_of_reasoning
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -113,11 +113,12 @@ def write_down(backend: Backend, conversation: Conversation) -> ChatPrompt:
         param=conversation.param,
         what="the prompt",
     )
+    thought_end = end_of_reasoning(rendered)
     reading = Reading(
         call_format=None if tools is None else template.call_format,
         names=frozenset() if tools is None else tools.names,
         has_one_call=tools is not None and tools.has_one_call,
         splits_reasoning=conversation.splits_reasoning,
-        is_in_reasoning=is_in_reasoning(rendered),
+        is_in_reasoning=thought_end is not None,
     )
     return ChatPrompt(encode_prompt(backend.tokenizer, rendered), reading)

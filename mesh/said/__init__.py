@@ -3,7 +3,7 @@
 from mesh.said.formats import MARKS, CallFormat, call_format_of, knows_tools
 from mesh.said.message_reader import MessageReader, Reading
 from mesh.said.pieces import CallArguments, CallBegun, Content, Reasoning, Said, calls_of, joined
-from mesh.said.reasoning import is_in_reasoning
+from mesh.said.reasoning import end_of_reasoning
 
 __all__ = [
     "MARKS",
@@ -17,7 +17,7 @@ __all__ = [
     "Said",
     "call_format_of",
     "calls_of",
-    "is_in_reasoning",
+    "end_of_reasoning",
     "joined",
     "knows_tools",
 ]

@@ -100,6 +100,7 @@ class ReasoningReader:
         return [Reasoning(shown)] if shown else []
 
 
-def is_in_reasoning(prompt: str) -> bool:
-    """Whether an answer to the prompt begins inside of reasoning: a mark that opens it ends the prompt."""
-    return prompt.rstrip().endswith(tuple(begin for begin, _ in THINK_MARKS))
+def end_of_reasoning(prompt: str) -> str | None:
+    """The mark that ends the reasoning in which an answer to the prompt begins; None if it begins in none."""
+    said = prompt.rstrip()
+    return next((end for begin, end in THINK_MARKS if said.endswith(begin)), None)
