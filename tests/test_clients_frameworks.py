@@ -1,5 +1,9 @@
 """LangChain and LiteLLM, unmodified, against a real mesh."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,3 +64,21 @@ async def test_langchain_asks_several_at_once(mesh_url: str) -> None:
     model = langchain(mesh_url)
     answers = await model.abatch([QUESTION, "Name three trees."])
     assert all(answer.text for answer in answers)
+
+
+def test_litellm(mesh_url: str) -> None:
+    """In a process of its own: see there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.litellm_client", mesh_url, KEY],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["whole"] == found["streamed"] == found["later"] != ""
+    assert json.loads(found["arguments"])["of"] in {"apple", "plum"}
+    assert 3 < found["tokens"] <= 32
+    assert "max_tokens is 1000000" in found["refusal"]

@@ -1,4 +1,4 @@
-"""What stands in examples/ works with a real mesh: programs run, and agents' configurations lead to answers."""
+"""What stands in examples/ works with a real mesh: programs run, configurations of agents lead to answers."""
 
 import json
 import os
