@@ -61,9 +61,7 @@ def _jobs(backend: Backend, body: ChatBody, key_name: str | None) -> list[Job]:
     conversation = conversation_of(body)
     splits_reasoning = body.reasoning_format != "none"
     prompt = write_down(backend, replace(conversation, splits_reasoning=splits_reasoning))
-    job = make_job(
-        backend, body, prompt.tokens, prompt_param="messages", client=key_name, reading=prompt.reading
-    )
+    job = make_job(backend, body, prompt.tokens, prompt_param="messages", client=key_name, chat=prompt)
     return several([job], body.num_choices)
 
 

@@ -6,6 +6,7 @@ import json
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.api.tool_grammar import Instead
 from mesh.json_grammar import checked_grammar, json_object_grammar, schema_grammar
 from spanmesh_proto.errors import InvalidRequest
 
@@ -39,6 +40,18 @@ def grammar_of(body: GenerationBody) -> str | None:
             param=given[1],
         )
     return found[given[0]] if given else None
+
+
+def schema_of(body: GenerationBody) -> Instead | None:
+    """The schema that an answer must match, of a body that has a grammar; None if it came as a grammar."""
+    if body.json_schema is not None:
+        return Instead(body.json_schema, "json_schema")
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.json_schema is None or wanted.type == "json_object":
+        return Instead({"type": "object"}, "response_format")
+    return Instead(wanted.json_schema.schema_, "response_format.json_schema.schema")
 
 
 def _of_format(wanted: ResponseFormatBody | None) -> str | None:

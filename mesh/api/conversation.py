@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mesh.api.hopeless_length import refuse_hopeless_length
+from mesh.api.tool_grammar import call_grammar
 from mesh.chat_template import Ending, encode_prompt
 from mesh.said import Reading, end_of_reasoning
 from spanmesh_proto.errors import InvalidRequest
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mesh.api.backend import Backend
+    from mesh.api.tool_grammar import Instead
     from mesh.api.tool_use import ToolUse
+    from mesh.said import CallFormat
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,31 @@ class ChatPrompt:
     Attributes:
         tokens: Token ids.
         reading: How the answer is read.
+        tools: What it may call; None for nothing.
+        call_format: How it calls.
+        thought_end: What ends the reasoning that the prompt began, if it did.
     """
 
     tokens: list[int]
     reading: Reading
+    tools: ToolUse | None
+    call_format: CallFormat
+    thought_end: str | None
+
+    def call_grammar(self, instead: Instead | None = None) -> str:
+        """The grammar of answers that call, or that are something else instead.
+
+        Raises:
+            InvalidRequest: If a schema cannot be a grammar.
+        """
+        functions = () if self.tools is None else self.tools.functions
+        return call_grammar(
+            functions,
+            self.call_format,
+            has_one_call=self.reading.has_one_call,
+            thought_end=self.thought_end,
+            instead=instead,
+        )
 
 
 def ending_of(
@@ -121,4 +145,5 @@ def write_down(backend: Backend, conversation: Conversation) -> ChatPrompt:
         splits_reasoning=conversation.splits_reasoning,
         is_in_reasoning=thought_end is not None,
     )
-    return ChatPrompt(encode_prompt(backend.tokenizer, rendered), reading)
+    tokens = encode_prompt(backend.tokenizer, rendered)
+    return ChatPrompt(tokens, reading, tools, template.call_format, thought_end)

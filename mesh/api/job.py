@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from mesh.api.constraint import grammar_of
+from mesh.api.constraint import grammar_of, schema_of
 from mesh.api.prediction import encode_prediction
 from mesh.api.sampling import SEED_BITS, sampling_of
 from mesh.engine import GenerationRequest, SpeculationLimits
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.backend import Backend
+    from mesh.api.conversation import ChatPrompt
     from mesh.api.schemas import GenerationBody
 
 MAX_ANSWERS: Final = 64
@@ -56,7 +57,7 @@ def make_job(
     client: str | None,
     default_max_tokens: int | None = None,
     echo: str = "",
-    reading: Reading | None = None,
+    chat: ChatPrompt | None = None,
 ) -> Job:
     """Fit a request to the model's context.
 
@@ -71,7 +72,7 @@ def make_job(
         client: The name of the caller's API key, or None. It has turns of its own, and a history.
         default_max_tokens: The limit if the request names none; None is all the room there is.
         echo: Text that goes before the answer.
-        reading: How the answer is read; all of it is text unless given.
+        chat: What it is the prompt of; without one all of the answer is text.
 
     Raises:
         InvalidRequest: If the prompt is empty, the limit or the prediction is longer than the context, or
@@ -95,7 +96,7 @@ def make_job(
             " there is, or serve with a larger --ctx-size",
             param=body.token_limit_param,
         )
-    grammar = grammar_of(body)
+    grammar, reading = _held_to(body, chat)
     if grammar is not None:
         # Made here rather than in the event loop, which will need it next.
         _ = backend.tokenizer.texts.message
@@ -113,7 +114,26 @@ def make_job(
         num_top_logprobs=body.num_top_logprobs,
         grammar=grammar,
     )
-    return Job(request, body.stop, echo, bool(body.return_token_ids), reading or Reading())
+    return Job(request, body.stop, echo, bool(body.return_token_ids), reading)
+
+
+def _held_to(body: GenerationBody, chat: ChatPrompt | None) -> tuple[str | None, Reading]:
+    """The grammar that the answer must match, if any, and how it is then read."""
+    grammar = grammar_of(body)
+    if chat is None:
+        return grammar, Reading()
+    if chat.tools is None:
+        # An answer that is held to a form has no room for reasoning: all of it is content.
+        return grammar, chat.reading if grammar is None else replace(chat.reading, splits_reasoning=False)
+    if grammar is None:
+        return chat.call_grammar() if chat.tools.is_forced else None, chat.reading
+    instead = schema_of(body)
+    if instead is None:
+        raise InvalidRequest(
+            "grammar does not go with tools: a call would not match it, leave one of them out",
+            param="grammar",
+        )
+    return chat.call_grammar(None if chat.tools.is_forced else instead), chat.reading
 
 
 def several(jobs: Sequence[Job], num_choices: int) -> list[Job]:

@@ -17,6 +17,7 @@ from mesh.api.conversation import Conversation, thinking_variables, write_down
 from mesh.api.document import answers, takes
 from mesh.api.job import make_job
 from mesh.api.json_response import json_response
+from mesh.api.responses.form import in_chat_words, in_own_words
 from mesh.api.responses.items import messages_of
 from mesh.api.responses.making import Turn, respond
 from mesh.api.responses.schemas import ResponsesBody
@@ -89,7 +90,12 @@ def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
         param="input",
     )
     prompt = write_down(backend, conversation)
-    job = make_job(backend, body, prompt.tokens, prompt_param="input", client=client, reading=prompt.reading)
+    try:
+        job = make_job(
+            backend, in_chat_words(body), prompt.tokens, prompt_param="input", client=client, chat=prompt
+        )
+    except InvalidRequest as error:
+        raise in_own_words(error) from None
     return Turn(messages, job)
 
 

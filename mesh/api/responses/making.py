@@ -189,7 +189,7 @@ class _Making:
         return {**self._base, "status": status, "output": [], **fields}
 
     def _base_of(self, body: ResponsesBody) -> dict[str, Any]:
-        said = body.model_dump(include=set(_REPEATED), exclude_none=True, exclude_unset=True)
+        said = body.model_dump(include=set(_REPEATED), exclude_none=True, exclude_unset=True, by_alias=True)
         if isinstance(body.tool_choice, tuple):
             said["tool_choice"] = {"type": "function", "name": body.tool_choice[0]}
         return {

@@ -61,9 +61,12 @@ class ReasoningBody(StrictBody):
 
 
 class TextFormat(StrictBody):
-    """What form the text must have."""
+    """What form the text must have; OpenAI's `strict` makes no difference, as answers always keep to it."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[Any, Field(alias="schema")] = None
+    strict: bool | None = None
 
 
 class TextBody(StrictBody):
