@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.json_grammar import Converter, SchemaError, checked_grammar, to_gbnf
 from mesh.json_grammar.convert import check_size
-from mesh.json_grammar.expressions import Ref, chars, either, seq, times
+from mesh.json_grammar.expressions import Expression, Ref, chars, either, seq, times
 from mesh.json_grammar.string_grammar import quoted
 from mesh.said import CallFormat
 from spanmesh_proto.errors import InvalidRequest
@@ -16,8 +16,6 @@ from stages.grammar.utf8_ranges import complement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-from mesh.json_grammar.expressions import Expression
 
 # A model that never stops calling is stopped.
 MAX_CALLS: Final = 16
