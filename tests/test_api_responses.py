@@ -211,7 +211,7 @@ async def test_an_answer_that_is_kept_can_be_gone_on_from(tokenizer: Tokenizer) 
     assert "Weather in Oslo?" in prompt
     assert '"name": "weather"' in prompt
     assert prompt.endswith("<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
-    assert kept == first
+    assert kept.model_dump() == first.model_dump()
     assert (gone.status_code, not_there.status_code) == (404, 404)
     assert gone.json()["error"]["code"] == "not_found"
     assert (gone_on.status_code, gone_on.json()["error"]["param"]) == (400, "previous_response_id")

@@ -1,5 +1,6 @@
 """Small endpoints: tokens of texts and texts of tokens, versions, and what is not done here."""
 
+import json
 from typing import Any
 
 import openai
@@ -59,7 +60,8 @@ async def test_a_conversation_is_counted_as_the_chat_would(
 async def test_what_makes_no_sense_is_refused(
     api: Api, path: str, fields: dict[str, Any], status: int, param: str | None
 ) -> None:
-    response = await api.http.post(path, json=fields)
+    headers = {"content-type": "application/json"}
+    response = await api.http.post(path, content=json.dumps(fields), headers=headers)
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
 

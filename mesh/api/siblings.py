@@ -31,7 +31,8 @@ class Siblings:
             self._begun.append(self._begun[-1] if job.is_further else asyncio.Event())
 
     async def parts(self, index: int) -> AsyncGenerator[AnswerPart, None]:
-        """One job's parts. Further answers wait until the first has begun, if they may use what it leaves.
+        """One job's parts. Further answers wait until the first has begun, if they may use what it leaves; they never
+        run if it fails.
 
         Raises:
             MeshError: Whatever the engine raises.
@@ -39,12 +40,8 @@ class Siblings:
         job, begun = self._jobs[index], self._begun[index]
         if job.is_further and job.request.uses_cache:
             await begun.wait()
-        try:
-            async with aclosing(
-                answer_parts(self._backend.engine, self._backend.tokenizer.piece_with, job)
-            ) as parts:
-                async for part in parts:
-                    begun.set()
-                    yield part
-        finally:
-            begun.set()
+        engine, piece_with = self._backend.engine, self._backend.tokenizer.piece_with
+        async with aclosing(answer_parts(engine, piece_with, job)) as parts:
+            async for part in parts:
+                begun.set()
+                yield part

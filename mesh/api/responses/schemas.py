@@ -40,10 +40,12 @@ def parse_choice(value: Any) -> str | tuple[str] | None:
     )
 
 
-class ResponsesTool(FunctionBody):
-    """A function that the model may call: the only kind of tool, since nothing is run here."""
-
+class _Tool(StrictBody):
     type: Literal["function"]
+
+
+class ResponsesTool(FunctionBody, _Tool):
+    """A function that the model may call: the only kind of tool, since nothing is run here."""
 
 
 class NamedResponsesTool(StrictBody):
