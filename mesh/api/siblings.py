@@ -31,8 +31,9 @@ class Siblings:
             self._begun.append(self._begun[-1] if job.is_further else asyncio.Event())
 
     async def parts(self, index: int) -> AsyncGenerator[AnswerPart, None]:
-        """One job's parts. Further answers wait until the first has begun, if they may use what it leaves; they never
-        run if it fails.
+        """One job's parts. Further answers wait until the first has begun, if they may use what it leaves.
+
+        If it fails before that they never run: whoever reads them all must end them.
 
         Raises:
             MeshError: Whatever the engine raises.
