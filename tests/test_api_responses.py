@@ -13,7 +13,7 @@ from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from tests import api_harness
 from tests.api_harness import KEY, MODEL, Api, ScriptedEngine, running_api
-from tests.test_api_tools import PARAMETERS, saying, shown
+from tests.test_api_tools import PARAMETERS, allows, saying, shown
 
 pytestmark = pytest.mark.model
 
@@ -309,3 +309,38 @@ async def test_thinking_is_asked_for_where_the_template_asks(tokenizer: Tokenize
             assert shown(engine, tokenizer) == "low|True|hi"
     finally:
         tokenizer.chat_template = template
+
+
+async def test_the_text_may_have_to_have_a_form(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, '{"a": 1}')
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(RESPONSES, json={"input": "x", "text": {"format": wanted}})
+        assert response.status_code == 200, response.text
+        assert allows(engine, '{"a": 1}')
+        assert not allows(engine, "{}")
+        assert response.json()["text"]["format"] == wanted
+        await api.http.post(RESPONSES, json={"input": "x", "text": {"format": {"type": "json_object"}}})
+        assert allows(engine, "{}")
+        await api.http.post(RESPONSES, json={"input": "x", "text": {"format": {"type": "text"}}})
+        assert engine.requests[-1].grammar is None
+        asked = {"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}}
+        await api.http.post(RESPONSES, json=asked)
+        assert allows(engine, CALL.replace(">{", ">\n{").replace("}<", "}\n<"))
+
+
+@pytest.mark.parametrize(
+    ("format_", "param"),
+    [
+        ({"type": "json_schema", "name": "x"}, "text.format.schema"),
+        ({"type": "json_schema", "name": "x", "schema": {"not": {}}}, "text.format.schema"),
+        ({"type": "json_schema", "name": "x", "schema": 5}, "text.format.schema"),
+    ],
+)
+async def test_a_form_that_cannot_be_kept_is_refused(api: Api, format_: Any, param: str) -> None:
+    response = await api.http.post(RESPONSES, json={"input": "x", "text": {"format": format_}})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert "response_format" not in error["message"]

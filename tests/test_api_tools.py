@@ -8,8 +8,10 @@ import pytest
 
 from mesh.said import CallFormat
 from mesh.tokenizer import Tokenizer
+from stages.grammar.grammars import make_automaton
 from tests import api_harness
 from tests.api_harness import MODEL, Api, ScriptedEngine, running_api
+from tests.test_grammar import matches
 
 pytestmark = pytest.mark.model
 
@@ -244,3 +246,64 @@ async def test_what_makes_no_sense_is_refused(api: Api, fields: dict[str, Any], 
 async def test_completions_have_no_tools(api: Api) -> None:
     response = await api.http.post("/v1/completions", json={"prompt": "x", "tools": [WEATHER]})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
+def allows(engine: ScriptedEngine, text: str) -> bool:
+    """Whether the engine's latest answer was to be held to a grammar, and the text matches it."""
+    grammar = engine.requests[-1].grammar
+    return grammar is not None and matches(make_automaton(grammar), text)
+
+
+IN_TAGS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+AT_NOON = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+
+
+async def test_who_must_call_is_held_to_calls(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, IN_TAGS)
+    asked: dict[str, Any] = {"messages": HELLO, "tools": [WEATHER, CLOCK]}
+    named = {"type": "function", "function": {"name": "weather"}}
+    async with running_api(engine, tokenizer) as api:
+        await api.http.post(CHAT, json=asked)
+        assert engine.requests[-1].grammar is None
+        await api.http.post(CHAT, json={**asked, "tool_choice": "required"})
+        assert allows(engine, f"{IN_TAGS}\n{AT_NOON}")
+        assert not allows(engine, "Fine.")
+        await api.http.post(CHAT, json={**asked, "tool_choice": "required", "parallel_tool_calls": False})
+        assert allows(engine, AT_NOON)
+        assert not allows(engine, f"{IN_TAGS}\n{AT_NOON}")
+        await api.http.post(CHAT, json={**asked, "tool_choice": named})
+        assert allows(engine, IN_TAGS)
+        assert not allows(engine, AT_NOON)
+
+
+async def test_a_form_leaves_room_for_calls_unless_it_is_a_grammar(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "{}")
+    asked: dict[str, Any] = {
+        "messages": HELLO,
+        "tools": [WEATHER],
+        "response_format": {"type": "json_object"},
+    }
+    async with running_api(engine, tokenizer) as api:
+        await api.http.post(CHAT, json=asked)
+        assert allows(engine, IN_TAGS)
+        assert allows(engine, '{"a": 1}')
+        await api.http.post(CHAT, json={**asked, "tool_choice": "required"})
+        assert allows(engine, IN_TAGS)
+        assert not allows(engine, '{"a": 1}')
+        await api.http.post(CHAT, json={**asked, "tool_choice": "none"})
+        assert not allows(engine, IN_TAGS)
+        response = await api.http.post(
+            CHAT, json={"messages": HELLO, "tools": [WEATHER], "grammar": 'root ::= "x"'}
+        )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "grammar")
+
+
+async def test_parameters_that_no_grammar_can_say_are_refused_where_they_must_be_kept(
+    api: Api, engine: ScriptedEngine
+) -> None:
+    engine.context_length = 2048
+    asked: dict[str, Any] = {"messages": HELLO, **function(name="odd", parameters={"not": {}})}
+    assert (await api.http.post(CHAT, json=asked)).status_code == 200
+    response = await api.http.post(CHAT, json={**asked, "tool_choice": "required"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    assert "the function odd" in response.json()["error"]["message"]
