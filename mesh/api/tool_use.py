@@ -60,9 +60,9 @@ def tool_use_of(
     seen: set[str] = set()
     for index, function in enumerate(functions):
         if function.name in seen:
+            param = name_param.format(index)
             raise InvalidRequest(
-                f"two functions are called {function.name}: give each a name of its own",
-                param=name_param.format(index),
+                f"{param}: two functions are called {function.name}: give each a name of its own", param=param
             )
         seen.add(function.name)
     if not functions:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
+from mesh.api.ranges import between
 from mesh.api.responses.items import ItemsInput
 from mesh.api.schemas import MAX_MESSAGES, Effort, GenerationBody, NumTopLogprobs
 from mesh.api.strict_body import StrictBody
@@ -103,7 +104,7 @@ class ResponsesBody(GenerationBody):
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # One answer, made while its client waits, from what the request brings.
-    n: Literal[1] | None = None
+    n: Annotated[int | None, between(1, 1), Field(json_schema_extra={"minimum": 1, "maximum": 1})] = None
     background: Literal[False] | None = None
     conversation: None = None
     prompt: None = None
