@@ -39,7 +39,7 @@ def served_mesh(model: Path, cache_dir: Path) -> Iterator[str]:
                 context_length=CTX_SIZE,
                 num_slots=NUM_SLOTS,
                 make_proposers=lambda _request: [NgramProposer()],
-                token_texts=lambda: tokenizer.texts,
+                token_texts=tokenizer.texts,
             ) as coordinator,
             running_api(coordinator, tokenizer, keys=keys) as api,
         ):
