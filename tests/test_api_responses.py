@@ -20,7 +20,7 @@ pytestmark = pytest.mark.model
 tokenizer, engine, api = api_harness.tokenizer, api_harness.engine, api_harness.api
 
 RESPONSES = "/v1/responses"
-WEATHER = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 SAID = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
 
@@ -113,8 +113,8 @@ async def test_logprobs_come_with_the_text(tokenizer: Tokenizer) -> None:
         asked: Any = {"model": MODEL, "input": "x", "include": ["message.output_text.logprobs"]}
         answer = await api.openai.responses.create(top_logprobs=2, **asked)
         events = events_of(await api.http.post(RESPONSES, json={**asked, "stream": True}))
-    [part] = answer.output[0].content  # type: ignore[union-attr]
-    assert [len(entry.top_logprobs) for entry in part.logprobs] == [2, 2, 2]  # type: ignore[union-attr]
+    message: Any = answer.output[0]
+    assert [len(entry.top_logprobs) for entry in message.content[0].logprobs] == [2, 2, 2]
     told = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
     assert [entry["logprob"] for entry in told] == [-0.3, -0.301, -0.302]
 
@@ -195,7 +195,7 @@ async def test_an_answer_that_is_kept_can_be_gone_on_from(tokenizer: Tokenizer) 
             model=MODEL,
             input="Weather in Oslo?",
             instructions="Be brief.",
-            tools=[WEATHER],  # type: ignore[list-item]
+            tools=[WEATHER],
         )
         call: Any = first.output[2]
         result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}

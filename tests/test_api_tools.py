@@ -20,8 +20,8 @@ tokenizer, engine, api = api_harness.tokenizer, api_harness.engine, api_harness.
 CHAT = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
-CLOCK = {"type": "function", "function": {"name": "clock", "description": "Tells the time."}}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+CLOCK: Any = {"type": "function", "function": {"name": "clock", "description": "Tells the time."}}
 CALL = 'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 SECOND = '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 
@@ -38,7 +38,7 @@ async def test_a_call_is_no_content(tokenizer: Tokenizer) -> None:
         answer = await api.openai.chat.completions.create(
             model=MODEL,
             messages=HELLO,
-            tools=[WEATHER, CLOCK],  # type: ignore[list-item]
+            tools=[WEATHER, CLOCK],
         )
     choice = answer.choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
@@ -53,11 +53,11 @@ async def test_a_call_is_no_content(tokenizer: Tokenizer) -> None:
 
 async def test_a_stream_tells_the_name_first_and_the_arguments_in_pieces(tokenizer: Tokenizer) -> None:
     async with running_api(saying(tokenizer, CALL + SECOND), tokenizer) as api:
-        stream = await api.openai.chat.completions.create(
+        stream: Any = await api.openai.chat.completions.create(
             model=MODEL,
             messages=HELLO,
             tools=[WEATHER, CLOCK],
-            stream=True,  # type: ignore[list-item]
+            stream=True,
         )
         choices = [chunk.choices[0] async for chunk in stream]
     assert "".join(choice.delta.content or "" for choice in choices) == "Let me look."

@@ -145,15 +145,16 @@ def test_a_named_function_is_called(client: openai.OpenAI) -> None:
     choice: Any = {"type": "function", "function": {"name": "forecast"}}
     asked: Any = {**ASKED, "max_tokens": 96, "tools": [FORECAST, NOTHING], "tool_choice": choice}
     answer = client.chat.completions.create(**asked).choices[0]
-    [call] = answer.message.tool_calls or ()
-    arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
+    calls: Any = answer.message.tool_calls
+    [call] = calls
+    arguments = json.loads(call.function.arguments)
     assert set(arguments) == {"city", "days"}
     assert 1 <= arguments["days"] <= 9
     with client.chat.completions.stream(**asked) as stream:
         for _ in stream:
             pass
-        streamed = stream.get_final_completion().choices[0].message.tool_calls or ()
-    assert [each.function.arguments for each in streamed] == [call.function.arguments]  # type: ignore[union-attr]
+        streamed: Any = stream.get_final_completion().choices[0].message.tool_calls
+    assert [each.function.arguments for each in streamed] == [call.function.arguments]
 
 
 def test_a_response_calls_a_named_function(client: openai.OpenAI) -> None:

@@ -12,8 +12,8 @@ from mesh.said import CallFormat, MessageReader, Reading, Reasoning, Said, calls
 from mesh.said.pieces import Content
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.grammars import make_automaton
+from tests.json_schemas import random_text
 from tests.test_grammar import matches
-from tests.test_json_grammar import random_text
 
 LOOK: dict[str, Any] = {
     "name": "look",

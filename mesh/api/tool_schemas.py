@@ -13,13 +13,13 @@ from mesh.api.strict_body import StrictBody
 MAX_TOOLS: Final = 256
 MAX_NAME_CHARS: Final = 128
 
-_NAME: Final = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$")]
+_Name = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$")]
 
 
 class FunctionBody(StrictBody):
     """A function that the model may call. `parameters` is a JSON schema; without one it takes anything."""
 
-    name: _NAME
+    name: _Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -78,8 +78,8 @@ class MessageReader:
             return [Content(text)] if text else []
         said: list[Said] = []
         for char in text:
-            pieces = [Content(char)] if self._reasoning is None else self._reasoning.push(char)
-            said += self._with_calls(pieces)
+            whole: list[Said] = [Content(char)]
+            said += self._with_calls(whole if self._reasoning is None else self._reasoning.push(char))
         return joined(said)
 
     def flush(self) -> list[Said]:

@@ -86,12 +86,11 @@ class Output:
         return [*events, self._event(f"response.{part_type}.delta", content_index=0, delta=text, **more)]
 
     def _begin_text(self, item_type: str, part_type: str) -> list[Event]:
-        if item_type == "message":
-            item = {"type": "message", "id": self._new_id("msg_"), "status": "in_progress"}
-            item |= {"role": "assistant", "content": []}
-        else:
-            item = {"type": "reasoning", "id": self._new_id("rs_"), "status": "in_progress"}
-            item |= {"summary": [], "content": []}
+        prefix = "msg_" if item_type == "message" else "rs_"
+        item: dict[str, Any] = {"type": item_type, "id": self._new_id(prefix), "status": "in_progress"}
+        item |= (
+            {"role": "assistant", "content": []} if item_type == "message" else {"summary": [], "content": []}
+        )
         opened = self._begin(item)
         part = _part(part_type, "", [])
         return [opened, self._event("response.content_part.added", content_index=0, part=part)]
