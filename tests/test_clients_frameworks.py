@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ async def test_langchain_asks_several_at_once(mesh_url: str) -> None:
     assert all(answer.text for answer in answers)
 
 
+@pytest.mark.skipif(find_spec("litellm") is None, reason="LiteLLM is not installed: see CONTRIBUTING.md")
 def test_litellm(mesh_url: str) -> None:
     """In a process of its own: see there."""
     done = subprocess.run(
