@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from stages.rehearsal_order import StageTiming
 
 # What a token takes beyond what stages report as computing and links were measured to take, for each stage
-# and once more for the coordinator. Measured by `python -m mesh.bench.plan_check`, see there.
+# and once more for the coordinator: queues, messages, event loops, the answer's way to the client. An
+# estimate; `python -m mesh.bench.plan_check` measures it.
 HANDLING_MS: Final = 0.3
 
 
