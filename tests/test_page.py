@@ -222,7 +222,7 @@ async def test_a_killed_stage_is_shown_and_its_healing_too(page: Page, served: P
     mesh.kill(1)
     await page.until(state_is("Healing"))
     assert "are placed again" in await page.until("document.querySelector('#banner').textContent")
-    assert "healing" in await page.text("#ring")
+    assert "healing" in await page.js("document.querySelector('#ring').textContent")
     length = await page.js(f"{LAST}.querySelector('.text').textContent.length")
     mesh.driver.starts.set()
     await page.until(state_is("Ready"))
