@@ -76,7 +76,7 @@ class Page:
             raise BrowserError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    async def until(self, expression: str, within_s: float = 20.0) -> Any:
+    async def until(self, expression: str, within_s: float = 40.0) -> Any:
         """Wait until an expression is true; returns what it came to."""
         try:
             async with asyncio.timeout(within_s):
@@ -238,4 +238,6 @@ async def browser_page(profile: Path) -> AsyncIterator[Page]:
             await process.wait()
         await pipe.close()
         transport.close()
+        # Its end of the pipe is closed in the next turns of the loop.
+        await asyncio.sleep(0.01)
         os.close(to_browser)

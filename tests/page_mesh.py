@@ -41,7 +41,7 @@ class PageMesh:
 
 @asynccontextmanager
 async def page_mesh(
-    model: Path, *, keys: ApiKeys | None = None, hosts: tuple[str, ...] = ("attic", "cellar", "desk", "shed")
+    model: Path, *, keys: ApiKeys | None = None, hosts: tuple[str, ...] = ("attic", "cellar", "desk")
 ) -> AsyncIterator[PageMesh]:
     """Three stages on the first three hosts; the others stand by."""
     facts, engine = read_model_facts(model), PendingEngine(WORKLOAD.ctx_size)

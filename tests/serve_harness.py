@@ -81,16 +81,20 @@ class InProcessDriver:
 
     Attributes:
         refuses: Names of Ray nodes where nothing starts.
+        starts: Nothing starts anywhere while it is not set.
     """
 
     def __init__(self) -> None:
         self.refuses: set[str] = set()
+        self.starts = asyncio.Event()
+        self.starts.set()
         self.num_created = 0
         self._ending: set[asyncio.Task[None]] = set()
 
     async def create(self, kind: type, *arguments: Any, ray_node_name: str, **_: Any) -> InProcessActor:
         if ray_node_name in self.refuses:
             raise StageFailed(f"nothing starts on {ray_node_name}")
+        await self.starts.wait()
         self.num_created += 1
         return InProcessActor(kind(*arguments, end_process=lambda: None))
 

@@ -217,12 +217,16 @@ async def test_a_killed_stage_is_shown_and_its_healing_too(page: Page, served: P
     await say(page, LONG)
     await page.until(f"{LAST}.querySelector('.text').textContent.length > 10")
     lost = mesh.hosts()[1]
+    # No host starts a stage until the page was seen.
+    mesh.driver.starts.clear()
     mesh.kill(1)
     await page.until(state_is("Healing"))
     assert "are placed again" in await page.until("document.querySelector('#banner').textContent")
+    assert "healing" in await page.js("document.querySelector('#ring').textContent")
     length = await page.js(f"{LAST}.querySelector('.text').textContent.length")
+    mesh.driver.starts.set()
     await page.until(state_is("Ready"))
-    assert await page.js("document.querySelector('#banner').hidden")
+    await page.until("document.querySelector('#banner').textContent.includes('healed in')")
     # The answer went on by itself, to its end.
     await page.until(f"{LAST}.getAttribute('aria-busy') === 'false'", 60)
     assert await page.js(f"{LAST}.querySelector('.text').textContent.length") > length

@@ -3,14 +3,18 @@
 import { askForKey } from "./gate.js";
 import { byId, focusByMouse, setText } from "./dom.js";
 import { Chat } from "./chat.js";
-import { conditionOf, modelLine } from "./condition.js";
+import { conditionOf, healedSentence, modelLine } from "./condition.js";
 import { Recent } from "./recent.js";
 import { showPanel } from "./panel.js";
 import { startTabs } from "./tabs.js";
 import { startTheme } from "./theme.js";
 import { watchStatus } from "./poll.js";
 
+const HEALED_MS = 10000;
+
 const recent = new Recent();
+let numRepairs = null;
+let healedMs = -Infinity;
 const chat = new Chat({ onLocked });
 startTheme();
 startTabs();
@@ -20,6 +24,9 @@ function onStatus(status, nowMs) {
   open();
   recent.add(status, nowMs);
   const condition = conditionOf(status);
+  if (numRepairs !== null && status.repairs?.count > numRepairs) healedMs = nowMs;
+  numRepairs = status.repairs?.count ?? null;
+  if (condition.kind === "good" && nowMs - healedMs < HEALED_MS) condition.sentence = healedSentence(status);
   show(condition);
   setText(byId("model"), modelLine(status));
   // While the mesh heals, what is sent waits for it; while it loads, it is refused.

@@ -28,6 +28,13 @@ export function eventsOf(status) {
   }));
 }
 
+/** What to say right after a repair, which may have been too quick to be seen. */
+export function healedSentence(status) {
+  const last = status.failures?.at(-1);
+  const what = last ? `Layers ${span(last.layers)} on ${last.host} were lost` : "A stage was lost";
+  return `${what} and are placed again: healed in ${status.repairs.last_s.toFixed(1)} s.`;
+}
+
 /** One line on the repairs so far, or nothing. */
 export function repairsOf({ repairs }) {
   if (!repairs?.count && !repairs?.moves) return "";

@@ -3,12 +3,15 @@
 import { ApiError, getJson } from "./api.js";
 
 const EVERY_MS = 1000;
+// While something is wrong.
+const SOON_MS = 400;
 const PATIENCE_MS = 6000;
 
 /** Calls `onStatus` with each answer, `onAway` while nobody answers, and `onLocked` if the key is not good. */
 export function watchStatus({ onStatus, onAway, onLocked }) {
   let timer = null;
   let isAsking = false;
+  let isCalm = true;
 
   async function look() {
     clearTimeout(timer);
@@ -16,7 +19,9 @@ export function watchStatus({ onStatus, onAway, onLocked }) {
     if (isAsking || document.hidden) return;
     isAsking = true;
     try {
-      onStatus(await getJson("/mesh/status", { signal: AbortSignal.timeout(PATIENCE_MS) }), performance.now());
+      const status = await getJson("/mesh/status", { signal: AbortSignal.timeout(PATIENCE_MS) });
+      isCalm = status.ready !== false;
+      onStatus(status, performance.now());
     } catch (error) {
       if (error instanceof ApiError && error.status === 401) {
         isAsking = false;
@@ -26,7 +31,7 @@ export function watchStatus({ onStatus, onAway, onLocked }) {
       onAway();
     }
     isAsking = false;
-    timer ??= setTimeout(look, EVERY_MS);
+    timer ??= setTimeout(look, isCalm ? EVERY_MS : SOON_MS);
   }
 
   document.addEventListener("visibilitychange", () => {

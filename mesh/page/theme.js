@@ -12,7 +12,7 @@ export function startTheme() {
   function show() {
     if (theme === "system") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
-    button.textContent = `Theme: ${theme}`;
+    byId("theme-name").textContent = theme;
   }
 
   button.addEventListener("click", () => {
