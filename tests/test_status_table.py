@@ -65,3 +65,11 @@ def test_a_mesh_that_never_broke_says_nothing_of_it(
 ) -> None:
     said = shown(capsys, monkeypatch, repairs={"count": 0, "last_s": None, "moves": 0}, failures=[])
     assert "repairs" not in said
+
+
+def test_gpus_are_shown_with_what_they_bring(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = {"name": "CUDA0", "free_bytes": 20 * 2**30, "speed_gb_per_s": 812.4}
+    page = shown(capsys, monkeypatch, hosts=[HOST, HOST | {"name": "studio", "gpus": [gpu]}])
+    assert "CUDA0: 20.0 GiB, 812 GB/s" in page

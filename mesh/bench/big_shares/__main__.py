@@ -13,6 +13,7 @@ import click
 from mesh.bench.big_shares.run import BigSharesOptions, measure_big_shares
 from mesh.bench.big_shares.shapes import SHAPES
 from mesh.bench.big_shares.shares import shares_table
+from mesh.logs import set_up_logs
 from mesh.stage_sizes import Workload
 from spanmesh_proto.errors import MeshError
 
@@ -45,6 +46,7 @@ def main(
     as_json: bool,
 ) -> None:
     """Run a random model of a billion parameters over three lab hosts, and see what each of them holds."""
+    set_up_logs()
     workload = Workload(ctx_size, parallel, is_exact=exact)
     options = BigSharesOptions(shape, weight_type, tokens, answers, workload, folder)
     try:
