@@ -50,8 +50,8 @@ class SourceModel:
 
     @property
     def is_known(self) -> bool:
-        """Whether the families table has its rules, so that no self-check is needed."""
-        return self.family.architecture in FAMILIES
+        """Whether the families table has its certified rules, so that no self-check is needed."""
+        return self.family.architecture in FAMILIES and self.family.is_certified
 
     @property
     def rules_used(self) -> tuple[Rule, ...]:
