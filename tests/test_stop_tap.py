@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
+from spanmesh_proto.errors import UncuttableModel
 from stages import runtime as runtime_module
 from stages import stop_tap
 from stages.cutting import StageCache
@@ -14,11 +17,11 @@ from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.stop_tap import StopTap, make_stop_tap
 from stages.tap import LayerTap
+from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
     from numpy.typing import NDArray
 
 OPTIONS = RuntimeOptions(num_slots=2, ctx_size=64, exact=True)
@@ -56,6 +59,46 @@ def test_gives_the_very_rows_that_python_would(
     assert len(compiled) == 5
     for ours, theirs in zip(compiled, interpreted, strict=True):
         assert np.array_equal(ours, theirs)
+
+
+def entered(path: Path) -> list[NDArray[np.float32]]:
+    runtime = StageRuntime(path, OPTIONS)
+    noise = np.random.default_rng(3)
+    try:
+        return [
+            rows
+            for batch in BATCHES
+            for rows in runtime.decode(
+                [replace(span, hidden=noise.random((len(span.tokens), 64), np.float32)) for span in batch]
+            )
+        ]
+    finally:
+        runtime.close()
+
+
+def test_hidden_states_enter_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TinyModel("granite").write(tmp_path / "granite.gguf")
+    path = StageCache(tmp_path).cut(model, LayerRange(2, 4)).path
+    compiled = entered(path)
+    monkeypatch.setattr(
+        runtime_module,
+        "make_stop_tap",
+        lambda layer, handover, _max_rows: LayerTap([layer], handover, stop=True),
+    )
+    interpreted = entered(path)
+    assert len(compiled) == 5
+    for ours, theirs in zip(compiled, interpreted, strict=True):
+        assert np.array_equal(ours, theirs)
+        assert ours.any()
+
+
+def test_a_tensor_that_is_not_there_is_told(tmp_path: Path) -> None:
+    model = TinyModel("granite").write(tmp_path / "granite.gguf")
+    path = StageCache(tmp_path).cut(model, LayerRange(2, 4)).path
+    damaged = path.with_name("damaged.gguf")
+    damaged.write_bytes(path.read_bytes().replace(b"\x04\0\0\0\0\0\0\0embd", b"\x04\0\0\0\0\0\0\0embX", 1))
+    with pytest.raises(UncuttableModel, match="no tensor 'embX' of 3 rows where hidden states enter"):
+        entered(damaged)
 
 
 def test_python_takes_over_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,3 @@ def test_recurrent_state_is_a_fact_of_the_model(tmp_path: Path) -> None:
         if not read_model_facts(family.write(tmp_path / "model.gguf")).can_trim
     }
     assert cannot == RECURRENT
-
-
-def test_layers_that_predict_further_tokens_stay_behind(tmp_path: Path) -> None:
-    facts = read_model_facts(TINY_FAMILIES["glm4moe"].write(tmp_path / "model.gguf"))
-    assert facts.n_layers == 4

@@ -173,13 +173,7 @@ def _glm4moe(noise: Noise, layer: int) -> Tensors:
         return tensors | dense(noise)
     tensors |= experts(noise) | dense(noise, "_shexp", N_FF_EXP)
     tensors["exp_probs_b.bias"] = noise.vector(N_EXPERT, 0.0)
-    if layer == _GLM_LAYERS:  # predicts a token further
-        tensors["nextn.eh_proj.weight"] = noise.matrix(N_EMBD, 2 * N_EMBD)
-        tensors |= {f"nextn.{name}.weight": noise.vector(N_EMBD) for name in ("enorm", "hnorm")}
     return tensors
-
-
-_GLM_LAYERS = 4
 
 
 def _mamba2(noise: Noise, _layer: int) -> Tensors:
@@ -244,7 +238,7 @@ class TinyFamily:
 
     Attributes:
         architecture: `general.architecture`.
-        n_layers: Layers, those that only predict further tokens among them.
+        n_layers: Layers.
         layer: Gives the tensors of a layer.
         metadata: Below the architecture's name.
         outside: Gives tensors outside the layers, beyond embedding and head.
@@ -364,9 +358,9 @@ TINY_FAMILIES = {
     ),
     "glm4moe": TinyFamily(
         "glm4moe",
-        _GLM_LAYERS + 1,
+        4,
         _glm4moe,
-        _ATTENTION | _EXPERTS | {"leading_dense_block_count": 1, "nextn_predict_layers": 1},
+        _ATTENTION | _EXPERTS | {"leading_dense_block_count": 1},
         (1, 2, 3),
     ),
     "mamba2": TinyFamily("mamba2", 4, _mamba2, _STATE, (1, 2, 3)),

@@ -111,8 +111,11 @@ python -m mesh.bench.families_record mesh/bench/families_record.json > FAMILIES.
 
 _TAIL: Final = """
 **proposals**: models whose sessions have a state that cannot go back to an earlier position run without
-speculation. Rules are in [stages/cutting/families.py](stages/cutting/families.py), each with its reason. A
-family that is not in the table of rules is cut by the generic ones only after a self-check at the very cut.
+speculation. **wrong**: found not to be exact, or to abort, by the rules of that run. Such families have new
+rules, which no run has tried: they are cut only after a self-check at the very cut.
+
+Rules are in [stages/cutting/families.py](stages/cutting/families.py), each with its reason. A family that is
+not in the table of rules is cut by the generic ones, likewise after a self-check.
 """
 
 

@@ -4,7 +4,8 @@ The generic rules (`stages.cutting.layout`) renumber layers and cut per-layer me
 llama.cpp looks at a layer's own tensors and metadata only. A family that is not in this table is cut by them
 after a self-check that compares the cut model with the whole one.
 
-Every entry has been certified: see `mesh.bench.families`.
+Entries have been certified, see `mesh.bench.families`, all but those that are marked: these are cut after a
+self-check, too.
 """
 
 from __future__ import annotations
@@ -344,8 +345,40 @@ _TABLE: Final = (
     Family("t5", not_served="an encoder-decoder model reads all of its input before it answers"),
 )
 
+# Their rules were written after the recorded run had found the ones before not enough; no run has tried
+# these yet.
+_UNCERTIFIED: Final = frozenset(
+    {
+        "bailingmoe3",
+        "deepseek4",
+        "dots3note",
+        "glm5-next",
+        "granitehybrid",
+        "jamba",
+        "kimi-linear",
+        "lfm2",
+        "lfm2moe",
+        "minimax-01",
+        "minimax-m3",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "plamo2",
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "qwen3tts",
+        "qwen4exp",
+        "smallthinker",
+    }
+)
+
 FAMILIES: Final[Mapping[str, Family]] = {
-    family.architecture: replace(family, rules=(LEADING_LAYERS, *family.rules)) for family in _TABLE
+    family.architecture: replace(
+        family,
+        rules=(LEADING_LAYERS, *family.rules),
+        is_certified=family.architecture not in _UNCERTIFIED,
+    )
+    for family in _TABLE
 }
 
 

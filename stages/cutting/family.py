@@ -134,6 +134,7 @@ class Family:
     Attributes:
         architecture: `general.architecture`.
         rules: Its habits.
+        is_certified: Its rules have been found exact. One whose have not is cut after a self-check only.
         entry: How hidden states enter and leave its graph.
         has_uniform_layers: Every layer has the same kinds of tensors, so one that lacks a kind is damaged.
         head_falls_back_to_embedding: llama.cpp takes `token_embd.weight` as the head if there is no
@@ -149,6 +150,7 @@ class Family:
     architecture: str
     rules: tuple[Rule, ...] = ()
     entry: Entry = field(default_factory=Entry)
+    is_certified: bool = True
     has_uniform_layers: bool = False
     head_falls_back_to_embedding: bool = False
     head_rows_are_fixed: bool = False

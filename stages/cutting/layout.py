@@ -23,8 +23,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from spanmesh_proto.errors import UncuttableModel
 from stages.cutting.gguf_value import Value, ValueType
+from stages.cutting.per_layer import is_per_layer
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of, renumbered
-from stages.cutting.trunk import is_per_layer
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from stages.cutting.tensors import (
     require_uniform_layers,
     tensors_by_layer,
 )
-from stages.cutting.trunk import trunk_of
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A whole model, without layers that only predict further tokens.
+    """A whole model.
 
     Attributes:
         header: Of the file.
@@ -50,8 +49,8 @@ class SourceModel:
 
     @property
     def is_known(self) -> bool:
-        """Whether the families table has its rules, so that no self-check is needed."""
-        return self.family.architecture in FAMILIES
+        """Whether the families table has its certified rules, so that no self-check is needed."""
+        return self.family.architecture in FAMILIES and self.family.is_certified
 
     @property
     def rules_used(self) -> tuple[Rule, ...]:
@@ -128,7 +127,6 @@ def read_source(path: Path) -> SourceModel:
         raise InvalidModel(f"{path} is a stage, layers [{start}, {stop}); name the whole model's file")
     _require_decoder(header)
     n_layers = count_layers(header)
-    header = trunk_of(header, n_layers)
     family = family_of(header.architecture)
     layers = tensors_by_layer(header, n_layers)
     _require_embedding(header)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from spanmesh_proto.errors import InvalidModel
+from spanmesh_proto.errors import InvalidModel, UncuttableModel
 
 if TYPE_CHECKING:
     from stages.cutting.gguf_header import GgufHeader, TensorInfo
@@ -31,22 +31,24 @@ def renumbered(name: str, shift: int) -> str:
 
 
 def count_layers(header: GgufHeader) -> int:
-    """Layers of the model, from its metadata, without those that only predict further tokens.
+    """Layers of the model, from its metadata.
 
     Raises:
         InvalidModel: If the metadata name no layers.
+        UncuttableModel: If some of its layers are no plain decoder layers.
     """
     architecture = header.architecture
-    n_layers = header.integer(f"{architecture}.block_count") - header.integer(
-        f"{architecture}.nextn_predict_layers", 0
-    )
+    n_layers = header.integer(f"{architecture}.block_count")
     if n_layers < 1:
-        raise InvalidModel(
-            f"{header.path}: {architecture}.block_count leaves {n_layers} layers, need at least 1"
-        )
+        raise InvalidModel(f"{header.path}: {architecture}.block_count is {n_layers}, need at least 1")
     if n_layers > len(header.tensors):
         raise InvalidModel(
             f"{header.path}: {n_layers} layers, but {len(header.tensors)} tensors; fetch it again"
+        )
+    if n_extra := header.integer(f"{architecture}.nextn_predict_layers", 0):
+        raise UncuttableModel(
+            f"{header.path.name} ends in {n_extra} layers for multi-token prediction: not supported yet; "
+            "convert the model without them"
         )
     return n_layers
 
