@@ -220,6 +220,24 @@ def test_a_node_whose_raylet_is_killed_ends_and_says_so(strangers: set[psutil.Pr
         node.stop()
 
 
+async def test_an_address_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
+    process = psutil.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    (tmp_path / "lock").touch()
+    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), process.pid, process.create_time())
+    node = RayNode.adopt(record)
+    try:
+        ready_path = node.ray_dir / "ray_current_cluster"
+        node.ray_dir.mkdir()
+        ready_path.touch()
+        address = asyncio.create_task(node.wait_ready())
+        await asyncio.sleep(0.5)
+        ready_path.write_text("127.0.0.1:6379")
+        assert await address == "127.0.0.1:6379"
+    finally:
+        node.stop()
+        process.wait()
+
+
 LINGERING = """
 import asyncio, dataclasses, json, sys
 from mesh.cluster.ray_node import RayNode, RayNodeConfig

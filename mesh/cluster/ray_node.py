@@ -228,7 +228,7 @@ class RayNode:
         started_s = time.monotonic()
         # Ray writes this file when all of the node's processes run and the cluster knows the node.
         ready_path = self.ray_dir / "ray_current_cluster"
-        while not ready_path.exists():
+        while not (address := _text_of(ready_path)):
             if not self.is_running:
                 raise ClusterError(f"Ray did not start on {self._address}: {self.last_words}")
             if time.monotonic() - started_s > timeout_s:
@@ -237,7 +237,7 @@ class RayNode:
                 )
             await asyncio.sleep(_POLL_S)
         log.info("ray_started", node=self._name, seconds=round(time.monotonic() - started_s, 1))
-        return ready_path.read_text().strip()
+        return address
 
     def stop(self) -> None:
         """End every process of the node and remove its files; takes a few seconds, the first time."""
@@ -297,6 +297,14 @@ def _arguments(config: RayNodeConfig, ray_dir: Path) -> list[str]:
         "--max-worker-port=0",
         "--dashboard-agent-listen-port=0",
     ]
+
+
+def _text_of(path: Path) -> str:
+    """What a file holds so far that another process may be writing."""
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _is_alive(process: psutil.Process) -> bool:
