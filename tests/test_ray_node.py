@@ -221,9 +221,10 @@ def test_a_node_whose_raylet_is_killed_ends_and_says_so(strangers: set[psutil.Pr
 
 
 async def test_an_address_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
-    process = psutil.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     (tmp_path / "lock").touch()
-    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), process.pid, process.create_time())
+    started_s = psutil.Process(process.pid).create_time()
+    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), process.pid, started_s)
     node = RayNode.adopt(record)
     try:
         ready_path = node.ray_dir / "ray_current_cluster"
