@@ -220,11 +220,19 @@ def test_a_node_whose_raylet_is_killed_ends_and_says_so(strangers: set[psutil.Pr
         node.stop()
 
 
-async def test_an_address_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+@pytest.fixture
+def sleeper() -> Iterator[psutil.Process]:
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
+    ) as process:
+        yield psutil.Process(process.pid)
+
+
+async def test_an_address_that_is_still_being_written_is_waited_for(
+    tmp_path: Path, sleeper: psutil.Process
+) -> None:
     (tmp_path / "lock").touch()
-    started_s = psutil.Process(process.pid).create_time()
-    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), process.pid, started_s)
+    record = RayNodeRecord("127.0.0.1", "head.1", str(tmp_path), sleeper.pid, sleeper.create_time())
     node = RayNode.adopt(record)
     try:
         ready_path = node.ray_dir / "ray_current_cluster"
@@ -236,7 +244,6 @@ async def test_an_address_that_is_still_being_written_is_waited_for(tmp_path: Pa
         assert await address == "127.0.0.1:6379"
     finally:
         node.stop()
-        process.wait()
 
 
 LINGERING = """
