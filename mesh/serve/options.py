@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from mesh.serve.weights_options import PLAIN_WEIGHTS, WeightsOptions
 from spanmesh_proto.errors import ClusterError
 from stages.hidden_codec import HiddenType
 
@@ -50,6 +51,7 @@ class ServeOptions:
         wire: How hidden states travel between the stages, or None to let each link's bandwidth decide.
         linger_s: How long stages wait for `mesh serve` to be started again if it crashes; 0: not at all.
         state_path: Where what it needs to know then is kept; None: in the user's folder for such things.
+        weights: How weights travel.
     """
 
     model: Path
@@ -78,6 +80,7 @@ class ServeOptions:
     cors_origins: tuple[str, ...] = ()
     linger_s: float = 0.0
     state_path: Path | None = None
+    weights: WeightsOptions = PLAIN_WEIGHTS
 
 
 def demo_model() -> Path:

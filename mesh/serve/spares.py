@@ -92,7 +92,7 @@ class Spares:
         placement = StagePlacement(copy.host, copy.layers, self._sizes.memory(copy.layers))
         handle: StageHandle | None = None
         try:
-            await self._maker.cut([copy.layers])
+            await self._maker.describe([(copy.host, copy.layers)])
             handle = self._maker.make(
                 placement,
                 member,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stages.layers import LayerRange
 
 # Raise this when a stage file made by the same source and layers comes out otherwise than before.
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 # Rows of an embedding that nobody looks into. llama.cpp also copies a row of logits, one float for each, per
 # output row of a stage, so few are cheap twice.
@@ -52,6 +52,7 @@ class StageTensor:
         type: Quantisation.
         n_bytes: Without padding.
         source_offset_bytes: Where its bytes lie in the source file, or None for zeros.
+        source_file: Which of the model's files that is, from 0.
     """
 
     name: str
@@ -59,6 +60,7 @@ class StageTensor:
     type: GGMLQuantizationType
     n_bytes: int
     source_offset_bytes: int | None
+    source_file: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,12 @@ class StageLayout:
     tensors: tuple[StageTensor, ...]
 
 
-def lay_out(source: SourceModel, layers: LayerRange, source_sha256: str) -> StageLayout:
+def lay_out(source: SourceModel, layers: LayerRange) -> StageLayout:
     """What the stage file for some layers of a model holds.
 
     Args:
         source: The whole model.
         layers: Which layers, within the model.
-        source_sha256: Hash of the source file, for the stage's metadata.
     """
     vocabulary = _Vocabulary(source, layers)
     tensors = [*vocabulary.tensors()]
@@ -86,9 +87,9 @@ def lay_out(source: SourceModel, layers: LayerRange, source_sha256: str) -> Stag
             tensors.append(_copied(tensor, tensor.name))
         elif layer is not None and layers.start <= layer < layers.stop:
             tensors.append(_copied(tensor, renumbered(tensor.name, layers.start)))
-    metadata = _stage_metadata(source, layers, vocabulary.size)
-    metadata["spanmesh.source_sha256"] = Value.of(ValueType.STRING, source_sha256)
-    return StageLayout(source.header.alignment, metadata, tuple(tensors))
+    return StageLayout(
+        source.header.alignment, _stage_metadata(source, layers, vocabulary.size), tuple(tensors)
+    )
 
 
 def _stage_metadata(source: SourceModel, layers: LayerRange, n_vocab: int) -> dict[str, Value]:
@@ -165,4 +166,4 @@ class _Vocabulary:
 
 
 def _copied(tensor: TensorInfo, name: str) -> StageTensor:
-    return StageTensor(name, tensor.shape, tensor.type, tensor.n_bytes, tensor.offset_bytes)
+    return StageTensor(name, tensor.shape, tensor.type, tensor.n_bytes, tensor.offset_bytes, tensor.file)
