@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from mesh.commands.options import MemorySize
+from mesh.commands.weights import keeping_from, keeping_options
 
 
 @click.command()
@@ -25,6 +26,7 @@ from mesh.commands.options import MemorySize
     "--threads", type=click.IntRange(min=1), help="Threads for computing; one per core unless given."
 )
 @click.option("--name", help="What to call this host; its host name unless given.")
+@keeping_options
 @click.option(
     "--give-up-after",
     default=600.0,
@@ -42,6 +44,8 @@ def join(
     threads: int | None,
     name: str | None,
     give_up_after: float,
+    models_dir: Path | None,
+    cache_bytes: int | None,
 ) -> int:
     """Let this host take a share of the mesh that printed TOKEN.
 
@@ -57,6 +61,7 @@ def join(
             text = read_token(path)
         case _:
             raise click.UsageError("give the join token, or --token-file, and not both")
+    keeping_from(models_dir=models_dir, cache_bytes=cache_bytes)
     options = JoinOptions(
         token=text,
         name=name or socket.gethostname(),

@@ -9,8 +9,10 @@ from typing import Any, Final
 
 import click
 
+from mesh.commands.model_argument import local_model
 from mesh.commands.options import LayerCounts, MemorySize
 from mesh.commands.speculation import speculation_from, speculation_options
+from mesh.commands.weights import weights_from, weights_options
 from stages.kv_types import KV_TYPES
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -96,6 +98,7 @@ _LINGER_S: Final = 120.0
     help="What stages and draft here may use, such as 8G.",
 )
 @speculation_options
+@weights_options
 @click.option("--exact", is_flag=True, help="Compute so that a text never depends on what else is computed.")
 @click.option("--advertise", metavar="IP", help="Address where joined hosts reach this one.")
 @click.option("--name", help="What to call this host; its host name unless given.")
@@ -137,9 +140,16 @@ def serve(
     join_port: int,
     token_file: Path | None,
     token_hours: float,
+    models_dir: Path | None,
+    cache_bytes: int | None,
+    transfer_rate: int | None,
+    hub_first: bool,
     **speculation: Any,
 ) -> int:
-    """Serve MODEL, a GGUF file, over this host and those that join; without MODEL, a small demo."""
+    """Serve MODEL over this host and those that join; without MODEL, a small demo.
+
+    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT.
+    """
     if stages is not None and split is not None:
         raise click.UsageError("--split says how many stages there are: leave out --stages")
     from mesh.cluster.addresses import primary_address  # noqa: PLC0415 - keeps --help quick
@@ -150,8 +160,9 @@ def serve(
 
     if model is None and split is None:
         stages = stages or demo_num_stages(wait_for)
+    pulled = local_model(model or demo_model())
     options = ServeOptions(
-        model=model or demo_model(),
+        model=pulled.path,
         host=host,
         port=port,
         name=name or socket.gethostname(),
@@ -177,6 +188,13 @@ def serve(
         linger_s=_linger_s(linger_s, wait_for),
         state_path=state_path,
         wire=None if wire == "auto" else HiddenType(wire),
+        weights=weights_from(
+            pulled,
+            models_dir=models_dir,
+            cache_bytes=cache_bytes,
+            transfer_rate=transfer_rate,
+            hub_first=hub_first,
+        ),
     )
     return run_interruptible(lambda interruption: serve_mesh(options, interruption))
 
