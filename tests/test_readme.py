@@ -25,9 +25,10 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "exa
 COMMANDS = (
     *("serve", "join", "status", "slice", "certify", "draft make"),
     *("keys add", "keys list", "keys rm", "drain", "evict"),
+    *("models list", "models pull", "models rm", "models prune"),
     *("bench spec", "bench serve", "bench stress", "bench net", "bench fuzz", "bench chaos"),
 )
-GROUPS = ("draft", "keys", "bench")
+GROUPS = ("draft", "keys", "models", "bench")
 BIN = Path(sys.executable).parent
 
 
