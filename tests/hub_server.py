@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
             }
             for name, data in self.hub.files.items()
         ]
-        siblings.append({"rfilename": "README.md", "size": 12})  # type: ignore[dict-item]
+        siblings.append({"rfilename": "README.md", "size": 12})
         answer = json.dumps({"id": "org/tiny-GGUF", "sha": COMMIT, "siblings": siblings}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

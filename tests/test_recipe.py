@@ -88,7 +88,11 @@ def test_a_recipe_survives_as_text(described: tuple[Recipe, VirtualStage, bytes]
         {"version": 1, "model": "x", "layers": [0, 1, 2], "alignment": 0, "header": "", "tensors": []},
         {"version": 1, "model": "x", "layers": [0, 1, 2], "alignment": 32, "header": "?", "tensors": []},
         {
-            "version": 1, "model": "x", "layers": [0, 1, 2], "alignment": 32, "header": "",
+            "version": 1,
+            "model": "x",
+            "layers": [0, 1, 2],
+            "alignment": 32,
+            "header": "",
             "tensors": [["a", 2 * PIECE_BYTES, 0, 0, ["ab"]]],
         },
     ],

@@ -137,7 +137,7 @@ def _model_entry(library: HubLibrary, model: KeptModel) -> _Entry:
         "",
         model.size_bytes,
         model.used_at_s,
-        lambda: library.remove(model) is None,
+        lambda: library.remove(model),
     )
 
 

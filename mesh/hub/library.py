@@ -133,13 +133,15 @@ class HubLibrary:
                     all(path.suffix == ".gguf" for path in paths),
                 )
 
-    def remove(self, model: KeptModel) -> None:
-        """Remove a model's files, and the folder if nothing else is in it."""
+    def remove(self, model: KeptModel) -> bool:
+        """Remove a model's files, and the folder if nothing else is in it; tells whether there were any."""
+        were_there = any(path.exists() for path in model.paths)
         for path in model.paths:
             path.unlink(missing_ok=True)
             path.with_suffix(".pieces").unlink(missing_ok=True)
         if not any(path.is_file() for path in model.folder.rglob("*")):
             shutil.rmtree(model.folder, ignore_errors=True)
+        return were_there
 
     def _path(self, repository: Repository, file: RepoFile) -> Path:
         folder = self._root / repository.repo / repository.commit

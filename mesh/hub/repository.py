@@ -39,7 +39,7 @@ class Repository:
         """Where a file of it is."""
         from huggingface_hub import hf_hub_url  # noqa: PLC0415 - an extra
 
-        return hf_hub_url(self.repo, file.name, revision=self.commit, endpoint=endpoint())
+        return str(hf_hub_url(self.repo, file.name, revision=self.commit, endpoint=endpoint()))
 
 
 def read_repository(reference: HubReference, *, sleep: Callable[[float], None] = time.sleep) -> Repository:
