@@ -98,7 +98,7 @@ class StageMaker:
             layers=layers,
             sha256="" if is_model_itself else self._recipes[layers].sha256,
             whole=str(self._options.model.resolve()) if is_model_itself else None,
-            source=self._source_for(member),
+            source=self._source_for(member, None if is_model_itself else self._recipes[layers]),
             options=RuntimeOptions(
                 num_slots=workload.num_slots,
                 ctx_size=workload.ctx_size,
@@ -121,10 +121,12 @@ class StageMaker:
         """Whether a stage is all of the model, where the model is: then there is nothing to cut."""
         return len(layers) == self._known.model.n_layers and host == self._head.own.name
 
-    def _source_for(self, member: Member) -> FetchSource:
-        """This host copies from the model itself; nobody else has that file."""
+    def _source_for(self, member: Member, recipe: Recipe | None) -> FetchSource:
+        """This host copies from the model itself and knows the recipe; nobody else has that file."""
         weights = self._options.weights
         source = replace(self._head.source, hub=weights.hub, is_hub_first=weights.is_hub_first)
         if not self._head.is_own(member):
             return source
+        if recipe is not None:
+            self._cache.store.keep(recipe)
         return replace(source, model=self._cache.known_files(self._options.model))
