@@ -37,6 +37,7 @@ _COMMANDS: Final = {
     "drain": ("mesh.commands.drain:drain", "Move a host's layers elsewhere and let it go."),
     "evict": ("mesh.commands.evict:evict", "Cut a host off at once, and replace the join token."),
     "slice": ("mesh.commands.slice:slice_", "Write some layers of a model as a stage file."),
+    "models": ("mesh.commands.models:models", "Look after the weights that this host keeps."),
     "draft": ("mesh.commands.draft:draft", "Make a draft model for speculation."),
     "bench": ("mesh.commands.bench:bench", "Measure a server, or a lab of several hosts on this machine."),
     "certify": ("mesh.commands.certify:certify", "Compare a model cut into stages with the whole model."),

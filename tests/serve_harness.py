@@ -29,6 +29,8 @@ from mesh.serve.spares import Spares
 from mesh.serve.stage_maker import StageMaker
 from mesh.serve.switch import Switch
 from mesh.serve.tending import Tending
+from mesh.serve.transfers import Transfers
+from mesh.serve.weights_options import WeightsOptions
 from mesh.serve.wiring import wire_up
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import StageFailed
@@ -202,10 +204,19 @@ async def serving(
     for name, share in hosts.items():
         members.admit(host(name, int(share * stage_bytes(sizes))))
     authority = Authority(make_certificate(dt.datetime.now(dt.UTC)))
-    head = SimpleNamespace(driver=driver, authority=authority, source=FetchSource("127.0.0.1:1", b"", ""))
-    options = SimpleNamespace(model=model, is_exact=True)
+    head = SimpleNamespace(
+        driver=driver,
+        authority=authority,
+        source=FetchSource("127.0.0.1:1", b"", ""),
+        # All are this host, so that all copy from the model itself.
+        own=SimpleNamespace(name="none of them"),
+        is_own=lambda _member: True,
+    )
+    options = SimpleNamespace(model=model, is_exact=True, weights=WeightsOptions())
     known = SimpleNamespace(model=facts, workload=WORKLOAD)
-    maker = StageMaker(cast("ServeOptions", options), cast("Preflight", known), cast("Head", head), cache)
+    maker = StageMaker(
+        cast("ServeOptions", options), cast("Preflight", known), cast("Head", head), cache, Transfers()
+    )
     placer, incidents, messages = Placer(maker, fleet, members), Incidents(time.time), Messages(members)
     placements = [
         StagePlacement(name, layers, sizes.memory(layers)) for name, layers in zip(hosts, PARTS, strict=False)

@@ -12,6 +12,7 @@ HOST = {
     "layers": "",
     "copies": [],
     "memory_bytes": 2**30,
+    "weights": {"reused_bytes": 0, "head_bytes": 3 * 2**20, "hub_bytes": 0, "wrong_pieces": 0},
     "threads": 4,
     "speed_gb_per_s": 20.0,
     "platform": "Linux x86_64",
@@ -49,6 +50,7 @@ def test_hosts_that_hold_nothing_are_spares_and_their_copies_are_told(
         "c": "[0, 10); leaving",
         "d": "starting",
     }
+    assert said.count("3.0 MiB sent") == len(hosts)
 
 
 def test_failures_and_repairs_are_told(

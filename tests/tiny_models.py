@@ -45,9 +45,14 @@ class TinyModel:
         integers: dict[str, int] | None = None,
         arrays: dict[str, list[int]] | None = None,
         alignment: int | None = None,
+        tensors_per_file: int = 0,
     ) -> Path:
-        """Write the model, if wanted without some tensors, or with more metadata."""
-        writer = gguf.GGUFWriter(path, self.architecture)
+        """Write the model, if wanted without some tensors, with more metadata, or in several files.
+
+        Returns:
+            The file, or the first one.
+        """
+        writer = gguf.GGUFWriter(path, self.architecture, split_max_tensors=tensors_per_file)
         self._add_metadata(writer)
         if alignment is not None:
             writer.add_custom_alignment(alignment)
@@ -68,7 +73,7 @@ class TinyModel:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return path
+        return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_per_file else path
 
     def _add_metadata(self, writer: gguf.GGUFWriter) -> None:
         writer.add_name(f"Tiny {self.architecture}")

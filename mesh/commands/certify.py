@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from mesh.commands.model_argument import local_model
 from mesh.progress import progress_bars
 from stages.certify import CertifyOptions
 from stages.certify_apart import certify_apart
@@ -87,6 +88,7 @@ def certify(
     all of them at once. Exits with 1 if a cut is not equal to the last bit; what smaller wire types cost is
     only reported. A model that cannot be cut is compared as the one stage that it makes.
     """
+    model = local_model(model).path
     with progress_bars() as bars:
         bar = bars.add(f"certifying {model.name}")
         certificate = certify_apart(

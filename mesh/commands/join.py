@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from mesh.commands.options import GpuLayers, MemorySize
+from mesh.commands.weights import keeping_from, keeping_options
 
 
 @click.command()
@@ -39,6 +40,7 @@ from mesh.commands.options import GpuLayers, MemorySize
     help="Layers of each stage that this host's GPUs hold; as many as they have room for unless given.",
 )
 @click.option("--name", help="What to call this host; its host name unless given.")
+@keeping_options
 @click.option(
     "--give-up-after",
     default=600.0,
@@ -58,6 +60,8 @@ def join(
     gpu_layers: int | None,
     name: str | None,
     give_up_after: float,
+    models_dir: Path | None,
+    cache_bytes: int | None,
 ) -> int:
     """Let this host take a share of the mesh that printed TOKEN.
 
@@ -75,6 +79,7 @@ def join(
             text = read_token(path)
         case _:
             raise click.UsageError("give the join token, or --token-file, and not both")
+    keeping_from(models_dir=models_dir, cache_bytes=cache_bytes)
     options = JoinOptions(
         token=_with_found_addresses(text) if discover else text,
         name=name or socket.gethostname(),

@@ -9,9 +9,11 @@ from typing import Any, Final
 
 import click
 
+from mesh.commands.model_argument import local_model
 from mesh.commands.options import GpuLayers, LayerCounts, MemorySize
 from mesh.commands.sections import SectionedCommand
 from mesh.commands.speculation import speculation_from, speculation_options
+from mesh.commands.weights import weights_from, weights_options
 from stages.kv_types import KV_TYPES
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -21,6 +23,7 @@ _SECTIONS: Final = {
     "API": ("--host", "--port", "--api-key-file", "--insecure", "--cors-origin", "--max-waiting"),
     "Placement": (
         *("--wait-for", "--head-only", "--stages", "--split", "--topology", "--threads", "--memory"),
+        "--gpu-layers",
     ),
     "Sessions": ("--ctx-size", "--parallel", "--kv-type", "--exact", "--wire"),
     "Speculation": (
@@ -31,6 +34,7 @@ _SECTIONS: Final = {
     "Joining hosts": (
         *("--advertise", "--name", "--join-port", "--token-file", "--token-hours", "--discoverable"),
     ),
+    "Weights": ("--models", "--cache-size", "--transfer-rate", "--hub-first"),
     "After a crash": ("--linger", "--state"),
 }
 
@@ -143,6 +147,7 @@ _SECTIONS: Final = {
     help="Layers of each stage that this host's GPUs hold; as many as they have room for unless given.",
 )
 @speculation_options
+@weights_options
 @click.option("--exact", is_flag=True, help="Compute so that a text never depends on what else is computed.")
 @click.option(
     "--advertise",
@@ -196,9 +201,16 @@ def serve(
     discoverable: bool,
     token_file: Path | None,
     token_hours: float,
+    models_dir: Path | None,
+    cache_bytes: int | None,
+    transfer_rate: int | None,
+    hub_first: bool,
     **speculation: Any,
 ) -> int:
-    """Serve MODEL, a GGUF file, over this host and those that join; without MODEL, a small demo."""
+    """Serve MODEL over this host and those that join; without MODEL, a small demo.
+
+    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT.
+    """
     if stages is not None and split is not None:
         raise click.UsageError("--split says how many stages there are: leave out --stages")
     if topology_path is not None and (stages is not None or split is not None or wait_for):
@@ -219,8 +231,9 @@ def serve(
         wait_for = len(topology.missing(own))
     if model is None and split is None and topology is None:
         stages = stages or demo_num_stages(wait_for)
+    pulled = local_model(model or demo_model())
     options = ServeOptions(
-        model=model or demo_model(),
+        model=pulled.path,
         host=host,
         port=port,
         name=name,
@@ -249,6 +262,13 @@ def serve(
         is_discoverable=discoverable,
         wire=None if wire == "auto" else HiddenType(wire),
         gpu_layers=gpu_layers,
+        weights=weights_from(
+            pulled,
+            models_dir=models_dir,
+            cache_bytes=cache_bytes,
+            transfer_rate=transfer_rate,
+            hub_first=hub_first,
+        ),
     )
     return run_interruptible(lambda interruption: serve_mesh(options, interruption))
 

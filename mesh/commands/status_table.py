@@ -38,12 +38,13 @@ def print_status(status: Mapping[str, Any]) -> None:
 
 
 def _hosts(hosts: list[Mapping[str, Any]]) -> Table:
-    table = Table("host", "address", "layers", "memory", "threads", "GB/s", "GPUs", "platform")
+    table = Table("host", "address", "layers", "weights", "memory", "threads", "GB/s", "GPUs", "platform")
     for host in hosts:
         table.add_row(
             host["name"],
             host["address"],
             _holds(host),
+            _brought(host["weights"]),
             format_size(host["memory_bytes"]),
             str(host["threads"]),
             f"{host['speed_gb_per_s']:.1f}",
@@ -72,6 +73,15 @@ def _gpus(host: Mapping[str, Any]) -> str:
         for gpu in host.get("gpus", ())
     )
     return "; ".join(found) or "-"
+
+
+def _brought(weights: Mapping[str, int]) -> str:
+    """What was sent there, and what it had already."""
+    sent_bytes = weights["head_bytes"] + weights["hub_bytes"]
+    parts = [f"{format_size(sent_bytes)} sent"] if sent_bytes else []
+    if weights["reused_bytes"]:
+        parts.append(f"{format_size(weights['reused_bytes'])} there")
+    return ", ".join(parts) or "-"
 
 
 def _stages(stages: list[Mapping[str, Any]]) -> Table:

@@ -146,8 +146,9 @@ def _address(name: str, advertise: str | None) -> Check:
 
 
 def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check]:
-    from stages.cutting import read_model_facts  # noqa: PLC0415 - brings numpy
     from stages.cutting.digest import file_sha256  # noqa: PLC0415
+
+    from stages.cutting import read_model_facts  # noqa: PLC0415 - brings numpy
 
     what = f"model {path.name}"
     try:

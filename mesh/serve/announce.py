@@ -9,6 +9,7 @@ import click
 import structlog
 
 from mesh.cluster.join_token import decode
+from stages.cutting.gguf_parts import model_name
 
 if TYPE_CHECKING:
     from mesh.serve.head import Head
@@ -37,8 +38,8 @@ def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) 
     num_stages = len(state.plan.stages) if state.plan is not None else 0
     reason = state.plan.reason if state.plan is not None else ""
     auth = ' -H "Authorization: Bearer $MESH_API_KEY"' if options.api_key_path is not None else ""
-    log.info("serving", url=url, model=options.model.stem, stages=num_stages)
-    _say(f"\n{options.model.stem} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
+    log.info("serving", url=url, model=model_name(options.model), stages=num_stages)
+    _say(f"\n{model_name(options.model)} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
     _say(
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n"
         f"    -d '{_QUESTION}'\n"

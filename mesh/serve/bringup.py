@@ -77,7 +77,7 @@ class Bringup:
         self._proposers = proposers
         self._fleet = Fleet()
         self._planning = FirstPlan(options, known, head, self._say)
-        self._maker = StageMaker(options, known, head, cache)
+        self._maker = StageMaker(options, known, head, cache, state.transfers)
         self._placer = Placer(self._maker, self._fleet, head.members)
         self._succession = succession
         self._term = succession.term

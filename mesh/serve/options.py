@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from mesh.serve.weights_options import PLAIN_WEIGHTS, WeightsOptions
 from spanmesh_proto.errors import ClusterError
 from stages.hidden_codec import HiddenType
 
@@ -54,6 +55,7 @@ class ServeOptions:
         is_discoverable: Whether hosts in the local network may find the head by mDNS.
         topology: Which host holds which layers, and no other; None lets the plan decide.
         gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see `mesh.gpu_layers`.
+        weights: How weights travel.
     """
 
     model: Path
@@ -85,6 +87,7 @@ class ServeOptions:
     topology: Topology | None = None
     is_discoverable: bool = False
     gpu_layers: int | None = None
+    weights: WeightsOptions = PLAIN_WEIGHTS
 
 
 def demo_model() -> Path:

@@ -62,7 +62,9 @@ class Placer:
         """
         fleet = self._fleet
         await self._make_room(decision)
-        await self._maker.cut([new.placement.layers for new in decision.stages if _is_fresh(new)])
+        await self._maker.describe(
+            (new.placement.host, new.placement.layers) for new in decision.stages if _is_fresh(new)
+        )
         fresh = self._fresh(decision, wires)
         try:
             await first_of(load_all(tuple(fresh.values()), blame), self._watch(tuple(fresh.values())))

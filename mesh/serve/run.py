@@ -24,6 +24,7 @@ from mesh.serve.succession import open_succession
 from mesh.tracing import closing, open_tracer
 from spanmesh_proto.errors import ClusterError
 from stages.cutting import StageCache
+from stages.cutting.gguf_parts import model_name
 
 if TYPE_CHECKING:
     from mesh.interruption import Interruption
@@ -54,7 +55,7 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
     app = create_app(
         engine=engine,
         tokenizer=known.tokenizer,
-        model_id=options.model.stem,
+        model_id=model_name(options.model),
         created=int(time.time()),
         api_keys=known.api_keys,
         cors_origins=options.cors_origins,

@@ -101,7 +101,7 @@ class Spares:
         placement = StagePlacement(copy.host, copy.layers, memory)
         handle: StageHandle | None = None
         try:
-            await self._maker.cut([copy.layers])
+            await self._maker.describe([(copy.host, copy.layers)])
             handle = self._maker.make(
                 placement,
                 member,

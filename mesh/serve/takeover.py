@@ -78,8 +78,9 @@ class Takeover:
         if not former.stages:
             return False
         if former.setup == self._setup:
-            await self._maker.cut(
-                [LayerRange(stage.start, stage.stop) for stage in (*former.stages, *former.copies)]
+            await self._maker.describe(
+                (stage.host, LayerRange(stage.start, stage.stop))
+                for stage in (*former.stages, *former.copies)
             )
             await self._wait_for(former.stages)
             ring = [await self._adopt(stage) for stage in former.stages]

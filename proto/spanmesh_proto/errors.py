@@ -6,7 +6,8 @@ The tree, with one line on what each leaf means::
     ├── ModelError                  something is wrong with the model file
     │   ├── InvalidModel            not a GGUF, truncated, or a tensor is missing
     │   ├── UncuttableModel         this architecture, or this place in it, cannot be cut exactly
-    │   └── ModelDoesNotFit         the hosts have too little free memory
+    │   ├── ModelDoesNotFit         the hosts have too little free memory
+    │   └── HubUnavailable          the model hub refuses, lacks the model, or does not answer
     ├── ProtocolError               a peer said something that the windows protocol does not allow
     │   ├── ProtocolVersionMismatch the two ends speak different versions
     │   ├── InvalidWindow           wrong sizes, positions or session in a window
@@ -78,6 +79,10 @@ class UncuttableModel(ModelError):
 
 class ModelDoesNotFit(ModelError):
     """The hosts have too little free memory."""
+
+
+class HubUnavailable(ModelError):
+    """The model hub refuses, lacks the model, or does not answer."""
 
 
 class ProtocolError(MeshError):
@@ -191,6 +196,7 @@ WIRE: Final[dict[type[MeshError], Wire]] = {
     InvalidModel: Wire("invalid_model", "FAILED_PRECONDITION", 500, "server_error"),
     UncuttableModel: Wire("uncuttable_model", "FAILED_PRECONDITION", 500, "server_error"),
     ModelDoesNotFit: Wire("model_does_not_fit", "RESOURCE_EXHAUSTED", 500, "server_error"),
+    HubUnavailable: Wire("hub_unavailable", "UNAVAILABLE", 503, "server_error"),
     ProtocolError: Wire("protocol_error", "INVALID_ARGUMENT", 500, "server_error"),
     ProtocolVersionMismatch: Wire("protocol_version_mismatch", "FAILED_PRECONDITION", 500, "server_error"),
     InvalidWindow: Wire("invalid_window", "INVALID_ARGUMENT", 500, "server_error"),

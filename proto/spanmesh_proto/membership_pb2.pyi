@@ -139,14 +139,26 @@ class LinkTarget(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("secret", "sha256", "offset")
+    __slots__ = ("secret", "sha256", "offset", "ranges", "recipe")
     SECRET_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    RECIPE_FIELD_NUMBER: _ClassVar[int]
     secret: str
     sha256: str
     offset: int
-    def __init__(self, secret: _Optional[str] = ..., sha256: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+    ranges: _containers.RepeatedCompositeFieldContainer[ByteRange]
+    recipe: bool
+    def __init__(self, secret: _Optional[str] = ..., sha256: _Optional[str] = ..., offset: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[ByteRange, _Mapping]]] = ..., recipe: _Optional[bool] = ...) -> None: ...
+
+class ByteRange(_message.Message):
+    __slots__ = ("start", "num_bytes")
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    num_bytes: int
+    def __init__(self, start: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class FetchChunk(_message.Message):
     __slots__ = ("data", "total_bytes")

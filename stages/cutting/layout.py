@@ -24,6 +24,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from spanmesh_proto.errors import UncuttableModel
 from stages.cutting.gguf_value import Value, ValueType
 from stages.cutting.per_layer import is_per_layer
+from stages.cutting.region import Region
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of, renumbered
 from stages.layers import LayerRange
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from stages.handover import Handover
 
 # Raise this when a stage file made by the same source and layers comes out otherwise than before.
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 
 # Rows of an embedding that nobody looks into. llama.cpp also copies a row of logits, one float for each, per
 # output row of a stage, so few are cheap twice.
@@ -57,18 +58,14 @@ class StageTensor:
         shape: Elements per dimension, fastest first.
         type: Quantisation.
         n_bytes: Without padding.
-        source_offset_bytes: Where its bytes lie in the source file, or None for zeros.
-        piece_bytes: How many bytes lie there in a row; all unless given.
-        stride_bytes: From the start of one piece to the next, if there are several.
+        source: Where its bytes lie in the model, or None for zeros.
     """
 
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
     n_bytes: int
-    source_offset_bytes: int | None
-    piece_bytes: int = 0
-    stride_bytes: int = 0
+    source: Region | None
 
 
 @dataclass(frozen=True)
@@ -80,13 +77,12 @@ class StageLayout:
     tensors: tuple[StageTensor, ...]
 
 
-def lay_out(source: SourceModel, layers: LayerRange, source_sha256: str) -> StageLayout:
+def lay_out(source: SourceModel, layers: LayerRange) -> StageLayout:
     """What the stage file for some layers of a model holds.
 
     Args:
         source: The whole model.
         layers: Which layers, within the model.
-        source_sha256: Hash of the source file, for the stage's metadata.
     """
     header, family = source.header, source.family
     blanks = source.blanks(layers)
@@ -109,7 +105,6 @@ def lay_out(source: SourceModel, layers: LayerRange, source_sha256: str) -> Stag
         metadata[f"spanmesh.layer_{key}"] = Value.of(ValueType.UINT32, number)
     n_embd = header.integer(f"{header.architecture}.embedding_length")
     metadata |= {key: _encoded(value) for key, value in handover.to_metadata(n_embd).items()}
-    metadata["spanmesh.source_sha256"] = Value.of(ValueType.STRING, source_sha256)
     return StageLayout(header.alignment, metadata, tuple(tensors))
 
 
@@ -164,12 +159,12 @@ def _outside(tensor: TensorInfo, source: SourceModel, held: LayerRange) -> Stage
             f"share blocks of {block_elements} in {tensor.type.name}; quantise it to another type"
         )
     part_bytes = inner // block_elements * block_bytes
-    piece_bytes, stride_bytes = part_bytes * len(held), part_bytes * source.n_layers
-    n_pieces = math.prod(tensor.shape[dimension + 1 :])
+    row_bytes, stride_bytes = part_bytes * len(held), part_bytes * source.n_layers
+    num_bytes = row_bytes * math.prod(tensor.shape[dimension + 1 :])
     start = tensor.offset_bytes + part_bytes * held.start
-    return StageTensor(
-        tensor.name, shape, tensor.type, piece_bytes * n_pieces, start, piece_bytes, stride_bytes
-    )
+    is_whole = row_bytes in (stride_bytes, num_bytes)
+    region = Region(tensor.file, start, num_bytes, *(() if is_whole else (row_bytes, stride_bytes)))
+    return StageTensor(tensor.name, shape, tensor.type, num_bytes, region)
 
 
 def _blank(tensor: TensorInfo, name: str) -> StageTensor:
@@ -234,4 +229,5 @@ class _Vocabulary:
 
 
 def _copied(tensor: TensorInfo, name: str) -> StageTensor:
-    return StageTensor(name, tensor.shape, tensor.type, tensor.n_bytes, tensor.offset_bytes)
+    source = Region(tensor.file, tensor.offset_bytes, tensor.n_bytes)
+    return StageTensor(name, tensor.shape, tensor.type, tensor.n_bytes, source)

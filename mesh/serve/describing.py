@@ -1,4 +1,4 @@
-"""Cutting the model into the plan's stages, with progress, and without outliving Ctrl-C."""
+"""Finding out what the plan's stages are made of, with progress, and without outliving Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.progress import ProgressTask
-    from stages.cutting import StageCache, StageFile
+    from stages.cutting import StageCache
     from stages.layers import LayerRange
+    from stages.weights.recipe import Recipe
 
 
 class _Abandoned(Exception):
     """Raised in the working thread to unwind it."""
 
 
-async def cut_stages(cache: StageCache, model: Path, parts: Sequence[LayerRange]) -> tuple[StageFile, ...]:
-    """Cut `model` into stage files, one after the other; those in the cache take no time.
+async def describe_stages(cache: StageCache, model: Path, parts: Sequence[LayerRange]) -> tuple[Recipe, ...]:
+    """The recipes of these layers, one after the other; what was hashed before takes no time.
 
     Raises:
-        ModelError: See `StageCache.cut`.
+        ModelError: See `StageCache.describe`.
     """
-    files = []
+    recipes = []
     with progress_bars() as bars:
         for layers in parts:
-            bar = bars.add(f"cutting {layers}")
-            files.append(await _in_thread(partial(cache.cut, model, layers), bar))
-    return tuple(files)
+            bar = bars.add(f"hashing layers {layers}")
+            recipes.append(await _in_thread(partial(cache.describe, model, layers), bar))
+    return tuple(recipes)
 
 
-async def _in_thread(work: Callable[..., StageFile], bar: ProgressTask) -> StageFile:
+async def _in_thread(work: Callable[..., Recipe], bar: ProgressTask) -> Recipe:
     """Run blocking work in a thread that stops at its next sign of progress when we are cancelled."""
     is_abandoned = threading.Event()
 
