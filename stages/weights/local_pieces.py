@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from stages.cutting.region import Place
     from stages.weights.assembly import Assembly
     from stages.weights.stage_store import StageStore
 
@@ -92,8 +93,8 @@ def take_from_store(assembly: Assembly, store: StageStore, on_bytes: Callable[[i
 def take_from_folder(assembly: Assembly, folder: Path, on_bytes: Callable[[int], None]) -> None:
     """Copy what is missing out of the GGUF files of a folder, and believe each piece by its hash.
 
-    Tensors are found by name and size, but for those of which a stage holds only parts of rows. A file where they
-    have other bytes is of another model.
+    Tensors are found by name and size, but for those of which a stage holds only parts of rows. A file where
+    they have other bytes is of another model.
 
     Raises:
         OSError: If the assembly cannot be written.

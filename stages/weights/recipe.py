@@ -10,8 +10,8 @@ As text it is JSON::
      "tensors": [["blk.10.attn_q.weight", 207360, [0, 31104000], ["<sha256>", …]], [null, 4608], …]}
 
 The tensors are in the order of the stage file, each with its name in the model, its bytes, where they lie in
-the model (`Region`: file, start and, if they lie apart, how many in a row and from row to row), and a hash for
-every `PIECE_BYTES` of it; what has no name is zeros.
+the model (`Region`: file, start and, if they lie apart, how many in a row and from row to row), and a hash
+for every `PIECE_BYTES` of it; what has no name is zeros.
 """
 
 from __future__ import annotations
