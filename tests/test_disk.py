@@ -13,6 +13,7 @@ import pytest
 
 from spanmesh_proto.errors import ModelError
 from stages.cutting.disk import require_disk, write_error
+from stages.cutting.region import Region
 from stages.fetch import FetchSource, fetch_stage
 from stages.layers import LayerRange
 from stages.weights.recipe import PIECE_BYTES, Recipe, RecipeTensor
@@ -55,7 +56,14 @@ async def test_a_stage_too_large_for_the_disk_is_not_fetched(tmp_path: Path) -> 
     source = FetchSource("127.0.0.1:1", b"", "secret")
     num_bytes = 2**40
     hashes = ("ab" * 32,) * (num_bytes // PIECE_BYTES)
-    huge = Recipe("x", LayerRange(0, 1), 2, 32, b"", (RecipeTensor(num_bytes, "blk.0", 0, 0, hashes),))
+    huge = Recipe(
+        "x",
+        LayerRange(0, 1),
+        2,
+        32,
+        b"",
+        (RecipeTensor(num_bytes, "blk.0", Region(0, 0, num_bytes), hashes),),
+    )
     store = StageStore(tmp_path)
     store.keep(huge)
     with pytest.raises(ModelError, match="the disk is full"):

@@ -59,9 +59,9 @@ def test_facts_of_parts_are_those_of_the_whole(parts: list[Path], single: Path) 
 
 def test_recipes_name_the_file_of_each_piece(parts: list[Path], tmp_path: Path) -> None:
     recipe = StageCache(tmp_path / "cache").describe(parts[0], LayerRange(0, 6))
-    assert {piece.file for piece in recipe.pieces} == {0, 1, 2}
+    assert {piece.region.file for piece in recipe.pieces} == {0, 1, 2}
     for piece in recipe.pieces:
-        reader = gguf.GGUFReader(parts[piece.file])
+        reader = gguf.GGUFReader(parts[piece.region.file])
         (tensor,) = [each for each in reader.tensors if each.name == piece.tensor]
         assert (int(tensor.data_offset), int(tensor.n_bytes)) == (piece.file_offset, piece.num_bytes)
 

@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidModel
 from stages.cutting import StageCache, cut_stage
+from stages.cutting.gguf_reader import read_header
+from stages.cutting.region import Region
 from stages.layers import LayerRange
+from stages.weights.assembly import Assembly
+from stages.weights.local_pieces import take_from_model
 from stages.weights.recipe import PIECE_BYTES, Recipe, RecipeTensor
 from stages.weights.sent_pieces import SentPieces
+from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -93,7 +98,15 @@ def test_a_recipe_survives_as_text(described: tuple[Recipe, VirtualStage, bytes]
             "layers": [0, 1, 2],
             "alignment": 32,
             "header": "",
-            "tensors": [["a", 2 * PIECE_BYTES, 0, 0, ["ab"]]],
+            "tensors": [["a", 64, [0, 0, 16, 8], ["ab"]]],
+        },
+        {
+            "version": 1,
+            "model": "x",
+            "layers": [0, 1, 2],
+            "alignment": 32,
+            "header": "",
+            "tensors": [["a", 2 * PIECE_BYTES, [0, 0], ["ab"]]],
         },
     ],
 )
@@ -107,7 +120,10 @@ def test_a_recipe_that_makes_no_sense(said: object) -> None:
 
 def test_large_tensors_have_several_pieces() -> None:
     hashes = ("aa" * 32, "bb" * 32, "cc" * 32)
-    tensors = (RecipeTensor(40), RecipeTensor(2 * PIECE_BYTES + 5, "blk.3.x", 1, 1000, hashes))
+    tensors = (
+        RecipeTensor(40),
+        RecipeTensor(2 * PIECE_BYTES + 5, "blk.3.x", Region(1, 1000, 2 * PIECE_BYTES + 5), hashes),
+    )
     recipe = Recipe("x", LayerRange(3, 4), 9, 32, b"h" * 64, tensors)
     assert [(piece.at, piece.num_bytes, piece.file_offset) for piece in recipe.pieces] == [
         (128, PIECE_BYTES, 1000),
@@ -145,3 +161,50 @@ def test_equal_layers_of_another_model_have_other_names(model: Path, tmp_path: P
     )
     cache = StageCache(tmp_path / "cache")
     assert cache.describe(model, LAYERS).sha256 != cache.describe(other, LAYERS).sha256
+
+
+@given(
+    start=st.integers(0, 50),
+    row_bytes=st.integers(1, 20),
+    gap=st.integers(0, 20),
+    rows=st.integers(1, 9),
+    data=st.data(),
+)
+def test_bytes_that_lie_apart_are_read_as_if_they_did_not(
+    start: int, row_bytes: int, gap: int, rows: int, data: st.DataObject
+) -> None:
+    stride = row_bytes + gap
+    model = bytes(number % 251 for number in range(start + rows * stride))
+    gathered = b"".join(model[start + row * stride : start + row * stride + row_bytes] for row in range(rows))
+    region = Region(0, start, len(gathered), row_bytes, stride)
+    offset = data.draw(st.integers(0, len(gathered) - 1))
+    count = data.draw(st.integers(0, len(gathered) - offset))
+    read = region.read(lambda at, length: model[at : at + length], offset, count)
+    assert read == gathered[offset : offset + count]
+
+
+def test_a_part_of_every_row_travels_alone(tmp_path: Path) -> None:
+    model = TINY_FAMILIES["gemma4-e"].write(tmp_path / "model.gguf")
+    cache = StageCache(tmp_path / "cache")
+    whole = read_header(model).tensors["per_layer_token_embd.weight"].n_bytes
+    layers = LayerRange(0, 4)
+    recipe = cache.describe(model, layers)
+    parts = [piece for piece in recipe.pieces if piece.tensor == "per_layer_token_embd.weight"]
+    assert not any(piece.region.is_whole for piece in parts)
+    assert 0 < sum(piece.num_bytes for piece in parts) < whole
+    assert Recipe.from_bytes(recipe.to_bytes(), recipe.sha256) == recipe
+    stage = cache.open(recipe.sha256)
+    assert stage is not None
+    read = bytearray()
+    while part := stage.read(len(read), 1000):
+        read += part
+    stage.close()
+    cut_stage(model, layers, tmp_path / "stage.gguf")
+    assert bytes(read) == (tmp_path / "stage.gguf").read_bytes()
+    with (tmp_path / "brought.gguf").open("wb") as file:
+        file.truncate(recipe.size_bytes)
+    with Assembly(recipe, tmp_path / "brought.gguf") as assembly:
+        assembly.resume()
+        take_from_model(assembly, cache.known_files(model), lambda _: None)
+        assert assembly.missing == []
+    assert bytes(read) == (tmp_path / "brought.gguf").read_bytes()
