@@ -1,12 +1,11 @@
 """What a host finds when it looks at itself: versions, devices, memory, disk, clock, files. Measures nothing.
 
-Run as a program: sha256 of stage files as arguments, the findings as JSON on standard output.
+Run as a program: sha256 of recipes of stage files as arguments, the findings as JSON on standard output.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib.metadata
 import json
 import platform
@@ -14,38 +13,25 @@ import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import structlog
 
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
-from stages.cutting.digest import file_sha256
 from stages.cutting.places import default_root
+from stages.devices import Device, list_devices
 from stages.free_memory import free_memory_bytes
 from stages.llama import init_backend
 from stages.wakefulness import DEVICE
+from stages.weights.assembly import wrong_pieces
+from stages.weights.stage_store import StageStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 _PACKAGES = {"llama_cpp": "llama-cpp-python", "ray": "ray", "grpc": "grpcio"}
-
-
-@dataclass(frozen=True)
-class Device:
-    """Something that llama.cpp computes on.
-
-    Attributes:
-        name: As llama.cpp calls it, such as `CPU` or `CUDA0`.
-        description: The hardware's name.
-        total_bytes: Its memory, as far as llama.cpp says.
-    """
-
-    name: str
-    description: str
-    total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +47,7 @@ class HostLook:
         free_disk_bytes: Where stage files are kept.
         cache_dir: That place.
         can_stay_awake: Whether processors can be kept awake while requests run, see `stages.wakefulness`.
-        files: By sha256, whether a stage file that is there has that content; None if it is not there.
+        files: By the sha256 of its recipe, whether a stage file is what that says; None if it is not there.
         unix_s: This host's clock when it was done.
     """
 
@@ -81,7 +67,7 @@ def look(hashes: Iterable[str] = ()) -> HostLook:
     """Look around; reads the stage files named, whole.
 
     Args:
-        hashes: sha256 of stage files, hex.
+        hashes: sha256 of the recipes of stage files, hex.
     """
     init_backend()
     root = default_root()
@@ -91,46 +77,15 @@ def look(hashes: Iterable[str] = ()) -> HostLook:
     return HostLook(
         versions=versions,
         platform=f"{platform.system()} {platform.machine()}",
-        devices=_devices(),
+        devices=list_devices(),
         can_offload=bool(llama_cpp.llama_supports_gpu_offload()),
         free_memory_bytes=free_memory_bytes(),
         free_disk_bytes=shutil.disk_usage(_nearest_folder(root)).free,
         cache_dir=str(root),
         can_stay_awake=_is_writable(DEVICE),
-        files={sha256: _is_whole(root / "stages" / f"{sha256}.gguf", sha256) for sha256 in hashes},
+        files={sha256: _is_whole(root / "stages", sha256) for sha256 in hashes},
         unix_s=time.time(),
     )
-
-
-def _devices() -> tuple[Device, ...]:
-    """llama.cpp's own list, by `ggml_backend_dev_count` and its like, which the Python package leaves out."""
-    library = _ggml()
-    library.ggml_backend_dev_count.restype = ctypes.c_size_t
-    library.ggml_backend_dev_get.restype = ctypes.c_void_p
-    library.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    for name in ("ggml_backend_dev_name", "ggml_backend_dev_description"):
-        getattr(library, name).restype = ctypes.c_char_p
-        getattr(library, name).argtypes = [ctypes.c_void_p]
-    size_pointer = ctypes.POINTER(ctypes.c_size_t)
-    library.ggml_backend_dev_memory.restype = None
-    library.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size_pointer, size_pointer]
-    found = []
-    for index in range(library.ggml_backend_dev_count()):
-        device = library.ggml_backend_dev_get(index)
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        library.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-        name = library.ggml_backend_dev_name(device).decode(errors="replace")
-        description = library.ggml_backend_dev_description(device).decode(errors="replace")
-        found.append(Device(name, description, total.value))
-    return tuple(found)
-
-
-def _ggml() -> Any:
-    """The library that has the list. It is loaded already; this finds it again beside llama.cpp's."""
-    folder = Path(llama_cpp.__file__).parent / "lib"
-    for path in sorted(folder.glob("*ggml.*")):
-        return ctypes.CDLL(str(path))
-    raise OSError(f"no ggml library lies in {folder}")
 
 
 def _nearest_folder(path: Path) -> Path:
@@ -146,8 +101,9 @@ def _is_writable(device: Path) -> bool:
         return False
 
 
-def _is_whole(path: Path, sha256: str) -> bool | None:
-    return file_sha256(path) == sha256 if path.is_file() else None
+def _is_whole(folder: Path, sha256: str) -> bool | None:
+    path, recipe = folder / f"{sha256}.gguf", StageStore(folder).recipe(sha256)
+    return wrong_pieces(recipe, path) == [] if recipe is not None and path.is_file() else None
 
 
 class LookingHost:

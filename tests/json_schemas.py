@@ -307,7 +307,7 @@ def random_text(automaton: Automaton, random: Random, most_bytes: int = 400) -> 
         enders = [found for found in alive if found[0] in b'"}],:0']
         found = random.choice(enders if enders and random.random() < 0.4 else alive)
         text.append(random.choice(found))
-        state = automaton.after(state, text[-1:])
+        state = automaton.after(state, bytes(text[-1:]))
     return None
 
 

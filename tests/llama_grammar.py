@@ -42,7 +42,8 @@ class LlamaGrammar:
         self._rows["logit"] = 0
         self._array.size = len(self._rows)
         llama_cpp.llama_sampler_apply(self._sampler, ctypes.byref(self._array))
-        return np.isfinite(self._rows["logit"]) & self._is_shown
+        may_come: NDArray[np.bool_] = np.isfinite(self._rows["logit"]) & self._is_shown
+        return may_come
 
     def allows(self, token: int) -> bool:
         """Whether a token may come."""

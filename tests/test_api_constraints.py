@@ -82,7 +82,7 @@ async def test_any_object_begins_as_one_and_may_be_cut(ring: RingApi) -> None:
 
 
 async def test_a_stream_keeps_to_it_too(ring: RingApi) -> None:
-    fields = {"messages": HELLO, "seed": 3, "max_tokens": 400, "response_format": FORMAT}
+    fields: dict[str, Any] = {"messages": HELLO, "seed": 3, "max_tokens": 400, "response_format": FORMAT}
     whole = (await ask(ring, **fields))["choices"][0]["message"]["content"]
     response = await ring.api.http.post(CHAT, json={**fields, "stream": True})
     events = [

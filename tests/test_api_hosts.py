@@ -47,7 +47,7 @@ async def test_the_status_has_what_the_stages_count_themselves(tokenizer: Tokeni
     hosts: dict[str, Any] = {"status": lambda: {"stages": [{"index": 0}]}, "stage_counts": counts}
     async with running_api(ScriptedEngine([]), tokenizer, **hosts) as api:
         found = (await api.http.get("/mesh/status")).json()
-    assert found == {"stages": [{"index": 0, "open_sessions": 2}]}
+    assert found["stages"] == [{"index": 0, "open_sessions": 2}]
 
 
 async def test_links_are_measured_as_asked_for(tokenizer: Tokenizer) -> None:

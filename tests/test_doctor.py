@@ -13,7 +13,10 @@ from mesh.doctor.check import Outcome, exit_code
 from mesh.doctor.host_checks import agreement_checks, host_checks
 from mesh.doctor.mesh_checks import mesh_checks
 from mesh.doctor.this_host import this_host_checks, token_checks
+from stages.cutting import StageCache
 from stages.host_look import look
+from stages.layers import LayerRange
+from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,14 +137,14 @@ def test_slow_ways_are_to_think_about() -> None:
 
 
 def test_a_host_looks_at_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = tmp_path / "spanmesh" / "stages"
-    stages.mkdir(parents=True)
-    wrong, right = "0" * 64, "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    (stages / f"{wrong}.gguf").write_bytes(b"something else")
-    (stages / f"{right}.gguf").write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    seen = look([wrong, right, "1" * 64])
-    assert seen.files == {wrong: False, right: True, "1" * 64: None}
+    model = TinyModel("llama").write(tmp_path / "model.gguf")
+    right, wrong = (StageCache().cut(model, layers) for layers in (LayerRange(0, 3), LayerRange(3, 6)))
+    data = bytearray(wrong.path.read_bytes())
+    data[-100] ^= 1
+    wrong.path.write_bytes(data)
+    seen = look([wrong.sha256, right.sha256, "1" * 64])
+    assert seen.files == {wrong.sha256: False, right.sha256: True, "1" * 64: None}
     assert "CPU" in [device.name for device in seen.devices]
     assert seen.free_disk_bytes > 0
 

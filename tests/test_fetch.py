@@ -246,7 +246,7 @@ def harm_sent_bytes(side: HeadSide, monkeypatch: pytest.MonkeyPatch, at: int, *,
                 harmed[0] += 1
             return bytes(data)
 
-        stage.read = read_harmed  # type: ignore[method-assign]
+        monkeypatch.setattr(stage, "read", read_harmed)
         return stage
 
     monkeypatch.setattr(side.cache, "open", open_stage)

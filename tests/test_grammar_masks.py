@@ -182,7 +182,7 @@ def test_a_vocabulary_that_does_not_fit_is_refused() -> None:
         message = wire.Vocabulary()
         message.CopyFrom(texts.message)
         for field, value in change.items():
-            message.ClearField(field)  # type: ignore[arg-type]
+            message.ClearField(field)
             if isinstance(value, bytes):
                 message.texts = value
             else:

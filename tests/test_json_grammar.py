@@ -182,7 +182,8 @@ def test_hostile_schemas_are_refused_or_bounded(schema: Any) -> None:
 
 def test_any_object() -> None:
     automaton = make_automaton(json_object_grammar())
-    for value in ({}, {"a": [1, -2.5e3, None, True, {"b": "é\n\\"}]}, {"": {}}):
+    values: tuple[dict[str, Any], ...] = ({}, {"a": [1, -2.5e3, None, True, {"b": "é\n\\"}]}, {"": {}})
+    for value in values:
         assert matches(automaton, dump(value))
         assert matches(automaton, json.dumps(value, indent=2))
     for text in (
@@ -201,8 +202,8 @@ def test_any_object() -> None:
         assert not matches(automaton, text), text
     random = Random(1)
     for _ in range(20):
-        text = random_text(automaton, random)
-        assert text is None or isinstance(json.loads(text), dict)
+        found = random_text(automaton, random)
+        assert found is None or isinstance(json.loads(found), dict)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

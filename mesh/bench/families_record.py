@@ -83,8 +83,11 @@ def to_json(record: FamilyRecord) -> dict[str, Any]:
 
 def from_json(saved: Mapping[str, Any]) -> FamilyRecord:
     """From a file."""
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-    return FamilyRecord(**{**values, "outcome": Outcome(saved["outcome"])})
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
+    }
+    values["outcome"] = Outcome(saved["outcome"])
+    return FamilyRecord(**values)
 
 
 def counts(records: Iterable[FamilyRecord]) -> str:

@@ -8,6 +8,7 @@ an announcement admits nobody and is believed by nobody.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import ipaddress
 import socket
 from contextlib import asynccontextmanager
@@ -157,7 +158,8 @@ def _head(info: Any) -> HeadFound | None:
 
 def _zeroconf() -> ModuleType:
     try:
-        import zeroconf.asyncio  # noqa: PLC0415 - an extra
+        zeroconf: ModuleType = importlib.import_module("zeroconf")
+        importlib.import_module("zeroconf.asyncio")
     except ImportError:
         raise ClusterError(
             "mDNS needs the package zeroconf: pip install 'spanmesh[discover]', or leave the option out and "

@@ -110,7 +110,7 @@ def _total_ms(stage: Mapping[str, Any], mean: str) -> float:
 
 def _grown(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
     """Sessions that end may be forgotten: nothing grows backwards."""
-    return max(0, new.get(name, 0) - old.get(name, 0))
+    return max(0, int(new.get(name, 0)) - int(old.get(name, 0)))
 
 
 def _tokens(speculation: Mapping[str, Any]) -> float:

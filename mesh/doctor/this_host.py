@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import socket
 import subprocess
@@ -146,14 +147,16 @@ def _address(name: str, advertise: str | None) -> Check:
 
 
 def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check]:
-    from stages.cutting.digest import file_sha256  # noqa: PLC0415
-
     from stages.cutting import read_model_facts  # noqa: PLC0415 - brings numpy
 
     what = f"model {path.name}"
     try:
         facts = read_model_facts(path)
-        sha256 = file_sha256(path)
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        yield fail(name, what, f"{path} cannot be read: {error.strerror or error}", "look after its disk")
+        return
     except MeshError as error:
         yield fail(name, what, error.message, "fetch it again")
         return

@@ -173,7 +173,8 @@ def type_of(value: Any) -> str:
         return "boolean"
     if isinstance(value, int | float):
         return "integer" if value == int(value) else "number"
-    return {str: "string", list: "array", dict: "object"}[type(value)]
+    names: dict[type, str] = {str: "string", list: "array", dict: "object"}
+    return names[type(value)]
 
 
 def are_apart(one: Flat, other: Flat) -> bool:
@@ -251,7 +252,8 @@ def _merged_value(key: str, one: Any, other: Any) -> Any:
 
 
 def _common_types(one: Flat, other: Flat) -> set[str]:
-    types, others = types_of(one) or set(), types_of(other) or set()
+    nothing: frozenset[str] = frozenset()
+    types, others = types_of(one) or nothing, types_of(other) or nothing
     common = set(types & others)
     for numbers, integers in ((types, others), (others, types)):
         if "number" in numbers and "integer" in integers:

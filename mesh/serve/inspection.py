@@ -39,5 +39,6 @@ class Inspection:
         fleet = self._state.fleet
         handles = () if fleet is None else (*fleet.handles, *fleet.copies)
         for handle in handles:
-            files.setdefault(handle.member.name, []).append(handle.config.sha256)
+            if handle.config.whole is None:
+                files.setdefault(handle.member.name, []).append(handle.config.sha256)
         return await self._examination.run({host: sorted(set(hashes)) for host, hashes in files.items()})

@@ -8,7 +8,7 @@ next to nothing on the wire, so any host can be asked how fast it would be befor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import ModelError
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from stages.cutting.source_model import SourceModel
     from stages.layers import LayerRange
-
-_NO_SOURCE: Final = "0" * 64
 
 
 @dataclass(frozen=True)
@@ -62,5 +60,5 @@ def blank_stage(source: SourceModel, layers: LayerRange) -> BlankStage:
     from stages.cutting.layout import lay_out  # noqa: PLC0415
 
     source.check_range(layers)
-    layout = lay_out(source, layers, _NO_SOURCE)
+    layout = lay_out(source, layers)
     return BlankStage(encode_header(layout), stage_bytes(layout))

@@ -9,11 +9,14 @@ line, unless a group is open or `::=` or `|` has just been read. llama.cpp's ter
 from __future__ import annotations
 
 import string
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from stages.grammar.limits import MAX_GRAMMAR_BYTES, MAX_NESTING, MAX_REPEATS, MAX_RULES, refusal
 from stages.grammar.syntax import Chars, Choice, Expression, Literal, Ref, Repeat, Sequence
 from stages.grammar.utf8_ranges import MAX_CODE_POINT, CodeRange, complement, merged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _NAME_LETTERS: Final = frozenset(string.ascii_letters + string.digits + "-")
 _DIGITS: Final = frozenset(string.digits)
@@ -126,8 +129,13 @@ class _Parser:
             return Ref(self._name())
         if letter in "<!":
             raise self._error("terminals for single tokens are not supported: write their text")
-        known = {'"': self._literal, "[": self._chars, ".": self._any, "(": self._group}.get(letter)
-        return None if known is None else known()
+        known: dict[str, Callable[[], Expression]] = {
+            '"': self._literal,
+            "[": self._chars,
+            ".": self._any,
+            "(": self._group,
+        }
+        return known[letter]() if letter in known else None
 
     def _any(self) -> Chars:
         self._at += 1
