@@ -193,6 +193,18 @@ def test_files_that_are_no_stages_are_left_alone(cache: StageCache, source: Path
     assert not stage.path.exists()
 
 
+def test_what_has_come_of_a_stage_counts(cache: StageCache, source: Path) -> None:
+    stage = cache.cut(source, LAYERS)
+    coming = "ab" * 32
+    cache.store.partial(coming).write_bytes(os.urandom(2**16))
+    limit_bytes = sum(found.size_bytes for found in cache.store.stages())
+    make_room(cache.store, 0, limit_bytes, keep={coming})
+    assert stage.path.exists()
+    make_room(cache.store, 1, limit_bytes, keep={coming})
+    assert not stage.path.exists()
+    assert cache.store.partial(coming).exists()
+
+
 def test_a_stage_that_goes_while_it_is_looked_at_is_not_there(
     cache: StageCache, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
