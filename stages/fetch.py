@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import threading
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -217,6 +218,7 @@ class _Filling:
         self._done_bytes = 0
         self._head_bytes = 0
         self._hub_bytes = 0
+        self._counting = threading.Lock()
         self._wrong = Counter[int]()
 
     async def run(self) -> Transfer:
@@ -289,8 +291,9 @@ class _Filling:
             self._note_wrong(fetched, "what the hub sends")
 
     def _on_hub_bytes(self, count: int) -> None:
-        self._hub_bytes += count
-        self._tell(count)
+        with self._counting:  # several threads come here
+            self._hub_bytes += count
+            self._tell(count)
 
     def _note_wrong(self, wrong: Sequence[int], whose: str) -> None:
         for index in wrong:
