@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +19,7 @@ from stages.fetch import fetch_stage
 from stages.layers import LayerRange
 from stages.weights import http_download, http_range
 from stages.weights.hub_pieces import HubFile
-from stages.weights.stage_store import StageStore
+from stages.weights.stage_store import StageStore, hold
 from tests.hub_server import COMMIT, running_hub
 from tests.test_membership import head
 from tests.tiny_models import TinyModel
@@ -258,6 +259,50 @@ def test_models_are_listed_removed_and_pruned(
     assert "names nothing here" in capsys.readouterr().err
     assert run(["models", "rm", f"hf:org/tiny-GGUF@{COMMIT[:8]}:tiny-Q8_0"]) == 0
     assert not Path(path).exists()
+
+
+def test_two_pulls_of_one_file_do_not_get_in_each_other_s_way(hub: Hub, library: HubLibrary) -> None:
+    failures: list[str] = []
+
+    def pull_again(_label: str) -> Callable[[int, int], None]:
+        def on_bytes(_done: int, _total: int) -> None:
+            if not failures:
+                with pytest.raises(ModelError, match="being fetched by another process: wait") as raised:
+                    library.pull(REFERENCE, quietly)
+                failures.append(raised.value.message)
+
+        return on_bytes
+
+    pulled = library.pull(REFERENCE, pull_again)
+    assert failures
+    assert pulled.path.read_bytes() == hub.files["tiny-Q8_0.gguf"]
+
+
+def test_what_is_being_fetched_or_loaded_is_not_removed(hub: Hub, library: HubLibrary) -> None:
+    removed: list[bool] = []
+
+    def remove(_label: str) -> Callable[[int, int], None]:
+        return lambda _done, _total: removed.extend(library.remove(kept) for kept in library.models())
+
+    pulled = library.pull(REFERENCE, remove)
+    assert removed
+    assert not any(removed)
+    (kept,) = library.models()
+    held = hold(pulled.path)
+    assert not library.remove(kept)
+    os.close(held)
+    assert library.remove(kept)
+    assert hub.files
+    assert not pulled.path.exists()
+
+
+def test_a_model_that_lacks_a_part_is_not_whole(library: HubLibrary) -> None:
+    folder = library._root / "org" / "tiny-GGUF" / COMMIT
+    folder.mkdir(parents=True)
+    for number, is_whole in ((1, False), (2, True)):
+        (folder / f"m-0000{number}-of-00002.gguf").write_bytes(b"GGUF")
+        (kept,) = library.models()
+        assert kept.is_whole is is_whole
 
 
 def files(*names: str) -> list[RepoFile]:

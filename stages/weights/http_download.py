@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import threading
@@ -48,13 +49,14 @@ def download(
 
     Raises:
         HubUnavailable: If the hub refuses or does not answer, or sends what has another hash.
-        ModelError: If the disk has no room for it, or cannot be written.
+        ModelError: If the disk has no room for it, or cannot be written, or another process is bringing it.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
         try:
+            _lock(file, partial)
             require_disk(path, size_bytes - os.fstat(file).st_blocks * 512)
             _Blocks(url, size_bytes, file, note_path(partial), on_bytes).fetch()
             if sha256 is not None:
@@ -66,6 +68,20 @@ def download(
         note_path(partial).unlink(missing_ok=True)
     except OSError as error:
         raise write_error(path, error, size_bytes) from error
+
+
+def _lock(file: int, partial: Path) -> None:
+    """Ours alone: whoever else wrote to it would find it gone, or changed, when it is done."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = os.path.samestat(os.fstat(file), partial.stat())
+    except (BlockingIOError, FileNotFoundError):
+        is_ours = False
+    if not is_ours:
+        raise ModelError(
+            f"{partial.name.removesuffix('.partial')} is being fetched by another process: wait until that "
+            "is done, then try again"
+        )
 
 
 class _Blocks:
@@ -119,6 +135,8 @@ def _check(file: int, size_bytes: int, sha256: str, partial: Path, on_hashed: Ca
     digest, at = hashlib.sha256(), 0
     while at < size_bytes:
         data = os.pread(file, _BUFFER_BYTES, at)
+        if not data:
+            break
         digest.update(data)
         at += len(data)
         on_hashed(len(data))
