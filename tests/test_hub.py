@@ -261,6 +261,20 @@ def test_models_are_listed_removed_and_pruned(
     assert not Path(path).exists()
 
 
+@pytest.mark.parametrize("name", ["org/my--model", "org/model-", "org/a..b"])
+def test_what_no_hub_calls_a_repository(hub: Hub, library: HubLibrary, name: str) -> None:
+    assert hub.url
+    with pytest.raises(HubUnavailable, match=f"'{name}' is no name that a hub gives"):
+        library.pull(HubReference(name), quietly)
+
+
+@pytest.mark.parametrize("page", [b"<html>Log in</html>", b"[]", b'{"id": "org/tiny-GGUF"}'])
+def test_an_answer_of_something_else_than_a_hub(hub: Hub, library: HubLibrary, page: bytes) -> None:
+    hub.page = page
+    with pytest.raises(HubUnavailable, match="does not answer like a hub: look at HF_ENDPOINT"):
+        library.pull(REFERENCE, quietly)
+
+
 def test_two_pulls_of_one_file_do_not_get_in_each_other_s_way(hub: Hub, library: HubLibrary) -> None:
     failures: list[str] = []
 
