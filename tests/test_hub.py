@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -259,6 +261,35 @@ def test_models_are_listed_removed_and_pruned(
     assert "names nothing here" in capsys.readouterr().err
     assert run(["models", "rm", f"hf:org/tiny-GGUF@{COMMIT[:8]}:tiny-Q8_0"]) == 0
     assert not Path(path).exists()
+
+
+def test_a_pull_that_is_ended_does_not_wait_for_the_hub(
+    hub: Hub, library: HubLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop(_label: str) -> Callable[[int, int], None]:
+        def on_bytes(_done: int, _total: int) -> None:
+            raise Enough
+
+        return on_bytes
+
+    asked_to_wait_s: list[float] = []
+    wait = threading.Event.wait
+
+    def note_wait(self: threading.Event, timeout: float | None = None) -> bool:
+        asked_to_wait_s.append(timeout or 0)
+        return wait(self, timeout)
+
+    repository = library._read(REFERENCE)
+    hub.statuses.append((503, "30"))
+    monkeypatch.setattr(threading.Event, "wait", note_wait)
+    begun_s = time.monotonic()
+    with pytest.raises(Enough):
+        HubLibrary(library._root, read=lambda _reference: repository).pull(REFERENCE, stop)
+    assert 30 in asked_to_wait_s
+    assert time.monotonic() - begun_s < 25
 
 
 @pytest.mark.parametrize("name", ["org/my--model", "org/model-", "org/a..b"])

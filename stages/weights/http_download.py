@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -106,7 +106,7 @@ class _Blocks:
                 if here[index]:
                     self._on_bytes(self._length(index))
             missing = [index for index in range(num_blocks) if not here[index]]
-            for task in [pool.submit(self._fetch_block, index, note) for index in missing]:
+            for task in as_completed([pool.submit(self._fetch_block, index, note) for index in missing]):
                 task.result()
         finally:
             self._is_over.set()
@@ -118,14 +118,18 @@ class _Blocks:
 
         def take(data: bytes) -> None:
             nonlocal at
-            if self._is_over.is_set():
-                raise ModelError("given up")
+            self._sleep(0)
             write_all(self._file, data, at)
             at += len(data)
             self._on_bytes(len(data))
 
-        read_range(self._url, at, self._length(index), take)
+        read_range(self._url, at, self._length(index), take, sleep=self._sleep)
         os.pwrite(note, b"\x01", index)
+
+    def _sleep(self, seconds: float) -> None:
+        """Not longer than anybody waits for the file."""
+        if self._is_over.wait(seconds):
+            raise ModelError("given up")
 
     def _length(self, index: int) -> int:
         return min(_BLOCK_BYTES, self._size_bytes - index * _BLOCK_BYTES)
