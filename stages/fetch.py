@@ -10,7 +10,7 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import grpc
 import structlog
@@ -18,19 +18,14 @@ import structlog
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, InvalidModel, MeshError
+from stages.cancellable_work import CancellableWork
 from stages.channels import CLIENT_OPTIONS
 from stages.cutting.disk import require_disk, write_error
 from stages.link import explain
 from stages.weights.assembly import Assembly
 from stages.weights.cache_limit import make_room
 from stages.weights.keeping import NOTHING_SAID, Keeping
-from stages.weights.local_pieces import (
-    Abandoned,
-    KnownFile,
-    take_from_folder,
-    take_from_model,
-    take_from_store,
-)
+from stages.weights.local_pieces import KnownFile, take_from_folder, take_from_model, take_from_store
 from stages.weights.recipe import Recipe
 from stages.weights.sent_pieces import SentPieces
 from stages.weights.transfer import Transfer
@@ -44,8 +39,6 @@ if TYPE_CHECKING:
     from stages.weights.stage_store import StageStore
 
 log = structlog.get_logger()
-
-Result = TypeVar("Result")
 
 # The name in the head's certificate. Hosts know the head by its fingerprint, so any name will do.
 SERVER_NAME: Final = "spanmesh-head"
@@ -221,16 +214,17 @@ class _Filling:
         self._source = source
         self._keeping = keeping
         self._progress = progress
-        self._is_abandoned = threading.Event()
+        self._work = CancellableWork()
         self._done_bytes = 0
         self._head_bytes = 0
         self._hub_bytes = 0
+        self._counting = threading.Lock()
         self._wrong = Counter[int]()
 
     async def run(self) -> Transfer:
         """Return when every piece is there."""
         assembly = self._assembly
-        num_wrong = await self._in_thread(self._take_what_is_here)
+        num_wrong = await self._work.run(self._take_what_is_here)
         reused_bytes = assembly.done_bytes
         self._tell(0)
         ways = [self._from_head, self._from_hub] if self._source.hub else [self._from_head]
@@ -272,7 +266,8 @@ class _Filling:
             pieces = [self._assembly.recipe.pieces[index] for index in indices]
             try:
                 async for data in self._head.pieces(pieces):
-                    await asyncio.to_thread(sent.take, data)
+                    # Not a thread that outlives us: the assembly's file would be closed under it.
+                    await self._work.run(partial(sent.take, data))
                     self._tell(len(data))
                 if not sent.is_complete:
                     raise InvalidModel("the head sent fewer bytes than were asked for; fetch them again")
@@ -290,14 +285,15 @@ class _Filling:
         from stages.weights.hub_pieces import fetch_from_hub, has_hub_pieces  # noqa: PLC0415 - few need HTTP
 
         while has_hub_pieces(self._assembly):
-            fetched = await self._in_thread(
+            fetched = await self._work.run(
                 partial(fetch_from_hub, self._assembly, self._source.hub, self._on_hub_bytes)
             )
             self._note_wrong(fetched, "what the hub sends")
 
     def _on_hub_bytes(self, count: int) -> None:
-        self._hub_bytes += count
-        self._tell(count)
+        with self._counting:  # several threads come here
+            self._hub_bytes += count
+            self._tell(count)
 
     def _note_wrong(self, wrong: Sequence[int], whose: str) -> None:
         for index in wrong:
@@ -311,21 +307,8 @@ class _Filling:
                     f"than they should have: {whose} is damaged; fetch the model again"
                 )
 
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run blocking work in a thread that stops at its next sign of progress when we are cancelled."""
-        thread = asyncio.create_task(asyncio.to_thread(work))
-        try:
-            return await asyncio.shield(thread)
-        except asyncio.CancelledError:
-            self._is_abandoned.set()
-            await asyncio.wait([thread])
-            if not thread.cancelled():
-                thread.exception()  # seen: whatever it was, nobody waits for it
-            raise
-
     def _tell(self, count: int) -> None:
-        if self._is_abandoned.is_set():
-            raise Abandoned
+        self._work.check()
         self._done_bytes += count
         if self._progress is not None:
             total_bytes = self._assembly.recipe.weight_bytes

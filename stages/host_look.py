@@ -103,7 +103,12 @@ def _is_writable(device: Path) -> bool:
 
 def _is_whole(folder: Path, sha256: str) -> bool | None:
     path, recipe = folder / f"{sha256}.gguf", StageStore(folder).recipe(sha256)
-    return wrong_pieces(recipe, path) == [] if recipe is not None and path.is_file() else None
+    try:
+        return wrong_pieces(recipe, path) == [] if recipe is not None else None
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return False  # the disk does not give it any more
 
 
 class LookingHost:

@@ -28,6 +28,7 @@ class Hub:
         statuses: Of the next answers, before any is good: HTTP codes with their `Retry-After`.
         breaks_after: So many bytes into the next answers with content, the connection ends.
         ignores_ranges: Whether it sends whole files whatever is asked for.
+        page: What it answers instead of telling what a repository holds.
         num_asked: Requests for content.
         sent_bytes: Of content.
         tokens_at_cdn: What came along to where content lies.
@@ -39,6 +40,7 @@ class Hub:
     statuses: deque[tuple[int, str | None]] = field(default_factory=deque)
     breaks_after: deque[int] = field(default_factory=deque)
     ignores_ranges: bool = False
+    page: bytes | None = None
     num_asked: int = 0
     sent_bytes: int = 0
     tokens_at_cdn: list[str | None] = field(default_factory=list)
@@ -104,6 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         siblings.append({"rfilename": "README.md", "size": 12})
         answer = json.dumps({"id": "org/tiny-GGUF", "sha": COMMIT, "siblings": siblings}).encode()
+        if self.hub.page is not None:
+            answer = self.hub.page
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(answer)))

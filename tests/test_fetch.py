@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from stages.layers import LayerRange
 from stages.weights.assembly import note_path
 from stages.weights.keeping import CACHE_BYTES, MODELS, Keeping, read_keeping
 from stages.weights.rate_limit import RateLimit
+from stages.weights.sent_pieces import SentPieces
 from stages.weights.stage_store import StageStore
 from tests.test_membership import head
 from tests.tiny_models import TinyModel
@@ -45,6 +47,7 @@ FETCHING = """
 import asyncio, sys
 from pathlib import Path
 from stages.fetch import FetchSource, fetch_stage
+from stages.weights.sent_pieces import SentPieces
 from stages.weights.stage_store import StageStore
 folder, sha256, address, certificate = sys.argv[1:]
 source = FetchSource(address, Path(certificate).read_bytes(), "secret")
@@ -191,6 +194,29 @@ async def test_a_transfer_that_is_killed_goes_on_where_it_was(
     assert brought.transfer.wrong_pieces == 1
     claimed_bytes = sum(recipe.pieces[index].num_bytes for index in claimed[:-1])
     assert sent_bytes == recipe_bytes - claimed_bytes
+
+
+async def test_what_is_being_written_when_a_fetch_is_cancelled_has_its_file_to_the_end(
+    tmp_path: Path, model: Path, store: StageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Event(), list[bool]()
+    take = SentPieces.take
+
+    def take_slowly(self: SentPieces, data: bytes) -> None:
+        begun.set()
+        time.sleep(0.2)
+        take(self, data)
+        ended.append(True)
+
+    monkeypatch.setattr(SentPieces, "take", take_slowly)
+    async with head(tmp_path) as side:
+        recipe = side.cache.describe(model, LAYERS)
+        fetch = asyncio.create_task(fetch_stage(store, recipe.sha256, side.source))
+        assert await asyncio.to_thread(begun.wait, 20)
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+    assert ended == [True]
 
 
 async def _until_it_fetches(partial: Path, process: subprocess.Popen[bytes]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +21,7 @@ from stages.fetch import fetch_stage
 from stages.layers import LayerRange
 from stages.weights import http_download, http_range
 from stages.weights.hub_pieces import HubFile
-from stages.weights.stage_store import StageStore
+from stages.weights.stage_store import StageStore, hold
 from tests.hub_server import COMMIT, running_hub
 from tests.test_membership import head
 from tests.tiny_models import TinyModel
@@ -258,6 +261,93 @@ def test_models_are_listed_removed_and_pruned(
     assert "names nothing here" in capsys.readouterr().err
     assert run(["models", "rm", f"hf:org/tiny-GGUF@{COMMIT[:8]}:tiny-Q8_0"]) == 0
     assert not Path(path).exists()
+
+
+def test_a_pull_that_is_ended_does_not_wait_for_the_hub(
+    hub: Hub, library: HubLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop(_label: str) -> Callable[[int, int], None]:
+        def on_bytes(_done: int, _total: int) -> None:
+            raise Enough
+
+        return on_bytes
+
+    asked_to_wait_s: list[float] = []
+    wait = threading.Event.wait
+
+    def note_wait(self: threading.Event, timeout: float | None = None) -> bool:
+        asked_to_wait_s.append(timeout or 0)
+        return wait(self, timeout)
+
+    repository = library._read(REFERENCE)
+    hub.statuses.append((503, "30"))
+    monkeypatch.setattr(threading.Event, "wait", note_wait)
+    begun_s = time.monotonic()
+    with pytest.raises(Enough):
+        HubLibrary(library._root, read=lambda _reference: repository).pull(REFERENCE, stop)
+    assert 30 in asked_to_wait_s
+    assert time.monotonic() - begun_s < 25
+
+
+@pytest.mark.parametrize("name", ["org/my--model", "org/model-", "org/a..b"])
+def test_what_no_hub_calls_a_repository(hub: Hub, library: HubLibrary, name: str) -> None:
+    assert hub.url
+    with pytest.raises(HubUnavailable, match=f"'{name}' is no name that a hub gives"):
+        library.pull(HubReference(name), quietly)
+
+
+@pytest.mark.parametrize("page", [b"<html>Log in</html>", b"[]", b'{"id": "org/tiny-GGUF"}'])
+def test_an_answer_of_something_else_than_a_hub(hub: Hub, library: HubLibrary, page: bytes) -> None:
+    hub.page = page
+    with pytest.raises(HubUnavailable, match="does not answer like a hub: look at HF_ENDPOINT"):
+        library.pull(REFERENCE, quietly)
+
+
+def test_two_pulls_of_one_file_do_not_get_in_each_other_s_way(hub: Hub, library: HubLibrary) -> None:
+    failures: list[str] = []
+
+    def pull_again(_label: str) -> Callable[[int, int], None]:
+        def on_bytes(_done: int, _total: int) -> None:
+            if not failures:
+                with pytest.raises(ModelError, match="being fetched by another process: wait") as raised:
+                    library.pull(REFERENCE, quietly)
+                failures.append(raised.value.message)
+
+        return on_bytes
+
+    pulled = library.pull(REFERENCE, pull_again)
+    assert failures
+    assert pulled.path.read_bytes() == hub.files["tiny-Q8_0.gguf"]
+
+
+def test_what_is_being_fetched_or_loaded_is_not_removed(hub: Hub, library: HubLibrary) -> None:
+    removed: list[bool] = []
+
+    def remove(_label: str) -> Callable[[int, int], None]:
+        return lambda _done, _total: removed.extend(library.remove(kept) for kept in library.models())
+
+    pulled = library.pull(REFERENCE, remove)
+    assert removed
+    assert not any(removed)
+    (kept,) = library.models()
+    held = hold(pulled.path)
+    assert not library.remove(kept)
+    os.close(held)
+    assert library.remove(kept)
+    assert hub.files
+    assert not pulled.path.exists()
+
+
+def test_a_model_that_lacks_a_part_is_not_whole(library: HubLibrary) -> None:
+    folder = library._root / "org" / "tiny-GGUF" / COMMIT
+    folder.mkdir(parents=True)
+    for number, is_whole in ((1, False), (2, True)):
+        (folder / f"m-0000{number}-of-00002.gguf").write_bytes(b"GGUF")
+        (kept,) = library.models()
+        assert kept.is_whole is is_whole
 
 
 def files(*names: str) -> list[RepoFile]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,8 +24,6 @@ from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from stages.weights.virtual_stage import VirtualStage
 
 LAYERS = LayerRange(2, 5)
@@ -116,6 +115,16 @@ def test_a_recipe_that_makes_no_sense(said: object) -> None:
     text = json.dumps(said).encode()
     with pytest.raises(InvalidModel, match="cannot be understood"):
         Recipe.from_bytes(text, hashlib.sha256(text).hexdigest())
+
+
+def test_an_assembly_that_cannot_begin_leaves_nothing_open(
+    described: tuple[Recipe, VirtualStage, bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "stage.pieces").mkdir()
+    before = {path.name for path in Path("/proc/self/fd").iterdir()}
+    with pytest.raises(IsADirectoryError), Assembly(described[0], tmp_path / "stage.partial"):
+        pass
+    assert {path.name for path in Path("/proc/self/fd").iterdir()} == before
 
 
 def test_large_tensors_have_several_pieces() -> None:

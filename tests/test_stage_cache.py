@@ -12,8 +12,10 @@ from stages import certify_apart
 from stages.certify import certify
 from stages.cutting import StageCache, StageFile, families
 from stages.cutting.places import default_root
+from stages.cutting.stamp import Stamp
 from stages.layers import LayerRange
 from stages.weights.assembly import wrong_pieces
+from stages.weights.cache_limit import make_room
 from tests.tiny_models import TinyModel
 
 LAYERS = LayerRange(2, 5)
@@ -179,3 +181,56 @@ def test_default_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_root() == tmp_path / ".cache" / "spanmesh"
+
+
+def test_files_that_are_no_stages_are_left_alone(cache: StageCache, source: Path) -> None:
+    stage = cache.cut(source, LAYERS)
+    foreign = stage.path.with_name("notes.gguf")
+    foreign.write_bytes(b"mine")
+    assert [found.sha256 for found in cache.store.stages()] == [stage.sha256]
+    make_room(cache.store, 0, 1)
+    assert foreign.exists()
+    assert not stage.path.exists()
+
+
+def test_what_has_come_of_a_stage_counts(cache: StageCache, source: Path) -> None:
+    stage = cache.cut(source, LAYERS)
+    coming = "ab" * 32
+    cache.store.partial(coming).write_bytes(os.urandom(2**16))
+    limit_bytes = sum(found.size_bytes for found in cache.store.stages())
+    make_room(cache.store, 0, limit_bytes, keep={coming})
+    assert stage.path.exists()
+    make_room(cache.store, 1, limit_bytes, keep={coming})
+    assert not stage.path.exists()
+    assert cache.store.partial(coming).exists()
+
+
+def test_a_stage_that_goes_while_it_is_looked_at_is_not_there(
+    cache: StageCache, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = cache.cut(source, LAYERS)
+    load = Stamp.load
+
+    def load_and_remove(path: Path) -> Stamp | None:
+        stamp = load(path)
+        stage.path.unlink(missing_ok=True)
+        return stamp
+
+    monkeypatch.setattr(Stamp, "load", load_and_remove)
+    assert cache.find(stage.sha256) is None
+
+
+def test_a_stage_that_is_read_again_is_on_the_disk_before_it_is_believed(
+    cache: StageCache, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = cache.cut(source, LAYERS)
+    stage.path.with_suffix(".json").unlink()
+    synced, fsync = set[int](), os.fsync
+
+    def note_fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    assert cache.find(stage.sha256) == stage.path
+    assert stage.path.stat().st_ino in synced

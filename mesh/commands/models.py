@@ -95,7 +95,7 @@ def rm(names: tuple[str, ...]) -> None:
     for name in names:
         entry = _named(_entries(), name)
         if not entry.remove():
-            raise ModelError(f"{entry.name} is in use: end the mesh that has it loaded first")
+            raise ModelError(f"{entry.name} is in use: end what has it loaded, or fetches it, first")
         click.echo(f"removed {entry.name}, {format_size(entry.size_bytes)}")
 
 
@@ -173,7 +173,7 @@ def _print(entries: Sequence[_Entry]) -> None:
     table = Table("name", "kind", "holds", "size", "last used")
     for entry in entries:
         used = datetime.fromtimestamp(entry.used_at_s).astimezone().strftime("%Y-%m-%d %H:%M")
-        table.add_row(entry.name, entry.kind, escape(entry.what), format_size(entry.size_bytes), used)
+        table.add_row(escape(entry.name), entry.kind, escape(entry.what), format_size(entry.size_bytes), used)
     Console().print(table)
     total_bytes = sum(entry.size_bytes for entry in entries)
     click.echo(f"{len(entries)} entries, {format_size(total_bytes)} in all")

@@ -8,8 +8,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +22,7 @@ from mesh.hub.choice import RepoFile, choose
 from mesh.hub.repository import Repository, read_repository
 from spanmesh_proto.errors import HubUnavailable
 from stages.cutting.atomic import write_atomically
-from stages.cutting.gguf_parts import model_name
+from stages.cutting.gguf_parts import model_name, part_paths
 from stages.weights.http_download import download
 from stages.weights.hub_pieces import HubFile
 
@@ -52,7 +55,7 @@ class KeptModel:
     """What is on the disk of one model.
 
     Attributes:
-        name: `hf:org/repo:NAME`, with the commit if there are several.
+        name: `hf:org/repo@COMMIT:NAME`, the commit by its beginning.
         folder: Of its commit.
         paths: Its files.
         size_bytes: What they take.
@@ -108,9 +111,9 @@ class HubLibrary:
         paths = [self._path(repository, file) for file in files]
         for file, path in zip(files, paths, strict=True):
             if path.is_file() and path.stat().st_size == file.size_bytes:
-                path.parent.touch()
                 continue
             _download(repository.url(file), file, path, progress)
+        (self._root / repository.repo / repository.commit).touch()  # when it was last used
         self._note(reference, repository, files)
         hub = tuple(HubFile(repository.url(file), file.size_bytes) for file in files)
         return PulledModel(paths[0], hub)
@@ -130,18 +133,25 @@ class HubLibrary:
                     tuple(paths),
                     sum(path.stat().st_blocks * 512 for path in paths),
                     folder.stat().st_mtime,
-                    all(path.suffix == ".gguf" for path in paths),
+                    all(path.suffix == ".gguf" for path in paths)
+                    and all(part.is_file() for part in part_paths(paths[0])),
                 )
 
     def remove(self, model: KeptModel) -> bool:
-        """Remove a model's files, and the folder if nothing else is in it; tells whether there were any."""
-        were_there = any(path.exists() for path in model.paths)
-        for path in model.paths:
-            path.unlink(missing_ok=True)
-            path.with_suffix(".pieces").unlink(missing_ok=True)
+        """Remove a model's files, and the folder if nothing else is in it.
+
+        Returns:
+            Whether it did: not if somebody has one of them loaded, or is fetching it.
+        """
+        with ExitStack() as locks:
+            if not all(_lock(path, locks) for path in model.paths):
+                return False
+            for path in model.paths:
+                path.unlink(missing_ok=True)
+                path.with_suffix(".pieces").unlink(missing_ok=True)
         if not any(path.is_file() for path in model.folder.rglob("*")):
             shutil.rmtree(model.folder, ignore_errors=True)
-        return were_there
+        return True
 
     def _path(self, repository: Repository, file: RepoFile) -> Path:
         folder = self._root / repository.repo / repository.commit
@@ -181,6 +191,20 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _whole(path: Path) -> Path:
     return path.with_suffix("") if path.suffix == ".partial" else path
+
+
+def _lock(path: Path, locks: ExitStack) -> bool:
+    """Keep others from loading a file, or fetching it; tells whether nobody was at it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
+    locks.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _download(

@@ -70,7 +70,11 @@ def _read(reference: HubReference) -> Repository:
     try:
         import httpx2  # noqa: PLC0415 - comes with the extra
         from huggingface_hub import HfApi  # noqa: PLC0415 - an extra
-        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled  # noqa: PLC0415
+        from huggingface_hub.errors import (  # noqa: PLC0415
+            HfHubHTTPError,
+            HFValidationError,
+            OfflineModeIsEnabled,
+        )
     except ImportError:
         raise ClusterError(
             "models from the hub need the package huggingface_hub: pip install 'spanmesh[hub]'"
@@ -88,7 +92,22 @@ def _read(reference: HubReference) -> Repository:
         ) from None
     except (httpx2.HTTPError, OSError) as error:
         raise TransientError(f"no answer ({error or type(error).__name__})") from None
-    return Repository(reference.repo, str(info.sha), tuple(map(_file, info.siblings or ())))
+    except HFValidationError:
+        raise HubUnavailable(
+            f"{reference.repo!r} is no name that a hub gives to a repository: look for the name there"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise _no_hub() from None
+    if not info.sha:
+        raise _no_hub()
+    return Repository(reference.repo, info.sha, tuple(map(_file, info.siblings or ())))
+
+
+def _no_hub() -> HubUnavailable:
+    return HubUnavailable(
+        f"{endpoint()} does not answer like a hub: look at HF_ENDPOINT, and whether a proxy or a login page "
+        "is in between"
+    )
 
 
 def _file(sibling: Any) -> RepoFile:

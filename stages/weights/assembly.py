@@ -7,7 +7,7 @@ the next one checks what the note claims, and goes on.
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Final, Self
 
 from stages.cutting.copying import write_all
@@ -35,6 +35,7 @@ class Assembly:
         self._path = path
         self._file = -1
         self._note = -1
+        self._opened = ExitStack()
         self._here: set[int] = set()
 
     def __enter__(self) -> Self:
@@ -43,15 +44,18 @@ class Assembly:
         Raises:
             OSError: If they cannot be written.
         """
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._note = os.open(note_path(self._path), os.O_RDWR | os.O_CREAT, 0o644)
-        os.ftruncate(self._file, self.recipe.size_bytes)
-        write_all(self._file, self.recipe.header, 0)
+        with ExitStack() as opened:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            opened.callback(os.close, self._file)
+            self._note = os.open(note_path(self._path), os.O_RDWR | os.O_CREAT, 0o644)
+            opened.callback(os.close, self._note)
+            os.ftruncate(self._file, self.recipe.size_bytes)
+            write_all(self._file, self.recipe.header, 0)
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        os.close(self._file)
-        os.close(self._note)
+        self._opened.close()
 
     @property
     def descriptor(self) -> int:

@@ -45,7 +45,7 @@ def make_room(
             param="--cache-size",
         )
     stages = sorted(store.stages(), key=lambda stage: stage.used_at_s)
-    total_bytes = sum(stage.size_bytes for stage in stages if stage.is_whole or stage.sha256 not in keep)
+    total_bytes = sum(stage.size_bytes for stage in stages)
     freed_bytes = 0
     for stage in stages:
         if total_bytes - freed_bytes + needed_bytes <= limit_bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -48,13 +49,14 @@ def download(
 
     Raises:
         HubUnavailable: If the hub refuses or does not answer, or sends what has another hash.
-        ModelError: If the disk has no room for it, or cannot be written.
+        ModelError: If the disk has no room for it, or cannot be written, or another process is bringing it.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
         try:
+            _lock(file, partial)
             require_disk(path, size_bytes - os.fstat(file).st_blocks * 512)
             _Blocks(url, size_bytes, file, note_path(partial), on_bytes).fetch()
             if sha256 is not None:
@@ -66,6 +68,20 @@ def download(
         note_path(partial).unlink(missing_ok=True)
     except OSError as error:
         raise write_error(path, error, size_bytes) from error
+
+
+def _lock(file: int, partial: Path) -> None:
+    """Ours alone: whoever else wrote to it would find it gone, or changed, when it is done."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = os.path.samestat(os.fstat(file), partial.stat())
+    except (BlockingIOError, FileNotFoundError):
+        is_ours = False
+    if not is_ours:
+        raise ModelError(
+            f"{partial.name.removesuffix('.partial')} is being fetched by another process: wait until that "
+            "is done, then try again"
+        )
 
 
 class _Blocks:
@@ -90,7 +106,7 @@ class _Blocks:
                 if here[index]:
                     self._on_bytes(self._length(index))
             missing = [index for index in range(num_blocks) if not here[index]]
-            for task in [pool.submit(self._fetch_block, index, note) for index in missing]:
+            for task in as_completed([pool.submit(self._fetch_block, index, note) for index in missing]):
                 task.result()
         finally:
             self._is_over.set()
@@ -102,14 +118,18 @@ class _Blocks:
 
         def take(data: bytes) -> None:
             nonlocal at
-            if self._is_over.is_set():
-                raise ModelError("given up")
+            self._sleep(0)
             write_all(self._file, data, at)
             at += len(data)
             self._on_bytes(len(data))
 
-        read_range(self._url, at, self._length(index), take)
+        read_range(self._url, at, self._length(index), take, sleep=self._sleep)
         os.pwrite(note, b"\x01", index)
+
+    def _sleep(self, seconds: float) -> None:
+        """Not longer than anybody waits for the file."""
+        if self._is_over.wait(seconds):
+            raise ModelError("given up")
 
     def _length(self, index: int) -> int:
         return min(_BLOCK_BYTES, self._size_bytes - index * _BLOCK_BYTES)
@@ -119,6 +139,8 @@ def _check(file: int, size_bytes: int, sha256: str, partial: Path, on_hashed: Ca
     digest, at = hashlib.sha256(), 0
     while at < size_bytes:
         data = os.pread(file, _BUFFER_BYTES, at)
+        if not data:
+            break
         digest.update(data)
         at += len(data)
         on_hashed(len(data))

@@ -50,7 +50,14 @@ def endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 
-def read_range(url: str, start: int, count: int, take: Callable[[bytes], None]) -> None:
+def read_range(
+    url: str,
+    start: int,
+    count: int,
+    take: Callable[[bytes], None],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
     """Read a stretch of a file, once more from where it was whenever that helps.
 
     Args:
@@ -58,6 +65,7 @@ def read_range(url: str, start: int, count: int, take: Callable[[bytes], None]) 
         start: First byte.
         count: How many.
         take: Called with the bytes as they come.
+        sleep: Waits for seconds, between tries; may raise.
 
     Raises:
         HubUnavailable: If it is refused, not there, or does not come in several tries.
@@ -81,7 +89,7 @@ def read_range(url: str, start: int, count: int, take: Callable[[bytes], None]) 
                 ) from None
             pause_s = error.pause_s or _FIRST_PAUSE_S * 2**num_fruitless
             log.warning("hub_again", url=url, reason=error.reason, in_s=round(pause_s, 1))
-            time.sleep(min(pause_s, _MOST_PAUSE_S))
+            sleep(min(pause_s, _MOST_PAUSE_S))
 
 
 @contextmanager

@@ -29,10 +29,6 @@ _MOST_STRANGE_PIECES: Final = 2
 _BATCH_PIECES: Final = 64
 
 
-class Abandoned(Exception):
-    """Raised in a working thread to unwind it."""
-
-
 @dataclass(frozen=True)
 class KnownFile:
     """A file of the model on this very host.
@@ -54,7 +50,7 @@ def take_from_model(
     Args:
         assembly: Gets the pieces.
         files: Of the model, in its order; none if it is on another host.
-        on_bytes: Called with the number of bytes just copied; may raise `Abandoned`.
+        on_bytes: Called with the number of bytes just copied; may raise.
 
     Raises:
         OSError: If the assembly cannot be written.

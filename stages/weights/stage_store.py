@@ -84,10 +84,13 @@ class StageStore:
         recipe = self.recipe(sha256)
         try:
             wrong = None if recipe is None else wrong_pieces(recipe, path)
+        except FileNotFoundError:
+            return None  # removed since, to make room
         except OSError as error:
             raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from error
         if wrong == []:
-            Stamp.of(path, sha256).save(stamp_path)
+            # What was read may not have reached the disk yet.
+            self.settle(sha256)
             return path
         log.warning("cached_stage_damaged", path=str(path), wrong_pieces=wrong and len(wrong))
         stamp_path.unlink(missing_ok=True)
@@ -168,8 +171,8 @@ class StageStore:
             ModelError: If the disk fails.
         """
         path = self._path(sha256, ".gguf")
-        stamp = Stamp.of(path, sha256)
         try:
+            stamp = Stamp.of(path, sha256)
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -180,9 +183,11 @@ class StageStore:
         stamp.save(self._path(sha256, ".json"))
 
     def stages(self) -> Iterator[StoredStage]:
-        """Everything that is here, whole or not."""
+        """Everything that is here, whole or not; files called otherwise are none of ours."""
         for suffix in (".gguf", ".partial"):
             for path in sorted(self.root.glob(f"*{suffix}")):
+                if not _SHA256.fullmatch(path.stem):
+                    continue
                 stamp = path.with_suffix(".json")
                 with suppress(OSError):
                     status = path.stat()
