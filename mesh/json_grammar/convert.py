@@ -259,8 +259,11 @@ def check_size(schema: Any) -> None:
         SchemaError: If it is.
     """
     try:
-        size = len(json.dumps(schema, ensure_ascii=False))
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        text.encode()
     except (RecursionError, ValueError):
-        raise SchemaError("it nests too deep, or holds what JSON cannot") from None
-    if size > _MAX_SCHEMA_CHARS:
-        raise SchemaError(f"it has {size} characters: at most {_MAX_SCHEMA_CHARS} work")
+        raise SchemaError(
+            "it nests too deep, or holds what JSON cannot: half a surrogate pair, or a number that is none"
+        ) from None
+    if len(text) > _MAX_SCHEMA_CHARS:
+        raise SchemaError(f"it has {len(text)} characters: at most {_MAX_SCHEMA_CHARS} work")

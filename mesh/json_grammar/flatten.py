@@ -34,6 +34,8 @@ _KEPT: Final = frozenset({
 })  # fmt: skip
 _MAX_ALTERNATIVES: Final = 512
 _MAX_CHAIN: Final = 32
+_MAX_INDEX_DIGITS: Final = 9
+_MAX_COUNT: Final = 2**63 - 1
 # Schemas within schemas, those that are referred to counted each time.
 _MAX_LOOKS: Final = 20_000
 
@@ -99,7 +101,7 @@ class Flattener:
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and name in found:
                 found = found[name]
-            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            elif isinstance(found, list) and _is_index(name) and int(name) < len(found):
                 found = found[int(name)]
             else:
                 raise SchemaError(f"$ref {_shown(reference)} refers to nothing")
@@ -145,6 +147,10 @@ class Flattener:
             return [flat]
         found = self.alternatives(self.target(flat["$ref"]), depth + 1)
         return [each for inner in found for each in self._opened(inner, depth + 1)]
+
+
+def _is_index(name: str) -> bool:
+    return name.isdecimal() and len(name) <= _MAX_INDEX_DIGITS
 
 
 def _is_only_reference(schema: dict[str, Any], base: Flat) -> bool:
@@ -346,12 +352,15 @@ def _check(flat: Flat) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    # Those of any length: `math` takes none that is too long for a double.
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _count(key: str, value: Any) -> int:
-    if not _is_number(value) or value < 0 or value != int(value):
-        raise SchemaError(f"{key} is {_shown(value)}: it must be a whole number, 0 or more")
+    if not _is_number(value) or not 0 <= value <= _MAX_COUNT or value != int(value):
+        raise SchemaError(f"{key} is {_shown(value)}: it must be a whole number from 0 to {_MAX_COUNT}")
     return int(value)
 
 
