@@ -173,6 +173,25 @@ HOSTILE = {
         "type": "string",
         "pattern": "^((((a{0,16000}){0,16000}){0,16000}){0,16000})$",
     },
+    "oneOf of constants": {"oneOf": [{"const": number} for number in range(5000)]},
+    "oneOf of enums": {
+        "oneOf": [{"enum": list(range(first, first + 40))} for first in range(0, 16000, 40)],
+    },
+    "oneOf of one enum": {
+        "$defs": {"a": {"enum": list(range(15000))}},
+        "oneOf": [{"$ref": "#/$defs/a", "minLength": number} for number in range(500)],
+    },
+    "properties merged again and again": {
+        "allOf": [
+            {"type": "object", "properties": {f"p{number}": {} for number in range(300)}},
+            {"anyOf": [{"minLength": number} for number in range(500)]},
+            *({"maxItems": 9000 - number} for number in range(1000)),
+        ]
+    },
+    "an enum for each alternative": {
+        "enum": list(range(10000, 18000)),
+        "anyOf": [{"minLength": number} for number in range(500)],
+    },
     "many rules": {"properties": {f"p{n}": {"const": n, "type": ["integer", "null"]} for n in range(999)}},
 }
 
