@@ -311,6 +311,19 @@ async def test_thinking_is_asked_for_where_the_template_asks(tokenizer: Tokenize
         tokenizer.chat_template = template
 
 
+async def test_what_the_template_refuses_is_blamed_on_the_input(tokenizer: Tokenizer) -> None:
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{{ raise_exception('no hello') }}"
+    try:
+        async with running_api(saying(tokenizer, "x"), tokenizer) as api:
+            refused = await api.http.post(RESPONSES, json={"input": "hi"})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "input"
+            assert "no hello" in refused.json()["error"]["message"]
+    finally:
+        tokenizer.chat_template = template
+
+
 async def test_the_text_may_have_to_have_a_form(tokenizer: Tokenizer) -> None:
     engine = saying(tokenizer, '{"a": 1}')
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

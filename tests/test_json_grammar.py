@@ -72,6 +72,15 @@ def modern(schema: Any) -> Any:
         ({"type": "string", "maxLength": True}, "maxLength is true"),
         ({"type": "integer", "minimum": "1"}, 'minimum is "1"'),
         ({"type": "integer", "minimum": 10**40}, "a bound of 41 digits"),
+        ({"type": "integer", "minimum": 10**400}, "a bound of 401 digits"),
+        # Half a unit of a 28-digit decimal beyond it.
+        ({"type": "integer", "maximum": 12345678901234567890123456786}, "a bound of 29 digits"),
+        ({"type": "string", "maxLength": 10**400}, "maxLength is 1000.*: it must be a whole number"),
+        ({"const": float("nan")}, "a number that is none"),
+        ({"enum": [float("inf")]}, "a number that is none"),
+        ({"type": "number", "minimum": float("-inf")}, "a number that is none"),
+        ({"type": "string", "enum": ["\ud800"], "minLength": 1}, "half a surrogate pair"),
+        ({"anyOf": [{"$ref": "#/anyOf/" + "9" * 5000}]}, "refers to nothing"),
         ({"type": "integer", "multipleOf": 7}, "multipleOf works where bounds leave"),
         ({"type": "number", "multipleOf": 0.1}, "only whole numbers"),
         ({"type": "string", "pattern": "(?=a)"}, "looks around"),
@@ -163,6 +172,25 @@ HOSTILE = {
     "pattern of repetitions": {
         "type": "string",
         "pattern": "^((((a{0,16000}){0,16000}){0,16000}){0,16000})$",
+    },
+    "oneOf of constants": {"oneOf": [{"const": number} for number in range(5000)]},
+    "oneOf of enums": {
+        "oneOf": [{"enum": list(range(first, first + 40))} for first in range(0, 16000, 40)],
+    },
+    "oneOf of one enum": {
+        "$defs": {"a": {"enum": list(range(15000))}},
+        "oneOf": [{"$ref": "#/$defs/a", "minLength": number} for number in range(500)],
+    },
+    "properties merged again and again": {
+        "allOf": [
+            {"type": "object", "properties": {f"p{number}": {} for number in range(300)}},
+            {"anyOf": [{"minLength": number} for number in range(500)]},
+            *({"maxItems": 9000 - number} for number in range(1000)),
+        ]
+    },
+    "an enum for each alternative": {
+        "enum": list(range(10000, 18000)),
+        "anyOf": [{"minLength": number} for number in range(500)],
     },
     "many rules": {"properties": {f"p{n}": {"const": n, "type": ["integer", "null"]} for n in range(999)}},
 }

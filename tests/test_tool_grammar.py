@@ -112,6 +112,16 @@ def test_it_is_bounded() -> None:
     assert not matches(automaton, "; ".join([call] * 17))
 
 
+def test_a_schema_that_nests_too_deep_is_refused() -> None:
+    lists: Any = []
+    for _ in range(300):
+        lists = [lists]
+    deep = {"name": "deep", "parameters": {"const": lists}}
+    with pytest.raises(InvalidRequest, match="nest too deep") as caught:
+        call_grammar((deep,), CallFormat.HERMES, has_one_call=True)
+    assert caught.value.param == "tools"
+
+
 @pytest.mark.parametrize(
     ("parameters", "says"),
     [

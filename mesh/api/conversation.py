@@ -124,12 +124,17 @@ def write_down(backend: Backend, conversation: Conversation) -> ChatPrompt:
         Overloaded: If other conversations keep the template busy.
     """
     template, tools = backend.chat_template, conversation.tools
-    rendered = template.render(
-        conversation.messages,
-        conversation.variables,
-        tools=[] if tools is None else tools.for_template(),
-        ending=conversation.ending,
-    )
+    try:
+        rendered = template.render(
+            conversation.messages,
+            conversation.variables,
+            tools=[] if tools is None else tools.for_template(),
+            ending=conversation.ending,
+        )
+    except InvalidRequest as error:
+        # The template does not know what field they came from.
+        param = conversation.param if error.param == "messages" else error.param
+        raise InvalidRequest(error.message, param=param) from None
     refuse_hopeless_length(
         backend.tokenizer,
         len(rendered),

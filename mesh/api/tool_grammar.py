@@ -76,7 +76,11 @@ def call_grammar(
     if thought_end is not None:
         root = seq(_thoughts(thought_end), thought_end, _SPACES, root)
     rules["call"] = either(*calls)
-    return checked_grammar(to_gbnf({"root": root, **rules}), param="tools")
+    try:
+        grammar = to_gbnf({"root": root, **rules})
+    except RecursionError:
+        raise InvalidRequest("tools: their schemas nest too deep: make them flatter", param="tools") from None
+    return checked_grammar(grammar, param="tools")
 
 
 def _value(schema: Any, prefix: str, what: str, param: str) -> tuple[Expression, dict[str, Expression]]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _MAX_RULES: Final = 4000
 _MAX_NESTING: Final = 48
 _MAX_SCHEMA_CHARS: Final = 128 * 1024
+# Of all plain schemas, each as JSON: those within others count with each of them.
+_MAX_PLAIN_CHARS: Final = 2 * 1024 * 1024
 # Which keywords speak of which type, where a schema does not say its type.
 _HINTS: Final = {
     "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
@@ -58,6 +60,7 @@ class Converter:
         self._names: dict[str, str] = {}
         self._impossible: set[str] = set()
         self._path: list[str] = []
+        self._num_chars = 0
 
     def expression(self, schema: Any, step: str = "") -> Expression | None:
         """What values of a schema look like; None if none is valid.
@@ -87,6 +90,11 @@ class Converter:
     def _named(self, flat: Flat) -> Expression | None:
         """A rule for a plain schema, the same one for the same schema, within itself, too."""
         key = json.dumps(flat, sort_keys=False)
+        self._num_chars += len(key)
+        if self._num_chars > _MAX_PLAIN_CHARS:
+            raise SchemaError(
+                "its alternatives come to too much text when each is written out: make it smaller"
+            )
         name = self._names.get(key)
         if name is None:
             kind = "ref" if "$ref" in flat else "-".join(sorted(types_of(flat) or ["value"]))
@@ -259,8 +267,11 @@ def check_size(schema: Any) -> None:
         SchemaError: If it is.
     """
     try:
-        size = len(json.dumps(schema, ensure_ascii=False))
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        text.encode()
     except (RecursionError, ValueError):
-        raise SchemaError("it nests too deep, or holds what JSON cannot") from None
-    if size > _MAX_SCHEMA_CHARS:
-        raise SchemaError(f"it has {size} characters: at most {_MAX_SCHEMA_CHARS} work")
+        raise SchemaError(
+            "it nests too deep, or holds what JSON cannot: half a surrogate pair, or a number that is none"
+        ) from None
+    if len(text) > _MAX_SCHEMA_CHARS:
+        raise SchemaError(f"it has {len(text)} characters: at most {_MAX_SCHEMA_CHARS} work")

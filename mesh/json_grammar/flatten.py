@@ -34,8 +34,13 @@ _KEPT: Final = frozenset({
 })  # fmt: skip
 _MAX_ALTERNATIVES: Final = 512
 _MAX_CHAIN: Final = 32
+_MAX_INDEX_DIGITS: Final = 9
+_MAX_COUNT: Final = 2**63 - 1
 # Schemas within schemas, those that are referred to counted each time.
 _MAX_LOOKS: Final = 20_000
+# Members of schemas and values of enums that are put together or held against one another: a second or two.
+_MAX_WORK: Final = 500_000
+_COMPARISONS_PER_STEP: Final = 16
 
 
 class Flattener:
@@ -48,6 +53,7 @@ class Flattener:
     def __init__(self, document: Any) -> None:
         self._document = document
         self._num_looks = 0
+        self._work = 0
 
     def alternatives(self, schema: Any, depth: int = 0) -> list[Flat]:
         """The plain schemas of which one must hold; none if nothing is valid.
@@ -64,6 +70,7 @@ class Flattener:
         self._num_looks += 1
         if depth > _MAX_CHAIN or self._num_looks > _MAX_LOOKS:
             raise SchemaError(f"$ref, allOf and anyOf nest deeper than {_MAX_CHAIN}, or never end")
+        self._count(_size(schema))
         base = _plain(schema)
         if _is_only_reference(schema, base):
             self.target(schema["$ref"])
@@ -99,7 +106,7 @@ class Flattener:
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and name in found:
                 found = found[name]
-            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            elif isinstance(found, list) and _is_index(name) and int(name) < len(found):
                 found = found[int(name)]
             else:
                 raise SchemaError(f"$ref {_shown(reference)} refers to nothing")
@@ -126,25 +133,48 @@ class Flattener:
                 for each in (one, other)
             ]
             return self._both(pair[0], pair[1], depth + 1)
+        self._count(_size(one) + _size(other))
         merged = merge(one, other)
         return [] if merged is None else [merged]
 
     def _require_apart(self, branches: list[list[Flat]], depth: int) -> None:
         """No value may match two branches of a `oneOf`: a grammar could not tell."""
-        opened = [[flat for each in branch for flat in self._opened(each, depth)] for branch in branches]
-        for index, branch in enumerate(opened):
-            for second, other in enumerate(opened[:index]):
-                if not all(are_apart(one, two) for one in branch for two in other):
+        num_flats = sum(map(len, branches))
+        if num_flats > _MAX_ALTERNATIVES:
+            raise SchemaError(f"oneOf has more than {_MAX_ALTERNATIVES} alternatives")
+        known = [
+            [self._domain(flat) for each in branch for flat in self._opened(each, depth)]
+            for branch in branches
+        ]
+        # Each is held against each other one, which takes little.
+        self._count(num_flats**2 // _COMPARISONS_PER_STEP)
+        for index, branch in enumerate(known):
+            for second, other in enumerate(known[:index]):
+                if not all(one.is_apart_from(two) for one in branch for two in other):
                     raise SchemaError(
                         f"oneOf: a value may match alternatives {second} and {index} at once, which a grammar"
                         " cannot rule out: use anyOf, or tell them apart by a required property with a const"
                     )
+
+    def _domain(self, flat: Flat) -> _Domain:
+        domain = _Domain(flat)
+        self._count(domain.size)
+        return domain
+
+    def _count(self, num_steps: int) -> None:
+        self._work += num_steps
+        if self._work > _MAX_WORK:
+            raise SchemaError("$ref, allOf, anyOf and oneOf take too long to put together: make it smaller")
 
     def _opened(self, flat: Flat, depth: int) -> list[Flat]:
         if "$ref" not in flat:
             return [flat]
         found = self.alternatives(self.target(flat["$ref"]), depth + 1)
         return [each for inner in found for each in self._opened(inner, depth + 1)]
+
+
+def _is_index(name: str) -> bool:
+    return name.isdecimal() and len(name) <= _MAX_INDEX_DIGITS
 
 
 def _is_only_reference(schema: dict[str, Any], base: Flat) -> bool:
@@ -177,34 +207,48 @@ def type_of(value: Any) -> str:
     return names[type(value)]
 
 
-def are_apart(one: Flat, other: Flat) -> bool:
-    """Whether certainly no value matches both."""
-    types, others = _all_types(one), _all_types(other)
-    if not types & others:
-        return True
-    if "enum" in one and "enum" in other:
-        return _have_none_in_common(one["enum"], other["enum"])
-    if types & others != {"object"}:
-        return False
-    return any(
-        name in other.get("required", ()) and _are_constants_apart(schema, other["properties"].get(name))
-        for name, schema in one.get("properties", {}).items()
-        if name in one.get("required", ()) and "properties" in other
-    )
+class _Domain:
+    """What is known of the values of a plain schema, for telling them from another's.
+
+    Attributes:
+        size: How much that is.
+    """
+
+    def __init__(self, flat: Flat) -> None:
+        self._types = _all_types(flat)
+        self._values = _canonical_set(flat["enum"]) if "enum" in flat else None
+        required = set(flat.get("required", ()))
+        # Required properties that name their values.
+        self._constants = {
+            name: _canonical_set(values)
+            for name, schema in flat.get("properties", {}).items()
+            if name in required and isinstance(schema, dict) and (values := _enum(schema)) is not None
+        }
+        self.size = _size(flat) + sum(map(len, self._constants.values()))
+
+    def is_apart_from(self, other: _Domain) -> bool:
+        """Whether certainly no value matches both."""
+        types = self._types & other._types
+        if not types:
+            return True
+        if self._values is not None and other._values is not None:
+            return self._values.isdisjoint(other._values)
+        if types != {"object"}:
+            return False
+        return any(
+            values.isdisjoint(other._constants[name])
+            for name, values in self._constants.items()
+            if name in other._constants
+        )
 
 
-def _are_constants_apart(one: Any, other: Any) -> bool:
-    """Of two schemas that name their values."""
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return False
-    values = [_enum(each) for each in (one, other)]
-    if values[0] is None or values[1] is None:
-        return False
-    return _have_none_in_common(values[0], values[1])
+def _canonical_set(values: list[Any]) -> frozenset[str]:
+    return frozenset(map(_canonical, values))
 
 
-def _have_none_in_common(values: list[Any], others: list[Any]) -> bool:
-    return not {_canonical(value) for value in values} & {_canonical(value) for value in others}
+def _size(schema: dict[str, Any]) -> int:
+    """How much there is to look at, but for schemas within it."""
+    return 1 + sum(len(value) if isinstance(value, dict | list) else 1 for value in schema.values())
 
 
 def _all_types(flat: Flat) -> frozenset[str]:
@@ -346,12 +390,15 @@ def _check(flat: Flat) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    # Those of any length: `math` takes none that is too long for a double.
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _count(key: str, value: Any) -> int:
-    if not _is_number(value) or value < 0 or value != int(value):
-        raise SchemaError(f"{key} is {_shown(value)}: it must be a whole number, 0 or more")
+    if not _is_number(value) or not 0 <= value <= _MAX_COUNT or value != int(value):
+        raise SchemaError(f"{key} is {_shown(value)}: it must be a whole number from 0 to {_MAX_COUNT}")
     return int(value)
 
 

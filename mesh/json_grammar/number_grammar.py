@@ -15,7 +15,8 @@ from mesh.json_grammar.expressions import DIGIT, Expression, Literal, chars, eit
 
 _MAX_DIGITS: Final = 16
 _LARGEST: Final = 10**_MAX_DIGITS - 1
-_MOST_BOUND_DIGITS: Final = 30
+# As many as arithmetic with a `Decimal` keeps: a longer bound would be rounded, to the wrong side at times.
+_MOST_BOUND_DIGITS: Final = 28
 _MOST_MULTIPLES: Final = 1000
 
 Bound = tuple[Decimal, bool]
