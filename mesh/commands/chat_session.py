@@ -51,7 +51,11 @@ class ChatSession:
         fields: dict[str, Any],
         write: Callable[[str], None],
     ) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            self._port = parts.port
+        except ValueError as error:
+            raise click.BadParameter(f"{url!r} is no address: {error}", param_hint="--url") from None
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise click.BadParameter(f"{url!r} does not start with http:// or https://", param_hint="--url")
         self._url = parts
@@ -174,7 +178,7 @@ class ChatSession:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
-        connection = kind(self._url.hostname or "", self._url.port, timeout=_TIMEOUT_S)
+        connection = kind(self._url.hostname or "", self._port, timeout=_TIMEOUT_S)
         try:
             connection.request("POST", self._url.path + _PATH, json.dumps(body), headers)
             response = connection.getresponse()
