@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def answering(said: bytes) -> Iterator[str]:
-    """Says it to the first who comes, whatever that one says; gives the URL."""
+def answering(*sayings: bytes) -> Iterator[str]:
+    """Says the first to the first who comes, whatever that one says, and so on; gives the URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            there, _ = listener.accept()
-            with there:
-                there.recv(4096)
-                there.sendall(said)
+            for said in sayings:
+                there, _ = listener.accept()
+                with there:
+                    there.recv(4096)
+                    there.sendall(said)
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
@@ -86,3 +87,15 @@ def test_a_key_file_that_is_no_text_is_said_in_one_line(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ClusterError, match="not text"):
         read_first_key(path)
+
+
+def test_a_retry_that_fails_loses_nothing() -> None:
+    event = json.dumps({"choices": [{"delta": {"content": "Hello, Ada."}}]})
+    answer = f"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ndata: {event}\n\ndata: [DONE]\n\n".encode()
+    shown: list[str] = []
+    with answering(answer, refusing("503 No", "no host has room")) as url:
+        chat = ChatSession(url, None, model="default", system=None, fields={}, write=shown.append)
+        for line in ("I am Ada.", "/retry", "/show"):
+            assert chat.take(line)
+    assert "error: no host has room\n" in shown
+    assert shown[-2:] == ["user: I am Ada.\n", "assistant: Hello, Ada.\n"]

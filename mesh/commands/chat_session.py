@@ -118,12 +118,16 @@ class ChatSession:
                 self._fields[name] = value.strip()
 
     def _retry(self) -> None:
+        before = self._messages.copy()
         if self._messages and self._messages[-1]["role"] == "assistant":
             self._messages.pop()
-        if self._messages:
-            self._answer()
-        else:
+        if not self._messages:
             self._write("nothing was asked yet\n")
+            return
+        self._answer()
+        if len(self._messages) < len(before):
+            # Nothing came instead: what was answered before still counts.
+            self._messages = before
 
     def _answer(self) -> None:
         """Stream one answer. Whatever was written of it counts as said; a question that failed does not."""
