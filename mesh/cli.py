@@ -47,11 +47,11 @@ _SECTIONS: Final = {
     "Serve": ("serve", "join", "plan", "chat"),
     "Look": ("status", "top", "doctor", "bench"),
     "Hosts and keys": ("drain", "evict", "keys"),
-    "Models": ("certify", "slice", "draft"),
+    "Models": ("certify", "slice", "draft", "models"),
     "This program": ("config", "completion"),
 }
 # Commands of commands: their options are not set by a file.
-_GROUPS: Final = frozenset({"keys", "draft", "bench", "config"})
+_GROUPS: Final = frozenset({"keys", "draft", "models", "bench", "config"})
 
 
 def every_command() -> tuple[str, ...]:

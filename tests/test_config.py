@@ -133,6 +133,16 @@ def test_a_token_from_the_environment_is_used_and_never_shown(
     assert "is not a join token" in capsys.readouterr().err
 
 
+def test_a_command_is_shown_without_what_it_must_be_given(show: Show, tmp_path: Path) -> None:
+    (tmp_path / "mesh.toml").write_text("[plan]\nparallel = 2\n")
+    code, lines, errors = show("plan")
+    assert code == 0, errors
+    assert lines["parallel"].startswith("2")
+    code, _, errors = show("models")
+    assert code == 2
+    assert "no command 'models' has options here" in errors
+
+
 def test_switches_in_the_environment(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_SERVE_EXACT", "yes")
     monkeypatch.setenv("MESH_SERVE_CORS_ORIGIN", "http://a.example, http://b.example")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -9,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from mesh.api import ApiKeys
+from mesh.api.key_line import KeyRecord, digest_of
 from mesh.tokenizer import Tokenizer
 from tests.api_harness import KEY, ScriptedEngine, running_api
 from tests.browser import CHROMIUM, Page, browser_page
@@ -17,6 +19,8 @@ from tests.page_mesh import PageMesh, page_mesh
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
+
+    from tests.api_harness import Api
 
 pytestmark = [
     pytest.mark.model,
@@ -270,6 +274,54 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Page, smollm2_pat
         assert not await browser.js("document.querySelector('#send').disabled")
     await browser.until(state_is("Not reachable"))
     await browser.js("sessionStorage.clear()")
+
+
+async def test_a_key_with_few_requests_is_not_used_up_by_looking(browser: Page, smollm2_path: Path) -> None:
+    num_looks = 0
+
+    def status() -> dict[str, Any]:
+        nonlocal num_looks
+        num_looks += 1
+        return {"phase": "serving", "ready": True, "hosts": [], "model": {"name": "smollm2", "context": 64}}
+
+    async def open_with(api: Api) -> None:
+        await browser.open(f"{api.url}/")
+        await browser.until("!document.querySelector('#gate').hidden")
+        await browser.type(KEY)
+        await browser.press("Enter")
+
+    await browser.show_as(1280, 820)
+    engine, tokenizer = ScriptedEngine([(300,)], context_length=64), Tokenizer(smollm2_path)
+    for most, word in ((4, "Ready"), (1, "Waiting")):
+        keys = ApiKeys([KeyRecord("alice", digest_of(KEY), requests_per_minute=most)])
+        async with running_api(engine, tokenizer, keys=keys, status=status) as api:
+            await open_with(api)
+            await browser.until(state_is(word))
+            if word == "Ready":
+                # An answer as long as the context is none: less is asked for, whatever the field says.
+                await browser.js("document.querySelector('#prompt').focus()")
+                await browser.type("Hello")
+                await browser.press("Enter")
+                await browser.until(f"{LAST}?.getAttribute('aria-busy') === 'false'")
+                assert not await browser.js(f"{LAST}.querySelector('.foot').classList.contains('error')")
+                await asyncio.sleep(3)
+                assert num_looks == 1
+            else:
+                banner = "document.querySelector('#banner').textContent"
+                assert "1 requests a minute" in await browser.js(banner)
+        await browser.js("sessionStorage.clear()")
+
+
+async def test_a_model_that_reasons_first_is_seen_to(page: Page) -> None:
+    shown = await page.js(
+        "import('/page/turn.js').then(({AnswerTurn}) => { const turn = new AnswerTurn();"
+        "const foot = turn.element.querySelector('.foot'); const seen = [];"
+        "turn.think(); seen.push(foot.hidden, foot.textContent); turn.add('yes'); seen.push(foot.hidden);"
+        "turn.think(); seen.push(foot.hidden);"
+        "turn.end('2 tokens'); seen.push(foot.hidden, foot.textContent);"
+        "return seen.join(); })"
+    )
+    assert shown == "false,Thinking…,true,true,false,2 tokens"
 
 
 async def colour(page: Page, name: str) -> tuple[int, ...]:

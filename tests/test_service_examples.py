@@ -50,6 +50,14 @@ def test_a_unit_starts_mesh_with_flags_that_exist(unit: Path, capsys: pytest.Cap
         assert f"{name}=" in text.partition("[Unit]")[0]
 
 
+def test_what_stages_need_outlives_a_head_that_crashes() -> None:
+    """systemd removes a private /tmp whenever the service ends, and Ray's sockets are in there."""
+    settings = (EXAMPLES / "systemd" / "mesh-serve.service").read_text().splitlines()
+    assert "KillMode=process" in settings
+    assert not [line for line in settings if line.startswith("PrivateTmp=")]
+    assert "ReadWritePaths=/tmp" in settings
+
+
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")
 def test_systemd_takes_the_unit_as_it_is(unit: Path, tmp_path: Path) -> None:

@@ -75,3 +75,11 @@ def test_gpus_are_shown_with_what_they_bring(
     gpu = {"name": "CUDA0", "free_bytes": 20 * 2**30, "speed_gb_per_s": 812.4}
     page = shown(capsys, monkeypatch, hosts=[HOST, HOST | {"name": "studio", "gpus": [gpu]}])
     assert "CUDA0: 20.0 GiB, 812 GB/s" in page
+
+
+def test_brackets_in_names_and_reasons_are_shown_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"name": "tiny[v2] [/INST]", "layers": 30, "numeric_mode": "fast"}
+    said = shown(capsys, monkeypatch, model=model, phase="waiting: [ipv4:10.0.0.2:1] is away", hosts=[HOST])
+    assert "tiny[v2] [/INST], 30 layers, fast: waiting: [ipv4:10.0.0.2:1] is away" in said

@@ -10,6 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from structlog.testing import capture_logs
 
 from mesh.api import ApiKeys
 from mesh.engine import GenerationStats
@@ -128,10 +129,26 @@ class TestSwitch:
             {},
             {"OTEL_TRACES_EXPORTER": "none"},
             {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"},
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_TRACES_EXPORTER": "none"},
         ],
     )
     def test_nobody_asks(self, environment: dict[str, str]) -> None:
         assert open_tracer(environment) is None
+
+    @pytest.mark.parametrize(
+        "asked_by",
+        [
+            "OTEL_TRACES_EXPORTER=console",
+            "OTEL_EXPORTER_OTLP_PROTOCOL=grpc",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/json",
+        ],
+    )
+    def test_what_is_not_spoken_is_named(self, asked_by: str) -> None:
+        name, _, value = asked_by.partition("=")
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", name: value}
+        with capture_logs() as logs:
+            assert open_tracer(environment) is None
+        assert [each["asked_by"] for each in logs] == [asked_by]
 
     def test_the_standard_variables_switch_it_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")

@@ -8,10 +8,10 @@ an announcement admits nobody and is believed by nobody.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import ipaddress
 import socket
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +31,8 @@ SERVICE: Final = "_spanmesh._tcp.local."
 _FINGERPRINT_CHARS: Final = 16
 _LOOK_S: Final = 3.0
 _MOST_HEADS: Final = 64
+# What mDNS calls a service has at most 63 bytes, with a dot and the fingerprint behind the host's name.
+_NAME_CHARS: Final = 63 - 1 - _FINGERPRINT_CHARS
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def with_found(token: JoinToken, heads: Sequence[HeadFound]) -> JoinToken:
     return replace(token, addresses=tuple(dict.fromkeys((*found, *token.addresses))))
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def announced(head: HeadFound, *, is_wanted: bool) -> AsyncIterator[None]:
     """Announce a head while in the block.
 
@@ -82,7 +84,7 @@ async def announced(head: HeadFound, *, is_wanted: bool) -> AsyncIterator[None]:
     host, port = split_address(head.address)
     info = zeroconf.asyncio.AsyncServiceInfo(
         SERVICE,
-        f"{head.name}.{head.fingerprint}.{SERVICE}",
+        f"{head.name[:_NAME_CHARS]}.{head.fingerprint}.{SERVICE}",
         addresses=[ipaddress.ip_address(host).packed],
         port=port,
         properties={
@@ -95,8 +97,12 @@ async def announced(head: HeadFound, *, is_wanted: bool) -> AsyncIterator[None]:
     )
     try:
         service = zeroconf.asyncio.AsyncZeroconf(interfaces=[host])
-        await service.async_register_service(info)
     except OSError as error:
+        raise ClusterError(f"cannot announce the head by mDNS at {host}: {error}") from error
+    try:
+        await service.async_register_service(info)
+    except (OSError, zeroconf.Error) as error:
+        await service.async_close()
         raise ClusterError(f"cannot announce the head by mDNS at {host}: {error}") from error
     try:
         yield
@@ -134,7 +140,11 @@ async def discover_heads(
         browser = zeroconf.asyncio.AsyncServiceBrowser(service.zeroconf, SERVICE, handlers=[note])
         await asyncio.sleep(seconds)
         await browser.async_cancel()
-        infos = [zeroconf.asyncio.AsyncServiceInfo(SERVICE, name) for name in sorted(names)]
+        infos = []
+        for name in sorted(names):
+            # Anybody may announce anything, names that are none included.
+            with contextlib.suppress(zeroconf.Error):
+                infos.append(zeroconf.asyncio.AsyncServiceInfo(SERVICE, name))
         await asyncio.gather(*(info.async_request(service.zeroconf, 1000) for info in infos))
     finally:
         await service.async_close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib import error, request
 
@@ -52,13 +53,16 @@ def ask_head(
             answer: object = json.load(response)
     except error.HTTPError as failure:
         with failure:
+            said = _refusal(failure)
             if failure.code in {401, 403}:
-                raise Unauthorized(
-                    f"{url} wants another API key; give it by --api-key-file or MESH_API_KEY"
-                ) from None
-            raise ClusterError(_refusal(failure) or f"{url} answered {failure.code}: is it a mesh?") from None
-    except (OSError, ValueError) as failure:
-        reason = getattr(failure, "reason", failure)
+                # A key may be good, and what was asked for the head's own machine's alone.
+                is_of_key = said is None or "API key" in said
+                wish = f"{url} wants another API key; give it by --api-key-file or MESH_API_KEY"
+                raise Unauthorized(wish if is_of_key else str(said)) from None
+            raise ClusterError(said or f"{url} answered {failure.code}: is it a mesh?") from None
+    except (OSError, ValueError, HTTPException) as failure:
+        # Where something listens that speaks no HTTP, urllib lets http.client's own errors through.
+        reason = str(getattr(failure, "reason", failure)).strip() or type(failure).__name__
         raise ClusterError(f"no mesh answers at {url} ({reason}); start one with `mesh serve`") from None
     if not isinstance(answer, dict):
         raise ClusterError(f"{url} did not answer like a mesh")
@@ -69,6 +73,6 @@ def _refusal(failure: error.HTTPError) -> str | None:
     """What a mesh says of its refusal; None if it was not one that answered."""
     try:
         message = json.load(failure)["error"]["message"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, HTTPException):
         return None
     return str(message)

@@ -139,9 +139,11 @@ def _print_table(certificate: Certificate) -> None:
         table.add_row(str(result.cut), *_cells(result.difference))
     if certificate.together is not None:
         table.add_row("all at once" if certificate.cuts else "none", *_cells(certificate.together))
-    Console().print(table)
+    # A model may have any brackets in its name.
+    console = Console(markup=False)
+    console.print(table)
     if any(result.wire_losses for result in certificate.cuts):
-        Console().print(_losses(certificate))
+        console.print(_losses(certificate))
     unequal = [result.cut for result in certificate.cuts if not result.difference.is_bit_equal]
     click.echo(_conclusion(certificate, unequal))
 

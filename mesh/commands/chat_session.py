@@ -51,7 +51,11 @@ class ChatSession:
         fields: dict[str, Any],
         write: Callable[[str], None],
     ) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            self._port = parts.port
+        except ValueError as error:
+            raise click.BadParameter(f"{url!r} is no address: {error}", param_hint="--url") from None
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise click.BadParameter(f"{url!r} does not start with http:// or https://", param_hint="--url")
         self._url = parts
@@ -114,12 +118,16 @@ class ChatSession:
                 self._fields[name] = value.strip()
 
     def _retry(self) -> None:
+        before = self._messages.copy()
         if self._messages and self._messages[-1]["role"] == "assistant":
             self._messages.pop()
-        if self._messages:
-            self._answer()
-        else:
+        if not self._messages:
             self._write("nothing was asked yet\n")
+            return
+        self._answer()
+        if len(self._messages) < len(before):
+            # Nothing came instead: what was answered before still counts.
+            self._messages = before
 
     def _answer(self) -> None:
         """Stream one answer. Whatever was written of it counts as said; a question that failed does not."""
@@ -174,7 +182,7 @@ class ChatSession:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
-        connection = kind(self._url.hostname or "", self._url.port, timeout=_TIMEOUT_S)
+        connection = kind(self._url.hostname or "", self._port, timeout=_TIMEOUT_S)
         try:
             connection.request("POST", self._url.path + _PATH, json.dumps(body), headers)
             response = connection.getresponse()

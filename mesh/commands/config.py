@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -75,7 +76,7 @@ def _config_path(context: click.Context) -> Path | None:
 def _lines(
     name: str, settings: dict[str, Setting], flags: tuple[str, ...], *, with_origin: bool
 ) -> list[str]:
-    command = command_named(name)
+    command = _asking_for_nothing(command_named(name))
     values = {param: setting.value for param, setting in settings.items()}
     with command.make_context(name, list(flags), default_map=values) as context:
         lines = []
@@ -91,6 +92,15 @@ def _lines(
             shown = _as_toml(key, param, context.params[param.name])
             lines.append(f"{shown}  # {where}" if with_origin else shown)
     return lines
+
+
+def _asking_for_nothing(command: click.Command) -> click.Command:
+    """The same, though nothing that it must be given is given."""
+    lenient = copy.copy(command)
+    lenient.params = [copy.copy(param) for param in command.params]
+    for param in lenient.params:
+        param.required = False
+    return lenient
 
 
 def _as_toml(key: str, param: click.Parameter, value: Any) -> str:

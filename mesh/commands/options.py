@@ -138,8 +138,9 @@ def read_first_key(path: Path) -> str:
     """
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
-    except OSError as error:
-        raise ClusterError(f"cannot read {path}: {error.strerror}", param="--api-key-file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ClusterError(f"cannot read {path}: {reason}", param="--api-key-file") from error
     for line in lines:
         words = line.split()
         # `KEY` or `NAME KEY`.

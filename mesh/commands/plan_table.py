@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from stages.byte_size import format_size
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
 
 def print_plan(found: DryRun) -> None:
     """Stages, hosts left out, and what a session could expect."""
-    console = Console()
+    # A model may have any brackets in its name.
+    console = Console(markup=False)
     model = found.model
     console.print(
         f"{model.name} ({model.architecture}), {model.n_layers} layers, {format_size(model.file_bytes)}",
@@ -39,7 +39,7 @@ def _stages(found: DryRun) -> Table:
         table.add_row(
             str(index),
             stage.host,
-            escape(str(stage.layers)),
+            str(stage.layers),
             *map(format_size, (memory.weight_bytes, memory.cache_bytes, memory.buffer_bytes)),
             format_size(memory.total_bytes),
             format_size(found.free_after_bytes(stage.host)),

@@ -14,6 +14,11 @@ export class ApiError extends Error {
 export const keptKey = () => sessionStorage.getItem(KEY) ?? "";
 export const keepKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
 
+let perMinute = Infinity;
+
+/** How many requests a minute the key may send; Infinity where nothing limits it. */
+export const requestsPerMinute = () => perMinute;
+
 /** The JSON that a path answers. Throws ApiError, or TypeError where nobody answers. */
 export async function getJson(path, options = {}) {
   const response = await ask(path, options);
@@ -43,6 +48,7 @@ async function ask(path, options) {
   const key = keptKey();
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   const response = await fetch(path, { ...options, headers, cache: "no-store" });
+  perMinute = Number(response.headers.get("X-Ratelimit-Limit-Requests")) || Infinity;
   if (response.ok) return response;
   let message = `The server answered ${response.status}.`;
   try {

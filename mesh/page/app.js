@@ -1,5 +1,6 @@
 // What begins first: it listens to the mesh and tells the parts of the page.
 
+import { ApiError } from "./api.js";
 import { askForKey } from "./gate.js";
 import { byId, focusByMouse, setText } from "./dom.js";
 import { Chat } from "./chat.js";
@@ -36,11 +37,13 @@ function onStatus(status, nowMs) {
   showPanel(status, recent, condition);
 }
 
-function onAway() {
+function onAway(error) {
   if (!byId("gate").hidden) return;
   open();
-  show({ kind: "bad", word: "Not reachable", sentence: "The server does not answer. This page tries again every second." });
-  chat.setReady(false, "The server does not answer.");
+  const isLimited = error instanceof ApiError && error.status === 429;
+  const why = error instanceof ApiError ? error.message : "The server does not answer. This page tries again every second.";
+  show({ kind: isLimited ? "wait" : "bad", word: isLimited ? "Waiting" : "Not reachable", sentence: why });
+  chat.setReady(false, why);
 }
 
 function onLocked(why) {

@@ -40,7 +40,7 @@ export class Chat {
     this.#show();
   }
 
-  /** Tokens that a session holds: no answer may be asked to be longer. */
+  /** Tokens that a session holds: an answer must be asked to be shorter. */
   setContext(context) {
     this.#context = context;
   }
@@ -93,9 +93,10 @@ export class Chat {
   async #read(turn, signal) {
     let [usage, timings] = [null, null];
     for await (const event of streamJson("/v1/chat/completions", this.#request(), signal)) {
-      const text = event.choices[0]?.delta.content;
+      const { content: text, reasoning_content: thought } = event.choices[0]?.delta ?? {};
       usage = event.usage ?? usage;
       timings = event.timings ?? timings;
+      if (thought) turn.think();
       if (text) this.#follow(() => turn.add(text));
     }
     this.#follow(() => turn.end(costOf(usage, timings)));
@@ -120,7 +121,7 @@ export class Chat {
       stream: true,
       stream_options: { include_usage: true },
       temperature: Number(byId("temperature").value),
-      max_tokens: Math.min(this.#context ?? Infinity, Math.max(1, Math.round(Number(byId("max-tokens").value)) || 512)),
+      max_tokens: Math.min((this.#context ?? Infinity) - 1, Math.max(1, Math.round(Number(byId("max-tokens").value)) || 512)),
     };
     if (!byId("speculate").checked) asked.speculation = { mode: "off" };
     return asked;

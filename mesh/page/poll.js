@@ -1,13 +1,15 @@
 // Asks again and again how the mesh is, while somebody looks.
 
-import { ApiError, getJson } from "./api.js";
+import { ApiError, getJson, requestsPerMinute } from "./api.js";
 
 const EVERY_MS = 1000;
 // While something is wrong.
 const SOON_MS = 400;
 const PATIENCE_MS = 6000;
+// Of the requests that a key may send: the others are for the chat.
+const SHARE = 0.25;
 
-/** Calls `onStatus` with each answer, `onAway` while nobody answers, and `onLocked` if the key is not good. */
+/** Calls `onStatus` with each answer, `onAway` with the error while none comes, and `onLocked` if the key is not good. */
 export function watchStatus({ onStatus, onAway, onLocked }) {
   let timer = null;
   let isAsking = false;
@@ -18,6 +20,7 @@ export function watchStatus({ onStatus, onAway, onLocked }) {
     timer = null;
     if (isAsking || document.hidden) return;
     isAsking = true;
+    let restMs = 0;
     try {
       const status = await getJson("/mesh/status", { signal: AbortSignal.timeout(PATIENCE_MS) });
       isCalm = status.ready !== false;
@@ -28,10 +31,12 @@ export function watchStatus({ onStatus, onAway, onLocked }) {
         onLocked(error.message);
         return;
       }
-      onAway();
+      restMs = 1000 * (error.retryAfterS ?? 0);
+      onAway(error);
     }
     isAsking = false;
-    timer ??= setTimeout(look, isCalm ? EVERY_MS : SOON_MS);
+    const paceMs = Math.max(isCalm ? EVERY_MS : SOON_MS, 60000 / (SHARE * requestsPerMinute()));
+    timer ??= setTimeout(look, Math.max(paceMs, restMs));
   }
 
   document.addEventListener("visibilitychange", () => {

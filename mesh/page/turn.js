@@ -26,9 +26,17 @@ export class AnswerTurn {
     );
   }
 
+  /** It reasons before it answers, which is not shown. */
+  think() {
+    if (this.said) return;
+    this.#foot.textContent = "Thinking…";
+    this.#foot.hidden = false;
+  }
+
   /** More text came; drawn once a frame at most. */
   add(text) {
     this.said += text;
+    this.#foot.hidden = true;
     if (!this.#isDrawn) return;
     this.#isDrawn = false;
     requestAnimationFrame(() => this.#draw());

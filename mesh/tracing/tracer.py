@@ -24,6 +24,9 @@ _SWITCHES: Final = (
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_TRACES_EXPORTER",
 )
+_EXPORTER: Final = "otlp"
+_PROTOCOL: Final = "http/protobuf"
+_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 class RequestTracer:
@@ -85,7 +88,11 @@ def open_tracer(environment: Mapping[str, str] = os.environ) -> RequestTracer | 
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     wanted = [name for name in _SWITCHES if environment.get(name, "none") not in {"", "none"}]
-    if not wanted:
+    # `none` switches spans off, though the endpoint is there for metrics or logs of others.
+    if not wanted or environment.get("OTEL_TRACES_EXPORTER") == "none":
+        return None
+    if (strange := _what_is_not_spoken(environment)) is not None:
+        log.warning("not_tracing", asked_by=strange, remedy=f"send to a collector by OTLP over {_PROTOCOL}")
         return None
     if not _is_installed():
         log.warning("not_tracing", asked_by=wanted[0], remedy="pip install 'spanmesh[otel]'")
@@ -111,6 +118,16 @@ def closing(tracer: RequestTracer | None) -> Iterator[None]:
     finally:
         if tracer is not None:
             tracer.close()
+
+
+def _what_is_not_spoken(environment: Mapping[str, str]) -> str | None:
+    """The variable that asks for another exporter or protocol than the only one there is, with its value."""
+    exporter = environment.get("OTEL_TRACES_EXPORTER") or _EXPORTER
+    if exporter != _EXPORTER:
+        return f"OTEL_TRACES_EXPORTER={exporter}"
+    # What is said of traces counts before what is said of all.
+    found = next(((name, environment[name]) for name in _PROTOCOLS if environment.get(name)), None)
+    return None if found is None or found[1] == _PROTOCOL else "=".join(found)
 
 
 def _is_installed() -> bool:
