@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import time
@@ -88,6 +89,21 @@ async def running_services(
         yield stages
 
 
+async def _emptied(stages: Iterable[RunningStage]) -> None:
+    """Wait until stages have seen the end of a coordinator's sessions.
+
+    Each coordinator here counts its sessions from 1, in the same ring: what is late of one must not be taken
+    for the next one's.
+    """
+    with contextlib.suppress(TimeoutError):  # stages that are closed see nothing
+        async with asyncio.timeout(2):
+            while any(  # noqa: ASYNC110 - stages tell nobody
+                counts.num_open_sessions or counts.num_queued_windows
+                for counts in (stage.service.stats() for stage in stages)
+            ):
+                await asyncio.sleep(0.002)
+
+
 @contextlib.asynccontextmanager
 async def running_coordinator(
     stages: list[RunningStage],
@@ -133,6 +149,7 @@ async def running_coordinator(
         yield coordinator
     finally:
         await coordinator.stop()
+        await _emptied(stages)
 
 
 async def collect(coordinator: Coordinator, request: GenerationRequest) -> tuple[list[int], Committed]:

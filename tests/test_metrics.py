@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,15 +119,15 @@ class TestObservedEngine:
         engine, statistics = self.engine(*[(1.0, Committed((5,), None, GenerationStats()))] * 2)
 
         async def read() -> None:
-            async for _ in engine.generate(GenerationRequest((1,), 5)):
-                await asyncio.sleep(60)
+            async with aclosing(engine.generate(GenerationRequest((1,), 5))) as steps:
+                async for _ in steps:
+                    await asyncio.sleep(60)
 
         reading = asyncio.create_task(read())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-        await asyncio.get_running_loop().shutdown_asyncgens()
         assert statistics.finished == {"abort": 1}
         assert statistics.whole_s.count == 0
 

@@ -127,11 +127,13 @@ class GrammarRecord:
         return Constraint(masks, self._states[place], position)
 
     def note_drawn(self, position: int, token: int) -> None:
-        """What was drawn for an absolute position, with what `constraint` gave for it."""
+        """What was drawn for an absolute position, with what `constraint` gave for it; none of the prompt's."""
         if self._masks is not None:
             self._work += self._masks.automaton.work - self._work_before
             self._work_before = self._masks.automaton.work
         place = position - self._num_prompt
+        if place < 0:
+            return
         self._drawn[place] = token
         if place < len(self._answer) and self._answer[place] != token:
             self._note_void(place)
