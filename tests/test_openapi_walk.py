@@ -89,11 +89,12 @@ async def walk(shared: Api) -> Walk:
 
 
 async def test_every_path_with_a_body_is_walked(walk: Walk) -> None:
+    """But for those of operators, who need hosts."""
     operations = {
         path
         for path, methods in walk.document["paths"].items()
         for operation in methods.values()
-        if "requestBody" in operation
+        if "requestBody" in operation and not path.startswith("/mesh/")
     }
     assert operations == set(LEAST)
 

@@ -127,7 +127,7 @@ class GrammarRecord:
         return Constraint(masks, self._states[place], position)
 
     def note_drawn(self, position: int, token: int) -> None:
-        """What was drawn for an absolute position, with what `constraint` gave for it; none of the prompt's."""
+        """What was drawn for an absolute position, with what `constraint` gave; not for the prompt's."""
         if self._masks is not None:
             self._work += self._masks.automaton.work - self._work_before
             self._work_before = self._masks.automaton.work

@@ -74,7 +74,7 @@ class SchemaValues:
     def _number(self, schema: Mapping[str, Any]) -> float:
         low, high = schema.get("minimum", -1e9), schema.get("maximum", 1e9)
         middle = self._random.uniform(low, high)
-        return self._random.choice((low, high, middle, round(middle)))
+        return self._random.choice((low, high, middle, min(max(round(middle), low), high)))
 
     def _integer(self, schema: Mapping[str, Any]) -> int:
         low = int(schema.get("minimum", -(2**31)))
