@@ -30,6 +30,8 @@ _FLAGS: Final = (
     "--hide-scrollbars",
     "--proxy-server=direct://",
     "--remote-debugging-pipe",
+    # A machine without a mouse has one here.
+    "--blink-settings=primaryPointerType=4,availablePointerTypes=4,primaryHoverType=2,availableHoverTypes=2",
 )
 _KEYS: Final = {
     "Enter": (13, "\r"),
