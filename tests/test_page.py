@@ -237,7 +237,6 @@ async def test_a_killed_stage_is_shown_and_its_healing_too(page: Page, served: P
     assert not await page.js(f"{LAST}.querySelector('.foot').classList.contains('error')")
     await page.until("document.querySelector('#events').innerText.includes('Healed once')")
     assert f"{lost} lost layers 10 to 19" in await page.text("#events")
-    assert mesh.hosts()[1] != lost
     assert mesh.hosts()[1] in await page.until("document.querySelector('#stages').innerText")
 
 
