@@ -132,6 +132,18 @@ CASES = (
         ({"ab": True}, {"x": 1}, {"a": True}),
     ),
     Case(
+        "others with escapes",
+        {
+            "properties": {'a"': {"type": "null"}, "\n": {"type": "null"}, "\x01": {"type": "null"}},
+            "additionalProperties": {"type": "boolean"},
+        },
+        (
+            {'a"': None, "\n": None, "\x01": None},
+            {"C:\\": True, '"': True, 'a"b': False, "a\n\n": True, "\x01a": True},
+        ),
+        ({'a"': True}, {"\n": True}, {"\x01": True}),
+    ),
+    Case(
         "a map",
         {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
         ({}, {"a": 1}, {"a": 1, "b": 2}),
@@ -290,6 +302,22 @@ def dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def modern(schema: Any) -> Any:
+    """Draft 4's and 7's words in those of 2020-12."""
+    if isinstance(schema, list):
+        return [modern(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: modern(value) for key, value in schema.items()}
+    if isinstance(found.get("items"), list):
+        found["prefixItems"] = found.pop("items")
+        found["items"] = found.pop("additionalItems", True)
+    for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if found.get(key) is True:
+            found[key] = found.pop(bound)
+    return found
+
+
 def random_text(automaton: Automaton, random: Random, most_bytes: int = 400) -> str | None:
     """Some text that a grammar allows, mostly a short one; None if none ended in time."""
     classes: dict[int, list[int]] = {}
@@ -311,4 +339,4 @@ def random_text(automaton: Automaton, random: Random, most_bytes: int = 400) -> 
     return None
 
 
-__all__ = ["CASES", "Case", "dump", "random_text"]
+__all__ = ["CASES", "Case", "dump", "modern", "random_text"]

@@ -15,7 +15,7 @@ from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import Automaton
 from stages.grammar.grammars import make_automaton
 from stages.grammar.parser import parse_gbnf
-from tests.json_schemas import CASES, Case, dump, random_text
+from tests.json_schemas import CASES, Case, dump, modern, random_text
 from tests.test_grammar import matches
 
 PARAM = "response_format.json_schema.schema"
@@ -48,15 +48,6 @@ def test_all_that_a_grammar_allows_is_valid(case: Case) -> None:
     for text in texts:
         assert text is not None
         validator.validate(json.loads(text))
-
-
-def modern(schema: Any) -> Any:
-    """Draft 4's and 7's words in those of 2020-12."""
-    if isinstance(schema, dict) and schema.get("exclusiveMinimum") is True:
-        return {"type": schema["type"], "exclusiveMinimum": schema["minimum"]}
-    if isinstance(schema, dict) and isinstance(schema.get("items"), list):
-        return {"type": "array", "prefixItems": schema["items"], "items": False}
-    return schema
 
 
 @pytest.mark.parametrize(

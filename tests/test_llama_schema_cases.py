@@ -10,17 +10,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any, Self
 
 import pytest
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, FormatChecker
 
 from mesh.json_grammar import schema_grammar
 from spanmesh_proto.errors import InvalidRequest
+from stages.grammar.automaton import Automaton
 from stages.grammar.grammars import make_automaton
-from tests.json_schemas import random_text
+from tests.json_schemas import modern, random_text
 from tests.test_grammar import matches
 
 _TEXT = r'(?:R"""\((?P<raw{0}>.*?)\)"""|"(?P<plain{0}>[^"]*)")'
@@ -31,6 +33,8 @@ _CASE = re.compile(
     + _TEXT.format(2),
     re.DOTALL,
 )
+
+ROUNDS = 6
 
 # What we refuse and they let through, since they do not enforce it.
 REFUSED = {
@@ -85,35 +89,81 @@ def test_what_they_refuse_is_refused(case: LlamaCase) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.fails], ids=lambda case: case.name)
 def test_what_they_take_is_taken(case: LlamaCase) -> None:
-    """All that ours allows is valid; and what theirs allows and is valid, ours allows too."""
+    """All that ours allows is valid and promised; and what theirs allows and is both, ours allows too."""
     schema: Any = json.loads(case.schema)
-    if case.name in REFUSED:
-        with pytest.raises(InvalidRequest, match=REFUSED[case.name]):
+    if case.name in REFUSED or not is_schema(schema):
+        with pytest.raises(InvalidRequest, match=REFUSED.get(case.name, "must be")):
             schema_grammar(schema, param="schema")
         return
     ours = make_automaton(schema_grammar(schema, param="schema"))
     theirs = make_automaton(case.grammar)
-    validator = Draft202012Validator(schema)
+    promise = Promise(schema)
     random = Random(case.name)
-    for _ in range(6):
-        text = random_text(ours, random)
-        if text is not None:
-            validator.validate(json.loads(text))
-    for _ in range(6):
-        text = random_text(theirs, random)
-        if text is not None and is_valid(validator, text):
-            assert matches(ours, normal(text)), text
+    for text in some_texts(ours, random):
+        assert promise.covers(text), text
+    if '"format"' in case.schema:
+        return  # ours writes each format in one of its forms
+    for text in some_texts(theirs, random):
+        assert not promise.covers(text) or matches(ours, normal(text)), text
 
 
-def is_valid(validator: Draft202012Validator, text: str) -> bool:
-    try:
-        return bool(validator.is_valid(json.loads(text)))
-    except ValueError:
-        return False
+def some_texts(automaton: Automaton, random: Random) -> list[str]:
+    texts = [random_text(automaton, random) for _ in range(ROUNDS)]
+    return [text for text in texts if text is not None]
+
+
+def is_schema(schema: Any) -> bool:
+    return bool(Draft202012Validator(Draft202012Validator.META_SCHEMA).is_valid(modern(schema)))
+
+
+class Promise:
+    """Which of the valid values ours has to allow.
+
+    Where a schema names properties there are no others, and each alternative is taken alone; one that speaks
+    of properties means an object.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        whole = modern(schema)
+        self._whole = _validator(whole)
+        names_properties = '"properties"' in json.dumps(schema)
+        self._alone = [
+            _validator({**each, "unevaluatedProperties": False} if names_properties else each)
+            for each in _each_alternative(whole)
+        ]
+
+    def covers(self, text: str) -> bool:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return False
+        return self._whole.is_valid(value) and any(each.is_valid(value) for each in self._alone)
+
+
+def _validator(schema: Any) -> Draft202012Validator:
+    return Draft202012Validator(schema, format_checker=FormatChecker())
+
+
+def _each_alternative(schema: Any) -> Iterator[Any]:
+    """The schema with one alternative of each `anyOf` and `oneOf` at its top, those within an `allOf` too."""
+    if not isinstance(schema, dict):
+        yield schema
+        return
+    rest = {key: value for key, value in schema.items() if key not in {"allOf", "anyOf", "oneOf"}}
+    if not rest.keys().isdisjoint({"properties", "required", "additionalProperties"}):
+        rest.setdefault("type", "object")
+    groups = [list(_each_alternative(each)) for each in schema.get("allOf", ())]
+    groups += [
+        [one for each in schema[key] for one in _each_alternative(each)]
+        for key in ("anyOf", "oneOf")
+        if key in schema
+    ]
+    for chosen in product(*groups):
+        yield {**rest, "allOf": list(chosen)} if chosen else rest
 
 
 def normal(text: str) -> str:
-    """The same value in ordinary spaces and escapes; numbers as they stand."""
+    """The same value in ordinary spaces and escapes; numbers as they stand, but zero without a sign."""
     value = json.loads(text, parse_int=_Number, parse_float=_Number)
     return re.sub(r'"\\u0000([^"]*)\\u0000"', r"\1", json.dumps(value, ensure_ascii=False))
 
@@ -124,4 +174,4 @@ class _Number(str):
     __slots__ = ()
 
     def __new__(cls, digits: str) -> Self:
-        return super().__new__(cls, f"\0{digits}\0")
+        return super().__new__(cls, f"\0{'0' if digits == '-0' else digits}\0")

@@ -1,8 +1,10 @@
 """JSON Schema to grammar: what the grammar allows is valid, always; not all that is valid is allowed.
 
 What is fixed where a schema leaves a choice: properties come in the order of the schema, optional ones may be
-left out; objects with `properties` have no others unless `additionalProperties` asks for them; numbers within
-bounds have no exponent; between tokens there is at most a space, or a line's end and 20 blanks.
+left out; objects with `properties` have no others unless `additionalProperties` asks for them, nor tuples
+without `items`; each alternative of an `anyOf` holds alone; a schema without `type` means the types that its
+keywords speak of; numbers within bounds have no exponent; formats are written in one of their forms; between
+tokens there is at most a space, or a line's end and 20 blanks.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.json_grammar.errors import SchemaError
-from mesh.json_grammar.expressions import NOTHING, Chars, Expression, either, maybe, seq, times
+from mesh.json_grammar.expressions import NOTHING, Chars, Expression, chars, either, maybe, seq, times
 from mesh.json_grammar.string_grammar import CHAR, quoted
 from stages.grammar.utf8_ranges import complement
 
@@ -122,7 +122,7 @@ def _pairs(
 
 
 def _any_name_but(names: dict[str, Any], name: Name) -> Expression:
-    """A name that is none of these. Letters stand for themselves in it, so none hides behind an escape."""
+    """A name that is none of these. Each letter has one way to be written, so none hides in an escape."""
     tree: dict[str, Any] = {}
     for known in names:
         if len(known) > _MAX_NAME_CHARS:
@@ -131,23 +131,24 @@ def _any_name_but(names: dict[str, Any], name: Name) -> Expression:
         for letter in known:
             node = node.setdefault(letter, {})
         node[""] = {}
-    return _not_in(tree, name)
+    return _not_in(tree, name(times(_letter_but(()), 0, None)), name)
 
 
 _ESCAPED: Final = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F))
+_SHORT_ESCAPES: Final = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
 
 
-def _not_in(tree: dict[str, Any], name: Name) -> Expression:
+def _not_in(tree: dict[str, Any], any_letters: Expression, name: Name) -> Expression:
     letters = [letter for letter in tree if letter]
-    others = Chars(complement([*_ESCAPED, *((ord(letter), ord(letter)) for letter in letters)]))
-    any_letter = Chars(complement(_ESCAPED))
-    options: list[Expression] = [seq(others, times(any_letter, 0, None))]
+    options: list[Expression] = [seq(_letter_but(letters), any_letters)]
     if "" not in tree:
         options.append(NOTHING)
-    # A letter that is written with an escape does not come at all.
-    options += [
-        seq(Chars(((ord(letter), ord(letter)),)), _not_in(tree[letter], name))
-        for letter in letters
-        if quoted(letter) == f'"{letter}"' and letter != "\x7f"
-    ]
+    options += [seq(quoted(letter)[1:-1], _not_in(tree[letter], any_letters, name)) for letter in letters]
     return name(either(*options))
+
+
+def _letter_but(letters: Collection[str]) -> Expression:
+    """A letter that is none of these; those without a short escape are left out."""
+    plain = Chars(complement([*_ESCAPED, *((ord(letter), ord(letter)) for letter in letters)]))
+    signs = [sign for letter, sign in _SHORT_ESCAPES.items() if letter not in letters]
+    return either(plain, seq("\\", chars(*signs))) if signs else plain
