@@ -15,22 +15,22 @@ export function stageTable(stages, trip) {
         el("span", { class: "num", "aria-hidden": "true" }, String(index + 1)),
         stage.host,
         el("span", { class: "layers" }, layers(stage.layers)),
+        el("span", { class: "layers" }, stage.resident_bytes ? bytes(stage.resident_bytes) : ""),
       ),
       el("td", {}, ms(trip?.compute[index])),
       el("td", {}, ms(trip?.wire[index])),
       el("td", {}, ms(trip?.queue[index])),
-      el("td", {}, bytes(stage.resident_bytes)),
     ),
   );
   if (trip) {
-    const back = el("th", { scope: "row" }, el("span", { class: "muted" }, "back to the coordinator"));
-    rows.push(el("tr", {}, back, el("td"), el("td", {}, ms(trip.wire.at(-1))), el("td"), el("td")));
+    const back = el("th", { scope: "row" }, el("span", { class: "muted" }, "way back"));
+    rows.push(el("tr", {}, back, el("td"), el("td", {}, ms(trip.wire.at(-1))), el("td")));
   }
-  const heads = ["Stage", "Compute", "Wire", "Queue", "Memory"].map((head) => el("th", { scope: "col" }, head));
+  const heads = ["Stage", "Compute", "Wire", "Queue"].map((head) => el("th", { scope: "col" }, head));
   return el(
     "table",
     {},
-    el("caption", { class: "hidden" }, "Stages in order: computing, way to the stage, waiting there, memory of its process"),
+    el("caption", { class: "hidden" }, "Stages in order, with layers and memory: computing, way to the stage, waiting there"),
     el("thead", {}, el("tr", {}, heads)),
     el("tbody", {}, rows),
   );

@@ -228,8 +228,9 @@ _TABLE: Final = (
     Family("qwen3vlmoe", (DEEPSTACK,), _AT_EMBEDDING),
     Family("qwen3tts", (DEEPSTACK,), _AT_EMBEDDING, head_rows_are_fixed=True),
     Family("paddleocr", (), _AT_EMBEDDING),
-    Family("glm4", (), _IF_MROPE),
-    Family("glm4moe", (), _IF_MROPE),
+    # Without M-RoPE llama.cpp ends the process where embeddings come in.
+    Family("glm4", (), _AT_EMBEDDING),
+    Family("glm4moe", (), _AT_EMBEDDING),
     Family("hunyuan_vl", (), _IF_MROPE),
     # Every n-th layer is another, by hard-coded numbers.
     Family("smollm3", (every_nth(lambda _header: 4, "layers have no positions"),)),
@@ -252,7 +253,8 @@ _TABLE: Final = (
             in_one_piece(
                 "without windows llama.cpp leaves the positions out of the file's last layer", _no_windows
             ),
-            every_nth(_llama4_step, "layers have no positions, or experts,"),
+            # The scale that those without positions take is an input of every graph, which one must use.
+            every_nth(_llama4_step, "layers have no positions, or experts,", needs_one=True),
             windows(4, are_always_on=True),
         ),
     ),

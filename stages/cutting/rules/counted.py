@@ -36,7 +36,7 @@ LEADING_LAYERS: Final = Rule(
 )
 
 
-def every_nth(step: Callable[[GgufHeader], int], what: str) -> Rule:
+def every_nth(step: Callable[[GgufHeader], int], what: str, *, needs_one: bool = False) -> Rule:
     """The rule for what llama.cpp does every n-th layer, with no metadata that could say so to a stage.
 
     Cuts are multiples of n. A model of no more than n layers has none; its stages are filled up with blanks,
@@ -45,6 +45,7 @@ def every_nth(step: Callable[[GgufHeader], int], what: str) -> Rule:
     Args:
         step: The period of a model; 1 and less is no period.
         what: What happens every so many layers.
+        needs_one: Whether llama.cpp insists on such a layer in every file.
     """
 
     def has_multiples(header: GgufHeader) -> bool:
@@ -61,7 +62,10 @@ def every_nth(step: Callable[[GgufHeader], int], what: str) -> Rule:
         return {cut: reason for cut in range(1, n_layers) if cut % period}
 
     def blanks(header: GgufHeader, layers: LayerRange) -> Blanks:
-        return NO_BLANKS if step(header) <= 1 or has_multiples(header) else Blanks(before=layers.start)
+        if step(header) <= 1 or has_multiples(header):
+            return NO_BLANKS
+        n_layers = header.integer(f"{header.architecture}.block_count")
+        return Blanks(before=layers.start, after=n_layers - layers.stop if needs_one else 0)
 
     return Rule(
         "every n-th layer",
