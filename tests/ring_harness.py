@@ -134,6 +134,8 @@ async def running_coordinator(
         can_trim=can_trim,
         cancels=cancels,
         repair_wait_s=repair_wait_s,
+        # All of it is in one process: when that gets no processor, no stage is dead.
+        ping_timeout_s=10.0,
         token_texts=None if token_texts is None else lambda: token_texts,
     )
     coordinator = Coordinator(

@@ -80,7 +80,7 @@ async def test_an_answer_streams_and_what_it_took_is_told(page: Page) -> None:
     lengths = [await page.until(f"{LAST}.querySelector('.text').textContent.length")]
     assert await page.js(f"{LAST}.getAttribute('aria-busy')") == "true"
     await page.until(f"{LAST}.querySelector('.text').textContent.length > {lengths[0]}")
-    await page.until(f"{LAST}.getAttribute('aria-busy') === 'false'", 60)
+    await page.until(f"{LAST}.getAttribute('aria-busy') === 'false'", 200)
     foot = await page.js(f"{LAST}.querySelector('.foot').textContent")
     assert "tokens/s" in foot
     assert "first after" in foot
@@ -232,7 +232,7 @@ async def test_a_killed_stage_is_shown_and_its_healing_too(page: Page, served: P
     await page.until(state_is("Ready"))
     await page.until("document.querySelector('#banner').textContent.includes('healed in')")
     # The answer went on by itself, to its end.
-    await page.until(f"{LAST}.getAttribute('aria-busy') === 'false'", 60)
+    await page.until(f"{LAST}.getAttribute('aria-busy') === 'false'", 200)
     assert await page.js(f"{LAST}.querySelector('.text').textContent.length") > length
     assert not await page.js(f"{LAST}.querySelector('.foot').classList.contains('error')")
     await page.until("document.querySelector('#events').innerText.includes('Healed once')")
