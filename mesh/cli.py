@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -22,15 +23,53 @@ EXIT_INTERRUPTED: Final = 130
 _COMMANDS: Final = {
     "serve": ("mesh.commands.serve:serve", "Serve a model over one or several hosts."),
     "join": ("mesh.commands.join:join", "Let this host take a share of a mesh."),
+    "plan": ("mesh.commands.plan:plan", "Say where a model's layers would go, and how fast it would be."),
+    "top": ("mesh.commands.top:top", "Watch a running mesh: stages, links, speculation, sessions."),
+    "chat": ("mesh.commands.chat:chat", "Chat with a running mesh in this terminal."),
+    "doctor": ("mesh.commands.doctor:doctor", "Check this host or a running mesh, and say what to do."),
+    "config": ("mesh.commands.config:config", "Show where options come from."),
+    "completion": (
+        "mesh.commands.completion:completion",
+        "Print what makes a shell complete these commands.",
+    ),
     "status": ("mesh.commands.status:status", "Show what a running mesh is doing."),
     "keys": ("mesh.commands.keys:keys", "Say who may use the API."),
     "drain": ("mesh.commands.drain:drain", "Move a host's layers elsewhere and let it go."),
     "evict": ("mesh.commands.evict:evict", "Cut a host off at once, and replace the join token."),
     "slice": ("mesh.commands.slice:slice_", "Write some layers of a model as a stage file."),
+    "models": ("mesh.commands.models:models", "Look after the weights that this host keeps."),
     "draft": ("mesh.commands.draft:draft", "Make a draft model for speculation."),
     "bench": ("mesh.commands.bench:bench", "Measure a server, or a lab of several hosts on this machine."),
     "certify": ("mesh.commands.certify:certify", "Compare a model cut into stages with the whole model."),
 }
+# In `mesh --help`; what is in none comes last.
+_SECTIONS: Final = {
+    "Serve": ("serve", "join", "plan", "chat"),
+    "Look": ("status", "top", "doctor", "bench"),
+    "Hosts and keys": ("drain", "evict", "keys"),
+    "Models": ("certify", "slice", "draft", "models"),
+    "This program": ("config", "completion"),
+}
+# Commands of commands: their options are not set by a file.
+_GROUPS: Final = frozenset({"keys", "draft", "models", "bench", "config"})
+
+
+def every_command() -> tuple[str, ...]:
+    """All names, in the order of the help."""
+    ordered = [name for names in _SECTIONS.values() for name in names]
+    return tuple(dict.fromkeys((*ordered, *_COMMANDS)))
+
+
+def configurable_commands() -> tuple[str, ...]:
+    """Those whose options a file or the environment may set."""
+    return tuple(name for name in _COMMANDS if name not in _GROUPS)
+
+
+def command_named(name: str) -> click.Command:
+    """A command, imported now."""
+    module, _, attribute = _COMMANDS[name][0].partition(":")
+    command: click.Command = getattr(importlib.import_module(module), attribute)
+    return command
 
 
 class _LazyGroup(click.Group):
@@ -42,23 +81,46 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
+        return command_named(cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+        shown = {name for names in _SECTIONS.values() for name in names}
+        rest = tuple(name for name in _COMMANDS if name not in shown)
+        for title, names in (*_SECTIONS.items(), ("More", rest)):
+            if names:
+                with formatter.section(title):
+                    formatter.write_dl([(name, _COMMANDS[name][1]) for name in names])
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(SOFTWARE_VERSION, prog_name="mesh")
 @click.option("-v", "--verbose", "is_verbose", is_flag=True, help="Log debug events too.")
-def mesh(*, is_verbose: bool) -> None:
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Options of commands, TOML; see `mesh config --help`.",
+)
+@click.pass_context
+def mesh(context: click.Context, *, is_verbose: bool, config_path: Path | None) -> None:
     """Run one large language model over several ordinary machines."""
     from mesh.logs import set_up_logs  # noqa: PLC0415 - `mesh --help` logs nothing
 
     set_up_logs(is_verbose=is_verbose)
+    name = context.invoked_subcommand
+    if name in configurable_commands():
+        context.default_map = {name: _settings(name, config_path)}
+
+
+def _settings(name: str, config_path: Path | None) -> dict[str, Any]:
+    """What the environment and a file say of a command's options."""
+    from mesh.config.location import find_config  # noqa: PLC0415 - `mesh --help` reads none
+    from mesh.config.settings import read_config, settings_for  # noqa: PLC0415
+
+    path = find_config(config_path, os.environ, Path.cwd())
+    table = {} if path is None else read_config(path, configurable_commands()).get(name, {})
+    found = settings_for(name, command_named(name), table, path, os.environ)
+    return {param: setting.value for param, setting in found.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from mesh.offload import memory_on
 from mesh.replanner import Copy
 
 if TYPE_CHECKING:
@@ -43,12 +44,25 @@ def next_copy(
         if host.name in busy:
             continue
         held = [copy for copy in copies if copy.host == host.name]
-        left_bytes = host.memory_bytes - sum(sizes.memory(copy.layers).total_bytes for copy in held)
+        left = left_beside(sizes, host, held)
         for index, stage in enumerate(stages):
             copy = Copy(host.name, stage.layers)
-            if copy in held or stage.memory.total_bytes > left_bytes:
+            if copy in held or memory_on(sizes, stage.layers, left) is None:
                 continue
             num_copies = sum(other.layers == stage.layers for other in copies)
             if num_copies < _MOST_COPIES:
                 wanted.append((num_copies, -stage.memory.weight_bytes, index, copy))
     return min(wanted, key=lambda item: item[:3])[3] if wanted else None
+
+
+def left_beside(sizes: StageSizes, host: HostCapacity, held: Collection[Copy]) -> HostCapacity:
+    """What a host has left beside copies.
+
+    Args:
+        sizes: Of the model's stages.
+        host: With all that it gives.
+        held: Its copies, in the order in which they were loaded.
+    """
+    for copy in held:
+        host = host.without(memory_on(sizes, copy.layers, host) or sizes.memory(copy.layers))
+    return host

@@ -10,6 +10,7 @@ from stages.sampling import Sampling
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
+    from mesh.ring_times import RingTimes
     from mesh.speculation_report import SpeculationReport
     from stages.logprobs import TokenLogprobs
 
@@ -50,6 +51,7 @@ class GenerationRequest:
             the stages' caches.
         num_top_logprobs: How many likeliest tokens to report beside each committed one's logprob, up to
             `stages.logprobs.MAX_TOP_LOGPROBS`; None reports nothing.
+        grammar: GBNF that the answer must match, from its first token on; None leaves it free.
     """
 
     prompt: tuple[int, ...]
@@ -62,6 +64,7 @@ class GenerationRequest:
     history_key: str | None = None
     uses_cache: bool = True
     num_top_logprobs: int | None = None
+    grammar: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class GenerationStats:
         prefill_ms: From the first window sent to the first token.
         decode_ms: From the first token to the latest.
         report: What speculation did, up to the moment of the call; None where nothing could be proposed.
+        ring: Where the time went, up to the moment of the call; None where there are no stages.
     """
 
     num_cached: int = 0
@@ -87,6 +91,7 @@ class GenerationStats:
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     report: Callable[[], SpeculationReport] | None = field(default=None, compare=False, repr=False)
+    ring: Callable[[], RingTimes] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,10 @@ class Home:
             self.close()
             self._node_name = f"{options.name}.{secrets.token_hex(4)}"
             self._facts = await asyncio.to_thread(
-                read_host_facts, memory_bytes=options.memory_bytes, num_threads=options.num_threads
+                read_host_facts,
+                memory_bytes=options.memory_bytes,
+                num_threads=options.num_threads,
+                gpu_layers=options.gpu_layers,
             )
         return Member(
             name=options.name,

@@ -41,6 +41,7 @@ class JoinOptions:
         memory_bytes: What the mesh may use, or None for all that is free.
         num_threads: Threads for computing, or None for one per core.
         give_up_after_s: How long to look for a head that was there once.
+        gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see `mesh.gpu_layers`.
     """
 
     token: str = field(repr=False)
@@ -49,6 +50,7 @@ class JoinOptions:
     memory_bytes: int | None
     num_threads: int | None
     give_up_after_s: float = 600.0
+    gpu_layers: int | None = None
 
 
 async def join_mesh(

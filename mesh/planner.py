@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from mesh.host_capacity import HostCapacity
+from mesh.offload import memory_on, read_time
 from mesh.remedies import remedies
 from mesh.stage_sizes import PROCESS_BYTES, StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
@@ -23,25 +25,17 @@ if TYPE_CHECKING:
 SPEED_NOISE: Final = 0.25
 _MAX_ORDERS: Final = 24
 _MAX_CHOICES: Final = 32
-# A measurement of nothing must not divide by nothing.
-_SLOWEST_GB_PER_S: Final = 0.01
 
-
-@dataclass(frozen=True)
-class HostCapacity:
-    """One host, as far as planning cares.
-
-    Attributes:
-        name: Its name.
-        memory_bytes: What stages may use of it.
-        speed_gb_per_s: How fast it reads weights.
-        draft_bytes: What a draft model takes of it besides, for messages.
-    """
-
-    name: str
-    memory_bytes: int
-    speed_gb_per_s: float
-    draft_bytes: int = 0
+__all__ = [
+    "SPEED_NOISE",
+    "HostCapacity",
+    "Plan",
+    "StagePlacement",
+    "balance",
+    "check_stages",
+    "even_out_noise",
+    "plan",
+]
 
 
 @dataclass(frozen=True)
@@ -135,8 +129,9 @@ def check_stages(
         _check_split(split, model)
     most = len(model.allowed_cuts) + 1
     if num_stages is not None and not 1 <= num_stages <= most:
+        why = "" if model.allowed_cuts else f": {why_in_one_piece(model)}"
         raise UncuttableModel(
-            f"{model.name} ({model.architecture}) can be cut into 1 to {most} stages, not {num_stages}",
+            f"{model.name} ({model.architecture}) can be cut into 1 to {most} stages, not {num_stages}{why}",
             param="--stages",
         )
 
@@ -150,8 +145,8 @@ def even_out_noise(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
     fastest = slowest = 0.0
     even: dict[int, float] = {}
     group: list[int] = []
-    for index in sorted(range(len(hosts)), key=lambda index: -hosts[index].speed_gb_per_s):
-        speed = hosts[index].speed_gb_per_s
+    for index in sorted(range(len(hosts)), key=lambda index: -hosts[index].fastest_gb_per_s):
+        speed = hosts[index].fastest_gb_per_s
         if speed < fastest * (1 - SPEED_NOISE):
             group = []
         if not group:
@@ -159,7 +154,7 @@ def even_out_noise(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
         group.append(index)
         slowest = speed
         even.update(dict.fromkeys(group, slowest))
-    return tuple(replace(host, speed_gb_per_s=even[index]) for index, host in enumerate(hosts))
+    return tuple(host.at_speed(even[index]) for index, host in enumerate(hosts))
 
 
 def _place(
@@ -178,8 +173,9 @@ def _best(
         layers = balance(sizes, seats)
         if layers is not None:
             return tuple(
-                StagePlacement(host.name, part, sizes.memory(part))
+                StagePlacement(host.name, part, memory)
                 for host, part in zip(seats, layers, strict=True)
+                if (memory := memory_on(sizes, part, host)) is not None
             )
     return None
 
@@ -189,12 +185,12 @@ def _seatings(
 ) -> Iterator[tuple[HostCapacity, ...]]:
     """Hosts stage by stage, the best idea first: fast ones, at last the roomiest, each in several orders."""
     num_hosts = min(num_stages, len(hosts))
-    by_speed = sorted(range(len(hosts)), key=lambda index: -hosts[index].speed_gb_per_s)
-    by_memory = sorted(range(len(hosts)), key=lambda index: -hosts[index].memory_bytes)
+    by_speed = sorted(range(len(hosts)), key=lambda index: -hosts[index].fastest_gb_per_s)
+    by_memory = sorted(range(len(hosts)), key=lambda index: -hosts[index].all_bytes)
     fast = itertools.islice(itertools.combinations(by_speed, num_hosts), _MAX_CHOICES)
     needed_bytes = sizes.memory(sizes.whole).loading_bytes + num_stages * PROCESS_BYTES
     for chosen in itertools.chain(fast, [by_memory[:num_hosts]]):
-        if sum(hosts[index].memory_bytes for index in chosen) < needed_bytes:
+        if sum(hosts[index].all_bytes for index in chosen) < needed_bytes:
             continue
         for order in itertools.islice(itertools.permutations(sorted(chosen)), _MAX_ORDERS):
             yield tuple(_seated([hosts[index] for index in order], num_stages))
@@ -204,7 +200,7 @@ def _seated(hosts: Sequence[HostCapacity], num_stages: int) -> Iterator[HostCapa
     """Each host once or more in a row, its memory shared out among its stages."""
     for index, host in enumerate(hosts):
         times = (num_stages + len(hosts) - 1 - index) // len(hosts)
-        yield from [replace(host, memory_bytes=host.memory_bytes // times)] * times
+        yield from [host.divided(times)] * times
 
 
 def balance(
@@ -245,9 +241,12 @@ def _shortest(
                 if not start < stop <= part.stop:
                     continue
                 layers = LayerRange(start, stop)
-                if sizes.memory(layers).total_bytes > seat.memory_bytes:
+                if len(layers) in sizes.model.refused_lengths and layers != sizes.whole:
                     continue
-                longer = add(cost, sizes.read_bytes(layers) / max(seat.speed_gb_per_s, _SLOWEST_GB_PER_S))
+                memory = memory_on(sizes, layers, seat)
+                if memory is None:
+                    continue
+                longer = add(cost, read_time(sizes, layers, memory, seat))
                 if longer < step.get(stop, (math.inf,))[0]:
                     step[stop] = (longer, (*way, layers))
         reached = step
@@ -269,13 +268,31 @@ def _check_split(split: Sequence[int], model: ModelFacts) -> None:
         )
     forbidden = [cut for cut in _cuts_of(split) if cut not in model.allowed_cuts]
     if forbidden:
+        why = model.refused_cuts.get(forbidden[0])
         raise UncuttableModel(
-            f"--split {shown}: {model.name} ({model.architecture}) cannot be cut at layer {forbidden[0]}",
+            f"--split {shown}: {model.name} ({model.architecture}) cannot be cut at layer {forbidden[0]}"
+            + (f": {why}" if why else ""),
             param="--split",
         )
+    for count in split:
+        if count in model.refused_lengths and len(split) > 1:
+            raise UncuttableModel(
+                f"--split {shown}: no stage of {model.name} can have {count} layers: "
+                f"{model.refused_lengths[count]}",
+                param="--split",
+            )
+
+
+def why_in_one_piece(model: ModelFacts) -> str:
+    """Why a model that cannot be cut anywhere cannot."""
+    return next(iter(model.refused_cuts.values()), "it has one layer")
 
 
 def _reason(sizes: StageSizes, stages: tuple[StagePlacement, ...]) -> str:
+    if not sizes.model.allowed_cuts:
+        return (
+            f"{sizes.model.architecture} runs on one host, {stages[0].host}: {why_in_one_piece(sizes.model)}"
+        )
     if len(stages) == 1:
         needed = format_size(stages[0].memory.total_bytes)
         return f"host {stages[0].host} can hold all of it ({needed}), and a split would only add hops"
@@ -292,15 +309,16 @@ def _does_not_fit(
         f"{format_size(memory.cache_bytes)} for {workload.num_slots} x {workload.ctx_size} positions in "
         f"{workload.kv_type}, {format_size(memory.buffer_bytes)} for buffers and "
         f"{format_size(memory.process_bytes)} for the process of each stage; free are "
-        + ", ".join(_shown(host) for host in hosts)
-        + (f"; it would fit with {' or '.join(helping)}, or join" if helping else "; join")
-        + " more hosts"
+        + ", ".join(map(str, hosts))
+        + _remedy(sizes.model, helping)
     )
 
 
-def _shown(host: HostCapacity) -> str:
-    draft = f" beside {format_size(host.draft_bytes)} for the draft model" if host.draft_bytes else ""
-    return f"{format_size(host.memory_bytes)} on {host.name}{draft}"
+def _remedy(model: ModelFacts, helping: Sequence[str]) -> str:
+    more = (
+        "more hosts" if model.allowed_cuts else f"a larger one: it cannot be cut, {why_in_one_piece(model)}"
+    )
+    return f"; it would fit with {' or '.join(helping)}, or join {more}" if helping else f"; join {more}"
 
 
 def _count(count: int, what: str) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from mesh.offload import memory_on
 from mesh.planner import HostCapacity, StagePlacement, balance, plan
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.byte_size import format_size
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from mesh.stage_sizes import StageSizes
     from stages.layers import LayerRange
+    from stages.stage_memory import StageMemory
 
 # Orders of hosts that are tried for each split of lost layers.
 _MAX_ORDERS: Final = 24
@@ -126,50 +128,54 @@ class _Room:
         had_stages: Collection[str],
     ) -> None:
         self.hosts = {host.name: host for host in hosts}
+        self.left = dict(self.hosts)
         self.num_stages = Counter(stage.host for stage in survivors)
         self.copies = [copy for copy in copies if copy.host in self.hosts]
         self.dropped: list[Copy] = []
         self._had_stages = had_stages
-        self._taken_bytes: Counter[str] = Counter()
         for stage in survivors:
-            self._taken_bytes[stage.host] += stage.memory.total_bytes
+            if stage.host in self.left:
+                self.left[stage.host] = self.left[stage.host].without(stage.memory)
 
-    def bytes_on(self, host: str) -> int:
-        """Without the copies there, which can go."""
-        return self.hosts[host].memory_bytes - self._taken_bytes[host]
+    def memory_on(self, sizes: StageSizes, host: str, layers: LayerRange) -> StageMemory | None:
+        """What layers would take of a host, whose copies can go; None if it is too full."""
+        return memory_on(sizes, layers, self.left[host])
 
     def is_spare(self, host: str) -> bool:
         """Whether it holds no stage, nor has just lost one: who knows what of."""
         return not self.num_stages[host] and host not in self._had_stages
 
-    def take_copy(self, sizes: StageSizes, layers: LayerRange) -> str | None:
-        """The host whose copy becomes the stage."""
+    def take_copy(self, sizes: StageSizes, layers: LayerRange) -> StagePlacement | None:
+        """What becomes of the layers if a host's copy becomes the stage."""
         for copy in sorted(self.copies, key=lambda copy: not self.is_spare(copy.host)):
-            if copy.layers == layers and sizes.memory(layers).total_bytes <= self.bytes_on(copy.host):
+            if copy.layers == layers and self.memory_on(sizes, copy.host, layers) is not None:
                 self.copies.remove(copy)
-                self.take(sizes, copy.host, layers)
-                return copy.host
+                return self.take(sizes, copy.host, layers)
         return None
 
-    def take(self, sizes: StageSizes, host: str, layers: LayerRange) -> None:
+    def take(self, sizes: StageSizes, host: str, layers: LayerRange) -> StagePlacement:
         """Place layers on a host, which drops as many of its copies as must go."""
+        # A plan may have weighed it a little differently; then what they take anywhere has to do.
+        memory = self.memory_on(sizes, host, layers) or sizes.memory(layers)
         self.num_stages[host] += 1
-        self._taken_bytes[host] += sizes.memory(layers).total_bytes
-        self.dropped += (going := self._copies_to_drop(sizes, host, 0))
+        self.left[host] = self.left[host].without(memory)
+        self.dropped += (going := self._copies_to_drop(sizes, host, self.left[host]))
         self.copies = [copy for copy in self.copies if copy not in going]
+        return StagePlacement(host, layers, memory)
 
     def must_drop(self, sizes: StageSizes, host: str, layers: LayerRange) -> bool:
         """Whether the layers fit only without a copy that is there."""
-        return bool(self._copies_to_drop(sizes, host, sizes.memory(layers).total_bytes))
+        memory = self.memory_on(sizes, host, layers) or sizes.memory(layers)
+        return bool(self._copies_to_drop(sizes, host, self.left[host].without(memory)))
 
-    def _copies_to_drop(self, sizes: StageSizes, host: str, more_bytes: int) -> list[Copy]:
-        left_bytes, going = self.bytes_on(host) - more_bytes, []
+    def _copies_to_drop(self, sizes: StageSizes, host: str, left: HostCapacity) -> list[Copy]:
+        going = []
         for copy in self.copies:
             if copy.host != host:
                 continue
-            size_bytes = sizes.memory(copy.layers).total_bytes
-            if size_bytes <= left_bytes:
-                left_bytes -= size_bytes
+            memory = memory_on(sizes, copy.layers, left)
+            if memory is not None:
+                left = left.without(memory)
             else:
                 going.append(copy)
         return going
@@ -181,9 +187,9 @@ def _placed_again(
     """What each lost stage becomes; None if one of them finds no place."""
     placed: dict[int, tuple[NewStage, ...]] = {}
     for index, stage in lost:
-        host = room.take_copy(sizes, stage.layers)
-        if host is not None:
-            placed[index] = (NewStage(replace(stage, host=host), is_copy=True),)
+        placement = room.take_copy(sizes, stage.layers)
+        if placement is not None:
+            placed[index] = (NewStage(placement, is_copy=True),)
     # The largest first: small ones find a place beside them more easily than the other way round.
     rest = sorted(
         ((index, stage) for index, stage in lost if index not in placed),
@@ -193,14 +199,12 @@ def _placed_again(
         parts = _one_host(sizes, stage, room) or _several_hosts(sizes, stage.layers, room)
         if not parts:
             return None
-        placed[index] = tuple(
-            NewStage(StagePlacement(host, layers, sizes.memory(layers))) for host, layers in parts
-        )
+        placed[index] = tuple(map(NewStage, parts))
     return placed
 
 
-def _one_host(sizes: StageSizes, stage: StagePlacement, room: _Room) -> list[tuple[str, LayerRange]]:
-    fitting = [host for host in room.hosts if stage.memory.total_bytes <= room.bytes_on(host)]
+def _one_host(sizes: StageSizes, stage: StagePlacement, room: _Room) -> list[StagePlacement]:
+    fitting = [host for host in room.hosts if room.memory_on(sizes, host, stage.layers) is not None]
     if not fitting:
         return []
     chosen = min(
@@ -210,25 +214,20 @@ def _one_host(sizes: StageSizes, stage: StagePlacement, room: _Room) -> list[tup
             host != stage.host,
             room.must_drop(sizes, host, stage.layers),
             room.num_stages[host],
-            -room.hosts[host].speed_gb_per_s,
+            -room.hosts[host].fastest_gb_per_s,
         ),
     )
-    room.take(sizes, chosen, stage.layers)
-    return [(chosen, stage.layers)]
+    return [room.take(sizes, chosen, stage.layers)]
 
 
-def _several_hosts(sizes: StageSizes, layers: LayerRange, room: _Room) -> list[tuple[str, LayerRange]]:
+def _several_hosts(sizes: StageSizes, layers: LayerRange, room: _Room) -> list[StagePlacement]:
     """The roomiest hosts, as few of them as suffice."""
-    roomy = sorted(room.hosts, key=lambda host: -room.bytes_on(host))
+    roomy = sorted(room.hosts, key=lambda host: -room.left[host].all_bytes)
     for count in range(2, len(roomy) + 1):
         for order in itertools.islice(itertools.permutations(roomy[:count]), _MAX_ORDERS):
-            seats = [replace(room.hosts[host], memory_bytes=room.bytes_on(host)) for host in order]
-            shares = balance(sizes, seats, layers)
+            shares = balance(sizes, [room.left[host] for host in order], layers)
             if shares is not None:
-                parts = list(zip(order, shares, strict=True))
-                for host, share in parts:
-                    room.take(sizes, host, share)
-                return parts
+                return [room.take(sizes, host, share) for host, share in zip(order, shares, strict=True)]
     return []
 
 
@@ -270,5 +269,5 @@ def _no_room(stages: Iterable[StagePlacement], room: _Room) -> str:
     needed = ", ".join(
         f"layers {stage.layers} need {format_size(stage.memory.total_bytes)}" for stage in stages
     )
-    free = ", ".join(f"{format_size(max(0, room.bytes_on(host)))} on {host}" for host in room.hosts)
+    free = ", ".join(map(str, room.left.values()))
     return f"nobody else can hold what is to move: {needed}; free are {free}; join more hosts"

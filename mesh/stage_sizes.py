@@ -9,7 +9,7 @@ some layers have a window. There is room for logits of every row that a batch ma
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +20,7 @@ from stages.sent_rows import room_for_sent_rows
 from stages.stage_memory import StageMemory
 
 if TYPE_CHECKING:
+    from mesh.host_capacity import HostCapacity
     from stages.cutting import ModelFacts
 
 # Python, Ray's worker, gRPC and llama.cpp's code, with some room.
@@ -43,17 +44,19 @@ class Workload:
         num_slots: Sessions at once.
         kv_type: Format of the KV cache, one of `stages.kv_types.KV_TYPES`.
         is_exact: Numeric mode, see `stages.numerics`.
+        on_gpu: Whether layers are on a GPU.
     """
 
     ctx_size: int
     num_slots: int
     kv_type: str = "f16"
     is_exact: bool = False
+    on_gpu: bool = False
 
     @property
     def numerics(self) -> Numerics:
         """Of the mode, as it is with several threads, which takes more."""
-        return numerics_for(exact=self.is_exact, num_threads=2)
+        return numerics_for(exact=self.is_exact, num_threads=2, has_gpu=self.on_gpu)
 
     @property
     def num_cells(self) -> int:
@@ -81,6 +84,16 @@ class StageSizes:
         cuts = self.model.allowed_cuts if self.only_cuts is None else self.only_cuts
         return (0, *sorted(cuts), self.model.n_layers)
 
+    @cached_property
+    def on_gpu(self) -> StageSizes:
+        """The same where layers are on a GPU."""
+        return replace(self, workload=replace(self.workload, on_gpu=True))
+
+    @cached_property
+    def placed(self) -> dict[tuple[LayerRange, HostCapacity], StageMemory | None]:
+        """What `mesh.offload` has found out; a plan asks the same again and again."""
+        return {}
+
     @property
     def whole(self) -> LayerRange:
         """All layers."""
@@ -100,27 +113,44 @@ class StageSizes:
 
     def weight_bytes(self, layers: LayerRange) -> int:
         """What is loaded."""
-        holds_embedding = layers.start == 0 and not (self.model.is_tied and layers == self.whole)
+        has_it_as_head = self.model.is_tied and layers.stop == self.model.n_layers
+        holds_embedding = (layers.start == 0 or self.model.embeds_everywhere) and not has_it_as_head
         return self.read_bytes(layers) + (self.model.embedding_bytes if holds_embedding else 0)
 
     def cache_bytes(self, layers: LayerRange) -> int:
-        """What the KV cache takes."""
-        sums = self._width_sums
-        width = sums[layers.stop] - sums[layers.start]
-        return KV_TYPES[self.workload.kv_type].num_bytes(width) * self.workload.num_cells
+        """What the KV cache takes, and the state of recurrent layers."""
+        sums, states = self._width_sums, self._state_sums
+        num_blanks = self.model.num_blanks if layers.start else 0
+        width = sums[layers.stop] - sums[layers.start] + num_blanks * max(self.model.kv_widths, default=0)
+        state = (
+            states[layers.stop] - states[layers.start] + num_blanks * max(self.model.state_widths, default=0)
+        )
+        state_bytes = state * _F32_BYTES * self.workload.num_slots
+        return KV_TYPES[self.workload.kv_type].num_bytes(width) * self.workload.num_cells + state_bytes
 
-    def _buffer_bytes(self, layers: LayerRange) -> int:
+    def compute_bytes(self, layers: LayerRange) -> int:
+        """What llama.cpp computes in, at most, on any one device."""
         is_first, is_tail = layers.start == 0, layers.stop == self.model.n_layers
         vocabulary = self.model.n_vocab if is_first or is_tail else 0
         # The first stage has a vocabulary, so llama.cpp makes room for logits, of which it computes none.
         logits = _TAIL_LOGITS if is_tail else 1
-        sent = 0 if is_tail else room_for_sent_rows(self.cache_bytes(layers))
         return (
             self._row_bytes
-            + sent
             + vocabulary * (logits * self.workload.numerics.max_rows * _F32_BYTES + _TOKEN_BYTES)
             + self.workload.num_cells * self._num_masks * _CELL_BYTES
         )
+
+    def _buffer_bytes(self, layers: LayerRange) -> int:
+        is_tail = layers.stop == self.model.n_layers
+        sent = 0 if is_tail else room_for_sent_rows(self.cache_bytes(layers))
+        return self.compute_bytes(layers) + sent + self._packing_bytes(layers)
+
+    def _packing_bytes(self, layers: LayerRange) -> int:
+        """What weights take more in the order that fast kernels like."""
+        if not self.workload.numerics.use_repacked_weights:
+            return 0
+        head = self.model.head_packing_bytes if layers.stop == self.model.n_layers else 0
+        return sum(self.model.packing_bytes[layers.start : layers.stop]) + head
 
     @cached_property
     def _row_bytes(self) -> int:
@@ -140,3 +170,8 @@ class StageSizes:
     @cached_property
     def _width_sums(self) -> list[int]:
         return list(itertools.accumulate(self.model.kv_widths, initial=0))
+
+    @cached_property
+    def _state_sums(self) -> list[int]:
+        widths = self.model.state_widths or (0,) * self.model.n_layers
+        return list(itertools.accumulate(widths, initial=0))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -115,7 +116,8 @@ class TemplateProcess:
 
     def _end(self) -> None:
         if self._process is not None:
-            with self._process:
+            # What it has not read is written once more when the pipe is closed.
+            with suppress(BrokenPipeError), self._process:
                 self._process.kill()
             self._process = None
 

@@ -48,17 +48,18 @@ class TemplateRenderer:
         self._template = environment.from_string(source)
 
     def render(self, variables: Mapping[str, Any], now: datetime, max_chars: int) -> str | None:
-        """The prompt, up to where the assistant's answer begins; None if it is longer than `max_chars`.
+        """The prompt; None if it is longer than `max_chars`.
 
         Args:
-            variables: `messages`, and more for the template to see.
+            variables: `messages`, and more for the template to see; `add_generation_prompt` is true unless
+                they say otherwise.
             now: The local time, for templates that date their system prompt.
             max_chars: Bound of the prompt.
 
         Raises:
             Exception: A template is a program: anything can come out of it.
         """
-        values = {**variables, "add_generation_prompt": True, "strftime_now": now.strftime}
+        values = {"add_generation_prompt": True, **variables, "strftime_now": now.strftime}
         parts: list[str] = []
         num_chars = 0
         for part in self._template.generate(values):

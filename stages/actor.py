@@ -10,17 +10,18 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import grpc
 import structlog
 
 from spanmesh_proto import windows_pb2_grpc as rpc
-from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
+from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.byte_size import format_size
 from stages.channels import SERVER_OPTIONS, add_port
 from stages.cutting.places import stage_store
-from stages.fetch import FetchSource, fetch_stage
+from stages.devices import layer_devices
+from stages.fetch import Brought, FetchSource, fetch_stage
 from stages.free_memory import free_memory_bytes
 from stages.hidden_codec import HiddenType
 from stages.identity import Identity, NewKey
@@ -29,12 +30,16 @@ from stages.orphan import orphaned
 from stages.runtime import RuntimeOptions, StageRuntime
 from stages.sent_rows import room_for_sent_rows
 from stages.server import StageService
+from stages.weights.keeping import read_keeping
+from stages.weights.stage_store import hold
+from stages.weights.transfer import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from stages.layers import LayerRange
     from stages.stage_memory import StageMemory
+    from stages.weights.stage_store import StageStore
 
 log = structlog.get_logger()
 
@@ -46,14 +51,15 @@ class StageConfig:
     Attributes:
         stage_index: Its place in the pipeline, from 0.
         layers: Which layers it holds; for messages.
-        sha256: Hash of the stage file.
-        size_bytes: Size of the stage file.
+        sha256: Hash of the recipe of the stage file; empty for the model as it is.
+        whole: The model itself, first file, if it is on the stage's host and the stage has all its layers.
         source: Where the file comes from if this host's cache lacks it.
         cache_dir: The host's cache, or None for the default place.
         options: How it computes.
         host: Name of its host; for messages.
         memory: What it will take.
-        beside_bytes: What other stages, placed on the same host, are yet to take.
+        beside_bytes: What other stages, placed on the same host, are yet to take of its own memory.
+        beside_gpu_bytes: What they are yet to take of its GPUs, by device.
         mesh_id: Which mesh it belongs to.
         mesh_key: Shared by all stages and the coordinator.
         hidden_type: How its hidden states travel to the next stage.
@@ -64,7 +70,6 @@ class StageConfig:
     stage_index: int
     layers: LayerRange
     sha256: str
-    size_bytes: int
     source: FetchSource
     options: RuntimeOptions
     host: str
@@ -72,10 +77,12 @@ class StageConfig:
     beside_bytes: int
     mesh_id: str
     mesh_key: str = field(repr=False)
+    whole: str | None = None
     cache_dir: str | None = None
     hidden_type: HiddenType = HiddenType.F32
     term: int = 0
     orphan_s: float = 600.0
+    beside_gpu_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,10 +92,21 @@ class StageProgress:
     Attributes:
         phase: What it is doing.
         share: How much of that is done, 0 to 1.
+        done_bytes: Of the weights, while they are fetched.
+        total_bytes: Of all weights, likewise.
     """
 
     phase: Literal["waiting", "fetching", "loading", "ready"]
     share: float
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+    @property
+    def label(self) -> str:
+        """For a person."""
+        if not self.total_bytes:
+            return self.phase
+        return f"{self.phase} {format_size(self.done_bytes)} of {format_size(self.total_bytes)}"
 
 
 class StageActor:
@@ -110,6 +128,8 @@ class StageActor:
         self._server: grpc.aio.Server | None = None
         self._key: NewKey | None = None
         self._identity: Identity | None = None
+        self._held: int | None = None
+        self._settling: asyncio.Task[None] | None = None
 
     async def check_memory(self) -> None:
         """Whether all that is to be loaded on this host finds room. To be asked before any stage loads.
@@ -118,9 +138,13 @@ class StageActor:
             ModelDoesNotFit: If not.
         """
         self._require_free(self._config.beside_bytes)
+        await asyncio.to_thread(self._require_free_on_gpus, self._config.beside_gpu_bytes)
 
-    async def load(self) -> None:
+    async def load(self) -> Transfer:
         """Bring the stage file to this host if it is not here, and load it.
+
+        Returns:
+            Where the weights came from that were not in the file.
 
         Raises:
             InvalidModel: If llama.cpp does not load it.
@@ -129,17 +153,25 @@ class StageActor:
         """
         config = self._config
         cache = stage_store(Path(config.cache_dir) if config.cache_dir else None)
-        path = cache.find(config.sha256)
-        if path is None:
-            path = await fetch_stage(
-                cache, config.sha256, config.size_bytes, config.source, progress=self._on("fetching")
-            )
+        brought = await self._bring(cache)
+        self._held = hold(brought.path)
         self._require_free(0)
-        on_loading = self._on("loading")
+        await asyncio.to_thread(self._require_free_on_gpus, {})
         self._runtime = await asyncio.to_thread(
-            StageRuntime, path, config.options, progress=lambda share: on_loading(share, 1.0)
+            StageRuntime, brought.path, config.options, progress=self._on_loaded
         )
         self._progress = StageProgress("ready", 1.0)
+        if brought.transfer != Transfer():
+            self._settling = asyncio.create_task(_settle(cache, config.sha256))
+        return brought.transfer
+
+    async def _bring(self, cache: StageStore) -> Brought:
+        config = self._config
+        if config.whole is not None:
+            return Brought(Path(config.whole), Transfer())
+        return await fetch_stage(
+            cache, config.sha256, config.source, keeping=read_keeping(), progress=self._on_fetched
+        )
 
     async def progress(self) -> StageProgress:
         """How far `load` has come."""
@@ -245,6 +277,12 @@ class StageActor:
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
+        if self._settling is not None:
+            await asyncio.wait([self._settling])
+            self._settling = None
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     async def _end_if_orphaned(self, service: StageService) -> None:
         """A head that was killed says no goodbye; what it started must not hold memory for ever."""
@@ -278,8 +316,34 @@ class StageActor:
             f"lower --ctx-size or --parallel{smaller}, end what else runs there, or join more hosts"
         )
 
-    def _on(self, phase: Literal["fetching", "loading"]) -> Any:
-        def update(done: float, total: float) -> None:
-            self._progress = StageProgress(phase, done / total if total else 1.0)
+    def _require_free_on_gpus(self, beside_bytes: Mapping[str, int]) -> None:
+        """The same of each GPU. What a device does not tell is not held against it."""
+        config = self._config
+        if not config.memory.gpus:
+            return
+        free = {device.name: device.free_bytes for device in layer_devices() if device.total_bytes}
+        for share in config.memory.gpus:
+            needed_bytes = share.total_bytes + beside_bytes.get(share.device, 0)
+            if needed_bytes > free.get(share.device, needed_bytes):
+                raise ModelDoesNotFit(
+                    f"stage {config.stage_index} ({config.layers}) does not fit on {config.host}'s "
+                    f"{share.device} now: {share.num_layers} layers there need {format_size(needed_bytes)}, "
+                    f"free are {format_size(free[share.device])}; end what else uses it, lower --ctx-size or "
+                    "--parallel, or have fewer layers there with --gpu-layers"
+                )
 
-        return update
+    def _on_fetched(self, done_bytes: int, total_bytes: int) -> None:
+        share = done_bytes / total_bytes if total_bytes else 1.0
+        self._progress = StageProgress("fetching", share, done_bytes, total_bytes)
+
+    def _on_loaded(self, share: float) -> None:
+        self._progress = StageProgress("loading", share)
+
+
+async def _settle(store: StageStore, sha256: str) -> None:
+    """While it computes already: the disk takes its time."""
+    try:
+        await asyncio.to_thread(store.settle, sha256)
+    except (MeshError, OSError) as error:
+        # It is read once more when it is next looked for; that is all.
+        log.warning("stage_not_settled", sha256=sha256[:12], reason=str(error))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -83,17 +83,26 @@ class Certificate:
         architecture: `general.architecture`.
         n_layers: Layers of the model.
         cuts: One result for each cut.
+        together: The model cut at all of them at once; None for a single one.
+        rules: Names of the rules that its family needed beyond the generic ones.
+        is_known: Whether its family is in the table.
+        refused_cuts: Where it is not cut, and why.
     """
 
     model: str
     architecture: str
     n_layers: int
     cuts: tuple[CutResult, ...]
+    together: Difference | None = None
+    rules: tuple[str, ...] = ()
+    is_known: bool = True
+    refused_cuts: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
-        """Whether every cut is bit-equal."""
-        return all(result.difference.is_bit_equal for result in self.cuts)
+        """Whether every cut is bit-equal, alone and together."""
+        alone = all(result.difference.is_bit_equal for result in self.cuts)
+        return alone and (self.together is None or self.together.is_bit_equal)
 
 
 def compare(

@@ -1,10 +1,14 @@
 """Comparing a model cut in two with the same model whole: does cutting change a single bit?
 
-Three phases, all in exact numeric mode. `prefill`: one batch of prompt rows. `decode`: one row at a time,
+Four phases, all in exact numeric mode. `prefill`: one batch of prompt rows. `decode`: one row at a time,
 each the whole model's greedy choice, whatever the cut model would have chosen. `chunks`: a longer prompt in
-several batches, past the model's sliding window if it has one, where a wrong window shows.
+several batches, past the model's sliding window if it has one, where a wrong window shows. `spans`: several
+rows at once, as they are when proposed tokens are verified, from positions that had been passed before; not
+for models that cannot go back.
 
 The whole model runs once; what it had at each cut is kept and compared with what the first stage hands on.
+At last the model is cut at all those places at once, into stages as small as they can be. A model that
+cannot be cut is compared with the one stage that it makes.
 Smaller wire types are tried on the second stage alone: the first one does not notice.
 """
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 import tempfile
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -34,9 +39,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.cutting.source_model import SourceModel
+    from stages.handover import Handover
     from stages.wire_loss import WireLoss
 
-PHASES: Final = ("prefill", "decode", "chunks")
+PHASES: Final = ("prefill", "decode", "chunks", "spans")
 # Those with logits of every position.
 _LOSS_PHASES: Final = ("prefill", "decode")
 _SLOT: Final = 0
@@ -45,6 +51,8 @@ _CHUNK_ROWS: Final = 40
 _CHUNKS: Final = 2
 # A row of logits of a large vocabulary is 1 MB: of each chunk, these last rows are compared.
 _LOGIT_ROWS_PER_CHUNK: Final = 2
+# From where spans start, before the end of the long prompt, and how many rows each has: the second goes back.
+_SPANS: Final = ((-12, 6), (-9, 4), (-5, 1))
 # Windows longer than this would take longer to fill than certifying is worth.
 _LONGEST_WINDOW: Final = 2048
 
@@ -101,7 +109,8 @@ def certify(
 
     Args:
         model: A whole model, a GGUF file.
-        cuts: First layers of the second stage, each 1 to n_layers - 1; all that are allowed if None.
+        cuts: First layers of the second stage, each 1 to n_layers - 1; all that are allowed if None,
+            perhaps none.
         options: How much is compared.
         folder: Where stage files lie for a while, one at a time; the system's temporary folder if None.
         progress: Called with decodes done and decodes in all.
@@ -112,7 +121,7 @@ def certify(
         ClusterError: If exact mode is out of reach in this process.
     """
     source = read_source(model)
-    chosen = tuple(range(1, source.n_layers)) if cuts is None else tuple(cuts)
+    chosen = source.allowed_cuts if cuts is None else tuple(cuts)
     for cut in chosen:
         if not 0 < cut < source.n_layers:
             raise UncuttableModel(
@@ -120,36 +129,53 @@ def certify(
                 f"so cuts are 1 to {source.n_layers - 1}"
             )
         source.check_range(LayerRange(0, cut))
-    if not chosen:
+    if source.n_layers == 1:
         raise UncuttableModel(f"{model.name} has {source.n_layers} layers; there is nothing to cut")
-    plan = _Plan(options or CertifyOptions(), _num_chunk_rows(source))
+    plan = _Plan(options or CertifyOptions(), _num_chunk_rows(source), not source.family.has_recurrent_state)
     runs_per_cut = 2 + len(plan.options.wires)
-    meter = _Meter(plan.num_decodes * (1 + runs_per_cut * len(chosen)), progress)
+    # A single cut was everything together.
+    num_together = 0 if len(chosen) == 1 else len(chosen) + 1
+    meter = _Meter(plan.num_decodes * (1 + runs_per_cut * len(chosen) + num_together), progress)
     decodes = []
-    for decode in _run_whole(model, plan, chosen):
+    for decode in _run_whole(source, plan, chosen):
         decodes.append(decode)
         meter.step()
     with tempfile.TemporaryDirectory(prefix="spanmesh-certify-", dir=folder) as temporary:
         bench = _Bench(source, plan, Path(temporary), meter)
         results = tuple(bench.certify_cut(cut, decodes) for cut in chosen)
-    return Certificate(model.name, source.header.architecture, source.n_layers, results)
+        together = bench.certify_together(chosen, decodes) if num_together else None
+    return Certificate(
+        model=model.name,
+        architecture=source.header.architecture,
+        n_layers=source.n_layers,
+        cuts=results,
+        together=together,
+        rules=tuple(rule.name for rule in source.rules_used),
+        is_known=source.is_known,
+        refused_cuts=dict(source.refused_cuts),
+    )
 
 
 @dataclass(frozen=True)
 class _Plan:
     options: CertifyOptions
     n_chunk_rows: int
+    has_spans: bool
 
     @property
     def num_decodes(self) -> int:
-        return 1 + self.options.n_decode + len(range(0, self.n_chunk_rows, _CHUNK_ROWS))
+        num_spans = len(_SPANS) if self.has_spans else 0
+        return 1 + self.options.n_decode + len(range(0, self.n_chunk_rows, _CHUNK_ROWS)) + num_spans
 
-    def runtime(self, observe_layers: tuple[int, ...] = ()) -> RuntimeOptions:
+    def runtime(
+        self, observe_layers: tuple[int, ...] = (), observe_as: Handover | None = None
+    ) -> RuntimeOptions:
         return RuntimeOptions(
             ctx_size=max(self.options.n_prompt + self.options.n_decode, self.n_chunk_rows),
             num_threads=self.options.num_threads,
             exact=True,
             observe_layers=observe_layers,
+            observe_as=observe_as,
         )
 
 
@@ -163,9 +189,11 @@ def _num_chunk_rows(source: SourceModel) -> int:
     return min(rows, n_ctx_train)
 
 
-def _run_whole(model: Path, plan: _Plan, cuts: tuple[int, ...]) -> Iterator[_Decode]:
+def _run_whole(source: SourceModel, plan: _Plan, cuts: tuple[int, ...]) -> Iterator[_Decode]:
+    model = source.header.path
     n_prompt, n_decode = plan.options.n_prompt, plan.options.n_decode
-    options = plan.runtime(observe_layers=tuple(cut - 1 for cut in cuts))
+    handover = source.family.entry.handover(source.header, LayerRange(0, source.n_layers))
+    options = plan.runtime(tuple(cut - 1 for cut in cuts), handover)
     with closing(StageRuntime(model, options)) as runtime:
 
         def run(phase: str, start: int, tokens: tuple[int, ...], num_outputs: int) -> _Decode:
@@ -189,6 +217,10 @@ def _run_whole(model: Path, plan: _Plan, cuts: tuple[int, ...]) -> Iterator[_Dec
         for start in range(0, plan.n_chunk_rows, _CHUNK_ROWS):
             chunk = tuple(long_prompt[start : start + _CHUNK_ROWS])
             yield run("chunks", start, chunk, min(_LOGIT_ROWS_PER_CHUNK, len(chunk)))
+        if plan.has_spans and runtime.info.can_trim:
+            for offset, n_rows in _SPANS:
+                span = tuple(noise.integers(runtime.info.n_vocab, size=n_rows).tolist())
+                yield run("spans", plan.n_chunk_rows + offset, span, n_rows)
 
 
 class _Meter:
@@ -232,10 +264,24 @@ class _Bench:
         )
         return CutResult(cut, phases_of(differences, PHASES), losses)
 
+    def certify_together(self, cuts: Sequence[int], decodes: Sequence[_Decode]) -> Difference:
+        """Cut at all these places at once; if there are none, the one stage of a whole model."""
+        edges = (0, *sorted(cuts), self.source.n_layers)
+        hidden: Sequence[NDArray[np.float32] | None] = [None] * len(decodes)
+        for start, stop in pairwise(edges):
+            spans = [decode.span(rows) for decode, rows in zip(decodes, hidden, strict=True)]
+            hidden = self._run_stage(LayerRange(start, stop), spans)
+        nothing = np.empty((0, 0), np.float32)
+        differences = (
+            compare((nothing, nothing), (decode.logits, logits))
+            for decode, logits in zip(decodes, hidden, strict=True)
+            if logits is not None
+        )
+        return sum(differences, Difference())
+
     def _run_stage(self, layers: LayerRange, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
         path = self.folder / "stage.gguf"
-        # The file lives for moments only: whose hash it carries does not matter.
-        write_stage(self.source, layers, path, "0" * 64, lambda _n_bytes: None)
+        write_stage(self.source, layers, path, lambda _n_bytes: None)
         results = []
         with closing(StageRuntime(path, self.plan.runtime())) as runtime:
             for span in spans:

@@ -1,13 +1,16 @@
-"""Brings a stage file from the head into this host's cache."""
+"""Brings a stage file to this host: out of what is here, from the head, or straight from the hub."""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
 import os
+import threading
+from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import grpc
 import structlog
@@ -15,134 +18,315 @@ import structlog
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, InvalidModel, MeshError
+from stages.cancellable_work import CancellableWork
 from stages.channels import CLIENT_OPTIONS
 from stages.cutting.disk import require_disk, write_error
 from stages.link import explain
+from stages.weights.assembly import Assembly
+from stages.weights.cache_limit import make_room
+from stages.weights.keeping import NOTHING_SAID, Keeping
+from stages.weights.local_pieces import KnownFile, take_from_folder, take_from_model, take_from_store
+from stages.weights.recipe import Recipe
+from stages.weights.sent_pieces import SentPieces
+from stages.weights.transfer import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
     from pathlib import Path
+
+    from stages.weights.hub_pieces import HubFile
+    from stages.weights.recipe import Piece
+    from stages.weights.stage_store import StageStore
 
 log = structlog.get_logger()
 
 # The name in the head's certificate. Hosts know the head by its fingerprint, so any name will do.
 SERVER_NAME: Final = "spanmesh-head"
 _MAX_FRUITLESS_ATTEMPTS: Final = 3
+# A piece that came so often with other bytes than its hash says will not come otherwise.
+_MOST_WRONG: Final = 3
 _PAUSE_S: Final = 0.5
 
 
 @dataclass(frozen=True)
 class FetchSource:
-    """Where stage files come from.
+    """Where stages come from.
 
     Attributes:
         address: `host:port` of the head's membership service.
         certificate_pem: The only certificate to trust there.
         secret: Proof of membership.
+        model: The model's files, for stages on the head's own host.
+        hub: The model's files at the hub it came from, if it came from one.
+        is_hub_first: Whether to ask the hub before the head.
     """
 
     address: str
     certificate_pem: bytes
     secret: str = field(repr=False)
+    model: tuple[KnownFile, ...] = ()
+    hub: tuple[HubFile, ...] = ()
+    is_hub_first: bool = False
 
 
-class Store(Protocol):
-    """Where stage files are kept; see `stages.cutting.content_store`."""
+@dataclass(frozen=True)
+class Brought:
+    """A stage that is here.
 
-    def find(self, sha256: str) -> Path | None:
-        """The file with this content, or None."""
+    Attributes:
+        path: The stage file in the cache.
+        transfer: Where its bytes came from.
+    """
 
-    def partial(self, sha256: str) -> Path:
-        """Where to gather this content; what lies there may be continued."""
-
-    def adopt(self, partial: Path, sha256: str) -> Path:
-        """Take a gathered file in after checking its content; returns its path."""
+    path: Path
+    transfer: Transfer
 
 
 async def fetch_stage(
-    cache: Store,
+    store: StageStore,
     sha256: str,
-    size_bytes: int,
     source: FetchSource,
     *,
+    keeping: Keeping = NOTHING_SAID,
     progress: Callable[[int, int], None] | None = None,
-) -> Path:
-    """Bring a stage file into `cache`, going on where an earlier try stopped.
+) -> Brought:
+    """Bring a stage into `store`, going on where an earlier try stopped.
 
     Args:
-        cache: This host's cache.
-        sha256: Hash of the file, hex: its name at the head, and what the bytes must add up to.
-        size_bytes: Its size.
+        store: This host's.
+        sha256: Hash of the stage's recipe, hex.
         source: Where it comes from.
-        progress: Called with the bytes that are here and the bytes in all.
-
-    Returns:
-        The file's path in the cache.
+        keeping: What else this host has, and how much it may keep.
+        progress: Called with the bytes of weights that are here and the bytes in all.
 
     Raises:
         HostUnreachable: If the head does not answer, three times without a byte in between.
-        InvalidModel: If the bytes do not have the hash.
+        InvalidModel: If pieces do not have their hash, three times.
         ModelError: If the disk has no room for it.
     """
-    partial = cache.partial(sha256)
-    async with _locked(partial) as file:
+    present = await asyncio.to_thread(store.find, sha256)
+    if present is not None:
+        return Brought(present, Transfer())
+    path = store.partial(sha256)
+    async with _locked(path):
         # Whoever held the lock before us may have brought it.
-        present = await asyncio.to_thread(cache.find, sha256)
+        present = await asyncio.to_thread(store.find, sha256)
         if present is not None:
-            return present
-        require_disk(partial, size_bytes - file.tell())
-        try:
-            await _fill(file, sha256, size_bytes, source, progress or _ignore)
-        except OSError as error:
-            raise write_error(partial, error, size_bytes - partial.stat().st_size) from error
-        log.info("stage_fetched", sha256=sha256[:12], size_bytes=size_bytes)
-        return await asyncio.to_thread(cache.adopt, partial, sha256)
-
-
-async def _fill(
-    file: BinaryIO, sha256: str, size_bytes: int, source: FetchSource, progress: Callable[[int, int], None]
-) -> None:
-    num_fruitless = 0
-    if file.tell() > size_bytes:
-        file.seek(0)
-        file.truncate()
-    while (offset := file.tell()) < size_bytes:
-        progress(offset, size_bytes)
-        try:
-            await _append(file, sha256, size_bytes, source, progress)
-        except grpc.aio.AioRpcError as error:
-            reason = explain(error, f"the head at {source.address}")
-            num_fruitless = num_fruitless + 1 if file.tell() == offset else 0
-            if num_fruitless >= _MAX_FRUITLESS_ATTEMPTS or not isinstance(reason, HostUnreachable):
-                raise reason from None
-            log.warning(
-                "fetch_interrupted", sha256=sha256[:12], have_bytes=file.tell(), reason=reason.message
-            )
-            await asyncio.sleep(_PAUSE_S)
-    progress(size_bytes, size_bytes)
-
-
-async def _append(
-    file: BinaryIO, sha256: str, size_bytes: int, source: FetchSource, progress: Callable[[int, int], None]
-) -> None:
-    """One call: from the end of `file` to the end of the stage, or as far as the wire holds."""
-    request = wire.FetchRequest(secret=source.secret, sha256=sha256, offset=file.tell())
-    try:
+            path.unlink()  # made a moment ago, to be locked
+            return Brought(present, Transfer())
         async with pinned_channel(source.address, source.certificate_pem) as channel:
-            async for chunk in rpc.MembershipStub(channel).FetchStage(request):
-                if chunk.total_bytes != size_bytes:
-                    raise InvalidModel(
-                        f"the head has {chunk.total_bytes} bytes for stage {sha256[:12]}, the plan says "
-                        f"{size_bytes}"
-                    )
-                await asyncio.to_thread(file.write, chunk.data)
-                progress(file.tell(), size_bytes)
-    finally:
-        file.flush()
-    if file.tell() < size_bytes:
-        raise MeshError(
-            f"the head's copy of stage {sha256[:12]} ends after {file.tell()} of {size_bytes} bytes"
+            head = _Head(rpc.MembershipStub(channel), sha256, source)
+            recipe = await _recipe(store, head, sha256)
+            missing_bytes = max(0, recipe.weight_bytes - path.stat().st_blocks * 512)
+            await asyncio.to_thread(_make_room, store, recipe, missing_bytes, keeping)
+            require_disk(path, missing_bytes)
+            try:
+                with Assembly(recipe, path) as assembly:
+                    transfer = await _Filling(
+                        assembly, store, head, source, keeping=keeping, progress=progress
+                    ).run()
+            except OSError as error:
+                raise write_error(path, error, missing_bytes) from error
+        log.info(
+            "stage_fetched",
+            sha256=sha256[:12],
+            layers=str(recipe.layers),
+            size_bytes=recipe.size_bytes,
+            reused_bytes=transfer.reused_bytes,
+            head_bytes=transfer.head_bytes,
+            hub_bytes=transfer.hub_bytes,
+            wrong_pieces=transfer.wrong_pieces,
         )
+        adopted = await asyncio.to_thread(store.adopt, path, recipe)
+        await asyncio.to_thread(make_room, store, 0, keeping.cache_bytes, keep={sha256})
+        return Brought(adopted, transfer)
+
+
+def _make_room(store: StageStore, recipe: Recipe, needed_bytes: int, keeping: Keeping) -> None:
+    """Whatever else has pieces of this stage stays until they are copied."""
+    donors = store.donors({piece.sha256 for piece in recipe.pieces})
+    keep = {recipe.sha256, *(path.stem for path, _ in donors)}
+    make_room(store, needed_bytes, keeping.cache_bytes, keep=keep)
+
+
+class _Head:
+    """The head, as who has a stage."""
+
+    def __init__(self, stub: Any, sha256: str, source: FetchSource) -> None:
+        self._stub = stub
+        self._sha256 = sha256
+        self._source = source
+
+    async def recipe(self) -> bytes:
+        """What the stage is made of, as text."""
+        request = wire.FetchRequest(secret=self._source.secret, sha256=self._sha256, recipe=True)
+        try:
+            return b"".join([chunk.data async for chunk in self._stub.FetchStage(request)])
+        except grpc.aio.AioRpcError as error:
+            raise explain(error, f"the head at {self._source.address}") from None
+
+    async def pieces(self, pieces: Sequence[Piece]) -> AsyncIterator[bytes]:
+        """Their bytes, one after the other."""
+        request = wire.FetchRequest(
+            secret=self._source.secret,
+            sha256=self._sha256,
+            ranges=[wire.ByteRange(start=start, num_bytes=count) for start, count in _stretches(pieces)],
+        )
+        try:
+            async for chunk in self._stub.FetchStage(request):
+                yield chunk.data
+        except grpc.aio.AioRpcError as error:
+            raise explain(error, f"the head at {self._source.address}") from None
+
+
+async def _recipe(store: StageStore, head: _Head, sha256: str) -> Recipe:
+    recipe = await asyncio.to_thread(store.recipe, sha256)
+    if recipe is None:
+        num_fruitless = 0
+        while recipe is None:
+            try:
+                recipe = Recipe.from_bytes(await head.recipe(), sha256)
+            except HostUnreachable:
+                num_fruitless += 1
+                if num_fruitless >= _MAX_FRUITLESS_ATTEMPTS:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
+        await asyncio.to_thread(store.keep, recipe)
+    return recipe
+
+
+class _Filling:
+    """Fills one assembly from all that has pieces of it, the nearest first."""
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        store: StageStore,
+        head: _Head,
+        source: FetchSource,
+        *,
+        keeping: Keeping,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._assembly = assembly
+        self._store = store
+        self._head = head
+        self._source = source
+        self._keeping = keeping
+        self._progress = progress
+        self._work = CancellableWork()
+        self._done_bytes = 0
+        self._head_bytes = 0
+        self._hub_bytes = 0
+        self._counting = threading.Lock()
+        self._wrong = Counter[int]()
+
+    async def run(self) -> Transfer:
+        """Return when every piece is there."""
+        assembly = self._assembly
+        num_wrong = await self._work.run(self._take_what_is_here)
+        reused_bytes = assembly.done_bytes
+        self._tell(0)
+        ways = [self._from_head, self._from_hub] if self._source.hub else [self._from_head]
+        if self._source.is_hub_first:
+            ways.reverse()
+        failure: MeshError | None = None
+        for index, way in enumerate(ways):
+            if not assembly.missing:
+                break
+            try:
+                await way()
+            except MeshError as error:
+                if index + 1 == len(ways):
+                    raise
+                failure = error
+                log.warning("weights_from_elsewhere", reason=error.message)
+        if assembly.missing and failure is not None:
+            raise failure
+        return Transfer(reused_bytes, self._head_bytes, self._hub_bytes, num_wrong + self._wrong.total())
+
+    def _take_what_is_here(self) -> int:
+        assembly = self._assembly
+        num_wrong = assembly.resume()
+        self._done_bytes = assembly.done_bytes
+        self._tell(0)
+        if assembly.missing:
+            take_from_model(assembly, self._source.model, self._tell)
+        if assembly.missing:
+            take_from_store(assembly, self._store, self._tell)
+        if assembly.missing and self._keeping.models is not None:
+            take_from_folder(assembly, self._keeping.models, self._tell)
+        self._done_bytes = assembly.done_bytes
+        return num_wrong
+
+    async def _from_head(self) -> None:
+        num_fruitless = 0
+        while indices := self._assembly.missing:
+            sent = SentPieces(self._assembly, indices)
+            pieces = [self._assembly.recipe.pieces[index] for index in indices]
+            try:
+                async for data in self._head.pieces(pieces):
+                    # Not a thread that outlives us: the assembly's file would be closed under it.
+                    await self._work.run(partial(sent.take, data))
+                    self._tell(len(data))
+                if not sent.is_complete:
+                    raise InvalidModel("the head sent fewer bytes than were asked for; fetch them again")
+            except HostUnreachable as error:
+                num_fruitless = 0 if sent.num_bytes else num_fruitless + 1
+                if num_fruitless >= _MAX_FRUITLESS_ATTEMPTS:
+                    raise
+                log.warning("fetch_interrupted", reason=error.message, missing=len(self._assembly.missing))
+                await asyncio.sleep(_PAUSE_S)
+            finally:
+                self._head_bytes += sent.num_bytes
+            self._note_wrong(sent.wrong, "the head's copy of the model")
+
+    async def _from_hub(self) -> None:
+        from stages.weights.hub_pieces import fetch_from_hub, has_hub_pieces  # noqa: PLC0415 - few need HTTP
+
+        while has_hub_pieces(self._assembly):
+            fetched = await self._work.run(
+                partial(fetch_from_hub, self._assembly, self._source.hub, self._on_hub_bytes)
+            )
+            self._note_wrong(fetched, "what the hub sends")
+
+    def _on_hub_bytes(self, count: int) -> None:
+        with self._counting:  # several threads come here
+            self._hub_bytes += count
+            self._tell(count)
+
+    def _note_wrong(self, wrong: Sequence[int], whose: str) -> None:
+        for index in wrong:
+            piece = self._assembly.recipe.pieces[index]
+            self._wrong[index] += 1
+            log.warning("piece_damaged", tensor=piece.tensor, at=piece.tensor_offset, bytes=piece.num_bytes)
+            self._done_bytes -= piece.num_bytes
+            if self._wrong[index] >= _MOST_WRONG:
+                raise InvalidModel(
+                    f"{piece.num_bytes} bytes of {piece.tensor!r} came {_MOST_WRONG} times with another hash "
+                    f"than they should have: {whose} is damaged; fetch the model again"
+                )
+
+    def _tell(self, count: int) -> None:
+        self._work.check()
+        self._done_bytes += count
+        if self._progress is not None:
+            total_bytes = self._assembly.recipe.weight_bytes
+            self._progress(min(self._done_bytes, total_bytes), total_bytes)
+
+
+def _stretches(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
+    """Bytes of the stage file that hold these pieces and nothing else: first byte and number of each."""
+    start = count = 0
+    for piece in pieces:
+        if count and piece.at != start + count:
+            yield start, count
+            count = 0
+        if not count:
+            start = piece.at
+        count += piece.num_bytes
+    if count:
+        yield start, count
 
 
 def pinned_channel(
@@ -165,7 +349,7 @@ def pinned_channel(
 
 @asynccontextmanager
 async def _locked(partial: Path) -> AsyncIterator[BinaryIO]:
-    """The partial file, open for appending; ours alone, also among other processes."""
+    """The partial file; ours alone, also among other processes."""
     while True:
         with partial.open("ab") as file:
             if _try_lock(file) and _is_still(file, partial):
@@ -188,7 +372,3 @@ def _is_still(file: BinaryIO, path: Path) -> bool:
         return path.stat().st_ino == os.fstat(file.fileno()).st_ino
     except FileNotFoundError:
         return False
-
-
-def _ignore(_done_bytes: int, _total_bytes: int) -> None:
-    """No progress wanted."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from stages.grammar import GrammarRecord
 from stages.logprobs import TokenLogprobs, token_logprobs
 from stages.sampling import Sampler, Sampling
 from stages.token_record import TokenRecord
 from stages.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from stages.grammar import Grammars, TokenMasks
+    from stages.opening import Opening
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Judge:
         num_top_logprobs: How many likeliest tokens to report beside the logprob of each that was drawn; None
             reports nothing.
         cached: The session's first tokens, of which no window will come.
+        open_masks: Gives what the answer must keep to, when it is first needed; None if it is free.
     """
 
     def __init__(
@@ -52,12 +58,29 @@ class Judge:
         num_prompt: int = 0,
         num_top_logprobs: int | None = None,
         cached: Sequence[int] = (),
+        open_masks: Callable[[], TokenMasks] | None = None,
     ) -> None:
         self._sampler = Sampler(sampling, num_prompt)
         self._num_top_logprobs = num_top_logprobs
         self._record = TokenRecord() if self._sampler.needs_history else None
-        if self._record is not None:
-            self._record.write(0, cached)
+        self._grammar = None if open_masks is None else GrammarRecord(open_masks, num_prompt)
+        self._write(0, cached)
+
+    @classmethod
+    def of(cls, opening: Opening, grammars: Grammars) -> Judge:
+        """The judge of a session that begins.
+
+        Args:
+            opening: Its terms.
+            grammars: Makes its grammar ready, when that is first needed.
+        """
+        return cls(
+            opening.sampling,
+            num_prompt=opening.num_prompt,
+            num_top_logprobs=opening.num_top_logprobs,
+            cached=opening.cached,
+            open_masks=partial(grammars.masks, opening.grammar) if opening.grammar else None,
+        )
 
     def judge(
         self,
@@ -75,9 +98,9 @@ class Judge:
         Raises:
             InvalidWindow: If there are more rows than tokens, or it leaves a gap before its start.
             StageFailed: If a row's logits are not finite.
+            InvalidRequest: If the session's grammar does not work, or leaves nothing to draw.
         """
-        if self._record is not None:
-            self._record.write(start, tokens)
+        self._write(start, tokens)
         drawn = verify(rows_logits, tokens, start, self._draw)
         if self._num_top_logprobs is None:
             return Draws(drawn)
@@ -86,6 +109,16 @@ class Judge:
         pairs = zip(rows_logits, drawn, strict=False)
         return Draws(drawn, tuple(token_logprobs(logits, token, num_top) for logits, token in pairs))
 
+    def _write(self, start: int, tokens: Sequence[int]) -> None:
+        if self._record is not None:
+            self._record.write(start, tokens)
+        if self._grammar is not None:
+            self._grammar.write(start, tokens)
+
     def _draw(self, logits: NDArray[np.float32], position: int) -> int:
         before = () if self._record is None else self._record.before(position)
-        return self._sampler.sample(logits, position, before)
+        if self._grammar is None:
+            return self._sampler.sample(logits, position, before)
+        token = self._sampler.sample(logits, position, before, self._grammar.constraint(position))
+        self._grammar.note_drawn(position, token)
+        return token

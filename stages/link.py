@@ -38,6 +38,8 @@ def _mesh_code(metadata: Any) -> str | None:
     return next((str(value) for key, value in metadata or () if key == "x-mesh-code"), None)
 
 
+LinkMessage = wire.Vocabulary | wire.Open | wire.Window
+
 # Windows wait for one another to be read: large ones travel alone.
 _MOST_BUNDLED_BYTES: Final = 64 * 1024
 # A stage takes no more in one frame.
@@ -54,6 +56,9 @@ class StageLink:
         on_lost: Called once with the reason when the stream ends without `close`.
         host: Name of the host that must answer there.
         identity: What this process shows there; None if both ends are in one process.
+
+    Attributes:
+        num_sent_bytes: Of all frames so far.
     """
 
     def __init__(
@@ -73,9 +78,10 @@ class StageLink:
         self._call: grpc.aio.StreamStreamCall[wire.Frame, wire.Welcome] = rpc.StageStub(self._channel).Link(
             metadata=key_metadata(mesh_key)
         )
-        self._waiting: asyncio.Queue[wire.Open | wire.Window] = asyncio.Queue()
+        self._waiting: asyncio.Queue[LinkMessage] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
+        self.num_sent_bytes = 0
 
     async def open(self, timeout_s: float = 10) -> wire.Welcome:
         """Shake hands.
@@ -103,7 +109,7 @@ class StageLink:
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._watch())]
         return welcome
 
-    def send(self, message: wire.Open | wire.Window) -> None:
+    def send(self, message: LinkMessage) -> None:
         """Queue a message. Call in the event loop."""
         self._waiting.put_nowait(message)
 
@@ -123,6 +129,7 @@ class StageLink:
             while True:
                 for frame in frames(await self._waiting.get(), self._waiting):
                     await self._call.write(frame)
+                    self.num_sent_bytes += frame.ByteSize()
 
     async def _watch(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
@@ -144,21 +151,21 @@ class StageLink:
         return StageFailed(f"the link to {self._address} ended: {text}")
 
 
-def frames(
-    first: wire.Open | wire.Window, waiting: asyncio.Queue[wire.Open | wire.Window]
-) -> Iterator[wire.Frame]:
+def frames(first: LinkMessage, waiting: asyncio.Queue[LinkMessage]) -> Iterator[wire.Frame]:
     """Frames for a message and all that waits behind it: windows in a row share one, within bounds."""
     bundle: list[wire.Window] = []
     num_bytes = 0
     messages = [first, *(waiting.get_nowait() for _ in range(waiting.qsize()))]
     for message in messages:
-        size_bytes = 0 if isinstance(message, wire.Open) else len(message.hidden)
+        size_bytes = len(message.hidden) if isinstance(message, wire.Window) else 0
         is_full = num_bytes + size_bytes > _MOST_BUNDLED_BYTES or len(bundle) == MOST_BUNDLED_WINDOWS
-        if bundle and (isinstance(message, wire.Open) or is_full):
+        if bundle and (is_full or not isinstance(message, wire.Window)):
             yield wire.Frame(windows=wire.WindowBundle(windows=bundle))
             bundle, num_bytes = [], 0
         if isinstance(message, wire.Open):
             yield wire.Frame(open=message)
+        elif isinstance(message, wire.Vocabulary):
+            yield wire.Frame(vocabulary=message)
         else:
             bundle.append(message)
             num_bytes += size_bytes

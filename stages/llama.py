@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import threading
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import structlog
 from llama_cpp import _ctypes_extensions
+
+from stages.llama_libraries import library_folder
 
 log = structlog.get_logger()
 
@@ -20,12 +22,24 @@ _recent_complaints: deque[str] = deque(maxlen=20)
 _partial_line: dict[int, str] = {}
 
 
+def llama_library(name: str) -> Any:
+    """One of the libraries that llama.cpp itself is linked with, `ggml` or `ggml-base`.
+
+    Not loaded by its path: a wheel holds copies where others have links, so that would be a second library
+    with devices of its own. What libllama depends on is found through libllama, but on Windows, which goes by
+    names.
+    """
+    if sys.platform != "win32":
+        return ctypes.CDLL(llama_cpp.llama_cpp._lib._name)  # noqa: SLF001 - the very one
+    folder = library_folder()
+    assert folder is not None  # noqa: S101 - it was imported above
+    return _ctypes_extensions.load_shared_library(name, folder)
+
+
 @functools.cache
 def ggml_base() -> ctypes.CDLL:
     """libggml-base, with the prototypes used here."""
-    lib: ctypes.CDLL = _ctypes_extensions.load_shared_library(
-        "ggml-base", Path(llama_cpp.__file__).parent / "lib"
-    )
+    lib: ctypes.CDLL = llama_library("ggml-base")
     lib.ggml_get_name.argtypes = [ctypes.c_void_p]
     lib.ggml_get_name.restype = ctypes.c_char_p
     lib.ggml_nbytes.argtypes = [ctypes.c_void_p]
@@ -37,6 +51,8 @@ def ggml_base() -> ctypes.CDLL:
         ctypes.c_size_t,
     ]
     lib.ggml_backend_tensor_get.restype = None
+    lib.ggml_backend_tensor_set.argtypes = lib.ggml_backend_tensor_get.argtypes
+    lib.ggml_backend_tensor_set.restype = None
     return lib
 
 

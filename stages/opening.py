@@ -7,6 +7,7 @@ from typing import Final
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
+from stages.grammar.limits import MAX_GRAMMAR_BYTES, refusal
 from stages.logprobs import MAX_TOP_LOGPROBS
 from stages.sampling import Sampling
 
@@ -42,9 +43,10 @@ class Opening:
         cached: The session's first tokens, if `source_slot` holds their positions from a session before.
         source_slot: Where they are.
         resumed: What it was before a repair.
+        grammar: GBNF that the answer must match; None leaves it free.
 
     Raises:
-        InvalidRequest: If more logprobs are asked for than a verdict may carry.
+        InvalidRequest: If more logprobs are asked for than a verdict may carry, or the grammar is too large.
     """
 
     session: int
@@ -55,6 +57,7 @@ class Opening:
     cached: tuple[int, ...] = ()
     source_slot: int = 0
     resumed: Resumed = NOTHING_RESUMED
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_top_logprobs is not None and not 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS:
@@ -62,6 +65,8 @@ class Opening:
                 f"top_logprobs is {self.num_top_logprobs}: it must be from 0 to {MAX_TOP_LOGPROBS}",
                 param="top_logprobs",
             )
+        if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_BYTES:
+            raise refusal(f"it is larger than {MAX_GRAMMAR_BYTES} bytes: make it smaller")
 
     def require_vocabulary(self, n_vocab: int) -> None:
         """Check that every token id in it exists.
@@ -99,6 +104,7 @@ class Opening:
             source_slot=self.source_slot,
             resumed_session=self.resumed.session,
             num_resumed=self.resumed.num_positions,
+            grammar=self.grammar or "",
         )
 
     @classmethod
@@ -134,4 +140,5 @@ class Opening:
             tuple(message.cached_tokens),
             message.source_slot,
             Resumed(message.resumed_session, message.num_resumed),
+            message.grammar or None,
         )

@@ -11,9 +11,13 @@ import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
+from stages.batch import Batch
+from stages.gpu_placing import GpuPlacing
+from stages.handover import Handover
 from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange
 from stages.llama import init_backend, last_complaint
+from stages.mapped_pages import CopiedPages
 from stages.numerics import Numerics, numerics_for, prepare_process
 from stages.stop_tap import StopTap, make_stop_tap
 from stages.tap import LayerTap
@@ -36,6 +40,10 @@ class RuntimeOptions:
         exact: Numeric mode, see `stages.numerics`.
         kv_type: Format of the KV cache, one of `stages.kv_types.KV_TYPES`.
         observe_layers: Layers whose outputs `observed` gives after a decode; for certifying.
+        gpu_layers: Devices, by llama.cpp's names, each with how many layers it holds, in the order of layers:
+            those before are the processor's, and the head goes with the last. None leaves it to llama.cpp,
+            which puts all on what it finds. In exact mode the processor computes alone, whatever this says.
+        observe_as: What is a layer's output in a file that was never cut; for certifying.
     """
 
     num_slots: int = 1
@@ -44,6 +52,8 @@ class RuntimeOptions:
     exact: bool = False
     kv_type: str = "f16"
     observe_layers: tuple[int, ...] = ()
+    gpu_layers: tuple[tuple[str, int], ...] | None = None
+    observe_as: Handover | None = None
 
 
 @dataclass(frozen=True)
@@ -53,10 +63,13 @@ class StageInfo:
     Attributes:
         layers: Which layers of the whole model it holds.
         n_layers: Layers of the whole model.
-        n_embd: Width of the hidden state.
+        n_embd: Values of a row of hidden states: the model's width, or a multiple where several streams
+            cross.
         n_vocab: Rows of the head; meaningful at the tail.
         n_ctx_train: Positions that the model was trained for.
         num_bytes: Size of the weights.
+        can_trim: Whether a slot can go back to any position that it has passed. One with recurrent state can
+            only be emptied.
     """
 
     layers: LayerRange
@@ -65,6 +78,7 @@ class StageInfo:
     n_vocab: int
     n_ctx_train: int
     num_bytes: int
+    can_trim: bool = True
 
     @property
     def is_first(self) -> bool:
@@ -109,16 +123,15 @@ class StageRuntime:
     Raises:
         InvalidModel: If llama.cpp does not load the file.
         ModelDoesNotFit: If there is no memory for its KV cache and buffers.
-        ClusterError: If the numeric mode is out of reach in this process.
+        ClusterError: If the numeric mode is out of reach in this process, or a device is not there.
     """
 
     def __init__(
         self, path: Path, options: RuntimeOptions, *, progress: Callable[[float], None] | None = None
     ) -> None:
+        self._placing = GpuPlacing.find(() if options.exact else options.gpu_layers)
         self._numerics: Numerics = numerics_for(
-            exact=options.exact,
-            num_threads=options.num_threads,
-            has_gpu=llama_cpp.llama_supports_gpu_offload(),
+            exact=options.exact, num_threads=options.num_threads, has_gpu=self._placing.has_gpu
         )
         self._options = options
         self._context: Any = None
@@ -126,6 +139,7 @@ class StageRuntime:
         prepare_process(self._numerics)
         init_backend()
         self._model = self._load_model(path, progress)
+        self._handover = self._read_handover()
         self.info = self._read_info()
         self._tap = self._make_tap()
         self._lengths = [0] * options.num_slots
@@ -135,7 +149,10 @@ class StageRuntime:
             self.close()
             raise
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._batch = _Batch(self._numerics.max_rows, None if self.info.is_first else self.info.n_embd)
+        self._batch = Batch(self._numerics.max_rows, self.info.n_embd if self._takes_embeddings else None)
+        self._incoming = np.zeros(
+            (0 if not self._has_inlet else self._numerics.max_rows, self.info.n_embd), np.float32
+        )
 
     @property
     def max_rows(self) -> int:
@@ -175,7 +192,7 @@ class StageRuntime:
         if not 0 <= span.num_outputs <= rows:
             raise InvalidWindow(f"{span.num_outputs} rows to verify in a window of {rows}")
         # Elsewhere tokens only pass through.
-        looks_up = self.info.is_first or self.info.is_tail
+        looks_up = self.info.is_first or self.info.is_tail or self._handover.takes_tokens
         if looks_up and (max(span.tokens) >= self.info.n_vocab or min(span.tokens) < 0):
             raise InvalidWindow(f"token {max(span.tokens)} is outside the vocabulary of {self.info.n_vocab}")
         if self.info.is_first:
@@ -215,7 +232,8 @@ class StageRuntime:
         taken = None if self._tap is None else self._tap.take(layer)
         if taken is None:
             raise UncuttableModel(
-                f"layer {layer} has no l_out tensor in llama.cpp's graph of this architecture"
+                f"layer {layer} has no {self._handover.outlet} tensor in llama.cpp's graph of this "
+                "architecture"
             )
         return taken
 
@@ -286,10 +304,16 @@ class StageRuntime:
         for span in spans:
             self.trim(span.slot, span.start)
         paddings = [self._padding(span) for span in spans]
-        self._fill(spans, paddings)
+        num_rows = self._fill(spans, paddings)
+        incoming = self._incoming[:num_rows] if self._has_inlet else None
         if self._tap is not None:
-            self._tap.begin()
+            self._tap.begin(incoming)
         self._run()
+        if incoming is not None and (self._tap is None or self._tap.num_given != num_rows):
+            raise UncuttableModel(
+                f"llama.cpp's graph has no tensor {self._handover.inlet!r} of {num_rows} rows where hidden "
+                "states enter"
+            )
         for span, padding in zip(spans, paddings, strict=True):
             stop = span.start + len(span.tokens)
             self._lengths[span.slot] = stop
@@ -300,14 +324,22 @@ class StageRuntime:
     def _load_model(self, path: Path, progress: Callable[[float], None] | None) -> Any:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = self._numerics.use_repacked_weights
+        self._placing.apply(params)
+        pages = CopiedPages(path, on_gpu=self._placing.has_gpu)
+
         # ctypes keeps no reference: the callback must outlive the call.
-        on_progress = llama_cpp.llama_progress_callback(
-            lambda share, _data: progress(share) is None if progress else True
-        )
+        @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
+        def on_progress(share: float, _data: Any) -> bool:
+            pages.loaded(share)
+            if progress is not None:
+                progress(share)
+            return True
+
         params.progress_callback = on_progress
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if model is None:
             raise InvalidModel(f"llama.cpp does not load {path.name}: {last_complaint()}")
+        pages.loaded(1.0)
         return model
 
     def _read_info(self) -> StageInfo:
@@ -318,11 +350,28 @@ class StageRuntime:
         return StageInfo(
             layers=LayerRange(int(start or 0), int(stop or n_layers_here)),
             n_layers=int(count or n_layers_here),
-            n_embd=llama_cpp.llama_model_n_embd(self._model),
+            n_embd=self._handover.row_width,
             n_vocab=llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model)),
             n_ctx_train=llama_cpp.llama_model_n_ctx_train(self._model),
             num_bytes=llama_cpp.llama_model_size(self._model),
+            can_trim=not (
+                llama_cpp.llama_model_is_recurrent(self._model)
+                or llama_cpp.llama_model_is_hybrid(self._model)
+            ),
         )
+
+    def _read_handover(self) -> Handover:
+        if self._options.observe_as is not None:
+            return self._options.observe_as
+        return Handover.from_metadata(self._metadata, llama_cpp.llama_model_n_embd(self._model))
+
+    @property
+    def _has_inlet(self) -> bool:
+        return not self.info.is_first and self._handover.inlet is not None
+
+    @property
+    def _takes_embeddings(self) -> bool:
+        return not self.info.is_first and self._handover.inlet is None
 
     def _metadata(self, key: str) -> str | None:
         buffer = ctypes.create_string_buffer(128)
@@ -331,10 +380,10 @@ class StageRuntime:
 
     def _make_tap(self) -> StopTap | LayerTap | None:
         if not self.info.is_tail:
-            return make_stop_tap(len(self.info.layers) - 1, self.info.n_embd, self._numerics.max_rows)
+            return make_stop_tap(len(self.info.layers) - 1, self._handover, self._numerics.max_rows)
         if self._options.observe_layers:
-            return LayerTap(self._options.observe_layers, self.info.n_embd, stop=False)
-        return None
+            return LayerTap(self._options.observe_layers, self._handover, stop=False)
+        return make_stop_tap(None, self._handover, self._numerics.max_rows) if self._has_inlet else None
 
     def _make_context(self) -> Any:
         options = self._options
@@ -372,20 +421,31 @@ class StageRuntime:
 
     def _padding(self, span: Span) -> int:
         """Rows to fill the span up with. The last trained position stays bare: a table may end there."""
+        if not self.info.can_trim:  # what fills up could not be forgotten again
+            return 0
         rows = len(span.tokens)
         room = self.info.n_ctx_train - span.start - rows
         return max(0, min(self._numerics.min_rows - rows, room))
 
-    def _fill(self, spans: Sequence[Span], paddings: Sequence[int]) -> None:
+    def _fill(self, spans: Sequence[Span], paddings: Sequence[int]) -> int:
+        """Lay the rows out for llama.cpp, and count them."""
         self._batch.clear()
+        looks_up = self.info.is_first or self._handover.takes_tokens
         for span, padding in zip(spans, paddings, strict=True):
             rows = len(span.tokens)
             first_output = rows - span.num_outputs if self.info.is_tail else 0
-            self._batch.add(span.slot, span.start, span.tokens, span.hidden, first_output)
+            if self._has_inlet:
+                first = self._batch.struct.n_tokens
+                self._incoming[first : first + rows] = span.hidden
+                self._incoming[first + rows : first + rows + padding] = 0
+            # Token ids that nobody looks at may be of another vocabulary than the file's filler.
+            tokens = span.tokens if looks_up else [0] * rows
+            self._batch.add(span.slot, span.start, tokens, span.hidden, first_output)
             if padding:
-                zeros = None if self.info.is_first else np.zeros((padding, self.info.n_embd), np.float32)
+                zeros = np.zeros((padding, self.info.n_embd), np.float32) if self._takes_embeddings else None
                 no_output = padding if self.info.is_tail else 0
                 self._batch.add(span.slot, span.start + rows, [0] * padding, zeros, no_output)
+        return int(self._batch.struct.n_tokens)
 
     def _run(self) -> None:
         status = llama_cpp.llama_decode(self._context, self._batch.struct)
@@ -402,7 +462,7 @@ class StageRuntime:
         num_rows = sum(counts)
         if hidden is None or len(hidden) < num_rows:
             raise UncuttableModel(
-                f"llama.cpp's graph gives no l_out tensor of {num_rows} rows at layer "
+                f"llama.cpp's graph gives no {self._handover.outlet} tensor of {num_rows} rows at layer "
                 f"{self.info.layers.stop - 1}"
             )
         parts = _split(hidden, counts)
@@ -418,66 +478,7 @@ class StageRuntime:
         return _split(logits.copy(), [span.num_outputs for span in spans])
 
 
-class _Batch:
-    """A reusable `llama_batch` over numpy memory.
-
-    Args:
-        max_rows: Capacity.
-        n_embd: Width of hidden states in, or None if token ids go in.
-    """
-
-    def __init__(self, max_rows: int, n_embd: int | None) -> None:
-        self._tokens = np.zeros(max_rows, np.int32)
-        self._hidden = None if n_embd is None else np.zeros((max_rows, n_embd), np.float32)
-        self._positions = np.zeros(max_rows, np.int32)
-        self._num_slots_of_row = np.ones(max_rows, np.int32)
-        self._slots = np.zeros(max_rows, np.int32)
-        self._outputs = np.zeros(max_rows, np.int8)
-        slot_pointer = ctypes.POINTER(ctypes.c_int32)
-        self._slot_pointers = (slot_pointer * max_rows)(
-            *(ctypes.cast(self._slots.ctypes.data + 4 * row, slot_pointer) for row in range(max_rows))
-        )
-        self.struct = llama_cpp.llama_batch(
-            n_tokens=0,
-            token=None if n_embd is not None else _pointer(self._tokens, ctypes.c_int32),
-            embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
-            pos=_pointer(self._positions, ctypes.c_int32),
-            n_seq_id=_pointer(self._num_slots_of_row, ctypes.c_int32),
-            seq_id=ctypes.cast(self._slot_pointers, ctypes.POINTER(slot_pointer)),
-            logits=_pointer(self._outputs, ctypes.c_int8),
-        )
-
-    def clear(self) -> None:
-        """Start over."""
-        self.struct.n_tokens = 0
-
-    def add(
-        self,
-        slot: int,
-        start: int,
-        tokens: Sequence[int],
-        hidden: NDArray[np.float32] | None,
-        first_output: int,
-    ) -> None:
-        """Append rows of one slot; those from `first_output` on give an output."""
-        first = self.struct.n_tokens
-        stop = first + len(tokens)
-        if self._hidden is None:
-            self._tokens[first:stop] = tokens
-        else:
-            self._hidden[first:stop] = hidden
-        self._positions[first:stop] = np.arange(start, start + len(tokens))
-        self._slots[first:stop] = slot
-        self._outputs[first : first + first_output] = 0
-        self._outputs[first + first_output : stop] = 1
-        self.struct.n_tokens = stop
-
-
 def _split(rows: NDArray[np.float32], counts: Sequence[int]) -> list[NDArray[np.float32]]:
     """Views of consecutive rows; what `np.split` does, at a tenth of its time."""
     stops = itertools.accumulate(counts)
     return [rows[stop - count : stop] for count, stop in zip(counts, stops, strict=True)]
-
-
-def _pointer(array: NDArray[Any], kind: Any) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(kind))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
 
 # Up to here it is quicker to read every candidate's noise than to look for those that need not be read.
 _FEW: Final = 1024
@@ -116,6 +117,20 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+class Constraint(Protocol):
+    """Which tokens may come at one place; see `stages.grammar`."""
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may."""
+
+    def restrict(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The row with minus infinity for all that may not.
+
+        Raises:
+            InvalidRequest: If none may.
+        """
+
+
 class Sampler:
     """Draws one session's tokens: greedy, or by Gumbel-max among what the filters leave.
 
@@ -138,17 +153,26 @@ class Sampler:
         return self._adjustment.needs_history
 
     def sample(
-        self, logits: NDArray[np.float32], position: int, before: Sequence[int] | NDArray[np.int64] = ()
+        self,
+        logits: NDArray[np.float32],
+        position: int,
+        before: Sequence[int] | NDArray[np.int64] = (),
+        constraint: Constraint | None = None,
     ) -> int:
         """The token for `position`.
+
+        A grammar comes behind penalties and biases, and before temperature and filters: those choose among
+        what it allows.
 
         Args:
             logits: float32, shape (n_vocab,): the row before it. Minus infinity rules a token out.
             position: Absolute position of the token drawn.
             before: The tokens at all positions before it; needed only if `needs_history`.
+            constraint: Which tokens a grammar allows here; None allows all.
 
         Raises:
             StageFailed: If the largest logit is not a number, or not finite.
+            InvalidRequest: If the grammar allows none, or makes too much work.
         """
         if not self._adjustment.is_idle:
             logits = self._adjustment.apply(logits, before)
@@ -159,6 +183,20 @@ class Sampler:
                 f"the logits for position {position} peak at {peak} (token {top}): the model file or its"
                 " arithmetic on this backend is broken; run `mesh certify` on the model"
             )
+        if constraint is None:
+            return self._choose(logits, top, position)
+        if self.sampling.temperature == 0.0 or not self.sampling.filters:
+            # The best of all is the best of those that are allowed, if it is one of them; with filters it is
+            # not, as they would let through others.
+            token = self._choose(logits, top, position)
+            if constraint.allows(token):
+                return token
+        allowed = constraint.restrict(logits)
+        return self._choose(allowed, int(np.argmax(allowed)), position)
+
+    def _choose(self, logits: NDArray[np.float32], top: int, position: int) -> int:
+        """The draw among tokens of finite logits, of which `top` has the largest."""
+        peak = float(logits[top])
         sampling = self.sampling
         if sampling.temperature == 0.0:
             return top

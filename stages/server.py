@@ -21,10 +21,12 @@ from spanmesh_proto.errors import (
 )
 from stages.channels import KeyCheck, abort
 from stages.encoded_hidden import EncodedHidden
+from stages.grammar import Grammars
 from stages.hidden_codec import HiddenType
 from stages.judge import Judge
 from stages.link import MOST_BUNDLED_WINDOWS, StageLink
 from stages.opening import Opening
+from stages.resident_memory import resident_bytes
 from stages.runtime import Span, StageRuntime
 from stages.sent_rows import LEAST_SENT_BYTES, SentRows
 from stages.sessions import SessionTable
@@ -98,6 +100,7 @@ class StageService(rpc.StageServicer):
         self._identity = identity
         self._term = term
         self._sessions = SessionTable(runtime.num_slots)
+        self._grammars = Grammars(runtime.info.n_vocab)
         self._queue = WindowQueue(runtime.max_rows, self._sessions.is_live)
         self._worker = StageWorker(
             runtime,
@@ -224,6 +227,8 @@ class StageService(rpc.StageServicer):
             num_dropped_windows=self._queue.num_dropped,
             num_queued_windows=len(self._queue),
             num_open_sessions=len(self._sessions),
+            num_sent_bytes=0 if self._next is None else self._next.num_sent_bytes,
+            resident_bytes=resident_bytes(),
         )
 
     async def Link(  # noqa: N802 - the name in the .proto
@@ -379,6 +384,11 @@ class StageService(rpc.StageServicer):
             elif frame.HasField("open"):
                 _require_session(frame.open.session)
                 self._on_open(frame.open)
+            elif frame.HasField("vocabulary"):
+                if self._info.is_tail:
+                    self._grammars.take(frame.vocabulary)
+                elif self._next is not None:
+                    self._next.send(frame.vocabulary)
 
     async def _read_control(
         self, requests: AsyncIterator[wire.ControlRequest], replies: asyncio.Queue[wire.ControlReply | None]
@@ -391,7 +401,9 @@ class StageService(rpc.StageServicer):
                     self._sessions.close(request.close.session)
                     self._wakefulness.update(len(self._sessions))
                 case "ping":
-                    pong = wire.Pong(sent_us=request.ping.sent_us, stats=self.stats())
+                    pong = wire.Pong(
+                        sent_us=request.ping.sent_us, stats=self.stats(), stage_us=monotonic_us()
+                    )
                     replies.put_nowait(wire.ControlReply(pong=pong))
 
     def _on_open(self, message: wire.Open) -> None:
@@ -399,15 +411,12 @@ class StageService(rpc.StageServicer):
             opening = Opening.from_wire(message)
             if self._info.is_tail:
                 opening.require_vocabulary(self._info.n_vocab)
-            judge = Judge(
-                opening.sampling,
-                num_prompt=opening.num_prompt,
-                num_top_logprobs=opening.num_top_logprobs,
-                cached=opening.cached,
-            )
+            judge = Judge.of(opening, self._grammars)
             session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
+            # What cannot go back to a position cannot go on from one before its end either.
+            num_resumed = session.num_resumed if self._info.can_trim else 0
             self._queue.change(
-                Begun(session.id, opening.source_slot, session.slot, len(opening.cached), session.num_resumed)
+                Begun(session.id, opening.source_slot, session.slot, len(opening.cached), num_resumed)
             )
             # Not before the windows that bring what a later stage is to copy.
             self._queue.change(Passed(lambda: self._loop.call_soon_threadsafe(self._pass_on, message)))
@@ -448,7 +457,7 @@ class StageService(rpc.StageServicer):
                 times=tuple(window.times),
                 arrived_us=monotonic_us(),
                 most_together=window.most_together,
-                num_resumed=session.num_resumed,
+                num_resumed=session.num_resumed if self._info.can_trim else 0,
             )
         )
 

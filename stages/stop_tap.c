@@ -16,17 +16,40 @@ struct stop_tap {
     const char *(*name_of)(const void *tensor);
     size_t (*num_bytes_of)(const void *tensor);
     void (*copy)(const void *tensor, void *to, size_t offset_bytes, size_t num_bytes);
-    const char *wanted;
+    void (*put)(void *tensor, const void *from, size_t offset_bytes, size_t num_bytes);
+    const char *wanted; /* may be null: nothing leaves, the graph runs to its end */
     char *rows;
     size_t capacity_bytes;
     size_t filled_bytes;
+    const char *inlet; /* null: nothing enters */
+    const char *given;
+    size_t given_bytes;
+    size_t entered_bytes;
 };
 
+static void enter(struct stop_tap *tap, void *tensor) {
+    const size_t num_bytes = tap->num_bytes_of(tensor);
+    /* What is larger than the rows that are left would be a graph of another shape: Python sees it missing. */
+    if (num_bytes <= tap->given_bytes - tap->entered_bytes) {
+        tap->put(tensor, tap->given + tap->entered_bytes, 0, num_bytes);
+        tap->entered_bytes += num_bytes;
+    }
+}
+
 /* Asked before a node is computed: whether to see its result. Told after: false ends the graph there. */
-EXPORT bool stop_tap_on_node(const void *tensor, bool ask, void *data) {
+EXPORT bool stop_tap_on_graph_node(void *tensor, bool ask, void *data) {
     struct stop_tap *tap = data;
+    const char *name = tap->name_of(tensor);
+    const bool is_wanted = tap->wanted != NULL && strcmp(name, tap->wanted) == 0;
+    const bool is_inlet = tap->inlet != NULL && strcmp(name, tap->inlet) == 0;
     if (ask) {
-        return strcmp(tap->name_of(tensor), tap->wanted) == 0;
+        return is_wanted || is_inlet;
+    }
+    if (is_inlet) {
+        enter(tap, tensor);
+    }
+    if (!is_wanted) {
+        return true;
     }
     const size_t num_bytes = tap->num_bytes_of(tensor);
     /* Micro-batches follow one another; more rows than there is room for would be a graph of another shape. */

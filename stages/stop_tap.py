@@ -1,5 +1,7 @@
 """Takes a stage's hidden states out of llama.cpp's graph and ends the graph there, without a word of Python.
 
+Where the family wants it, it also puts those of the stage before in.
+
 The callback is `stop_tap.c`, compiled when the package is installed. Where it is missing, as in a plain copy
 of the sources, `LayerTap` does the same, slower.
 """
@@ -21,6 +23,8 @@ from stages.tap import LayerTap
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from stages.handover import Handover
+
 log = structlog.get_logger()
 
 _EXTENSION: Final = "stages._stop_tap"
@@ -33,45 +37,68 @@ class _StopTapStruct(ctypes.Structure):
         ("name_of", ctypes.c_void_p),
         ("num_bytes_of", ctypes.c_void_p),
         ("copy", ctypes.c_void_p),
+        ("put", ctypes.c_void_p),
         ("wanted", ctypes.c_char_p),
         ("rows", ctypes.c_void_p),
         ("capacity_bytes", ctypes.c_size_t),
         ("filled_bytes", ctypes.c_size_t),
+        ("inlet", ctypes.c_char_p),
+        ("given", ctypes.c_void_p),
+        ("given_bytes", ctypes.c_size_t),
+        ("entered_bytes", ctypes.c_size_t),
     )
 
 
 class StopTap:
-    """Copies one layer's output, float32 of shape (rows, n_embd), and ends the graph after it.
+    """Copies one layer's output, float32 of shape (rows, row_width), and ends the graph after it.
 
     Args:
-        layer: Counted from 0 within the loaded file.
-        n_embd: Width of the hidden state.
+        layer: Counted from 0 within the loaded file; None if nothing is to leave, as at the tail.
+        handover: Names and widths.
         max_rows: Most rows of one batch.
 
     Raises:
         ImportError: If the compiled callback is not there.
     """
 
-    def __init__(self, layer: int, n_embd: int, max_rows: int) -> None:
+    def __init__(self, layer: int | None, handover: Handover, max_rows: int) -> None:
         self._layer = layer
-        self._row_bytes = 4 * n_embd
-        self._rows = np.empty((max_rows, n_embd), dtype=np.float32)
+        self._row_bytes = 4 * handover.row_width
+        self._rows = np.empty((0 if layer is None else max_rows, handover.row_width), dtype=np.float32)
         ggml = ggml_base()
         self._struct = _StopTapStruct(
             name_of=_address(ggml.ggml_get_name),
             num_bytes_of=_address(ggml.ggml_nbytes),
             copy=_address(ggml.ggml_backend_tensor_get),
-            wanted=f"l_out-{layer}".encode(),
+            put=_address(ggml.ggml_backend_tensor_set),
+            wanted=None if layer is None else handover.outlet_of(layer).encode(),
             rows=self._rows.ctypes.data,
             capacity_bytes=self._rows.nbytes,
             filled_bytes=0,
+            inlet=None if handover.inlet is None else handover.inlet.encode(),
         )
-        self.callback = ctypes.cast(_compiled().stop_tap_on_node, llama_cpp.ggml_backend_sched_eval_callback)
+        self._given: NDArray[np.float32] | None = None
+        self.callback = ctypes.cast(
+            _compiled().stop_tap_on_graph_node, llama_cpp.ggml_backend_sched_eval_callback
+        )
         self.user_data = ctypes.addressof(self._struct)
 
-    def begin(self) -> None:
-        """Forget the last decode."""
+    def begin(self, hidden: NDArray[np.float32] | None = None) -> None:
+        """Forget the last decode.
+
+        Args:
+            hidden: What enters at the inlet, float32 (rows, row_width), contiguous.
+        """
         self._struct.filled_bytes = 0
+        self._struct.entered_bytes = 0
+        self._given = hidden  # which keeps its memory alive
+        self._struct.given = None if hidden is None else hidden.ctypes.data
+        self._struct.given_bytes = 0 if hidden is None else hidden.nbytes
+
+    @property
+    def num_given(self) -> int:
+        """Rows that have entered at the inlet in the decode since `begin`."""
+        return int(self._struct.entered_bytes) // self._row_bytes
 
     def take(self, layer: int) -> NDArray[np.float32] | None:
         """The layer's output in the decode since `begin`, or None if it did not come by."""
@@ -79,15 +106,15 @@ class StopTap:
         return self._rows[:num_rows].copy() if num_rows and layer == self._layer else None
 
 
-def make_stop_tap(layer: int, n_embd: int, max_rows: int) -> StopTap | LayerTap:
+def make_stop_tap(layer: int | None, handover: Handover, max_rows: int) -> StopTap | LayerTap:
     """The compiled tap, or the one in Python where that is missing."""
     try:
-        return StopTap(layer, n_embd, max_rows)
-    except (ImportError, OSError) as error:
+        return StopTap(layer, handover, max_rows)
+    except (ImportError, OSError, AttributeError) as error:
         log.warning(
             "slow_tap", reason=str(error), remedy="install spanmesh with pip where a C compiler is found"
         )
-        return LayerTap([layer], n_embd, stop=True)
+        return LayerTap([] if layer is None else [layer], handover, stop=True)
 
 
 @functools.cache

@@ -275,7 +275,9 @@ def _stamp(
     num_rows: int = 0,
 ) -> None:
     message.times.extend(window.times)
-    message.times.add(queue_us=queue_us, compute_us=compute_us, num_rows=num_rows)
+    message.times.add(
+        queue_us=queue_us, compute_us=compute_us, num_rows=num_rows, arrived_us=window.arrived_us
+    )
 
 
 def failure_of(window: QueuedWindow, error: MeshError) -> wire.Failure:

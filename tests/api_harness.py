@@ -94,9 +94,11 @@ class ScriptedEngine:
                 finish: Any = ("stop" if ends else "length") if is_last else None
                 yield Committed(step, finish, self.stats, self._logprobs(request, step))
         finally:
-            await asyncio.sleep(0)  # closing a session takes a message or two
-            self.num_running -= 1
-            self.closed.set()
+            try:
+                await asyncio.sleep(0)  # closing a session takes a message or two
+            finally:
+                self.num_running -= 1
+                self.closed.set()
 
     def _logprobs(self, request: GenerationRequest, step: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
         if request.num_top_logprobs is None:

@@ -62,6 +62,7 @@ async def running_ring_api(
             make_proposer=make_proposer,
             max_rows=FakeRuntime.max_rows,
             n_vocab=tokenizer.n_vocab,
+            token_texts=tokenizer.texts,
         ) as coordinator,
         running_api(coordinator, tokenizer, keys=keys, **options) as api,
     ):

@@ -17,7 +17,7 @@ from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator import Coordinator, CoordinatorOptions
 from mesh.planner import HostCapacity, StagePlacement
-from mesh.replanner import NewStage, Replan
+from mesh.replanner import NewStage, Replan, replan
 from mesh.serve.blame import note_trouble
 from mesh.serve.crew import Crew
 from mesh.serve.departures import Departures
@@ -29,6 +29,8 @@ from mesh.serve.spares import Spares
 from mesh.serve.stage_maker import StageMaker
 from mesh.serve.switch import Switch
 from mesh.serve.tending import Tending
+from mesh.serve.transfers import Transfers
+from mesh.serve.weights_options import WeightsOptions
 from mesh.serve.wiring import wire_up
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import StageFailed
@@ -38,13 +40,16 @@ from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
     from mesh.cluster.membership_server import MembershipService
+    from mesh.engine import GenerationRequest
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
+    from mesh.topology import Topology
+    from speculative.proposer import Proposer
     from stages.actor import StageActor
 
 WORKLOAD = Workload(ctx_size=256, num_slots=2, is_exact=True)
@@ -78,16 +83,20 @@ class InProcessDriver:
 
     Attributes:
         refuses: Names of Ray nodes where nothing starts.
+        starts: Nothing starts anywhere while it is not set.
     """
 
     def __init__(self) -> None:
         self.refuses: set[str] = set()
+        self.starts = asyncio.Event()
+        self.starts.set()
         self.num_created = 0
         self._ending: set[asyncio.Task[None]] = set()
 
     async def create(self, kind: type, *arguments: Any, ray_node_name: str, **_: Any) -> InProcessActor:
         if ray_node_name in self.refuses:
             raise StageFailed(f"nothing starts on {ray_node_name}")
+        await self.starts.wait()
         self.num_created += 1
         return InProcessActor(kind(*arguments, end_process=lambda: None))
 
@@ -167,12 +176,22 @@ def host(name: str, memory_bytes: int) -> Member:
 
 
 @asynccontextmanager
-async def serving(model: Path, hosts: dict[str, float]) -> AsyncIterator[Serving]:
+async def serving(
+    model: Path,
+    hosts: dict[str, float],
+    *,
+    topology: Topology | None = None,
+    make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None = None,
+    say: Callable[[str], None] = lambda _phase: None,
+) -> AsyncIterator[Serving]:
     """Three stages on the first three hosts, tended while in the block.
 
     Args:
         model: With 30 layers. Stage files go to the default cache.
         hosts: Name to memory, in multiples of what the largest stage takes.
+        topology: Locks the placement that it starts with.
+        make_proposers: Gives each request its proposers.
+        say: Told what goes on.
     """
     facts, cache, members, fleet, driver = (
         read_model_facts(model),
@@ -185,10 +204,19 @@ async def serving(model: Path, hosts: dict[str, float]) -> AsyncIterator[Serving
     for name, share in hosts.items():
         members.admit(host(name, int(share * stage_bytes(sizes))))
     authority = Authority(make_certificate(dt.datetime.now(dt.UTC)))
-    head = SimpleNamespace(driver=driver, authority=authority, source=FetchSource("127.0.0.1:1", b"", ""))
-    options = SimpleNamespace(model=model, is_exact=True)
+    head = SimpleNamespace(
+        driver=driver,
+        authority=authority,
+        source=FetchSource("127.0.0.1:1", b"", ""),
+        # All are this host, so that all copy from the model itself.
+        own=SimpleNamespace(name="none of them"),
+        is_own=lambda _member: True,
+    )
+    options = SimpleNamespace(model=model, is_exact=True, weights=WeightsOptions())
     known = SimpleNamespace(model=facts, workload=WORKLOAD)
-    maker = StageMaker(cast("ServeOptions", options), cast("Preflight", known), cast("Head", head), cache)
+    maker = StageMaker(
+        cast("ServeOptions", options), cast("Preflight", known), cast("Head", head), cache, Transfers()
+    )
     placer, incidents, messages = Placer(maker, fleet, members), Incidents(time.time), Messages(members)
     placements = [
         StagePlacement(name, layers, sizes.memory(layers)) for name, layers in zip(hosts, PARTS, strict=False)
@@ -204,7 +232,7 @@ async def serving(model: Path, hosts: dict[str, float]) -> AsyncIterator[Serving
         CoordinatorOptions(WORKLOAD.ctx_size, WORKLOAD.num_slots, 63, facts.n_vocab, repair_wait_s=1.0),
         mesh_id=keys.mesh_id,
         mesh_key=keys.mesh_key,
-        make_proposers=None,
+        make_proposers=make_proposers,
         clock_s=time.monotonic,
         identity=authority.own_identity(["coordinator"], "127.0.0.1"),
         term=7,
@@ -228,10 +256,19 @@ async def serving(model: Path, hosts: dict[str, float]) -> AsyncIterator[Serving
         coordinator=coordinator,
         incidents=incidents,
         on_failure=lambda _failure, _loss, _member: None,
-        say=lambda _phase: None,
+        say=say,
         clock_s=time.monotonic,
+        replan=replan if topology is None else topology.replan,
     )
-    spares = Spares(fleet, maker, members, sizes, capacity_of=capacity_of, clock_s=time.monotonic)
+    spares = Spares(
+        fleet,
+        maker,
+        members,
+        sizes,
+        capacity_of=capacity_of,
+        clock_s=time.monotonic,
+        are_wanted=topology is None,
+    )
     departures = Departures(
         members,
         cast("MembershipService", messages),

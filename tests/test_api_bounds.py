@@ -31,7 +31,7 @@ async def error_of(api: Api, path: str, fields: dict[str, Any]) -> dict[str, Any
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"n": 1000}, "n", "not supported"),
+        ({"n": 1000}, "n", "1 to 16"),
         ({"stop": [str(number) for number in range(1000)]}, "stop", "1000 strings: at most 16"),
         ({"stop": [HUGE]}, "stop", "1 to 512 characters"),
         (

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import re
+import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
+from importlib.resources import files
 
 import httpx
 import pytest
@@ -13,6 +16,8 @@ from structlog.testing import capture_logs
 
 from mesh.api import ApiKeys, check_origins, create_app
 from mesh.api.local_hosts import names_this_machine
+from mesh.api.own_page import is_own_origin
+from mesh.api.page import page_files
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
 from tests import api_harness
@@ -76,7 +81,84 @@ async def test_without_a_key_every_route_there_is_answers_401_but_health(app: Fa
         assert (await http.get("/health")).status_code == 200
 
 
+async def test_without_a_key_a_browser_gets_the_question_for_it_and_nothing_of_the_mesh(
+    tokenizer: Tokenizer, keys: ApiKeys
+) -> None:
+    async with running_api(ScriptedEngine([(300,)]), tokenizer, keys=keys) as api:
+        asked = await api.http.get("/", headers={"accept": "text/html,*/*;q=0.8"})
+        assert (asked.status_code, asked.headers["www-authenticate"]) == (401, "Bearer")
+        assert asked.text == (files("mesh.page") / "index.html").read_text()
+        linked = re.findall(r'(?:src|href)="(/[^"]+)"', asked.text)
+        assert len(linked) > 5
+        for path in {*linked, *page_files()} - {"/"}:
+            response = await api.http.get(path)
+            assert response.status_code == 200
+            assert response.content == (files("mesh.page") / path.removeprefix("/page/")).read_bytes()
+            # Nothing but reading.
+            assert (await api.http.post(path)).status_code == 401
+        for path in (
+            "/page/",
+            "/page/__init__.py",
+            "/page/..%2fapi/app.py",
+            "/page/app.js/",
+            "//page/app.js",
+        ):
+            response = await api.http.get(httpx.URL(api.url).copy_with(raw_path=path.encode()))
+            assert response.status_code == 401, path
+        with_key = {"authorization": f"Bearer {KEY}"}
+        assert (await api.http.get("/", headers=with_key)).status_code == 200
+
+
+async def test_the_page_may_use_nothing_from_elsewhere(tokenizer: Tokenizer) -> None:
+    async with running_api(ScriptedEngine([(300,)]), tokenizer) as api:
+        for path, file in page_files().items():
+            response = await api.http.get(path)
+            policy = response.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert not re.findall(rb"https?://(?!www\.w3\.org/2000/svg)", file.body), path
+            again = await api.http.get(path, headers={"if-none-match": response.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        html = page_files()["/"].body.decode()
+        assert not re.findall(r'<style|\sstyle=|<script(?! src=| type="module" src=)|\son[a-z]+=', html)
+
+
 # Web pages
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "is_own"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1:8000", True),
+        ("http://[::1]:8000", "[::1]:8000", True),
+        ("http://localhost:8000", "LOCALHOST:8000", True),
+        ("https://192.168.1.10", "192.168.1.10", True),
+        (f"http://{socket.gethostname().lower()}:8000", f"{socket.gethostname().lower()}:8000", True),
+        # Another port is another page; a name may have been led here by its owner.
+        ("http://127.0.0.1:8001", "127.0.0.1:8000", False),
+        ("http://evil.example:8000", "evil.example:8000", False),
+        ("http://localhost.evil.example", "localhost.evil.example", False),
+        ("null", "null", False),
+        ("", "", False),
+        ("http://", "", False),
+        ("file://localhost", "localhost", False),
+    ],
+)
+def test_the_own_page_is_known_by_a_name_that_nobody_else_can_lead_here(
+    origin: str, host: str, *, is_own: bool
+) -> None:
+    assert is_own_origin(origin, host) is is_own
+
+
+async def test_the_own_page_may_ask_where_no_key_is_needed(tokenizer: Tokenizer) -> None:
+    async with running_api(ScriptedEngine([(300,)]), tokenizer) as api:
+        assert (await api.http.post(CHAT, json=ASKED, headers={"origin": api.url})).status_code == 200
+        for other in ("http://127.0.0.1:1", "http://evil.example", "null"):
+            refused = await api.http.post(CHAT, json=ASKED, headers={"origin": other})
+            assert refused.status_code == 401
+        two = [("origin", api.url), ("origin", "http://evil.example")]
+        assert (await api.http.post(CHAT, json=ASKED, headers=two)).status_code == 401
 
 
 async def preflight(api: Api, origin: str) -> httpx.Response:

@@ -47,14 +47,21 @@ async def test_the_status_has_what_the_stages_count_themselves(tokenizer: Tokeni
     hosts: dict[str, Any] = {"status": lambda: {"stages": [{"index": 0}]}, "stage_counts": counts}
     async with running_api(ScriptedEngine([]), tokenizer, **hosts) as api:
         found = (await api.http.get("/mesh/status")).json()
-    assert found == {"stages": [{"index": 0, "open_sessions": 2}]}
+    assert found["stages"] == [{"index": 0, "open_sessions": 2}]
 
 
 async def test_links_are_measured_as_asked_for(tokenizer: Tokenizer) -> None:
     async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring(NEAR)) as api:
         found = (await api.http.post("/mesh/links?probes=7&bulk_bytes=5")).json()
         assert found["asked"] == [7, 5]
-        for query in ("probes=0", "probes=x", "probes=1001", "bulk_bytes=-1", f"bulk_bytes={2**40}"):
+        for query in (
+            "probes=0",
+            "probes=x",
+            "probes=1001",
+            "bulk_bytes=-1",
+            f"bulk_bytes={2**40}",
+            "probes=" + "9" * 5000,
+        ):
             refused = await api.http.post(f"/mesh/links?{query}")
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == query.partition("=")[0]

@@ -76,12 +76,10 @@ async def test_wrong_types_and_values_name_their_field(api: Api, fields: dict[st
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 2},
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"tool_choice": "required"},
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
-        {"grammar": "root ::= x"},
+        {"functions": [{"name": "f"}]},
+        {"function_call": {"name": "f"}},
+        {"best_of": 2},
+        {"guided_json": {"type": "object"}},
     ],
 )
 async def test_what_is_not_supported_is_refused(api: Api, fields: dict[str, Any]) -> None:
@@ -163,7 +161,8 @@ async def test_unknown_routes_and_methods_get_the_same_shape(api: Api) -> None:
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/docs", 404, "not_found"),
         ("POST", "/openapi.json", 405, "method_not_allowed"),
-        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("POST", "/v1/embedding", 404, "not_found"),
+        ("GET", "/v1/embeddings", 405, "method_not_allowed"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", "/v1/models/smollm2", 405, "method_not_allowed"),
     ):

@@ -77,7 +77,10 @@ async def test_each_key_opens_and_the_log_has_its_name_only(
 
 async def test_status_comes_from_whoever_knows(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     async with running_api(engine, tokenizer) as api:
-        assert (await api.http.get("/mesh/status")).json() == {"hosts": 3}
+        assert (await api.http.get("/mesh/status")).json() == {
+            "hosts": 3,
+            "tokens": {"prompt": 0, "generated": 0},
+        }
 
 
 async def test_while_loading_health_and_requests_get_503(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mesh.api.answer import AnswerPart, answer_parts
 from mesh.api.job import Job
 from mesh.engine import GenerationRequest
+from mesh.said import Said, joined
 from mesh.tokenizer import Tokenizer
 from tests.api_harness import MODEL, Api, ScriptedEngine, running_api
 
@@ -204,12 +205,18 @@ async def test_parts_tell_each_token_once(
 
     async def parts(*, wants_token_ids: bool) -> list[AnswerPart]:
         job = Job(request, tuple(stops), wants_token_ids=wants_token_ids)
-        return [part async for part in answer_parts(ScriptedEngine(said), PIECES.__getitem__, job)]
+        return [
+            part async for part in answer_parts(ScriptedEngine(said), lambda _marks: PIECES.__getitem__, job)
+        ]
 
     with_ids, without = await parts(wants_token_ids=True), await parts(wants_token_ids=False)
     for found in (with_ids, without):
         ids = [token for part in found for token in part.token_ids]
         assert ids == [token for step in said for token in step][: len(ids)]
         assert len(ids) == found[-1].num_tokens
-    assert "".join(part.text for part in with_ids) == "".join(part.text for part in without)
+    assert _said(with_ids) == _said(without)
     assert all(part.token_ids for part in with_ids)
+
+
+def _said(parts: list[AnswerPart]) -> list[Said]:
+    return joined(piece for part in parts for piece in part.said)

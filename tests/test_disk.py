@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import ModelError
-from stages.cutting import StageCache
 from stages.cutting.disk import require_disk, write_error
+from stages.cutting.region import Region
 from stages.fetch import FetchSource, fetch_stage
+from stages.layers import LayerRange
+from stages.weights.recipe import PIECE_BYTES, Recipe, RecipeTensor
+from stages.weights.stage_store import StageStore
 from tests.lab_fixtures import require_lab
 
 # A disk of one megabyte that nobody else sees: a temporary file system in a mount namespace of its own.
@@ -51,8 +54,20 @@ def test_a_disk_that_fills_up_is_told_apart_from_other_failures(tmp_path: Path) 
 async def test_a_stage_too_large_for_the_disk_is_not_fetched(tmp_path: Path) -> None:
     # Nobody listens there: it must not come so far.
     source = FetchSource("127.0.0.1:1", b"", "secret")
+    num_bytes = 2**40
+    hashes = ("ab" * 32,) * (num_bytes // PIECE_BYTES)
+    huge = Recipe(
+        "x",
+        LayerRange(0, 1),
+        2,
+        32,
+        b"",
+        (RecipeTensor(num_bytes, "blk.0", Region(0, 0, num_bytes), hashes),),
+    )
+    store = StageStore(tmp_path)
+    store.keep(huge)
     with pytest.raises(ModelError, match="the disk is full"):
-        await fetch_stage(StageCache(tmp_path), "ab" * 32, 2**60, source)
+        await fetch_stage(store, huge.sha256, source)
 
 
 def test_a_write_that_meets_the_end_of_the_disk_leaves_nothing(tmp_path: Path) -> None:

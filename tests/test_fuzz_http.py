@@ -47,7 +47,7 @@ def document(tokenizer: Tokenizer) -> dict[str, Any]:
 @settings(max_examples=150)
 def test_values_are_what_the_schema_allows(document: dict[str, Any], seed: int) -> None:
     values = SchemaValues(document, Random(seed))
-    for name in ("ChatBody", "CompletionBody"):
+    for name in ("ChatBody", "CompletionBody", "ResponsesBody", "TokenizeBody", "DetokenizeBody"):
         schema = {"$ref": f"#/components/schemas/{name}"}
         value = values.value(schema)
         Draft202012Validator({**schema, "components": document["components"]}).validate(value)
@@ -108,6 +108,7 @@ def test_half_requests_are_known_as_such(data: bytes, *, whole: bool) -> None:
         (200, "text/event-stream", b"data: [DONE]", None),
         (400, "application/json", ERROR, None),
         (500, "application/json", ERROR, "status 500"),
+        (501, "application/json", ERROR, None),
         (503, "application/json", ERROR, "status 503"),
         (405, "application/json", ERROR, "not in the document"),
         (400, "text/plain", ERROR, "another shape"),
@@ -117,7 +118,7 @@ def test_half_requests_are_known_as_such(data: bytes, *, whole: bool) -> None:
     ],
 )
 def test_who_is_to_blame(status: int | None, content_type: str, body: bytes, reason: str | None) -> None:
-    case = HttpCase(b"", is_whole=True, statuses=frozenset({200, 400, 503}))
+    case = HttpCase(b"", is_whole=True, statuses=frozenset({200, 400, 501, 503}))
     found = blame(case, Reply(status, content_type, body, is_over=True))
     assert found is None if reason is None else reason in str(found)
 
@@ -126,6 +127,7 @@ def test_a_damaged_request_may_be_met_with_silence_and_never_with_a_fault() -> N
     case = HttpCase(b"", is_whole=False)
     assert blame(case, Reply(None, "", b"", is_over=True)) is None
     assert blame(case, Reply(405, "application/json", ERROR, is_over=True)) is None
+    assert "status 501" in str(blame(case, Reply(501, "application/json", ERROR, is_over=True)))
     assert "status 502" in str(blame(case, Reply(502, "", b"", is_over=True)))
 
 

@@ -129,16 +129,6 @@ def test_other_versions(tiny: Path, tmp_path: Path, version: int, shown: str) ->
         read_model_facts(path)
 
 
-def test_model_in_several_files(tmp_path: Path) -> None:
-    path = TinyModel("llama").write(
-        tmp_path / "tiny-00002-of-00003.gguf", integers={"split.count": 3, "split.no": 1}
-    )
-    with pytest.raises(
-        InvalidModel, match=r"is part 2 of 3: .* merge them first with llama-gguf-split --merge"
-    ):
-        read_model_facts(path)
-
-
 @pytest.mark.parametrize(
     "name", ["token_embd.weight", "output_norm.weight", "blk.3.attn_q.weight", "blk.0.ffn_norm.weight"]
 )

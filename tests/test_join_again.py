@@ -69,7 +69,7 @@ class Host:
         return self.nodes[-1]
 
     async def outcome(self) -> None:
-        await asyncio.wait_for(self.task, 10)
+        await asyncio.wait_for(self.task, 60)
 
 
 @given(st.floats(0, 1))

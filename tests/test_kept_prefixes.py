@@ -47,6 +47,15 @@ def test_a_slot_in_use_can_be_copied_from() -> None:
     assert kept.begin((*LONG, 1), None, {1}) == Beginning(1, 0, 40)
 
 
+def test_what_cannot_be_trimmed_is_taken_whole_or_not_at_all() -> None:
+    kept = KeptPrefixes(2, can_trim=False)
+    kept.keep(1, None, LONG)
+    assert kept.begin((*LONG[:30], 1, 2), None, {0, 1}) == Beginning(0, 0, 0)
+    # In use it grows: who would copy it now would get more than it wants.
+    assert kept.begin((*LONG, 1, 2), None, {0}) == Beginning(0, 0, 0)
+    assert kept.begin((*LONG, 1, 2), None, {0, 1}) == Beginning(1, 1, 40)
+
+
 def test_the_slot_used_least_recently_makes_room() -> None:
     kept = KeptPrefixes(3)
     for slot in (1, 0, 2):

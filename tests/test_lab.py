@@ -74,9 +74,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def test_round_trip_is_twice_the_delay(lab: Lab, delay_ms: float) -> None:
     lab.set_delay_ms(delay_ms)
     for source, destination in ((0, 1), (2, 0)):
-        # Five tries: another test's processes may hold both cores for a while. None may be too short.
+        # Some tries: another test's processes may hold both cores for a while. None may be too short.
         measured_ms: list[float] = []
-        while len(measured_ms) < 5 and min(measured_ms, default=math.inf) > 2 * delay_ms + 1.5:
+        while len(measured_ms) < 40 and min(measured_ms, default=math.inf) > 2 * delay_ms + 1.5:
             measured_ms.append(lab.round_trip_ms(source, destination))
         assert 2 * delay_ms <= min(measured_ms) <= 2 * delay_ms + 1.5
 

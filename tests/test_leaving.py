@@ -11,9 +11,9 @@ import pytest
 from mesh.cluster.door import Door
 from mesh.cluster.membership_client import Membership, find_head
 from spanmesh_proto.errors import InvalidJoinToken, JoinError
-from stages.cutting import StageCache
 from stages.fetch import fetch_stage
-from tests.test_membership import HOST, HeadSide, content, head, join, put, until
+from stages.weights.stage_store import StageStore
+from tests.test_membership import HOST, HeadSide, head, join, put, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +58,6 @@ async def test_a_host_is_asked_whether_it_is_there(tmp_path: Path) -> None:
 
 
 async def test_an_evicted_host_is_cut_off_and_its_token_admits_nobody(tmp_path: Path) -> None:
-    data = content(2**10)
     async with (
         head(tmp_path) as side,
         Membership(await find_head(side.token), "secret", HOST) as bad,
@@ -78,11 +77,12 @@ async def test_an_evicted_host_is_cut_off_and_its_token_admits_nobody(tmp_path: 
         await join(new, dataclasses.replace(HOST, name="cellar"))
         # Who was in keeps its place, and stage files are sent for the new secret only.
         assert side.members.find("attic") is not None
-        sha256 = put(side.cache, data)
+        recipe = put(side.cache, tmp_path)
         with pytest.raises(InvalidJoinToken):
-            await fetch_stage(StageCache(tmp_path / "bad"), sha256, len(data), side.source)
+            await fetch_stage(StageStore(tmp_path / "bad"), recipe.sha256, side.source)
         source = dataclasses.replace(side.source, secret=new.secret)
-        assert (await fetch_stage(StageCache(tmp_path / "good"), sha256, len(data), source)).exists()
+        brought = await fetch_stage(StageStore(tmp_path / "good"), recipe.sha256, source)
+        assert brought.path.exists()
 
 
 async def test_only_a_host_that_has_joined_can_be_evicted(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ messages = st.lists(
 async def test_everything_leaves_in_order_and_nothing_waits_for_much(
     sent: list[wire.Open | wire.Window],
 ) -> None:
-    waiting: asyncio.Queue[wire.Open | wire.Window] = asyncio.Queue()
+    waiting: asyncio.Queue[wire.Vocabulary | wire.Open | wire.Window] = asyncio.Queue()
     for message in sent[1:]:
         waiting.put_nowait(message)
     received: list[wire.Open | wire.Window] = []

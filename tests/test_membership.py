@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime as dt
-import hashlib
 import re
 import time
 from contextlib import asynccontextmanager
@@ -29,17 +28,20 @@ from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto.errors import (
     HostUnreachable,
     InvalidJoinToken,
-    InvalidModel,
     JoinError,
-    MeshError,
     ProtocolVersionMismatch,
 )
 from stages.cutting import StageCache
-from stages.fetch import FetchSource, fetch_stage
+from stages.fetch import FetchSource
+from stages.layers import LayerRange
+from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from stages.weights.rate_limit import RateLimit
+    from stages.weights.recipe import Recipe
 
 VERSIONS = Versions("0.1.0", "0.3.36", "2.60.0", "3.11.7", "Linux x86_64")
 HOST = Member("studio", "127.0.0.1", HostFacts(8 * 2**30, 4, 20.0, VERSIONS), "studio.1")
@@ -63,7 +65,10 @@ class HeadSide:
 
 @asynccontextmanager
 async def head(
-    tmp_path: Path, expires_at_s: int = FAR_FUTURE_S, lifetime: dt.timedelta = LIFETIME
+    tmp_path: Path,
+    expires_at_s: int = FAR_FUTURE_S,
+    lifetime: dt.timedelta = LIFETIME,
+    rate: RateLimit | None = None,
 ) -> AsyncIterator[HeadSide]:
     certificate = make_certificate(dt.datetime.now(dt.UTC))
     port = free_port("127.0.0.1")
@@ -72,7 +77,13 @@ async def head(
     members, cache = Members(), StageCache(tmp_path / "head")
     authority = Authority(certificate, lifetime=lifetime)
     service = MembershipService(
-        token=token, ray=RAY, members=members, cache=cache, versions=VERSIONS, authority=authority
+        token=token,
+        ray=RAY,
+        members=members,
+        cache=cache,
+        versions=VERSIONS,
+        authority=authority,
+        rate=rate,
     )
     server = MembershipServer(service, certificate)
     await server.start("127.0.0.1", port)
@@ -360,100 +371,6 @@ async def test_garbage_on_the_port_does_no_harm(tmp_path: Path) -> None:
         assert await join(side.token) == RAY
 
 
-def content(num_bytes: int) -> bytes:
-    """Bytes that repeat nowhere."""
-    return b"".join(hashlib.sha256(index.to_bytes(8, "big")).digest() for index in range(num_bytes // 32))
-
-
-def put(cache: StageCache, data: bytes) -> str:
-    """Into the head's cache; returns the hash."""
-    sha256 = hashlib.sha256(data).hexdigest()
-    partial = cache.partial(sha256)
-    partial.write_bytes(data)
-    cache.adopt(partial, sha256)
-    return sha256
-
-
-async def test_a_stage_file_travels_whole(tmp_path: Path) -> None:
-    data, seen = content(5 * 2**20), list[tuple[int, int]]()
-    async with head(tmp_path) as side:
-        sha256 = put(side.cache, data)
-        path = await fetch_stage(
-            StageCache(tmp_path / "host"),
-            sha256,
-            len(data),
-            side.source,
-            progress=lambda *at: seen.append(at),
-        )
-        assert path.read_bytes() == data
-        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-        assert seen[0] == (0, len(data))
-        assert seen[-1] == (len(data), len(data))
-
-
-async def test_a_fetch_goes_on_where_an_earlier_one_stopped(tmp_path: Path) -> None:
-    data, seen = content(3 * 2**20), list[int]()
-    async with head(tmp_path) as side:
-        sha256 = put(side.cache, data)
-        cache = StageCache(tmp_path / "host")
-        partial = cache.partial(sha256)
-        partial.write_bytes(data[: 2**20 + 7])
-        path = await fetch_stage(
-            cache, sha256, len(data), side.source, progress=lambda done, _: seen.append(done)
-        )
-        assert path.read_bytes() == data
-        assert seen[0] == 2**20 + 7
-
-
-async def test_two_fetches_of_one_file_at_once_both_end_well(tmp_path: Path) -> None:
-    data = content(4 * 2**20)
-    async with head(tmp_path) as side:
-        sha256 = put(side.cache, data)
-        cache = StageCache(tmp_path / "host")
-        paths = await asyncio.gather(*(fetch_stage(cache, sha256, len(data), side.source) for _ in range(2)))
-        assert paths[0] == paths[1]
-        assert paths[0].read_bytes() == data
-
-
-async def test_bytes_that_do_not_have_the_hash_are_not_kept(tmp_path: Path) -> None:
-    data = content(2**20)
-    async with head(tmp_path) as side:
-        sha256 = put(side.cache, data)
-        cache = StageCache(tmp_path / "host")
-        partial = cache.partial(sha256)
-        partial.write_bytes(bytes(1000))
-        with pytest.raises(MeshError):
-            await fetch_stage(cache, sha256, len(data), side.source)
-        assert cache.find(sha256) is None
-        # The next try starts anew.
-        assert (await fetch_stage(cache, sha256, len(data), side.source)).read_bytes() == data
-
-
-async def test_stage_files_are_for_members_only(tmp_path: Path) -> None:
-    data = content(2**10)
-    async with head(tmp_path) as side:
-        sha256 = put(side.cache, data)
-        stranger_source = dataclasses.replace(side.source, secret="guess")
-        with pytest.raises(InvalidJoinToken):
-            await fetch_stage(StageCache(tmp_path / "host"), sha256, len(data), stranger_source)
-
-
-async def test_a_file_that_the_head_lacks_is_named(tmp_path: Path) -> None:
-    async with head(tmp_path) as side:
-        with pytest.raises(InvalidModel, match="no stage file abcabcabcabc"):
-            await fetch_stage(StageCache(tmp_path / "host"), "abc" * 21 + "a", 10, side.source)
-
-
-async def test_a_hash_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "private.gguf").write_bytes(b"private")
-    async with head(tmp_path) as side:
-        with pytest.raises(MeshError):
-            await fetch_stage(StageCache(tmp_path / "host"), "../../private", 7, side.source)
-
-
-async def test_a_head_that_is_gone_is_named(tmp_path: Path) -> None:
-    certificate = make_certificate(dt.datetime.now(dt.UTC))
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    source = FetchSource(address, certificate.certificate_pem, "secret")
-    with pytest.raises(HostUnreachable, match=address):
-        await fetch_stage(StageCache(tmp_path / "host"), "ab" * 32, 10, source)
+def put(cache: StageCache, folder: Path) -> Recipe:
+    """Let the head know a stage."""
+    return cache.describe(TinyModel("llama").write(folder / "model.gguf"), LayerRange(2, 5))

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from mesh.cli import run
+from stages.certify import certify
+from stages.cutting import families
 from stages.cutting.gguf_reader import read_header
+from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 
 
@@ -43,6 +46,7 @@ def test_slice_of_layers_that_are_not_there(
 def test_certify_prints_a_table(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["certify", model, "--cuts", "1,4"]) == 0
     out = capsys.readouterr().out
+    assert out.startswith("family: llama\nrules: the generic ones are enough\nallowed cuts: 1-5\n")
     assert "model.gguf: llama, 6 layers, exact mode" in out
     assert out.endswith("bit-equal at every cut tried (2)\n")
 
@@ -63,10 +67,34 @@ def test_certify_prints_json(model: str, capsys: pytest.CaptureFixture[str]) -> 
     }
 
 
+def test_certify_tells_rules_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama4 = TINY_FAMILIES["llama4"].write(tmp_path / "llama4.gguf")
+    assert run(["certify", str(llama4)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "family: llama4\nrules: every n-th layer, windows\nallowed cuts: 4\nnot at 1-3, 5-7: "
+    )
+    assert "cuts are multiples of 4" in out
+    assert out.endswith("bit-equal at every cut tried (1)\n")
+
+
+def test_certify_of_a_model_that_stays_in_one_piece(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = TinyModel("gemma3", n_layers=62, n_embd=128).write(tmp_path / "27b.gguf")
+    assert run(["certify", str(wide)]) == 0
+    out = capsys.readouterr().out
+    assert "allowed cuts: none\nnot at 1-61: llama.cpp scales attention by 1/sqrt(32)" in out
+    assert out.endswith("bit-equal in one piece\n")
+
+
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_certify_exits_with_1_on_a_mismatch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # In this process, where its family can lose its rules.
+    monkeypatch.setattr("mesh.commands.certify.certify_apart", certify)
+    monkeypatch.delitem(families.FAMILIES, "granite")
     granite = TinyModel("granite").write(tmp_path / "granite.gguf")
     assert run(["certify", str(granite), "--cuts", "3", *flags]) == 1
     out = capsys.readouterr().out

@@ -31,6 +31,8 @@ def model(
     embedding_mib: int = 0,
     kv_width: int = 0,
     cuts: tuple[int, ...] | None = None,
+    refused_cuts: dict[int, str] | None = None,
+    refused_lengths: dict[int, str] | None = None,
 ) -> ModelFacts:
     """A model of equal layers."""
     return ModelFacts(
@@ -51,6 +53,8 @@ def model(
         row_width=0,
         has_windows=False,
         allowed_cuts=tuple(range(1, n_layers)) if cuts is None else cuts,
+        refused_cuts=refused_cuts or {},
+        refused_lengths=refused_lengths or {},
     )
 
 
@@ -278,3 +282,29 @@ def test_no_other_split_has_a_faster_slowest_stage(facts: ModelFacts, num_stages
     ours = slowest_s(tuple(stage.layers.start for stage in result.stages[1:]))
     best = min(map(slowest_s, itertools.combinations(facts.allowed_cuts, num_stages - 1)))
     assert ours <= best * (1 + 1e-6)
+
+
+def test_no_stage_has_a_number_of_layers_that_llama_cpp_takes_for_another_model() -> None:
+    facts = model(30, refused_lengths={10: "ten are another model", 15: "fifteen as well"})
+    three = plan(facts, [host(name, 1500) for name in "abc"], WORKLOAD, num_stages=3)
+    lengths = [len(stage.layers) for stage in three.stages]
+    assert sum(lengths) == 30
+    assert 10 not in lengths
+    with pytest.raises(UncuttableModel, match="no stage of model can have 10 layers: ten are another model"):
+        plan(facts, [host(name, 1500) for name in "abc"], WORKLOAD, split=[10, 9, 11])
+    # The whole model may.
+    whole = model(10, refused_lengths={10: "ten are another model"})
+    assert sizes(plan(whole, [host("a", 3000)], WORKLOAD)) == [("a", 10)]
+
+
+def test_a_model_that_cannot_be_cut_runs_on_one_host_and_the_plan_says_why() -> None:
+    facts = model(4, cuts=(), refused_cuts=dict.fromkeys(range(1, 4), "it runs in loops"))
+    result = plan(facts, [host("a", 10), host("b", 900)], WORKLOAD)
+    assert sizes(result) == [("b", 4)]
+    assert result.reason == "llama runs on one host, b: it runs in loops"
+    with pytest.raises(ModelDoesNotFit, match="join a larger one: it cannot be cut, it runs in loops"):
+        plan(facts, [host("a", 10), host("b", 300)], WORKLOAD)
+    with pytest.raises(UncuttableModel, match="into 1 to 1 stages, not 2: it runs in loops"):
+        plan(facts, [host("b", 900)], WORKLOAD, num_stages=2)
+    with pytest.raises(UncuttableModel, match="cannot be cut at layer 2: it runs in loops"):
+        plan(facts, [host("b", 900)], WORKLOAD, split=[2, 2])

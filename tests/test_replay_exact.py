@@ -7,6 +7,7 @@ import pytest
 
 from mesh.coordinator import Coordinator, CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
+from mesh.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.ngram import NgramProposer
 from stages.cutting import StageCache, read_model_facts
@@ -18,11 +19,15 @@ from tests.repairable_ring import RepairableRing, serving
 pytestmark = pytest.mark.model
 
 NUM_TOKENS = 20
+GRAMMAR = 'root ::= ("{" [a-z]{2,9} ":" [0-9]{1,3} "} ")*'
 PENALTIES = Sampling(0.8, seed=7, repetition_penalty=1.2, frequency_penalty=0.4, repetition_window=64)
 # Longer than a chunk, and short; greedy, drawn, and with a memory of what was said.
 REQUESTS = (
     GenerationRequest(tuple(range(100, 170)), NUM_TOKENS, num_top_logprobs=2),
-    GenerationRequest((504, 28, 216, 28, 260, 28), NUM_TOKENS, sampling=Sampling(1.0, seed=3)),
+    # Held to a grammar, which a new tail follows again from its beginning.
+    GenerationRequest(
+        (504, 28, 216, 28, 260, 28), NUM_TOKENS, sampling=Sampling(1.0, seed=3), grammar=GRAMMAR
+    ),
     GenerationRequest(tuple(range(900, 920)), NUM_TOKENS, sampling=PENALTIES, num_top_logprobs=0),
     # Replays begin with what the first has computed.
     GenerationRequest((*range(100, 150), 7, 8), NUM_TOKENS, sampling=Sampling(1.0, seed=11)),
@@ -56,7 +61,12 @@ async def test_lost_and_moved_stages_leave_no_trace(smollm2_path: Path, stage_ca
     runtime_options = RuntimeOptions(num_slots=4, ctx_size=256, exact=True)
     ring = RepairableRing(make_runtime=lambda index: StageRuntime(files[index], runtime_options))
     options = CoordinatorOptions(
-        256, 4, 63, 49152, controller=ControllerOptions(fixed_width=3, fixed_depth=3)
+        256,
+        4,
+        63,
+        49152,
+        controller=ControllerOptions(fixed_width=3, fixed_depth=3),
+        token_texts=lambda: Tokenizer(smollm2_path).texts,
     )
     async with (
         asyncio.timeout(200),

@@ -91,7 +91,7 @@ async def test_every_token_is_accepted_where_those_of_the_text_are_not(
     replay.record(_asked(OFF), dataclasses.replace(off, token_ids=ids, num_tokens=len(ids)))
     astray = await _answer(api, _asked(REPLAY))
     assert astray.token_ids == off.token_ids
-    assert _counts(astray)[1] < NUM_TOKENS / 2
+    assert _counts(astray)[1] < NUM_TOKENS - 1
 
 
 def test_an_answer_without_all_its_tokens_is_not_recorded(replay: ReplayFile) -> None:

@@ -107,7 +107,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([MESH, *arguments], capture_output=True, text=True, check=False, timeout=60)
 
 
-def until(condition: object, what: str, within_s: float = 60.0) -> None:
+def until(condition: object, what: str, within_s: float = 180.0) -> None:
     deadline_s = time.monotonic() + within_s
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline_s, what

@@ -49,7 +49,7 @@ async def answered(
 async def test_counts_of_windows_in_flight() -> None:
     request = GenerationRequest(PROMPT, NUM_TOKENS)
     last, status = await answered(lambda: Oracle(FUTURE, ERRS), request, depth=3)
-    part = AnswerPart("", last.finish, NUM_TOKENS, last.stats)
+    part = AnswerPart((), last.finish, NUM_TOKENS, last.stats)
     times = timings(Job(request, ()), part)
     speculation = times["speculation"]
     assert json.loads(json.dumps(speculation)) == speculation

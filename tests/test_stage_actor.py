@@ -48,7 +48,6 @@ def configs(smollm2_path: Path, tmp_path: Path) -> list[StageConfig]:
             stage_index=index,
             layers=layers,
             sha256=file.sha256,
-            size_bytes=file.size_bytes,
             source=FetchSource("127.0.0.1:9", b"", ""),
             options=RuntimeOptions(ctx_size=64),
             host=f"host-{index}",

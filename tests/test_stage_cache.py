@@ -8,10 +8,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from spanmesh_proto.errors import ModelError, UncuttableModel
-from stages.cutting import StageCache, StageFile
-from stages.cutting.digest import file_sha256
+from stages import certify_apart
+from stages.certify import certify
+from stages.cutting import StageCache, StageFile, families
 from stages.cutting.places import default_root
+from stages.cutting.stamp import Stamp
 from stages.layers import LayerRange
+from stages.weights.assembly import wrong_pieces
+from stages.weights.cache_limit import make_room
 from tests.tiny_models import TinyModel
 
 LAYERS = LayerRange(2, 5)
@@ -40,14 +44,20 @@ def damage(path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
 
 
-def test_a_stage_file_is_named_by_its_content(cache: StageCache, source: Path, tmp_path: Path) -> None:
+def whole_stage(sha256: str) -> set[str]:
+    return {f"{sha256}.gguf", f"{sha256}.json", f"{sha256}.recipe"}
+
+
+def test_a_stage_file_is_named_by_its_recipe(cache: StageCache, source: Path, tmp_path: Path) -> None:
     stage = cache.cut(source, LAYERS)
     assert (stage.layers, stage.n_layers) == (LAYERS, 6)
     assert stage.path.name == f"{stage.sha256}.gguf"
-    assert stage.sha256 == file_sha256(stage.path)
-    assert stage.size_bytes == stage.path.stat().st_size
+    recipe = cache.recipe(stage.sha256)
+    assert recipe is not None
+    assert wrong_pieces(recipe, stage.path) == []
+    assert stage.size_bytes == stage.path.stat().st_size == recipe.size_bytes
     assert cache.find(stage.sha256) == stage.path
-    assert stored_files(tmp_path) == {f"{stage.sha256}.gguf", f"{stage.sha256}.json"}
+    assert stored_files(tmp_path) == whole_stage(stage.sha256)
 
 
 def test_a_second_cut_reads_neither_source_nor_stage(cache: StageCache, source: Path, tmp_path: Path) -> None:
@@ -108,46 +118,27 @@ def test_a_stage_that_was_only_touched_stays(cache: StageCache, source: Path) ->
 
 def test_a_damaged_index_does_not_matter(cache: StageCache, source: Path, tmp_path: Path) -> None:
     stage = cache.cut(source, LAYERS)
-    for folder in ("cuts", "sources"):
-        (entry,) = (tmp_path / "cache" / folder).iterdir()
-        entry.write_text("nonsense")
-    assert cache.cut(source, LAYERS) == stage
-
-
-def test_adopting_a_fetched_stage(cache: StageCache, source: Path, tmp_path: Path) -> None:
-    content = StageCache(tmp_path / "head").cut(source, LAYERS)
-    assert cache.find(content.sha256) is None
-    partial = cache.partial(content.sha256)
-    assert not partial.exists()
-    partial.write_bytes(content.path.read_bytes())
-    adopted = cache.adopt(partial, content.sha256)
-    assert cache.find(content.sha256) == adopted
-    assert adopted.read_bytes() == content.path.read_bytes()
-    assert not partial.exists()
-
-
-def test_a_fetched_stage_with_other_content_is_refused(cache: StageCache, tmp_path: Path) -> None:
-    sha256 = "0" * 64
-    partial = cache.partial(sha256)
-    partial.write_bytes(b"not what was asked for")
-    with pytest.raises(ModelError, match=f"expected {sha256}; it was removed, fetch it again"):
-        cache.adopt(partial, sha256)
-    assert stored_files(tmp_path) == set()
-    assert cache.find(sha256) is None
+    (entry,) = (tmp_path / "cache" / "sources").iterdir()
+    entry.write_text("nonsense")
+    stage.path.with_suffix(".recipe").write_text("nonsense")
+    assert StageCache(tmp_path / "cache").cut(source, LAYERS) == stage
 
 
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"])
 def test_only_a_hash_becomes_a_path(cache: StageCache, name: str) -> None:
-    for use in (cache.find, cache.partial):
+    for use in (cache.find, cache.store.partial, cache.recipe):
         with pytest.raises(ModelError, match="is not a sha256 in lower-case hex"):
             use(name)
 
 
-def test_an_unknown_family_is_checked_once(cache: StageCache, tmp_path: Path) -> None:
+def test_an_unknown_family_is_checked_once_for_each_cut(
+    cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(families.FAMILIES, "internlm2")
     source = TinyModel("internlm2").write(tmp_path / "model.gguf")
     with capture_logs() as logs:
         cache.cut(source, LayerRange(0, 2))
-        cache.cut(source, LAYERS)
+        cache.cut(source, LayerRange(2, 6))
     events = [entry["event"] for entry in logs]
     assert events == ["self_check_started", "self_check_passed", "stage_cut", "stage_cut"]
 
@@ -160,11 +151,17 @@ def test_cutting_at_the_same_time(source: Path, tmp_path: Path) -> None:
         stages = set(threads.map(cut, range(16)))
     assert len(stages) == 1
     (stage,) = stages
-    assert file_sha256(stage.path) == stage.sha256
-    assert stored_files(tmp_path) == {f"{stage.sha256}.gguf", f"{stage.sha256}.json"}
+    recipe = StageCache(tmp_path / "cache").recipe(stage.sha256)
+    assert recipe is not None
+    assert wrong_pieces(recipe, stage.path) == []
+    assert stored_files(tmp_path) == whole_stage(stage.sha256)
 
 
-def test_a_refused_family_leaves_no_stage(cache: StageCache, tmp_path: Path) -> None:
+def test_a_refused_family_leaves_no_stage(
+    cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certify_apart, "certify_apart", certify)
+    monkeypatch.delitem(families.FAMILIES, "granite")
     source = TinyModel("granite").write(tmp_path / "model.gguf")
     for _ in range(2):
         with pytest.raises(UncuttableModel, match="no rules for 'granite'"):
@@ -184,3 +181,56 @@ def test_default_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_root() == tmp_path / ".cache" / "spanmesh"
+
+
+def test_files_that_are_no_stages_are_left_alone(cache: StageCache, source: Path) -> None:
+    stage = cache.cut(source, LAYERS)
+    foreign = stage.path.with_name("notes.gguf")
+    foreign.write_bytes(b"mine")
+    assert [found.sha256 for found in cache.store.stages()] == [stage.sha256]
+    make_room(cache.store, 0, 1)
+    assert foreign.exists()
+    assert not stage.path.exists()
+
+
+def test_what_has_come_of_a_stage_counts(cache: StageCache, source: Path) -> None:
+    stage = cache.cut(source, LAYERS)
+    coming = "ab" * 32
+    cache.store.partial(coming).write_bytes(os.urandom(2**16))
+    limit_bytes = sum(found.size_bytes for found in cache.store.stages())
+    make_room(cache.store, 0, limit_bytes, keep={coming})
+    assert stage.path.exists()
+    make_room(cache.store, 1, limit_bytes, keep={coming})
+    assert not stage.path.exists()
+    assert cache.store.partial(coming).exists()
+
+
+def test_a_stage_that_goes_while_it_is_looked_at_is_not_there(
+    cache: StageCache, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = cache.cut(source, LAYERS)
+    load = Stamp.load
+
+    def load_and_remove(path: Path) -> Stamp | None:
+        stamp = load(path)
+        stage.path.unlink(missing_ok=True)
+        return stamp
+
+    monkeypatch.setattr(Stamp, "load", load_and_remove)
+    assert cache.find(stage.sha256) is None
+
+
+def test_a_stage_that_is_read_again_is_on_the_disk_before_it_is_believed(
+    cache: StageCache, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = cache.cut(source, LAYERS)
+    stage.path.with_suffix(".json").unlink()
+    synced, fsync = set[int](), os.fsync
+
+    def note_fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    assert cache.find(stage.sha256) == stage.path
+    assert stage.path.stat().st_ino in synced

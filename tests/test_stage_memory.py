@@ -80,7 +80,6 @@ def actor_for(path: Path, cache_dir: Path, memory: StageMemory, beside_bytes: in
             stage_index=1,
             layers=layers,
             sha256=file.sha256,
-            size_bytes=file.size_bytes,
             source=FetchSource("127.0.0.1:1", b"", ""),
             options=RuntimeOptions(ctx_size=64),
             host="studio",

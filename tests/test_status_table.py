@@ -12,6 +12,7 @@ HOST = {
     "layers": "",
     "copies": [],
     "memory_bytes": 2**30,
+    "weights": {"reused_bytes": 0, "head_bytes": 3 * 2**20, "hub_bytes": 0, "wrong_pieces": 0},
     "threads": 4,
     "speed_gb_per_s": 20.0,
     "platform": "Linux x86_64",
@@ -49,6 +50,7 @@ def test_hosts_that_hold_nothing_are_spares_and_their_copies_are_told(
         "c": "[0, 10); leaving",
         "d": "starting",
     }
+    assert said.count("3.0 MiB sent") == len(hosts)
 
 
 def test_failures_and_repairs_are_told(
@@ -65,3 +67,19 @@ def test_a_mesh_that_never_broke_says_nothing_of_it(
 ) -> None:
     said = shown(capsys, monkeypatch, repairs={"count": 0, "last_s": None, "moves": 0}, failures=[])
     assert "repairs" not in said
+
+
+def test_gpus_are_shown_with_what_they_bring(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = {"name": "CUDA0", "free_bytes": 20 * 2**30, "speed_gb_per_s": 812.4}
+    page = shown(capsys, monkeypatch, hosts=[HOST, HOST | {"name": "studio", "gpus": [gpu]}])
+    assert "CUDA0: 20.0 GiB, 812 GB/s" in page
+
+
+def test_brackets_in_names_and_reasons_are_shown_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"name": "tiny[v2] [/INST]", "layers": 30, "numeric_mode": "fast"}
+    said = shown(capsys, monkeypatch, model=model, phase="waiting: [ipv4:10.0.0.2:1] is away", hosts=[HOST])
+    assert "tiny[v2] [/INST], 30 layers, fast: waiting: [ipv4:10.0.0.2:1] is away" in said

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
+from mesh import template_process
 from mesh.chat_template import ChatTemplate
 from mesh.template_process import Rendering, TemplateProcess
 from spanmesh_proto.errors import InvalidRequest, Overloaded
@@ -40,6 +43,24 @@ def template(process: TemplateProcess, source: str) -> ChatTemplate:
 def pid_of(process: TemplateProcess) -> int:
     assert process._process is not None
     return process._process.pid
+
+
+def ended() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.wait()
+    return process
+
+
+def test_a_process_that_ends_before_it_has_read_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = TemplateProcess()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(template_process, "_start", lambda _limit_s: ended())
+            with pytest.raises(InvalidRequest, match="ended its process"):
+                template(process, GREETING).render(HELLO)
+        assert template(process, GREETING).render(HELLO) == "Hello!"
+    finally:
+        process.close()
 
 
 @pytest.mark.parametrize(

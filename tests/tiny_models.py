@@ -45,9 +45,14 @@ class TinyModel:
         integers: dict[str, int] | None = None,
         arrays: dict[str, list[int]] | None = None,
         alignment: int | None = None,
+        tensors_per_file: int = 0,
     ) -> Path:
-        """Write the model, if wanted without some tensors, or with more metadata."""
-        writer = gguf.GGUFWriter(path, self.architecture)
+        """Write the model, if wanted without some tensors, with more metadata, or in several files.
+
+        Returns:
+            The file, or the first one.
+        """
+        writer = gguf.GGUFWriter(path, self.architecture, split_max_tensors=tensors_per_file)
         self._add_metadata(writer)
         if alignment is not None:
             writer.add_custom_alignment(alignment)
@@ -55,7 +60,7 @@ class TinyModel:
             writer.add_uint32(key, number)
         for key, numbers in (arrays or {}).items():
             writer.add_array(key, numbers)
-        _add_vocabulary(writer)
+        add_vocabulary(writer)
         for name, weights in self._weights().items():
             if name in without:
                 continue
@@ -68,7 +73,7 @@ class TinyModel:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return path
+        return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_per_file else path
 
     def _add_metadata(self, writer: gguf.GGUFWriter) -> None:
         writer.add_name(f"Tiny {self.architecture}")
@@ -132,7 +137,7 @@ class TinyModel:
         return weights
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter) -> None:
     """A SentencePiece vocabulary: three special tokens, every byte, and some letters."""
     special = ["<unk>", "<s>", "</s>"]
     encoded_bytes = [f"<0x{number:02X}>" for number in range(256)]

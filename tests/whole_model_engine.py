@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh.engine import Committed, GenerationRequest, GenerationStats
+from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ContextLengthExceeded, Overloaded
 from stages.llama import init_backend
 from stages.logprobs import TokenLogprobs
 from stages.sampling import Sampler
+from tests.llama_grammar import LlamaGrammar
 
 _CHUNK_ROWS = 32
 
@@ -40,7 +42,9 @@ class WholeModelEngine:
         params.n_threads = params.n_threads_batch = 1
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self._context = llama_cpp.llama_init_from_model(self._model, params)
-        self._n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self._n_vocab = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self._texts = Tokenizer(path).texts
         self._batch = llama_cpp.llama_batch_init(_CHUNK_ROWS, 0, 1)
 
     def close(self) -> None:
@@ -59,6 +63,7 @@ class WholeModelEngine:
         loop = asyncio.get_running_loop()
         slot = self._free_slots.pop()
         self.num_running += 1
+        grammar = self._grammar(request)
         try:
             sampler = Sampler(request.sampling, len(request.prompt))
             said = list(request.prompt)
@@ -69,8 +74,10 @@ class WholeModelEngine:
             for count in range(1, request.max_tokens + 1):
                 logits = await loop.run_in_executor(self._thread, self._decode, slot, position, fed)
                 position += len(fed)
-                token = sampler.sample(logits, position, said)
+                token = sampler.sample(logits, position, said, grammar)
                 said.append(token)
+                if grammar is not None:
+                    grammar.accept(token)
                 now_s = time.perf_counter()
                 first_s = first_s or now_s
                 stats = GenerationStats(
@@ -84,9 +91,17 @@ class WholeModelEngine:
                     return
                 fed = (token,)
         finally:
+            if grammar is not None:
+                grammar.close()
             self._free_slots.append(slot)
             self.num_running -= 1
             self.num_closed += 1
+
+    def _grammar(self, request: GenerationRequest) -> LlamaGrammar | None:
+        if request.grammar is None:
+            return None
+        texts = self._texts
+        return LlamaGrammar(self._vocab, request.grammar, texts.pieces, texts.end_tokens)
 
     @staticmethod
     def _logprobs(

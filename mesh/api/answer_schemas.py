@@ -36,12 +36,29 @@ class Usage(_Answer):
     completion_tokens_details: dict[str, int]
 
 
+class Function(_Answer):
+    """What is called, and how."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Answer):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
 class AssistantMessage(_Answer):
     """What the model said in a chat."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str = ""
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChoice(_Answer):
@@ -50,7 +67,7 @@ class ChatChoice(_Answer):
     index: int
     message: AssistantMessage
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class TextChoice(_Answer):
@@ -100,6 +117,51 @@ class ModelList(_Answer):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class ResponseAnswer(_Answer):
+    """`POST /v1/responses` without `stream`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    error: None
+    incomplete_details: dict[str, str] | None
+    usage: dict[str, Any]
+
+
+class Deleted(_Answer):
+    """Something is gone."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class Tokenized(_Answer):
+    """`POST /tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(_Answer):
+    """`POST /detokenize`."""
+
+    prompt: str
+
+
+class Versions(_Answer):
+    """`GET /version`."""
+
+    version: str
+    protocol_version: int
+    llama_cpp_python: str
 
 
 class Health(_Answer):

@@ -11,14 +11,31 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from mesh.api import chat, completions, health, hosts, links, models
+from mesh.api import (
+    chat,
+    completions,
+    elsewhere,
+    health,
+    hosts,
+    inspection,
+    links,
+    metrics,
+    models,
+    page,
+    tokens,
+    versions,
+)
 from mesh.api.auth import KeyGate
-from mesh.api.backend import Backend, HostOrders
+from mesh.api.backend import Backend, HostInspection, HostOrders
 from mesh.api.cors import Cors
 from mesh.api.document import DocumentedApp
 from mesh.api.errors import on_http_exception, on_mesh_error
+from mesh.api.page import PageFiles
 from mesh.api.request_log import RequestLog
+from mesh.api.responses import endpoint as responses
+from mesh.api.traced import Traced
 from mesh.chat_template import chat_template_of
+from mesh.metrics import ObservedEngine, RequestStatistics
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -29,6 +46,7 @@ if TYPE_CHECKING:
     from mesh.api.api_keys import ApiKeys
     from mesh.engine import Engine
     from mesh.tokenizer import Tokenizer
+    from mesh.tracing import RequestTracer
 
 DEFAULT_PING_INTERVAL_S: Final = 1.0
 
@@ -52,6 +70,8 @@ def create_app(
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None,
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None,
     departures: Callable[[], HostOrders | None] = lambda: None,
+    look_into_hosts: Callable[[], HostInspection | None] = lambda: None,
+    tracer: RequestTracer | None = None,
 ) -> FastAPI:
     """The API in front of an engine. Run it with `mesh.api.serve_api`.
 
@@ -75,6 +95,8 @@ def create_app(
         stage_counts: Goes into the stages of `/mesh/status`: what they themselves count.
         measure_links: Answers `/mesh/links`, given round trips and bytes; None where there are no hosts.
         departures: Gives what answers `/mesh/drain` and `/mesh/evict`; None as long as nothing can.
+        look_into_hosts: Gives what answers `/mesh/rehearse` and `/mesh/examine`; likewise.
+        tracer: Makes a span for each request to the model; None makes none.
     """
     app = DocumentedApp(
         title="spanmesh",
@@ -87,11 +109,14 @@ def create_app(
         middleware=[
             Middleware(RequestLog, random_bits=random_bits),
             Middleware(Cors, origins=cors_origins, has_keys=api_keys is not None),
+            Middleware(PageFiles, has_keys=api_keys is not None),
             Middleware(KeyGate, keys=api_keys, now_s=now_s, steady_s=steady_s),
+            Middleware(Traced, tracer=tracer, model=model_id),
         ],
     )
+    statistics = RequestStatistics()
     app.state.backend = Backend(
-        engine=engine,
+        engine=ObservedEngine(engine, statistics, steady_s),
         tokenizer=tokenizer,
         chat_template=chat_template_of(tokenizer, now=lambda: datetime.fromtimestamp(now_s()).astimezone()),
         model_id=model_id,
@@ -107,8 +132,11 @@ def create_app(
         stage_counts=stage_counts,
         measure_links=measure_links,
         departures=departures,
+        inspection=look_into_hosts,
+        statistics=statistics,
     )
     app.state.needs_key = api_keys is not None
-    for endpoints in (chat, completions, models, health, hosts, links):
+    chats = (chat, completions, responses, tokens, elsewhere)
+    for endpoints in (*chats, models, versions, health, hosts, links, inspection, metrics, page):
         app.include_router(endpoints.router)
     return app

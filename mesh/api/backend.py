@@ -6,7 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from mesh.api.responses.store import ResponseStore
 from mesh.api.unknown_fields import UnknownFields
+from mesh.metrics.request_statistics import RequestStatistics
 from spanmesh_proto.errors import ClusterError, ModelNotFound
 
 if TYPE_CHECKING:
@@ -32,6 +34,18 @@ class HostOrders(Protocol):
         """Cut a host off at once."""
 
 
+class HostInspection(Protocol):
+    """What looks into hosts; see `mesh.serve.inspection.Inspection`."""
+
+    async def rehearse(
+        self, wanted: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Have hosts time blank stages."""
+
+    async def examine(self) -> Sequence[Mapping[str, Any]]:
+        """Have every host look at itself."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One served model.
@@ -54,8 +68,11 @@ class Backend:
         stage_counts: What the stages themselves count, in order; none where there are none.
         measure_links: Measures the links between hosts, given round trips and bytes; None without hosts.
         departures: Gives what sends hosts away; None while, or where, there are none.
+        inspection: Gives what looks into hosts; likewise.
+        statistics: Of requests, for `/metrics`.
         closing: Set when the server shuts down; open answers end at once.
         unknown_fields: Which field names were logged.
+        responses: Those that are kept for later requests.
     """
 
     engine: Engine
@@ -74,8 +91,11 @@ class Backend:
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None
     departures: Callable[[], HostOrders | None] = lambda: None
+    inspection: Callable[[], HostInspection | None] = lambda: None
+    statistics: RequestStatistics = field(default_factory=RequestStatistics)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
     def require_ready(self) -> None:
         """Check that requests can be answered.

@@ -60,7 +60,7 @@ async def read_body(
     try:
         body = kind.model_validate(fields)
     except ValidationError as error:
-        raise _as_invalid_request(error) from None
+        raise as_invalid_request(error) from None
     extra = body.model_extra or {}
     unsupported.refuse_unsupported(extra)
     unknown.note(name for name in extra if name not in unsupported.NAMES)
@@ -100,10 +100,16 @@ def _parse(data: bytes) -> dict[str, Any]:
     return fields
 
 
-def _as_invalid_request(error: ValidationError) -> InvalidRequest:
+def as_invalid_request(error: ValidationError, within: str = "") -> InvalidRequest:
+    """What was wrong first, naming the field.
+
+    Args:
+        error: Of a body, or of part of one.
+        within: Where in the body that part is.
+    """
     # The input itself stays out of the message: it may be part of a prompt.
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = ""
+    param = within
     for step in first["loc"]:
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else str(step)
     message = first["msg"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
@@ -14,13 +15,15 @@ from mesh.api.answer_schemas import ChatCompletion
 from mesh.api.auth import key_name_of
 from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
+from mesh.api.call_ids import CallIds
+from mesh.api.conversation import Conversation, ending_of, thinking_variables, write_down
 from mesh.api.document import answers, takes
-from mesh.api.hopeless_length import refuse_hopeless_length
-from mesh.api.job import make_job
+from mesh.api.job import make_job, several
 from mesh.api.logprobs import chat_logprobs
 from mesh.api.respond import respond
-from mesh.api.schemas import ChatBody
-from mesh.chat_template import encode_prompt
+from mesh.api.schemas import ChatBody, ConversationBody
+from mesh.api.tool_use import tool_use_of
+from mesh.said import CallArguments, CallBegun, Content, Reasoning, calls_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +31,9 @@ if TYPE_CHECKING:
     from mesh.api.answer import FinishReason
     from mesh.api.answer_tokens import AnswerToken
     from mesh.api.job import Job
-    from mesh.tokenizer import Tokenizer
+    from mesh.said import Said
+
+_CALL: Final = ("name", "arguments")
 
 router = APIRouter()
 
@@ -48,22 +53,40 @@ async def chat_completions(request: Request) -> Response:
     backend.require_ready()
     backend.require_model(body.model)
     # A long conversation takes a while, during which other answers must go on.
-    job = await asyncio.to_thread(_job, backend, body, key_name_of(request.scope))
-    return await respond(request, backend, body, ChatShape(backend.tokenizer), [job])
+    jobs = await asyncio.to_thread(_jobs, backend, body, key_name_of(request.scope))
+    return await respond(request, backend, body, ChatShape(backend), jobs)
 
 
-def _job(backend: Backend, body: ChatBody, key_name: str | None) -> Job:
+def _jobs(backend: Backend, body: ChatBody, key_name: str | None) -> list[Job]:
+    conversation = conversation_of(body)
+    splits_reasoning = body.reasoning_format != "none"
+    prompt = write_down(backend, replace(conversation, splits_reasoning=splits_reasoning))
+    job = make_job(backend, body, prompt.tokens, prompt_param="messages", client=key_name, chat=prompt)
+    return several([job], body.num_choices)
+
+
+def conversation_of(body: ConversationBody) -> Conversation:
+    """What a request for a chat says, checked for contradictions.
+
+    Raises:
+        InvalidRequest: If fields contradict each other.
+    """
     messages = [message.for_template() for message in body.messages]
-    rendered = backend.chat_template.render(messages, body.chat_template_kwargs)
-    refuse_hopeless_length(
-        backend.tokenizer,
-        len(rendered),
-        backend.engine.context_length,
-        param="messages",
-        what="the prompt",
+    return Conversation(
+        messages=messages,
+        tools=tool_use_of(
+            [tool.function for tool in body.tools or ()],
+            body.tool_choice,
+            is_parallel=body.parallel_tool_calls,
+            name_param="tools[{}].function.name",
+        ),
+        variables={**thinking_variables(body.reasoning_effort), **(body.chat_template_kwargs or {})},
+        ending=ending_of(
+            messages,
+            adds_generation_prompt=body.add_generation_prompt,
+            continues_final_message=body.continue_final_message,
+        ),
     )
-    prompt = encode_prompt(backend.tokenizer, rendered)
-    return make_job(backend, body, prompt, prompt_param="messages", client=key_name)
 
 
 class ChatShape:
@@ -74,27 +97,53 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
     has_prompt_ids_in_choices = False
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, backend: Backend) -> None:
+        self._tokenizer = backend.tokenizer
+        self._new_call_id = CallIds(backend.random_bits, backend.chat_template.call_format)
 
     def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         """What is known of some tokens."""
         return chat_logprobs(tokens, self._tokenizer)
 
     def choice(
-        self, index: int, text: str, finish: FinishReason, logprobs: dict[str, Any] | None
+        self, index: int, said: Sequence[Said], finish: FinishReason, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
         """A whole message."""
-        message = {"role": "assistant", "content": text, "refusal": None}
+        content = "".join(piece.text for piece in said if isinstance(piece, Content))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning := "".join(piece.text for piece in said if isinstance(piece, Reasoning)):
+            message["reasoning_content"] = reasoning
+        if calls := calls_of(said):
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {
+                    "id": self._new_call_id(),
+                    "type": "function",
+                    "function": dict(zip(_CALL, call, strict=True)),
+                }
+                for call in calls
+            ]
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def opening(self, index: int) -> str:
         """The role goes first."""
         return self._chunk(index, '{"role":"assistant","content":""}')
 
-    def delta(self, index: int, text_json: str, logprobs_json: str) -> str:
-        """More content."""
-        return self._chunk(index, f'{{"content":{text_json}}}', logprobs=logprobs_json)
+    def delta(self, index: int, piece: Said, logprobs_json: str) -> str:
+        """More of the message."""
+        match piece:
+            case Content():
+                delta = f'{{"content":{_json(piece.text)}}}'
+            case Reasoning():
+                delta = f'{{"reasoning_content":{_json(piece.text)}}}'
+            case CallBegun():
+                function = f'{{"name":{_json(piece.name)},"arguments":""}}'
+                head = f'"index":{piece.index},"id":"{self._new_call_id()}","type":"function"'
+                delta = f'{{"tool_calls":[{{{head},"function":{function}}}]}}'
+            case CallArguments():
+                function = f'{{"arguments":{_json(piece.text)}}}'
+                delta = f'{{"tool_calls":[{{"index":{piece.index},"function":{function}}}]}}'
+        return self._chunk(index, delta, logprobs=logprobs_json)
 
     def closing(self, index: int, finish: FinishReason) -> str:
         """Nothing more."""
@@ -102,3 +151,7 @@ class ChatShape:
 
     def _chunk(self, index: int, delta: str, *, logprobs: str = "null", finish: str = "null") -> str:
         return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish}}}'
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -16,18 +16,19 @@ from mesh.api.backend import Backend, backend_of
 from mesh.api.body import read_body
 from mesh.api.document import answers, takes
 from mesh.api.hopeless_length import refuse_hopeless_length
-from mesh.api.job import Job, make_job
+from mesh.api.job import Job, make_job, several
 from mesh.api.logprobs import completion_logprobs
 from mesh.api.respond import respond
 from mesh.api.schemas import CompletionBody, Prompt
-from mesh.text import AnswerText
-from spanmesh_proto.errors import InvalidRequest
+from mesh.api.tokens import require_ids, text_of
+from mesh.said import Content
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.answer import FinishReason
     from mesh.api.answer_tokens import AnswerToken
+    from mesh.said import Said
     from mesh.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -52,6 +53,7 @@ async def completions(request: Request) -> Response:
     backend.require_model(body.model)
     key_name = key_name_of(request.scope)
     jobs = [await asyncio.to_thread(_job, backend, body, prompt, key_name) for prompt in body.prompt]
+    jobs = several(jobs, body.num_choices)
     return await respond(request, backend, body, CompletionShape(backend.tokenizer), jobs)
 
 
@@ -65,13 +67,8 @@ def _job(backend: Backend, body: CompletionBody, prompt: Prompt, key_name: str |
         echo = prompt
     else:
         tokens = list(prompt)
-        wrong = next((token for token in tokens if not 0 <= token < tokenizer.n_vocab), None)
-        if wrong is not None:
-            raise InvalidRequest(
-                f"prompt holds the token id {wrong}: this model's ids go from 0 to {tokenizer.n_vocab - 1}",
-                param="prompt",
-            )
-        echo = _text(backend, tokens) if body.echo else ""
+        require_ids(backend, tokens, param="prompt")
+        echo = text_of(backend, tokens) if body.echo else ""
     return make_job(
         backend,
         body,
@@ -81,11 +78,6 @@ def _job(backend: Backend, body: CompletionBody, prompt: Prompt, key_name: str |
         default_max_tokens=DEFAULT_MAX_TOKENS,
         echo=echo if body.echo else "",
     )
-
-
-def _text(backend: Backend, tokens: list[int]) -> str:
-    text = AnswerText(backend.tokenizer.piece)
-    return "".join(text.push(token) for token in tokens) + text.flush()
 
 
 class CompletionShape:
@@ -104,18 +96,20 @@ class CompletionShape:
         return completion_logprobs(tokens, self._tokenizer)
 
     def choice(
-        self, index: int, text: str, finish: FinishReason, logprobs: dict[str, Any] | None
+        self, index: int, said: Sequence[Said], finish: FinishReason, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
         """A whole text."""
+        text = "".join(piece.text for piece in said if isinstance(piece, Content))
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def opening(self, _index: int) -> str:
         """Nothing: text begins at once."""
         return ""
 
-    def delta(self, index: int, text_json: str, logprobs_json: str) -> str:
+    def delta(self, index: int, piece: Said, logprobs_json: str) -> str:
         """More text."""
-        return self._chunk(index, text_json, logprobs=logprobs_json)
+        text = piece.text if isinstance(piece, Content) else ""
+        return self._chunk(index, json.dumps(text, ensure_ascii=False), logprobs=logprobs_json)
 
     def closing(self, index: int, finish: FinishReason) -> str:
         """Nothing more."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.middleware.cors import CORSMiddleware
 
 from mesh.api.errors import error_response
+from mesh.api.own_page import is_own_origin
 from spanmesh_proto.errors import MeshError, Unauthorized
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Cors:
 
     For any other page a preflight is a request like any other, without a key or of the wrong method, and no
     header lets the page read what comes back. Browsers send some requests of such pages without asking; where
-    no key is needed, those that could change something are refused.
+    no key is needed, those that could change something are refused, unless the page is this server's own.
 
     Args:
         app: What lies behind it.
@@ -86,7 +87,13 @@ class Cors:
         is_open = any(origin in self._origins or ANY in self._origins for origin in origins)
         if is_open:
             await self._open(scope, receive, send)
-        elif origins and not self._has_keys and scope["method"] not in _HARMLESS:
+        elif origins and not self._may_change_things(scope, origins):
             await error_response(_STRANGE_PAGE)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    def _may_change_things(self, scope: Scope, origins: Sequence[str]) -> bool:
+        if self._has_keys or scope["method"] in _HARMLESS:
+            return True
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        return len(origins) == len(hosts) == 1 and is_own_origin(origins[0], hosts[0])

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.api.json_response import json_bytes
 from mesh.api.token_ids import ANSWER_FIELD, PROMPT_FIELD, ids_member
+from mesh.said import Content
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.answer import FinishReason
     from mesh.api.answer_tokens import AnswerToken
+    from mesh.said import Said
+
+_NOTHING: Final = Content("")
 
 
 class Shape(Protocol):
@@ -36,7 +40,7 @@ class Shape(Protocol):
         """Whether a prompt's token ids are a field of its choice, not of the answer."""
 
     def choice(
-        self, index: int, text: str, finish: FinishReason, logprobs: dict[str, Any] | None
+        self, index: int, said: Sequence[Said], finish: FinishReason, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
         """A whole answer's choice."""
 
@@ -46,8 +50,8 @@ class Shape(Protocol):
     def opening(self, index: int) -> str:
         """The JSON of a stream's first choice, or nothing."""
 
-    def delta(self, index: int, text_json: str, logprobs_json: str) -> str:
-        """The JSON of a choice that adds text, given as JSON. Runs for every token."""
+    def delta(self, index: int, piece: Said, logprobs_json: str) -> str:
+        """The JSON of a choice that adds a piece. Runs for every token."""
 
     def closing(self, index: int, finish: FinishReason) -> str:
         """The JSON of a choice's last chunk."""
@@ -97,27 +101,35 @@ class Envelope:
         prompt = ids_member(PROMPT_FIELD, prompt_ids)
         if not self.shape.has_prompt_ids_in_choices:
             return self._event(choice, more=prompt)
-        choice = choice or self.shape.delta(index, '""', "null")
+        choice = choice or self.shape.delta(index, _NOTHING, "null")
         return self._event(choice, ids_member(ANSWER_FIELD, ()) + prompt)
 
-    def text_event(
+    def said_events(
         self,
         index: int,
-        text: str,
+        said: Sequence[Said],
         tokens: Sequence[AnswerToken] | None = None,
         token_ids: Sequence[int] | None = None,
     ) -> bytes:
-        """The event that adds text to a choice: a few string joins, since it runs for every token.
+        """The events that add pieces to a choice: a few string joins, since it runs for every token.
 
         Args:
             index: Of the choice.
-            text: What to add.
+            said: What to add; even nothing makes an event.
             tokens: The text's, if their logprobs are wanted.
             token_ids: What was committed meanwhile, if it is wanted.
         """
-        logprobs = "null" if tokens is None else json.dumps(self.shape.logprobs(tokens), ensure_ascii=False)
-        choice = self.shape.delta(index, json.dumps(text, ensure_ascii=False), logprobs)
-        return self._event(choice, ids_member(ANSWER_FIELD, token_ids))
+        events = b""
+        for piece in said or (_NOTHING,):
+            logprobs = (
+                "null" if tokens is None else json.dumps(self.shape.logprobs(tokens), ensure_ascii=False)
+            )
+            choice = self.shape.delta(index, piece, logprobs)
+            events += self._event(choice, ids_member(ANSWER_FIELD, token_ids))
+            # All that belongs to the step goes with its first piece.
+            tokens = None
+            token_ids = None if token_ids is None else ()
+        return events
 
     def closing_event(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
@@ -10,6 +12,9 @@ from mesh.api.answer_schemas import Anything, Health
 from mesh.api.backend import backend_of
 from mesh.api.document import answers
 from mesh.api.json_response import json_response
+
+if TYPE_CHECKING:
+    from mesh.api.backend import Backend
 
 router = APIRouter()
 
@@ -24,9 +29,18 @@ async def health(request: Request) -> Response:
 @router.get("/mesh/status", response_model=None, responses=answers(Anything))
 async def mesh_status(request: Request) -> Response:
     """Hosts, stages and counts, as `mesh status` shows them."""
-    backend = backend_of(request)
+    return json_response(await whole_status(backend_of(request)))
+
+
+async def whole_status(backend: Backend) -> dict[str, Any]:
+    """The status, with what the stages themselves count where they answer, and tokens since the start."""
     counts = [] if backend.stage_counts is None else await backend.stage_counts()
     status = dict(backend.status())
-    if counts:
+    # A repair may have come between the two questions.
+    if counts and len(counts) == len(status.get("stages", ())):
         status["stages"] = [{**stage, **own} for stage, own in zip(status["stages"], counts, strict=True)]
-    return json_response(status)
+    status["tokens"] = {
+        "prompt": backend.statistics.num_prompt_tokens,
+        "generated": backend.statistics.num_generated_tokens,
+    }
+    return status

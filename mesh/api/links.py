@@ -19,6 +19,7 @@ router = APIRouter()
 MAX_PROBES: Final = 1000
 MAX_BULK_BYTES: Final = 256 * 2**20
 _PROBES: Final = 20
+_MAX_DIGITS: Final = 18
 
 
 def _parameter(name: str, least: int, most: int) -> dict[str, Any]:
@@ -45,6 +46,8 @@ async def measure_links(request: Request) -> Response:
 
 def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
     text = request.query_params.get(name, str(default))
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise InvalidRequest(f"{name} is {text!r}; it must be a number from {least} to {most}", param=name)
+    if not (text.isdecimal() and len(text) <= _MAX_DIGITS and least <= int(text) <= most):
+        raise InvalidRequest(
+            f"{name} is {text[:_MAX_DIGITS]!r}; it must be a number from {least} to {most}", param=name
+        )
     return int(text)

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mesh.api.allowance import visit_of
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
+
+    from starlette.types import Scope
 
     from mesh.api.allowance import Visit
+    from mesh.api.backend import Backend
+    from mesh.api.job import Job
     from mesh.engine import Committed, Engine, GenerationRequest
+
+
+def metered(scope: Scope, backend: Backend, jobs: Sequence[Job]) -> Backend:
+    """The backend with an engine that counts for the API key of a request, if it came with one.
+
+    Raises:
+        RateLimited: If the key has too few tokens left for what the jobs may come to.
+    """
+    visit = visit_of(scope)
+    if visit is None:
+        return backend
+    visit.reserve(sum(len(job.request.prompt) + job.request.max_tokens for job in jobs))
+    return replace(backend, engine=MeteredEngine(backend.engine, visit))
 
 
 class MeteredEngine:

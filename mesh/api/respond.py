@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 from starlette.responses import Response
 
-from mesh.api.allowance import visit_of
-from mesh.api.answer import AnswerPart, answer_parts
 from mesh.api.envelope import Envelope, Shape
 from mesh.api.hang_up import ClientGoneError, unless_hung_up
 from mesh.api.json_response import json_response
-from mesh.api.metered_engine import MeteredEngine
+from mesh.api.metered_engine import metered
 from mesh.api.request_log import CLIENT_GONE_STATUS
+from mesh.api.siblings import Siblings
 from mesh.api.streaming import EventStream
 from mesh.api.token_ids import ANSWER_FIELD, PROMPT_FIELD
 from mesh.api.usage import timings, usage
+from mesh.said import Content, joined
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from starlette.requests import Request
 
+    from mesh.api.answer import AnswerPart
     from mesh.api.backend import Backend
     from mesh.api.job import Job
     from mesh.api.schemas import GenerationBody
@@ -54,10 +54,7 @@ async def respond(
         RateLimited: If the caller's API key has too few tokens left for now.
         MeshError: Whatever the engine raises before the response begins.
     """
-    visit = visit_of(request.scope)
-    if visit is not None:
-        visit.reserve(sum(len(job.request.prompt) + job.request.max_tokens for job in jobs))
-        backend = replace(backend, engine=MeteredEngine(backend.engine, visit))
+    backend = metered(request.scope, backend, jobs)
     envelope = Envelope(
         shape=shape,
         answer_id=f"{shape.id_prefix}{backend.random_bits(_ID_BITS):032x}",
@@ -71,7 +68,8 @@ async def respond(
         return EventStream(
             stream.produce, backend.closing, backend.ping_interval_s, is_whole=backend.is_whole
         )
-    work = _run_all([_whole_answer(backend, job) for job in jobs])
+    siblings = Siblings(backend, jobs)
+    work = _run_all([_whole_answer(siblings, index) for index in range(len(jobs))])
     try:
         answers = await unless_hung_up(work, request.receive, backend.closing)
     except ClientGoneError:
@@ -81,10 +79,10 @@ async def respond(
     choices = []
     for index, (job, (parts, last)) in enumerate(zip(jobs, answers, strict=True)):
         assert last.finish is not None  # noqa: S101 - the last part has one
-        text = "".join(part.text for part in parts)
+        said = joined([Content(job.echo), *(piece for part in parts for piece in part.said)])
         tokens = [token for part in parts for token in part.tokens]
         logprobs = shape.logprobs(tokens) if job.wants_logprobs else None
-        choice = shape.choice(index, job.echo + text, last.finish, logprobs)
+        choice = shape.choice(index, said, last.finish, logprobs)
         choices.append(choice)
         if job.wants_token_ids:
             choice[ANSWER_FIELD] = [token for part in parts for token in part.token_ids]
@@ -96,8 +94,8 @@ async def respond(
     return json_response(envelope.whole(choices, **more))
 
 
-async def _whole_answer(backend: Backend, job: Job) -> tuple[list[AnswerPart], AnswerPart]:
-    async with aclosing(answer_parts(backend.engine, backend.tokenizer.piece, job)) as coming:
+async def _whole_answer(siblings: Siblings, index: int) -> tuple[list[AnswerPart], AnswerPart]:
+    async with aclosing(siblings.parts(index)) as coming:
         parts = [part async for part in coming]
     return parts, parts[-1]
 
@@ -111,7 +109,7 @@ class _Stream:
     def __init__(
         self, backend: Backend, envelope: Envelope, jobs: Sequence[Job], *, includes_usage: bool
     ) -> None:
-        self._backend = backend
+        self._siblings = Siblings(backend, jobs)
         self._envelope = envelope
         self._jobs = jobs
         self._includes_usage = includes_usage
@@ -128,15 +126,14 @@ class _Stream:
         wants_ids = job.wants_token_ids
         opening = envelope.opening_event(index, job.request.prompt if wants_ids else None)
         if job.echo:
-            opening += envelope.text_event(index, job.echo, token_ids=() if wants_ids else None)
-        engine, piece = self._backend.engine, self._backend.tokenizer.piece
-        async with aclosing(answer_parts(engine, piece, job)) as parts:
+            opening += envelope.said_events(index, [Content(job.echo)], token_ids=() if wants_ids else None)
+        async with aclosing(self._siblings.parts(index)) as parts:
             async for part in parts:
                 events = opening
                 ids = part.token_ids if wants_ids else None
-                if part.text or part.tokens or ids:
+                if part.said or part.tokens or ids:
                     tokens = part.tokens if job.wants_logprobs else None
-                    events += envelope.text_event(index, part.text, tokens, ids)
+                    events += envelope.said_events(index, part.said, tokens, ids)
                 opening = b""
                 if part.finish is not None:
                     alone = len(self._jobs) == 1 and not self._includes_usage

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from mesh.api.schemas import GenerationBody
 
-_SEED_BITS: Final = 64
+SEED_BITS: Final = 64
 # What a client of llama-server means by `repeat_penalty` alone.
 _LLAMA_LAST_N: Final = 64
 _ALL: Final = 0
@@ -34,14 +34,14 @@ def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int],
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
     is_greedy = temperature == 0 or top_p == 0
-    seed = random_bits(_SEED_BITS) if body.seed is None else body.seed
+    seed = random_bits(SEED_BITS) if body.seed is None else body.seed
     penalty, window = _repetition(body)
     sampling = Sampling(
         temperature=0.0 if is_greedy else temperature,
         top_k=0 if is_greedy else min(max(body.top_k or 0, 0), 2**31 - 1),
         top_p=1.0 if is_greedy else top_p,
         min_p=0.0 if is_greedy else body.min_p or 0.0,
-        seed=0 if is_greedy else seed % 2**_SEED_BITS,
+        seed=0 if is_greedy else seed % 2**SEED_BITS,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         repetition_penalty=penalty,

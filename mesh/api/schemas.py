@@ -1,7 +1,7 @@
 """The request bodies: which fields, of which types, in which ranges.
 
-Types are strict: a number in quotes is an error, as at OpenAI. Fields that are not named here land in
-`model_extra`, for `mesh.api.unsupported` and `mesh.api.unknown_fields` to look at.
+Fields that are not named here land in `model_extra`, for `mesh.api.unsupported` and `mesh.api.unknown_fields`
+to look at.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pydantic_core import PydanticCustomError
 from mesh.api import unsupported
 from mesh.api.logit_bias import parse_logit_bias
 from mesh.api.ranges import between
+from mesh.api.strict_body import StrictBody
+from mesh.api.tool_schemas import MAX_TOOLS, ToolBody, ToolCallBody, ToolChoiceInput, parse_tool_choice
 from mesh.engine import SpeculationLimits, SpeculationMode
 from spanmesh_proto.errors import InvalidRequest
 from stages.logprobs import MAX_TOP_LOGPROBS
@@ -31,6 +33,7 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 512
 MAX_PROMPTS: Final = 64
 MAX_MESSAGES: Final = 4096
+MAX_CHOICES: Final = 16
 
 Prompt = str | tuple[int, ...]
 
@@ -51,6 +54,9 @@ RepetitionPenalty = Annotated[
     _in_document(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
 ]
 NumTopLogprobs = Annotated[int | None, between(0, MAX_TOP_LOGPROBS), _in_document(0, MAX_TOP_LOGPROBS)]
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def parse_stop(value: Any) -> tuple[str, ...]:
@@ -78,6 +84,13 @@ def parse_content(value: Any, message: ValidationInfo) -> str:
     if not isinstance(value, list):
         raise PydanticCustomError("content", "must be a string or a list of text parts")
     return "\n".join(_part_text(part, index) for index, part in enumerate(value))
+
+
+def parse_schema(value: Any) -> Any:
+    """A JSON Schema as it came; what is in it, others look at."""
+    if value is not None and not isinstance(value, dict | bool):
+        raise PydanticCustomError("schema", "must be a JSON Schema: an object, true or false")
+    return value
 
 
 def parse_prediction(value: Any) -> str:
@@ -144,11 +157,7 @@ def none_if_false(value: Any) -> Any:
     return None if value is False else value
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     """What a stream carries beside text."""
 
     include_usage: bool | None = None
@@ -168,7 +177,7 @@ class SpeculationBody(BaseModel):
         return SpeculationLimits(self.mode, self.max_width, self.depth)
 
 
-class TextPart(_Body):
+class TextPart(StrictBody):
     """A piece of a message; for the API's document."""
 
     type: Literal["text"]
@@ -192,14 +201,30 @@ _SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
 _PromptInput = str | _Ids | Annotated[list[str], _SeveralPrompts] | Annotated[list[_Ids], _SeveralPrompts]
 
 
-class PredictionBody(_Body):
+class PredictionBody(StrictBody):
     """What the client expects the answer to be, all of it (OpenAI's predicted outputs)."""
 
     type: Literal["content"]
     content: Annotated[str, PlainValidator(parse_prediction, json_schema_input_type=str | list[TextPart])]
 
 
-class GenerationBody(_Body):
+class JsonSchemaBody(StrictBody):
+    """A named schema; OpenAI's `strict` makes no difference, as answers always keep to it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[Any, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormatBody(StrictBody):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaBody | None = None
+
+
+class GenerationBody(StrictBody):
     """What both endpoints take."""
 
     model_config = ConfigDict(json_schema_extra=unsupported.describe)
@@ -228,7 +253,18 @@ class GenerationBody(_Body):
     cache_prompt: bool | None = None
     speculation: SpeculationBody | None = None
     prediction: PredictionBody | None = None
+    response_format: ResponseFormatBody | None = None
+    json_schema: Annotated[
+        Any, PlainValidator(parse_schema, json_schema_input_type=dict[str, Any] | bool | None)
+    ] = None
+    grammar: str | None = None
     return_token_ids: bool | None = None
+    n: Annotated[int | None, between(1, MAX_CHOICES), _in_document(1, MAX_CHOICES)] = None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
 
     @property
     def includes_usage(self) -> bool:
@@ -251,7 +287,7 @@ class GenerationBody(_Body):
         return None
 
 
-class Message(_Body):
+class Message(StrictBody):
     """One turn of a conversation. Fields beyond these go to the template as they are."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -260,15 +296,28 @@ class Message(_Body):
         PlainValidator(parse_content, json_schema_input_type=str | list[TextPart] | None),
         Field(validate_default=True),
     ] = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates know it: `developer` is OpenAI's newer word for `system`."""
         role = "system" if self.role == "developer" else self.role
-        return {**(self.model_extra or {}), "role": role, "content": self.content}
+        found = {**(self.model_extra or {}), "role": role, "content": self.content}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id or "", "type": "function", "function": call.function.for_template()}
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content is not None:
+            found["reasoning_content"] = self.reasoning_content
+        return found
 
 
-class ChatBody(GenerationBody):
-    """`POST /v1/chat/completions`."""
+class ConversationBody(StrictBody):
+    """What makes the prompt of a chat."""
 
     # The first one that is wrong is enough: thousands of them would take seconds to tell.
     messages: Annotated[
@@ -277,8 +326,23 @@ class ChatBody(GenerationBody):
         Field(min_length=1, json_schema_extra={"maxItems": MAX_MESSAGES}),
         BeforeValidator(refuse_too_many_messages),
     ]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        str | tuple[str] | None,
+        PlainValidator(parse_tool_choice, json_schema_input_type=ToolChoiceInput),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+
+
+class ChatBody(GenerationBody, ConversationBody):
+    """`POST /v1/chat/completions`."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
     logprobs: bool | None = None
     top_logprobs: NumTopLogprobs = None
 

@@ -30,6 +30,10 @@ GRACE_S: Final = 0.05
 _LONGEST_GRACE_S: Final = 3.0
 
 
+def _error_event(error: BaseException) -> bytes:
+    return b"data: " + json_bytes(error_body(error)) + b"\n\n"
+
+
 class EventStream(Response):
     """Runs a producer and sends what it emits; pings while it is silent; stops it when the client leaves.
 
@@ -38,6 +42,8 @@ class EventStream(Response):
         closing: Set when the server shuts down.
         ping_interval_s: A stream that has been silent this long sends a comment.
         is_whole: Whether the engine answers, or refuses, at once.
+        done: What ends a stream that went well.
+        told_of: The events that end one that did not.
     """
 
     media_type = "text/event-stream"
@@ -47,7 +53,10 @@ class EventStream(Response):
         produce: Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[None]],
         closing: asyncio.Event,
         ping_interval_s: float,
+        *,
         is_whole: Callable[[], bool] = lambda: True,
+        done: bytes = DONE,
+        told_of: Callable[[BaseException], bytes] = _error_event,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -58,6 +67,8 @@ class EventStream(Response):
         self._closing = closing
         self._ping_interval_s = ping_interval_s
         self._is_whole = is_whole
+        self._done = done
+        self._told_of = told_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. A failure before its first byte becomes an ordinary error response."""
@@ -75,9 +86,10 @@ class EventStream(Response):
             if not sink.started:
                 await error_response(error)(scope, receive, send)
                 return
-            await sink.write(b"data: " + json_bytes(error_body(error)) + b"\n\n")
+            await sink.write(self._told_of(error))
         else:
-            await sink.write(DONE)
+            if self._done:
+                await sink.write(self._done)
         await sink.end()
 
     async def _run(self, sink: _Sink) -> None:

@@ -11,27 +11,25 @@ if TYPE_CHECKING:
 
 # Each with the values that ask for nothing; null always does.
 _HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
-    "n": (1,),
     "best_of": (1,),
+    # Chats have these two.
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
     "suffix": ("",),
     "modalities": (["text"],),
     "audio": (),
     "min_tokens": (0,),
     "stop_token_ids": ([],),
-    "grammar": ("",),
-    "json_schema": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
 }
+_INSTEAD: Final = {"functions": "send tools", "function_call": "send tool_choice"}
 
 NAMES: Final = frozenset(_HARMLESS)
 
@@ -50,7 +48,7 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
     """
     for name, value in fields.items():
         if name in _HARMLESS and value is not None and not _is_one_of(value, _HARMLESS[name]):
-            raise InvalidRequest(f"{name} is not supported yet: leave it out", param=name)
+            raise InvalidRequest(f"{name} is not supported: {_INSTEAD.get(name, 'leave it out')}", param=name)
 
 
 def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,18 +13,20 @@ if TYPE_CHECKING:
 
 
 def usage(jobs: Sequence[Job], last_parts: Sequence[AnswerPart]) -> dict[str, Any]:
-    """Token counts, summed over the answers of one request."""
-    prompt_tokens = sum(len(job.request.prompt) for job in jobs)
+    """Token counts, summed over the answers of one request. A prompt with several answers counts once."""
+    first = [not job.is_further for job in jobs]
+    prompt_tokens = sum(len(job.request.prompt) for job in compress(jobs, first))
     completion_tokens = sum(part.num_tokens for part in last_parts)
     accepted = sum(part.stats.num_accepted for part in last_parts)
     proposed = sum(part.stats.num_proposed for part in last_parts)
-    cached = sum(part.stats.num_cached for part in last_parts)
+    cached = sum(part.stats.num_cached for part in compress(last_parts, first))
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
+            "reasoning_tokens": sum(part.num_reasoning for part in last_parts),
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": proposed - accepted,
         },
@@ -34,7 +37,7 @@ def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
     """Times of one answer. The first token belongs to the prompt's time, so rates leave it out."""
     stats = last.stats
     num_prompt, num_decoded = len(job.request.prompt) - stats.num_cached, max(last.num_tokens - 1, 0)
-    times = {
+    times: dict[str, Any] = {
         "cache_n": stats.num_cached,
         "prompt_n": num_prompt,
         "prompt_ms": round(stats.prefill_ms, 3),
@@ -47,6 +50,8 @@ def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
         "draft_n": stats.num_proposed,
         "draft_n_accepted": stats.num_accepted,
     }
+    if stats.ring is not None:
+        times |= stats.ring().as_dict()
     return times if stats.report is None else times | {"speculation": stats.report().as_dict()}
 
 

@@ -23,8 +23,8 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_PACKAGE: Final = "llama-cpp-python"
-_LLAMA_CPP: Final = Path("vendor/llama.cpp")
+PACKAGE: Final = "llama-cpp-python"
+LLAMA_CPP: Final = Path("vendor/llama.cpp")
 _TARGETS: Final = ("llama-server", "ggml-rpc-server")
 
 _MEND: Final = f"-include '{Path(stages.__file__).parent / 'amx_tile_config.h'}'"
@@ -70,8 +70,8 @@ def build_llama_rpc(cache: Path | None = None) -> LlamaRpc:
     Raises:
         MeshError: If a tool is missing or fails; the message names the log.
     """
-    package_version = version(_PACKAGE)
-    home = (cache or _default_cache()) / f"llama-rpc-{package_version}"
+    package_version = version(PACKAGE)
+    home = _home(cache)
     source, build, log = home / "source", home / "build", home / "build.log"
     programs = LlamaRpc(build / "bin" / _TARGETS[0], build / "bin" / _TARGETS[1], package_version)
     if programs.server.exists() and programs.rpc_server.exists():
@@ -81,22 +81,34 @@ def build_llama_rpc(cache: Path | None = None) -> LlamaRpc:
         raise MeshError("cmake is missing, and llama.cpp's servers are built with it: pip install cmake")
     home.mkdir(parents=True, exist_ok=True)
     if not source.exists():
-        _unpack_source(package_version, source, log)
-    _do([cmake, "-S", str(source / _LLAMA_CPP), "-B", str(build), *_OPTIONS], log)
+        unpack_source(package_version, source, log)
+    do([cmake, "-S", str(source / LLAMA_CPP), "-B", str(build), *_OPTIONS], log)
     jobs = str(len(os.sched_getaffinity(0)))
-    _do([cmake, "--build", str(build), "--parallel", jobs, "--target", *_TARGETS], log)
+    do([cmake, "--build", str(build), "--parallel", jobs, "--target", *_TARGETS], log)
     return programs
 
 
-def _default_cache() -> Path:
+def unpacked_source(cache: Path | None = None) -> Path | None:
+    """Where llama.cpp's source lies, of the installed version; None if it was never unpacked there."""
+    folder = _home(cache) / "source" / LLAMA_CPP
+    return folder if folder.is_dir() else None
+
+
+def _home(cache: Path | None) -> Path:
+    return (cache or default_cache()) / f"llama-rpc-{version(PACKAGE)}"
+
+
+def default_cache() -> Path:
+    """The user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spanmesh"
 
 
-def _unpack_source(package_version: str, source: Path, log: Path) -> None:
+def unpack_source(package_version: str, source: Path, log: Path) -> None:
+    """Download llama-cpp-python's source package and unpack it, llama.cpp in it, at `source`."""
     with tempfile.TemporaryDirectory(dir=source.parent) as scratch:
-        requirement = f"{_PACKAGE}=={package_version}"
-        only_source = ["--no-deps", "--no-binary", _PACKAGE, "--dest", scratch, requirement]
-        _do([sys.executable, "-m", "pip", "download", *only_source], log)
+        requirement = f"{PACKAGE}=={package_version}"
+        only_source = ["--no-deps", "--no-binary", PACKAGE, "--dest", scratch, requirement]
+        do([sys.executable, "-m", "pip", "download", *only_source], log)
         (archive,) = Path(scratch).glob("*.tar.gz")
         with tarfile.open(archive) as packed:
             packed.extractall(scratch, filter="data")
@@ -104,7 +116,12 @@ def _unpack_source(package_version: str, source: Path, log: Path) -> None:
         unpacked.rename(source)  # last, so that an interrupted download leaves no half of it
 
 
-def _do(argv: Sequence[str], log: Path) -> None:
+def do(argv: Sequence[str], log: Path) -> None:
+    """Run a tool, its output into a log.
+
+    Raises:
+        MeshError: If it fails; the message names the log.
+    """
     with log.open("ab") as out:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False)
     if done.returncode != 0:

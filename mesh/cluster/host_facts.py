@@ -8,15 +8,21 @@ import platform
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from mesh.cluster.gpus import find_gpus
+from mesh.gpu_layers import check_gpu_layers
+from mesh.host_capacity import HostCapacity
 from mesh.inherited import inherited_environment
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.free_memory import free_memory_bytes
+
+if TYPE_CHECKING:
+    from mesh.gpu import Gpu
 
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -46,30 +52,59 @@ class HostFacts:
         speed_gb_per_s: How fast its memory is read. Decoding reads every weight for every token, so this is
             what decides its share of the layers.
         versions: Of the software on it.
+        gpus: What GPUs llama.cpp finds on it, if layers may go there.
+        gpu_layers: How many layers of each stage they are to hold; None for as many as find room, see
+            `mesh.gpu_layers`.
     """
 
     memory_bytes: int
     num_threads: int
     speed_gb_per_s: float
     versions: Versions
+    gpus: tuple[Gpu, ...] = ()
+    gpu_layers: int | None = None
+
+    def capacity(self, name: str, *, draft_bytes: int = 0) -> HostCapacity:
+        """As the planner sees it.
+
+        Args:
+            name: Of the host.
+            draft_bytes: What a draft model takes of it; nobody knows where, so it counts everywhere.
+        """
+        gpus = tuple(replace(gpu, free_bytes=max(0, gpu.free_bytes - draft_bytes)) for gpu in self.gpus)
+        return HostCapacity(
+            name,
+            max(0, self.memory_bytes - draft_bytes),
+            self.speed_gb_per_s,
+            draft_bytes=draft_bytes,
+            gpus=gpus,
+            gpu_layers=self.gpu_layers,
+        )
 
 
-def read_host_facts(*, memory_bytes: int | None = None, num_threads: int | None = None) -> HostFacts:
-    """Facts of this host; takes about half a second.
+def read_host_facts(
+    *, memory_bytes: int | None = None, num_threads: int | None = None, gpu_layers: int | None = None
+) -> HostFacts:
+    """Facts of this host; takes about half a second, and some more where there are GPUs.
 
     Args:
         memory_bytes: What the user allows, instead of all that is free now and that Ray will not take.
         num_threads: What the user allows, instead of all physical cores that this process may run on.
+        gpu_layers: What the user wants of each stage on GPUs; None for as much as there is room for.
 
     Raises:
-        ClusterError: If its speed cannot be measured.
+        ClusterError: If its speed cannot be measured, or layers are to go to a GPU and there is none.
     """
     threads = num_threads or default_num_threads()
+    gpus = () if gpu_layers == 0 else find_gpus()
+    check_gpu_layers(gpu_layers, gpus)
     return HostFacts(
         memory_bytes=memory_bytes if memory_bytes is not None else max(0, free_memory_bytes() - _NODE_BYTES),
         num_threads=threads,
         speed_gb_per_s=measure_speed_gb_per_s(threads),
         versions=read_versions(),
+        gpus=gpus,
+        gpu_layers=gpu_layers,
     )
 
 

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import TYPE_CHECKING, Final
 
 import grpc
 import structlog
@@ -18,11 +18,13 @@ from mesh.cluster.door import Door, eviction
 from mesh.cluster.membership_keepalive import KEEPALIVE, SERVER_PINGS
 from mesh.cluster.reachability import check_reachable_back
 from mesh.cluster.reports import member_of
+from mesh.cluster.stage_sender import StageSender
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
-from spanmesh_proto.errors import HostUnreachable, InvalidModel, JoinError, MeshError, PortInUse
+from spanmesh_proto.errors import HostUnreachable, JoinError, MeshError, PortInUse
 from stages.channels import SERVER_OPTIONS, abort
+from stages.weights.rate_limit import RateLimit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -40,7 +42,6 @@ log = structlog.get_logger()
 _REPORT_TIMEOUT_S: Final = 2.0
 _DIAL_BACK_TIMEOUT_S: Final = 2.0
 _GOODBYE_TIMEOUT_S: Final = 1.0
-_CHUNK_BYTES: Final = 1024 * 1024
 # Numbers of orders that measure nothing; those of real ones count from 1.
 _FIRST_PING_ID: Final = 2**32
 _OPTIONS: Final = tuple({**dict(SERVER_OPTIONS), **dict(KEEPALIVE), **dict(SERVER_PINGS)}.items())
@@ -84,10 +85,11 @@ class MembershipService(rpc.MembershipServicer):
         token: What the head gave out; its secret admits.
         ray: Where admitted hosts find Ray.
         members: Kept up to date.
-        cache: Whose files `FetchStage` sends.
+        cache: Whose stages `FetchStage` sends.
         versions: Of the head.
         authority: Certifies the keys of admitted hosts.
         clock_s: Unix time.
+        rate: How fast stages are sent, to all hosts together; None: as fast as they take them.
 
     Attributes:
         link_secret: What members prove to one another's echo service.
@@ -103,13 +105,14 @@ class MembershipService(rpc.MembershipServicer):
         versions: Versions,
         authority: Authority,
         clock_s: Callable[[], float] = time.time,
+        rate: RateLimit | None = None,
     ) -> None:
         self._door = Door(token)
         # Hosts that came before and after an eviction probe each other's links: they need one secret.
         self.link_secret = token.secret
         self._ray = ray
         self._members = members
-        self._cache = cache
+        self._sender = StageSender(cache, rate or RateLimit(None))
         self._versions = versions
         self._authority = authority
         self._clock_s = clock_s
@@ -243,20 +246,26 @@ class MembershipService(rpc.MembershipServicer):
         request: wire.FetchRequest,
         context: grpc.aio.ServicerContext[wire.FetchRequest, wire.FetchChunk],
     ) -> AsyncIterator[wire.FetchChunk]:
-        """A stage file from an offset to its end."""
+        """A stage's recipe, or bytes of its file."""
         try:
             self._door.check_secret(request.secret)
-            file = await asyncio.to_thread(self._open, request)
+            reader = await asyncio.to_thread(self._sender.open, request)
         except MeshError as error:
             log.warning("fetch_refused", peer=context.peer(), reason=error.message)
             await abort(context, error)
             return
-        with file:
-            total_bytes = file.seek(0, 2)
-            file.seek(request.offset)
-            while data := await asyncio.to_thread(file.read, _CHUNK_BYTES):
-                yield wire.FetchChunk(data=data, total_bytes=total_bytes)
-        log.info("stage_sent", sha256=request.sha256[:12], num_bytes=total_bytes - request.offset)
+        num_bytes = 0
+        try:
+            async for data in self._sender.send(request, reader):
+                yield wire.FetchChunk(data=data, total_bytes=reader.size_bytes)
+                num_bytes += len(data)
+        except MeshError as error:
+            log.warning("fetch_failed", peer=context.peer(), reason=error.message)
+            await abort(context, error)
+        finally:
+            reader.close()
+            if not request.recipe:
+                log.info("stage_sent", sha256=request.sha256[:12], num_bytes=num_bytes)
 
     async def _admit(self, reports: AsyncIterator[wire.HostReport]) -> _Admission:
         try:
@@ -285,6 +294,7 @@ class MembershipService(rpc.MembershipServicer):
             memory_bytes=facts.memory_bytes,
             threads=facts.num_threads,
             speed_gb_per_s=round(facts.speed_gb_per_s, 1),
+            gpus=[gpu.name for gpu in facts.gpus],
             num_hosts=len(self._members),
         )
         if facts.versions.llama_cpp != self._versions.llama_cpp:
@@ -326,12 +336,6 @@ class MembershipService(rpc.MembershipServicer):
                     log.warning("certificate_refused", host=name, reason=error.message)
                 else:
                     self._outboxes[name].put_nowait(wire.HeadReport(certificate=certificate))
-
-    def _open(self, request: wire.FetchRequest) -> BinaryIO:
-        path = self._cache.find(request.sha256)
-        if path is None:
-            raise InvalidModel(f"the head has no stage file {request.sha256[:12]}")
-        return path.open("rb")
 
 
 class MembershipServer:

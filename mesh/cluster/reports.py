@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.members import Member
+from mesh.gpu import Gpu
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 
@@ -30,6 +31,18 @@ def report_of(
         python_version=facts.versions.python,
         ray_node_name=member.ray_node_name,
         certificate_request=certificate_request,
+        gpus=[
+            wire.Gpu(
+                name=gpu.name,
+                description=gpu.description,
+                free_bytes=gpu.free_bytes,
+                total_bytes=gpu.total_bytes,
+                speed_gb_per_s=gpu.speed_gb_per_s,
+                shares_host_memory=gpu.shares_host_memory,
+            )
+            for gpu in facts.gpus
+        ],
+        gpu_layers=facts.gpu_layers,
     )
 
 
@@ -49,6 +62,18 @@ def member_of(report: wire.HostReport) -> Member:
                 python=report.python_version,
                 platform=report.platform,
             ),
+            gpus=tuple(
+                Gpu(
+                    gpu.name,
+                    gpu.description,
+                    gpu.free_bytes,
+                    gpu.total_bytes,
+                    gpu.speed_gb_per_s,
+                    gpu.shares_host_memory,
+                )
+                for gpu in report.gpus
+            ),
+            gpu_layers=report.gpu_layers if report.HasField("gpu_layers") else None,
         ),
         ray_node_name=report.ray_node_name,
     )

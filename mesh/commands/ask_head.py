@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final, Literal
+from http.client import HTTPException
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib import error, request
 
 import click
 
 from spanmesh_proto.errors import ClusterError, Unauthorized
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 _TIMEOUT_S: Final = 5.0
 
 
 def ask_head(
-    url: str, key: str | None, *, method: Literal["GET", "POST"] = "GET", timeout_s: float = _TIMEOUT_S
+    url: str,
+    key: str | None,
+    *,
+    method: Literal["GET", "POST"] = "GET",
+    body: Mapping[str, Any] | None = None,
+    timeout_s: float = _TIMEOUT_S,
 ) -> dict[str, Any]:
     """The JSON object that the head answers.
 
     Args:
         url: With the path.
         key: API key, if the mesh wants one.
-        method: Of the request, which has no body.
+        method: Of the request.
+        body: Sent as JSON; None sends none.
         timeout_s: Between two signs of life.
 
     Raises:
@@ -33,19 +43,26 @@ def ask_head(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     # No proxy: a mesh is on this machine or next to it.
     opener = request.build_opener(request.ProxyHandler({}))
-    asked = request.Request(url, headers=headers, method=method)  # noqa: S310 - checked above
+    data = None
+    if body is not None:
+        data = json.dumps(body).encode()
+        headers["Content-Type"] = "application/json"
+    asked = request.Request(url, data, headers=headers, method=method)  # noqa: S310 - checked above
     try:
         with opener.open(asked, timeout=timeout_s) as response:
             answer: object = json.load(response)
     except error.HTTPError as failure:
         with failure:
+            said = _refusal(failure)
             if failure.code in {401, 403}:
-                raise Unauthorized(
-                    f"{url} wants another API key; give it by --api-key-file or MESH_API_KEY"
-                ) from None
-            raise ClusterError(_refusal(failure) or f"{url} answered {failure.code}: is it a mesh?") from None
-    except (OSError, ValueError) as failure:
-        reason = getattr(failure, "reason", failure)
+                # A key may be good, and what was asked for the head's own machine's alone.
+                is_of_key = said is None or "API key" in said
+                wish = f"{url} wants another API key; give it by --api-key-file or MESH_API_KEY"
+                raise Unauthorized(wish if is_of_key else str(said)) from None
+            raise ClusterError(said or f"{url} answered {failure.code}: is it a mesh?") from None
+    except (OSError, ValueError, HTTPException) as failure:
+        # Where something listens that speaks no HTTP, urllib lets http.client's own errors through.
+        reason = str(getattr(failure, "reason", failure)).strip() or type(failure).__name__
         raise ClusterError(f"no mesh answers at {url} ({reason}); start one with `mesh serve`") from None
     if not isinstance(answer, dict):
         raise ClusterError(f"{url} did not answer like a mesh")
@@ -56,6 +73,6 @@ def _refusal(failure: error.HTTPError) -> str | None:
     """What a mesh says of its refusal; None if it was not one that answered."""
     try:
         message = json.load(failure)["error"]["message"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, HTTPException):
         return None
     return str(message)

@@ -11,6 +11,7 @@ import click
 from mesh.commands.bench_chaos import chaos
 from mesh.commands.bench_fuzz import fuzz
 from mesh.commands.bench_net import net
+from mesh.commands.bench_schemas import schemas
 from mesh.commands.bench_serve import serve
 from mesh.commands.bench_stress import stress
 from mesh.commands.options import Numbers
@@ -55,6 +56,7 @@ bench.add_command(stress)
 bench.add_command(net)
 bench.add_command(fuzz)
 bench.add_command(chaos)
+bench.add_command(schemas)
 
 
 @bench.command()

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from mesh.commands.model_argument import local_model
 from mesh.progress import progress_bars
 from stages.certify import CertifyOptions
 from stages.certify_apart import certify_apart
@@ -83,9 +84,11 @@ def certify(
 ) -> None:
     """Compare MODEL cut in two with MODEL whole, at each cut alone.
 
-    Prefill and decode, logits and hidden states. Exits with 1 if a cut is not equal to the last bit; what
-    smaller wire types cost is only reported.
+    Prefill, decode, chunks of a long prompt and spans after going back; logits and hidden states. Then cut at
+    all of them at once. Exits with 1 if a cut is not equal to the last bit; what smaller wire types cost is
+    only reported. A model that cannot be cut is compared as the one stage that it makes.
     """
+    model = local_model(model).path
     with progress_bars() as bars:
         bar = bars.add(f"certifying {model.name}")
         certificate = certify_apart(
@@ -108,6 +111,10 @@ def _as_dict(certificate: Certificate) -> dict[str, object]:
         "architecture": certificate.architecture,
         "n_layers": certificate.n_layers,
         "is_exact": certificate.is_exact,
+        "rules": certificate.rules,
+        "is_known": certificate.is_known,
+        "refused_cuts": {str(cut): reason for cut, reason in certificate.refused_cuts.items()},
+        "together": None if certificate.together is None else asdict(certificate.together),
         "cuts": [
             {
                 "cut": result.cut,
@@ -121,6 +128,8 @@ def _as_dict(certificate: Certificate) -> dict[str, object]:
 
 
 def _print_table(certificate: Certificate) -> None:
+    for line in _family_lines(certificate):
+        click.echo(line)
     table = Table(
         title=f"{certificate.model}: {certificate.architecture}, {certificate.n_layers} layers, exact mode"
     )
@@ -128,16 +137,53 @@ def _print_table(certificate: Certificate) -> None:
         table.add_column(heading, justify="right")
     for result in certificate.cuts:
         table.add_row(str(result.cut), *_cells(result.difference))
-    Console().print(table)
+    if certificate.together is not None:
+        table.add_row("all at once" if certificate.cuts else "none", *_cells(certificate.together))
+    # A model may have any brackets in its name.
+    console = Console(markup=False)
+    console.print(table)
     if any(result.wire_losses for result in certificate.cuts):
-        Console().print(_losses(certificate))
+        console.print(_losses(certificate))
     unequal = [result.cut for result in certificate.cuts if not result.difference.is_bit_equal]
-    num_cuts = len(certificate.cuts)
-    click.echo(
-        f"not bit-equal at {len(unequal)} of {num_cuts} cuts: {_listed(unequal)}"
-        if unequal
-        else f"bit-equal at every cut tried ({num_cuts})"
+    click.echo(_conclusion(certificate, unequal))
+
+
+def _family_lines(certificate: Certificate) -> list[str]:
+    """What is known before anything is computed."""
+    whose = (
+        ""
+        if certificate.is_known
+        else ", which has no rules of its own: a cut is used after a self-check only"
     )
+    rules = ", ".join(certificate.rules) or "the generic ones are enough"
+    lines = [f"family: {certificate.architecture}{whose}", f"rules: {rules}"]
+    refused = certificate.refused_cuts
+    allowed = [cut for cut in range(1, certificate.n_layers) if cut not in refused]
+    lines.append(f"allowed cuts: {_ranges(allowed) or 'none'}")
+    for reason in dict.fromkeys(refused.values()):
+        cuts = [cut for cut, why in refused.items() if why == reason]
+        lines.append(f"not at {_ranges(cuts)}: {reason}")
+    return lines
+
+
+def _conclusion(certificate: Certificate, unequal: Sequence[int]) -> str:
+    num_cuts = len(certificate.cuts)
+    if unequal:
+        return f"not bit-equal at {len(unequal)} of {num_cuts} cuts: {_listed(unequal)}"
+    if not certificate.is_exact:
+        return "not bit-equal in one piece" if not num_cuts else "not bit-equal cut at all of them at once"
+    return f"bit-equal at every cut tried ({num_cuts})" if num_cuts else "bit-equal in one piece"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Runs of neighbours as `first-last`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _losses(certificate: Certificate) -> Table:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from mesh.commands.model_argument import local_model
 from mesh.draft.requantise import QUANT_TYPES, requantise
 from mesh.progress import progress_bars
 from spanmesh_proto.errors import ModelError
+from stages.cutting.gguf_reader import read_header
 
 
 @click.group()
@@ -33,10 +35,12 @@ def draft() -> None:
 @click.option("--plain", is_flag=True, help="Spare no weights: Q4_0 and IQ4_NL as llama.cpp makes them.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool) -> None:
-    """Write MODEL, a GGUF file, once more in fewer bits: a draft model that thinks as MODEL does.
+    """Write MODEL once more in fewer bits: a draft model that thinks as MODEL does.
 
-    It suits any MODEL of 8 bits or more; of a smaller one it is hardly quicker.
+    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT. What is made of it suits
+    any MODEL of 8 bits or more; of a smaller one it is hardly quicker.
     """
+    model = local_model(model).path
     if output.exists():
         if not force:
             raise ModelError(f"{output} exists: name another file, or replace it with --force")
@@ -45,5 +49,5 @@ def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool
     with progress_bars() as bars:
         bar = bars.add(f"writing {model.name} as {quant_type}")
         requantise(model, quant_type, output, is_plain=plain, progress=bar)
-    before, after = model.stat().st_size, output.stat().st_size
+    before, after = read_header(model).file_bytes, output.stat().st_size
     click.echo(f"{output}: {model.name} as {quant_type}, {after:,} bytes, {after / before:.0%} of the model")

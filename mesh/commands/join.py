@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
 import click
 
-from mesh.commands.options import MemorySize
+from mesh.commands.options import GpuLayers, MemorySize
+from mesh.commands.weights import keeping_from, keeping_options
 
 
 @click.command()
@@ -17,6 +19,11 @@ from mesh.commands.options import MemorySize
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
     help="Read the token from this file, - for standard input, so that it shows in no process list.",
 )
+@click.option(
+    "--discover",
+    is_flag=True,
+    help="Look for the token's head in the local network by mDNS, too; without a token list all there.",
+)
 @click.option("--advertise", metavar="IP", help="Address where the other hosts reach this one.")
 @click.option(
     "--memory", "memory_bytes", type=MemorySize(), metavar="SIZE", help="What the mesh may use, such as 8G."
@@ -24,7 +31,16 @@ from mesh.commands.options import MemorySize
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads for computing; one per core unless given."
 )
+@click.option(
+    "--gpu-layers",
+    default="auto",
+    show_default=True,
+    metavar="N|all|none|auto",
+    type=GpuLayers(),
+    help="Layers of each stage that this host's GPUs hold; as many as they have room for unless given.",
+)
 @click.option("--name", help="What to call this host; its host name unless given.")
+@keeping_options
 @click.option(
     "--give-up-after",
     default=600.0,
@@ -37,11 +53,15 @@ def join(
     *,
     token: str | None,
     token_file: Path | None,
+    discover: bool,
     advertise: str | None,
     memory_bytes: int | None,
     threads: int | None,
+    gpu_layers: int | None,
     name: str | None,
     give_up_after: float,
+    models_dir: Path | None,
+    cache_bytes: int | None,
 ) -> int:
     """Let this host take a share of the mesh that printed TOKEN.
 
@@ -50,6 +70,8 @@ def join(
     from mesh.interruption import run_interruptible  # noqa: PLC0415 - keeps --help quick
     from mesh.join import JoinOptions, join_mesh, read_token  # noqa: PLC0415
 
+    if discover and token is None and token_file is None:
+        return _list_heads()
     match token, token_file:
         case str(text), None:
             pass
@@ -57,12 +79,36 @@ def join(
             text = read_token(path)
         case _:
             raise click.UsageError("give the join token, or --token-file, and not both")
+    keeping_from(models_dir=models_dir, cache_bytes=cache_bytes)
     options = JoinOptions(
-        token=text,
+        token=_with_found_addresses(text) if discover else text,
         name=name or socket.gethostname(),
         advertise=advertise,
         memory_bytes=memory_bytes,
         num_threads=threads,
         give_up_after_s=give_up_after,
+        gpu_layers=gpu_layers,
     )
     return run_interruptible(lambda interruption: join_mesh(options, interruption))
+
+
+def _list_heads() -> int:
+    """Show who is there; exit code 1 if nobody is."""
+    from mesh.cluster.discovery import discover_heads  # noqa: PLC0415 - keeps --help quick
+
+    heads = asyncio.run(discover_heads())
+    for head in heads:
+        click.echo(f"{head.name} at {head.address}, spanmesh {head.software}, certificate {head.fingerprint}")
+    if not heads:
+        click.echo("no head was found: is one served with --discoverable, in this network?", err=True)
+        return 1
+    click.echo("to join one, give the token that it printed: mesh join --discover TOKEN", err=True)
+    return 0
+
+
+def _with_found_addresses(text: str) -> str:
+    """The token, with the addresses where its head was found in the local network before its own."""
+    from mesh.cluster.discovery import discover_heads, with_found  # noqa: PLC0415 - keeps --help quick
+    from mesh.cluster.join_token import decode, encode  # noqa: PLC0415
+
+    return encode(with_found(decode(text), asyncio.run(discover_heads())))

@@ -15,7 +15,8 @@ _MB = 10**6
 
 def print_links(found: Mapping[str, Any]) -> None:
     """Links, then what they mean for the stages' order."""
-    console = Console()
+    # What went wrong may have any brackets in it.
+    console = Console(markup=False)
     if not found["links"]:
         console.print("no other host has joined: there is no link to measure", highlight=False)
         return

@@ -32,6 +32,25 @@ class MemorySize(click.ParamType[int]):
             self.fail(error.message, param, ctx)
 
 
+class GpuLayers(click.ParamType[int | None]):
+    """`20`, `all`, `none` or `auto`."""
+
+    name = "layers"
+
+    def convert(
+        self, value: str | int | None, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | None:
+        """To a number, as `mesh.gpu_layers` has it."""
+        from mesh.gpu_layers import parse_gpu_layers  # noqa: PLC0415 - keeps --help quick
+
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_gpu_layers(value)
+        except ClusterError as error:
+            self.fail(error.message, param, ctx)
+
+
 class Names(click.ParamType[tuple[Name, ...]]):
     """`leave,head`: some of the names that there are.
 
@@ -119,8 +138,9 @@ def read_first_key(path: Path) -> str:
     """
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
-    except OSError as error:
-        raise ClusterError(f"cannot read {path}: {error.strerror}", param="--api-key-file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ClusterError(f"cannot read {path}: {reason}", param="--api-key-file") from error
     for line in lines:
         words = line.split()
         # `KEY` or `NAME KEY`.

@@ -9,16 +9,37 @@ from typing import Any, Final
 
 import click
 
-from mesh.commands.options import LayerCounts, MemorySize
+from mesh.commands.model_argument import local_model
+from mesh.commands.options import GpuLayers, LayerCounts, MemorySize
+from mesh.commands.sections import SectionedCommand
 from mesh.commands.speculation import speculation_from, speculation_options
+from mesh.commands.weights import weights_from, weights_options
 from stages.kv_types import KV_TYPES
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 # Long enough for a person or systemd to start it again; hosts and their stages end after that.
 _LINGER_S: Final = 120.0
+_SECTIONS: Final = {
+    "API": ("--host", "--port", "--api-key-file", "--insecure", "--cors-origin", "--max-waiting"),
+    "Placement": (
+        *("--wait-for", "--head-only", "--stages", "--split", "--topology", "--threads", "--memory"),
+        "--gpu-layers",
+    ),
+    "Sessions": ("--ctx-size", "--parallel", "--kv-type", "--exact", "--wire"),
+    "Speculation": (
+        *("--speculate", "--draft", "--draft-max", "--draft-min", "--p-min", "--draft-threads"),
+        *("--draft-gpu-layers", "--draft-kv-type", "--spec-history", "--spec-width", "--spec-depth"),
+        *("--no-spec-cancel", "--replay-file"),
+    ),
+    "Joining hosts": (
+        *("--advertise", "--name", "--join-port", "--token-file", "--token-hours", "--discoverable"),
+    ),
+    "Weights": ("--models", "--cache-size", "--transfer-rate", "--hub-first"),
+    "After a crash": ("--linger", "--state"),
+}
 
 
-@click.command()
+@click.command(cls=SectionedCommand, sections=_SECTIONS)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where the API listens.")
 @click.option(
@@ -55,9 +76,26 @@ _LINGER_S: Final = 120.0
     "--wait-for", default=0, metavar="N", type=click.IntRange(0), help="Wait until N hosts have joined."
 )
 @click.option("--head-only", is_flag=True, help="Hold no layers on this host.")
-@click.option("--stages", metavar="N", type=click.IntRange(1), help="Cut the model into N stages.")
+@click.option(
+    "--stages",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Cut the model into N stages.  [default: the planner's choice]",
+)
 @click.option("--split", type=LayerCounts(), metavar="A,B,…", help="Layers of each stage, such as 10,10,10.")
-@click.option("--ctx-size", metavar="N", type=click.IntRange(16), help="Positions of one session.")
+@click.option(
+    "--topology",
+    "topology_path",
+    type=_FILE,
+    help="Lock who holds what by this TOML file, tables [[stage]] with host and layers: nothing is ever "
+    "placed elsewhere, and who is missing is waited for.",
+)
+@click.option(
+    "--ctx-size",
+    metavar="N",
+    type=click.IntRange(16),
+    help="Positions of one session, prompt and answer together.  [default: the model's own, at most 4096]",
+)
 @click.option(
     "--parallel",
     default=4,
@@ -88,19 +126,42 @@ _LINGER_S: Final = 120.0
     type=click.IntRange(1),
     help="Requests that may wait for a session; more are turned away with 429.",
 )
-@click.option("--threads", metavar="N", type=click.IntRange(1), help="Threads of this host for computing.")
+@click.option(
+    "--threads",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Threads of this host for computing.  [default: one a core]",
+)
 @click.option(
     "--memory",
     type=MemorySize(),
     metavar="SIZE",
-    help="What stages and draft here may use, such as 8G.",
+    help="What stages and draft here may use, such as 8G.  [default: all that is free]",
+)
+@click.option(
+    "--gpu-layers",
+    default="auto",
+    show_default=True,
+    metavar="N|all|none|auto",
+    type=GpuLayers(),
+    help="Layers of each stage that this host's GPUs hold; as many as they have room for unless given.",
 )
 @speculation_options
+@weights_options
 @click.option("--exact", is_flag=True, help="Compute so that a text never depends on what else is computed.")
-@click.option("--advertise", metavar="IP", help="Address where joined hosts reach this one.")
+@click.option(
+    "--advertise",
+    metavar="IP",
+    help="Address where joined hosts reach this one.  [default: the one towards the default route]",
+)
 @click.option("--name", help="What to call this host; its host name unless given.")
 @click.option(
     "--join-port", default=0, metavar="PORT", type=click.IntRange(0, 65535), help="Port for joining hosts."
+)
+@click.option(
+    "--discoverable",
+    is_flag=True,
+    help="Let `mesh join --discover` in the local network find this head by mDNS.",
 )
 @click.option("--token-file", type=_FILE, help="Write the join token to this file.")
 @click.option(
@@ -124,6 +185,7 @@ def serve(
     head_only: bool,
     stages: int | None,
     split: tuple[int, ...] | None,
+    topology_path: Path | None,
     ctx_size: int | None,
     parallel: int,
     kv_type: str,
@@ -131,30 +193,50 @@ def serve(
     max_waiting: int,
     threads: int | None,
     memory: int | None,
+    gpu_layers: int | None,
     exact: bool,
     advertise: str | None,
     name: str | None,
     join_port: int,
+    discoverable: bool,
     token_file: Path | None,
     token_hours: float,
+    models_dir: Path | None,
+    cache_bytes: int | None,
+    transfer_rate: int | None,
+    hub_first: bool,
     **speculation: Any,
 ) -> int:
-    """Serve MODEL, a GGUF file, over this host and those that join; without MODEL, a small demo."""
+    """Serve MODEL over this host and those that join; without MODEL, a small demo.
+
+    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT.
+    """
     if stages is not None and split is not None:
         raise click.UsageError("--split says how many stages there are: leave out --stages")
+    if topology_path is not None and (stages is not None or split is not None or wait_for):
+        raise click.UsageError(
+            "--topology says which hosts hold which layers: leave out --stages, --split and --wait-for"
+        )
     from mesh.cluster.addresses import primary_address  # noqa: PLC0415 - keeps --help quick
     from mesh.interruption import run_interruptible  # noqa: PLC0415
     from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
     from mesh.serve.run import serve_mesh  # noqa: PLC0415
+    from mesh.topology import read_topology  # noqa: PLC0415
     from stages.hidden_codec import HiddenType  # noqa: PLC0415
 
-    if model is None and split is None:
+    name = name or socket.gethostname()
+    topology = None if topology_path is None else read_topology(topology_path)
+    if topology is not None:
+        own = () if head_only else (name,)
+        wait_for = len(topology.missing(own))
+    if model is None and split is None and topology is None:
         stages = stages or demo_num_stages(wait_for)
+    pulled = local_model(model or demo_model())
     options = ServeOptions(
-        model=model or demo_model(),
+        model=pulled.path,
         host=host,
         port=port,
-        name=name or socket.gethostname(),
+        name=name,
         advertise=advertise or primary_address(),
         join_port=join_port,
         token_hours=token_hours,
@@ -176,7 +258,17 @@ def serve(
         cors_origins=cors_origins,
         linger_s=_linger_s(linger_s, wait_for),
         state_path=state_path,
+        topology=topology,
+        is_discoverable=discoverable,
         wire=None if wire == "auto" else HiddenType(wire),
+        gpu_layers=gpu_layers,
+        weights=weights_from(
+            pulled,
+            models_dir=models_dir,
+            cache_bytes=cache_bytes,
+            transfer_rate=transfer_rate,
+            hub_first=hub_first,
+        ),
     )
     return run_interruptible(lambda interruption: serve_mesh(options, interruption))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from mesh.commands.model_argument import local_model
 from mesh.progress import progress_bars
 from stages.cutting import cut_stage
 from stages.layers import LayerRange
@@ -37,7 +38,11 @@ class _Layers(click.ParamType[LayerRange]):
     "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="OUT", help="The stage file."
 )
 def slice_(model: Path, layers: LayerRange, output: Path) -> None:
-    """Write layers A to B of MODEL, a GGUF file, as a stage: a smaller GGUF that llama.cpp loads."""
+    """Write layers A to B of MODEL as a stage: a smaller GGUF that llama.cpp loads.
+
+    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT.
+    """
+    model = local_model(model).path
     with progress_bars() as bars:
         bar = bars.add(f"cutting {model.name}, layers {layers}")
         cut_stage(model, layers, output, progress=lambda done, total: bar(done / total))

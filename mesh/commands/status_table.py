@@ -6,7 +6,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from stages.byte_size import format_size
@@ -20,7 +19,8 @@ _SHOWN_FAILURES: Final = 5
 
 def print_status(status: Mapping[str, Any]) -> None:
     """Model, hosts, stages, sessions, speculation."""
-    console = Console()
+    # Models, devices and reasons may have any brackets in them.
+    console = Console(markup=False)
     model = status.get("model", {})
     state = "ready" if status.get("ready") else status.get("phase", "not ready")
     console.print(
@@ -38,15 +38,17 @@ def print_status(status: Mapping[str, Any]) -> None:
 
 
 def _hosts(hosts: list[Mapping[str, Any]]) -> Table:
-    table = Table("host", "address", "layers", "memory", "threads", "GB/s", "platform")
+    table = Table("host", "address", "layers", "weights", "memory", "threads", "GB/s", "GPUs", "platform")
     for host in hosts:
         table.add_row(
             host["name"],
             host["address"],
             _holds(host),
+            _brought(host["weights"]),
             format_size(host["memory_bytes"]),
             str(host["threads"]),
             f"{host['speed_gb_per_s']:.1f}",
+            _gpus(host),
             host["platform"],
         )
     return table
@@ -61,7 +63,25 @@ def _holds(host: Mapping[str, Any]) -> str:
         parts.append("spare" if host["ready"] else "starting")
     if host["leaving"]:
         parts.append("leaving")
-    return escape("; ".join(parts))
+    return "; ".join(parts)
+
+
+def _gpus(host: Mapping[str, Any]) -> str:
+    """Name, memory and speed of each, in the order in which llama.cpp knows them."""
+    found = (
+        f"{gpu['name']}: {format_size(gpu['free_bytes'])}, {gpu['speed_gb_per_s']:.0f} GB/s"
+        for gpu in host.get("gpus", ())
+    )
+    return "; ".join(found) or "-"
+
+
+def _brought(weights: Mapping[str, int]) -> str:
+    """What was sent there, and what it had already."""
+    sent_bytes = weights["head_bytes"] + weights["hub_bytes"]
+    parts = [f"{format_size(sent_bytes)} sent"] if sent_bytes else []
+    if weights["reused_bytes"]:
+        parts.append(f"{format_size(weights['reused_bytes'])} there")
+    return ", ".join(parts) or "-"
 
 
 def _stages(stages: list[Mapping[str, Any]]) -> Table:
@@ -72,7 +92,7 @@ def _stages(stages: list[Mapping[str, Any]]) -> Table:
             str(stage["index"]),
             stage["host"],
             stage["address"],
-            rf"\[{start}, {stop})",
+            f"[{start}, {stop})",
             stage["wire"] or "-",
             str(stage["windows"]),
             f"{stage['mean_compute_ms']:.2f}",
@@ -102,7 +122,7 @@ def _print_incidents(console: Console, status: Mapping[str, Any]) -> None:
     for failure in failures[-_SHOWN_FAILURES:]:
         when = datetime.fromtimestamp(failure["at_s"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         what = f"  {when} {failure['host']} {failure['layers']}: {failure['reason']}"
-        console.print(what, highlight=False, markup=False)
+        console.print(what, highlight=False)
 
 
 def _print_speculation(console: Console, speculation: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from mesh.coordinator.clock_offset import ClockOffset
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed
@@ -30,8 +31,12 @@ class ControlStream:
         on_failure: Called with each failure that the stage reports.
         on_heard: Called when it answers a question.
         on_lost: Called once with the reason when the stream ends without `close`.
+        clock_us: Monotonic, microseconds.
         host: Name of the host that must answer there.
         identity: What this process shows there; None if both ends are in one process.
+
+    Attributes:
+        clock: The stage's, and how far away it is.
     """
 
     def __init__(
@@ -43,9 +48,12 @@ class ControlStream:
         on_failure: Callable[[wire.Failure], None],
         on_heard: Callable[[], None],
         on_lost: Callable[[MeshError], None],
+        clock_us: Callable[[], int],
         host: str = "",
         identity: Identity | None = None,
     ) -> None:
+        self.clock = ClockOffset()
+        self._clock_us = clock_us
         self._address = address
         self._hello = hello
         self._on_failure = on_failure
@@ -57,7 +65,7 @@ class ControlStream:
         ).Control(metadata=key_metadata(mesh_key))
         self._requests: asyncio.Queue[wire.ControlRequest] = asyncio.Queue()
         self._pongs: dict[int, asyncio.Future[wire.Pong]] = {}
-        self._num_pings = 0
+        self._last_ping_us = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self, timeout_s: float = 10) -> wire.Welcome:
@@ -85,7 +93,7 @@ class ControlStream:
 
     def ask(self) -> None:
         """Ask whether the stage lives; `on_heard` is called when it says so."""
-        self._requests.put_nowait(wire.ControlRequest(ping=wire.Ping()))
+        self._requests.put_nowait(wire.ControlRequest(ping=wire.Ping(sent_us=self._now_us())))
 
     async def ping(self, timeout_s: float = 2) -> wire.Pong:
         """The stage's counts.
@@ -93,8 +101,7 @@ class ControlStream:
         Raises:
             TimeoutError: If the stage does not answer in time.
         """
-        self._num_pings += 1
-        number = self._num_pings
+        number = self._now_us()
         pong: asyncio.Future[wire.Pong] = asyncio.get_running_loop().create_future()
         self._pongs[number] = pong
         self._requests.put_nowait(wire.ControlRequest(ping=wire.Ping(sent_us=number)))
@@ -103,6 +110,10 @@ class ControlStream:
                 return await pong
         finally:
             del self._pongs[number]
+
+    def _now_us(self) -> int:
+        self._last_ping_us = max(self._clock_us(), self._last_ping_us + 1)
+        return self._last_ping_us
 
     async def close(self, *, is_lost: bool = False) -> None:
         """End the stream.
@@ -128,6 +139,7 @@ class ControlStream:
                     self._on_failure(reply.failure)
                 elif reply.WhichOneof("kind") == "pong":
                     self._on_heard()
+                    self.clock.add(reply.pong.sent_us, reply.pong.stage_us, self._clock_us())
                     if (pong := self._pongs.get(reply.pong.sent_us)) is not None and not pong.done():
                         pong.set_result(reply.pong)
         except grpc.aio.AioRpcError as error:
@@ -146,6 +158,9 @@ class VerdictStream:
         on_lost: Called once with the reason when the stream ends without `close`.
         host: Name of the host that must answer there.
         identity: What this process shows there; None if both ends are in one process.
+
+    Attributes:
+        num_received_bytes: Of all verdicts so far.
     """
 
     def __init__(
@@ -159,6 +174,7 @@ class VerdictStream:
         host: str = "",
         identity: Identity | None = None,
     ) -> None:
+        self.num_received_bytes = 0
         self._address = address
         self._on_verdict = on_verdict
         self._on_lost = on_lost
@@ -191,6 +207,7 @@ class VerdictStream:
             while isinstance(bundle := await self._call.read(), wire.VerdictBundle):
                 for verdict in bundle.verdicts:
                     self._on_verdict(verdict)
+                self.num_received_bytes += bundle.ByteSize()
         except grpc.aio.AioRpcError as error:
             reason = explain(error, self._address)
         self._on_lost(reason)

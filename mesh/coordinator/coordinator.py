@@ -76,7 +76,7 @@ class Coordinator:
         self._clock_s = clock_s
         self._identity = identity
         self._term = term
-        self._slots = SlotPool(options.num_slots, options.max_waiting, clock_s)
+        self._slots = SlotPool(options.num_slots, options.max_waiting, clock_s, can_trim=options.can_trim)
         self._sessions: dict[int, Session] = {}
         self._session_ids = itertools.count(1)
         self._past = SpeculationReport()
@@ -220,9 +220,12 @@ class Coordinator:
                 "waiting": self._slots.num_waiting,
                 "paused": len(self._sessions) - self._num_moving(),
                 "slots": self._options.num_slots,
+                "positions": sum(session.num_to_compute for session in self._sessions.values()),
+                "context": self._options.context_length,
             },
             "speculation": self._report().as_dict(),
             "stages": self._incarnation.status(),
+            "round_trips": self._incarnation.round_trips(),
         }
 
     async def stage_stats(self) -> list[wire.StageStats]:
@@ -248,6 +251,7 @@ class Coordinator:
             on_lost=lambda: self._on_lost(ring),
             clock_s=self._clock_s,
             identity=self._identity,
+            token_texts=options.token_texts,
         )
         return Incarnation(stages, ring, options.max_rows)
 
@@ -393,4 +397,5 @@ def _opening(session: int, beginning: Beginning, request: GenerationRequest) -> 
         request.num_top_logprobs,
         request.prompt[: beginning.num_cached],
         beginning.source_slot,
+        grammar=request.grammar,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mesh.coordinator.grouping import Grouping
 from mesh.coordinator.prefill_pace import PrefillPace
+from mesh.coordinator.round_trips import RoundTrips
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,6 +44,7 @@ class Incarnation:
         self.prefill_pace = PrefillPace(len(stages), max_rows)
         self.grouping = Grouping(len(stages))
         self._stages = tuple(stages)
+        self._round_trips = RoundTrips(len(stages))
         self._totals = [_StageTotals() for _ in stages]
 
     def count(self, times: Iterable[wire.StageTime]) -> None:
@@ -53,9 +55,24 @@ class Incarnation:
                 totals.queue_us += time.queue_us
                 totals.compute_us += time.compute_us
 
+    def add_round_trip(self, times: Sequence[wire.StageTime], sent_ms: float, arrived_ms: float) -> None:
+        """A window that decodes came back; times by the coordinator's clock."""
+        offsets_us = [clock.offset_us for clock in self.ring.clocks]
+        self._round_trips.add(times, offsets_us, int(sent_ms * 1000), int(arrived_ms * 1000))
+
+    def round_trips(self) -> dict[str, Any]:
+        """Where their time went, in sums; and what the coordinator sent and received for all windows."""
+        ring = self.ring
+        return {
+            **self._round_trips.as_dict(),
+            "sent_bytes": ring.num_sent_bytes,
+            "received_bytes": ring.num_received_bytes,
+        }
+
     def status(self) -> list[dict[str, Any]]:
         """For `mesh status`: each stage with its mean times."""
         last = len(self._stages) - 1
+        rtts_us = [clock.rtt_us for clock in self.ring.clocks]
         return [
             {
                 "index": index,
@@ -64,8 +81,12 @@ class Incarnation:
                 "layers": [stage.layers.start, stage.layers.stop],
                 "wire": str(stage.wire) if index < last else None,
                 "windows": totals.num_windows,
+                "compute_ms": totals.compute_us / 1000,
+                "queue_ms": totals.queue_us / 1000,
                 "mean_compute_ms": _mean_ms(totals.compute_us, totals.num_windows),
                 "mean_queue_ms": _mean_ms(totals.queue_us, totals.num_windows),
+                # From the coordinator there and back.
+                "rtt_ms": None if (rtt_us := rtts_us[index]) is None else rtt_us / 1000,
             }
             for index, (stage, totals) in enumerate(zip(self._stages, self._totals, strict=True))
         ]

@@ -47,11 +47,14 @@ class KeptPrefixes:
 
     Args:
         num_slots: Slots that there are.
+        can_trim: Whether a slot can go back to fewer positions than it holds. If not, a session begins with
+            what a free slot holds only if that is all of it.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, can_trim: bool = True) -> None:
         self._kept: dict[int, _Kept] = {}
         self._num_slots = num_slots
+        self._can_trim = can_trim
         self._num_uses = 0
 
     def begin(self, prompt: Sequence[int], client: str | None, free: Collection[int]) -> Beginning:
@@ -72,6 +75,12 @@ class KeptPrefixes:
             for slot, kept in self._kept.items()
             if kept.client == client
         }
+        if not self._can_trim:
+            common = {
+                slot: num
+                for slot, num in common.items()
+                if slot in free and num == len(self._kept[slot].tokens)
+            }
         slot = min(free, key=lambda each: (self._used(each), each))
         source = max(common, key=lambda each: (common[each], each in free), default=slot)
         num_cached = common.get(source, 0)

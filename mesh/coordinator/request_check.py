@@ -15,7 +15,8 @@ def check_request(request: GenerationRequest, options: CoordinatorOptions) -> No
     """Check that it can be answered.
 
     Raises:
-        InvalidRequest: If the prompt is empty, no token is wanted, or a biased token does not exist.
+        InvalidRequest: If the prompt is empty, no token is wanted, a biased token does not exist, or grammars
+            are out of reach.
         ContextLengthExceeded: If prompt + 1 exceeds the context.
     """
     if not request.prompt:
@@ -27,4 +28,6 @@ def check_request(request: GenerationRequest, options: CoordinatorOptions) -> No
             f"the prompt has {len(request.prompt)} tokens; the context served is {options.context_length}, "
             "and the answer needs at least 1: shorten the prompt or serve with a larger --ctx-size"
         )
+    if request.grammar is not None and options.token_texts is None:
+        raise InvalidRequest("grammar: answers cannot be held to one here: leave it out", param="grammar")
     request.sampling.require_vocabulary(options.n_vocab)

@@ -20,6 +20,8 @@ from stages.link import StageLink
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mesh.coordinator.clock_offset import ClockOffset
+    from stages.grammar import TokenTexts
     from stages.identity import Identity
     from stages.layers import LayerRange
 
@@ -76,6 +78,7 @@ class Ring:
         on_lost: Called once, when the first stage is lost; `loss` then says more.
         clock_s: Monotonic, seconds.
         identity: What the coordinator shows the stages; None if all are in its own process.
+        token_texts: Gives the vocabulary, when a session first has a grammar.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Ring:
         on_lost: Callable[[], None],
         clock_s: Callable[[], float],
         identity: Identity | None = None,
+        token_texts: Callable[[], TokenTexts] | None = None,
     ) -> None:
         hello = wire.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -98,6 +102,7 @@ class Ring:
         )
         self._stages = tuple(stages)
         self._terms = terms
+        self._token_texts = token_texts
         self._is_let_go = False
         self._on_verdict = on_verdict
         self._on_failure = on_failure
@@ -135,6 +140,7 @@ class Ring:
                 on_failure=lambda failure, index=index: self._failed(index, failure),  # type: ignore[misc]
                 on_heard=lambda index=index: self._silence.heard(index),  # type: ignore[misc]
                 on_lost=lambda reason, index=index: self._lost(index, reason, is_crash=True),  # type: ignore[misc]
+                clock_us=lambda: int(clock_s() * 1e6),
                 host=stage.host,
                 identity=identity,
             )
@@ -178,6 +184,9 @@ class Ring:
 
     def open_session(self, session: wire.Open) -> None:
         """Start a session at every stage, ahead of its first window."""
+        if session.grammar and self._token_texts is not None:
+            self._link.send(self._token_texts().message)
+            self._token_texts = None  # told once is enough
         self._link.send(session)
 
     def send(self, window: wire.Window) -> None:
@@ -202,6 +211,21 @@ class Ring:
         """
         pongs = await asyncio.gather(*(control.ping() for control in self._controls))
         return [pong.stats for pong in pongs]
+
+    @property
+    def clocks(self) -> list[ClockOffset]:
+        """Every stage's, in order."""
+        return [control.clock for control in self._controls]
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Sent to the first stage."""
+        return self._link.num_sent_bytes
+
+    @property
+    def num_received_bytes(self) -> int:
+        """Of verdicts, from the tail."""
+        return self._verdicts.num_received_bytes
 
     def let_go(self) -> None:
         """Look for losses no more: its stages are about to leave it."""

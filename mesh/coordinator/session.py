@@ -381,6 +381,7 @@ class Session:
         else:
             self._incarnation.prefill_pace.learn_window(stages, elapsed_ms)
             self._incarnation.grouping.learn(len(window.tokens), stages, elapsed_ms)
+            self._incarnation.add_round_trip(verdict.times, flight.sent_ms, arrived_ms)
             telemetry.add_window(
                 step.judgement,
                 window.proposal.proposer,

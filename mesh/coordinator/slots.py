@@ -27,13 +27,16 @@ class SlotPool:
         num_slots: Sessions that run at once.
         max_waiting: Requests that may wait; see `Line`.
         clock_s: Monotonic, seconds.
+        can_trim: See `KeptPrefixes`.
 
     Attributes:
         prefixes: What the slots hold.
     """
 
-    def __init__(self, num_slots: int, max_waiting: int, clock_s: Callable[[], float]) -> None:
-        self.prefixes = KeptPrefixes(num_slots)
+    def __init__(
+        self, num_slots: int, max_waiting: int, clock_s: Callable[[], float], *, can_trim: bool = True
+    ) -> None:
+        self.prefixes = KeptPrefixes(num_slots, can_trim=can_trim)
         self._free = set(range(num_slots))
         self._line: Line[asyncio.Future[int]] = Line(max_waiting)
         self._hold_times = HoldTimes(num_slots)

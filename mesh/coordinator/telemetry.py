@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mesh.engine import GenerationStats
+from mesh.ring_times import RingTimes, StageTimes
 from mesh.speculation_report import SpeculationReport
 from speculative.statistics import SpeculationStatistics
 
@@ -13,6 +15,13 @@ if TYPE_CHECKING:
 
     from spanmesh_proto import windows_pb2 as wire
     from speculative.acceptance import Judgement
+
+
+@dataclass
+class _StageSums:
+    num_windows: int = 0
+    queue_us: int = 0
+    compute_us: int = 0
 
 
 class SessionTelemetry:
@@ -48,6 +57,7 @@ class SessionTelemetry:
         self._round_trip_ms = 0.0
         self._queue_us = 0
         self._compute_us = 0
+        self._stages: list[_StageSums] = []
         self._judged: dict[str, list[Judgement]] = {}
         self._voided_rows: dict[int, int] = {}
 
@@ -73,9 +83,15 @@ class SessionTelemetry:
         """A verdict came."""
         self._latest_ms = arrived_ms
         self._round_trip_ms += arrived_ms - sent_ms
-        for time in times:
+        # After a repair there may be more of them than before.
+        while len(self._stages) < len(times):
+            self._stages.append(_StageSums())
+        for stage, time in zip(self._stages, times, strict=False):
             self._queue_us += time.queue_us
             self._compute_us += time.compute_us
+            stage.num_windows += bool(time.num_rows)
+            stage.queue_us += time.queue_us
+            stage.compute_us += time.compute_us
         self._num_windows += 1
         self._add(judgement, proposer)
 
@@ -107,6 +123,18 @@ class SessionTelemetry:
             prefill_ms=first_token_ms - self._started_ms,
             decode_ms=self._latest_ms - first_token_ms,
             report=None if self._explain is None else self.report,
+            ring=self.ring_times,
+        )
+
+    def ring_times(self) -> RingTimes:
+        """Where the time went up to now, by place in the ring."""
+        at_stages_ms = (self._queue_us + self._compute_us) / 1000
+        return RingTimes(
+            tuple(
+                StageTimes(stage.num_windows, stage.compute_us / 1000, stage.queue_us / 1000)
+                for stage in self._stages
+            ),
+            wire_ms=max(0.0, self._round_trip_ms - at_stages_ms),
         )
 
     def report(self) -> SpeculationReport:

@@ -52,7 +52,7 @@ def requantise(
     """Write `model` with its weights in another type. The file appears whole or not at all.
 
     Args:
-        model: A GGUF in one file, of any type.
+        model: A GGUF, of any type; its first file if there are several.
         quant_type: One of `QUANT_TYPES`.
         output: Where to; what is there is replaced.
         is_plain: Leave it to llama.cpp which weights get more bits. If not, Q4_0 and IQ4_NL spare those that

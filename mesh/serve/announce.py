@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Final
 import click
 import structlog
 
+from mesh.cluster.join_token import decode
+from stages.cutting.gguf_parts import model_name
+
 if TYPE_CHECKING:
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
@@ -22,8 +25,12 @@ _QUESTION: Final = (
 
 
 def print_join_line(token: str) -> None:
-    """The line that lets a host join."""
-    _say(f"\nOn every host that shall take a share:\n\n  mesh join {token}\n")
+    """The line that lets a host join, and what must not be in its way."""
+    _say(
+        f"\nOn every host that shall take a share:\n\n  mesh join {token}\n\n"
+        f"It reaches this host at TCP {decode(token).addresses[0]} first. Ray and the stages take free ports "
+        "of every host:\nlet all TCP through among them, and none of it from elsewhere.\n"
+    )
 
 
 def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) -> None:
@@ -31,8 +38,8 @@ def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) 
     num_stages = len(state.plan.stages) if state.plan is not None else 0
     reason = state.plan.reason if state.plan is not None else ""
     auth = ' -H "Authorization: Bearer $MESH_API_KEY"' if options.api_key_path is not None else ""
-    log.info("serving", url=url, model=options.model.stem, stages=num_stages)
-    _say(f"\n{options.model.stem} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
+    log.info("serving", url=url, model=model_name(options.model), stages=num_stages)
+    _say(f"\n{model_name(options.model)} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
     _say(
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n"
         f"    -d '{_QUESTION}'\n"

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mesh.serve.proposers import Proposers
     from mesh.serve.state import MeshState
     from mesh.serve.succession import Succession
+    from mesh.topology import Topology
     from stages.cutting import StageCache
 
 log = structlog.get_logger()
@@ -76,7 +77,7 @@ class Bringup:
         self._proposers = proposers
         self._fleet = Fleet()
         self._planning = FirstPlan(options, known, head, self._say)
-        self._maker = StageMaker(options, known, head, cache)
+        self._maker = StageMaker(options, known, head, cache, state.transfers)
         self._placer = Placer(self._maker, self._fleet, head.members)
         self._succession = succession
         self._term = succession.term
@@ -109,7 +110,14 @@ class Bringup:
         if former is None:
             return False
         self._say("taking over")
-        takeover = Takeover(self._known, self._head, self._maker, self._fleet, self._succession.setup)
+        takeover = Takeover(
+            self._known,
+            self._head,
+            self._maker,
+            self._fleet,
+            self._succession.setup,
+            capacity_of=self._planning.capacity_of,
+        )
         if not await takeover.run(former):
             return False
         self._note_plan(self._fleet.placements, "as before")
@@ -119,8 +127,17 @@ class Bringup:
         wanted = self._options.num_hosts
         if wanted:
             print_join_line(self._head.token)
+        topology = self._options.topology
+        if topology is not None:
+            await self._gather_named_hosts(topology)
+            return
         while (missing := wanted - self._num_joined()) > 0:
             self._say(f"waiting for {missing} of {wanted} hosts")
+            await self._head.members.changed()
+
+    async def _gather_named_hosts(self, topology: Topology) -> None:
+        while missing := topology.missing(member.name for member in self._head.members.ready):
+            self._say(f"waiting for {', '.join(missing)}, to which the topology locks layers")
             await self._head.members.changed()
 
     def _num_joined(self) -> int:
@@ -152,6 +169,7 @@ class Bringup:
                 on_failure=lambda *what: last_words.look_up(state.incidents, *what),
                 on_plan=self._note_plan,
                 say=self._say,
+                topology=self._options.topology,
             )
             spares = Spares(
                 fleet,
@@ -160,6 +178,7 @@ class Bringup:
                 crew.sizes,
                 capacity_of=crew.capacity_of,
                 clock_s=time.monotonic,
+                are_wanted=self._options.topology is None,
             )
             state.fleet = fleet
             state.departures = departures = Departures(
@@ -189,8 +208,10 @@ class Bringup:
                 num_slots=self._known.workload.num_slots,
                 max_rows=numerics_for(exact=self._options.is_exact, num_threads=1).max_rows,
                 n_vocab=self._known.tokenizer.n_vocab,
+                token_texts=lambda: self._known.tokenizer.texts,
                 max_waiting=self._options.max_waiting,
                 controller=self._options.speculation.controller_options(),
+                can_trim=self._known.model.can_trim,
                 cancels=self._options.speculation.cancels,
             ),
             mesh_id=keys.mesh_id,

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mesh.replanner import replan
 from mesh.serve.switch import Switch
 from mesh.stage_sizes import StageSizes
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from mesh.serve.placer import Placer
     from mesh.serve.preflight import Preflight
     from mesh.serve.stage_handle import StageLoss
+    from mesh.topology import Topology
     from stages.hidden_codec import HiddenType
 
 
@@ -42,6 +44,7 @@ class Crew:
         on_failure: Called with each lost stage, so that its last words can be read.
         say: Tells everybody what is going on.
         clock_s: Monotonic, seconds.
+        replan: Decides where lost stages go, as `mesh.replanner.replan` does.
     """
 
     fleet: Fleet
@@ -56,6 +59,7 @@ class Crew:
     on_failure: Callable[[Failure, StageLoss, Member], None]
     say: Callable[[str], None]
     clock_s: Callable[[], float]
+    replan: Callable[..., Replan] = replan
 
     def wires(self, decision: Replan) -> tuple[HiddenType, ...]:
         """How hidden states travel in a ring to be: as they did behind the same layers."""
@@ -75,6 +79,7 @@ def make_crew(
     on_failure: Callable[[Failure, StageLoss, Member], None],
     on_plan: Callable[[Sequence[StagePlacement], str], None],
     say: Callable[[str], None],
+    topology: Topology | None = None,
 ) -> Crew:
     """A crew for a head that serves; see `Crew` and `Switch` for the arguments."""
 
@@ -96,4 +101,5 @@ def make_crew(
         on_failure=on_failure,
         say=say,
         clock_s=time.monotonic,
+        replan=replan if topology is None else topology.replan,
     )

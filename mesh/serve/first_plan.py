@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.cluster.links import LinkWish
-from mesh.planner import HostCapacity, Plan, plan
-from mesh.serve.link_order import by_links, round_times
+from mesh.serve.link_order import has_an_order, hosts_of, ordered_by_links
 from mesh.serve.measured_links import HIDDEN_VALUE_BYTES
-from mesh.serve.preflight import own_capacity
+from mesh.serve.preflight import own_capacity, placed
 from mesh.serve.wires import planned_wires
 from mesh.stage_sizes import StageSizes
 from stages.hidden_codec import HiddenType
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mesh.cluster.members import Member
+    from mesh.planner import HostCapacity, Plan
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
@@ -29,8 +29,6 @@ log = structlog.get_logger()
 _NUM_PROBES: Final = 6
 # Sent over each link for its bandwidth: more than fits into the first round trips of a connection.
 _BULK_BYTES: Final = 256 * 1024
-# A round through fewer hosts, the head among them, is the same in any order.
-_FEWEST_FOR_AN_ORDER: Final = 4
 
 
 class FirstPlan:
@@ -60,62 +58,53 @@ class FirstPlan:
             NotEnoughHosts: If there is no host.
         """
         hosts = [self.capacity_of(member) for member in self._head.members.ready]
+        idle = [host.name for host in hosts if host.uses_gpus]
+        if idle and self._options.is_exact:
+            log.warning("gpus_idle", hosts=idle, reason="--exact computes on processors alone")
         return await self._ordered_by_links(hosts, self._placed(hosts))
 
     def capacity_of(self, member: Member) -> HostCapacity:
         """A host as the planner sees it."""
         if member.ray_node_name == self._head.own.ray_node_name:
             return own_capacity(member.name, self._known)
-        return HostCapacity(member.name, member.facts.memory_bytes, member.facts.speed_gb_per_s)
+        return member.facts.capacity(member.name)
 
     def _placed(self, hosts: Sequence[HostCapacity]) -> Plan:
-        return plan(
-            self._known.model,
-            hosts,
-            self._known.workload,
-            num_stages=self._options.num_stages,
-            split=self._options.split,
-        )
+        return placed(self._options, self._known, hosts)
 
-    async def _ordered_by_links(self, hosts: Sequence[HostCapacity], placed: Plan) -> Plan:
+    async def _ordered_by_links(self, hosts: Sequence[HostCapacity], as_joined: Plan) -> Plan:
         """The plan again with its hosts in the order that makes a token's round shortest."""
         survey = self._head.survey
-        chosen = tuple(dict.fromkeys(stage.host for stage in placed.stages))
-        if len({survey.head, *chosen}) < _FEWEST_FOR_AN_ORDER:
-            return placed
+        if self._options.topology is not None or not has_an_order(as_joined, survey.head):
+            return as_joined
         self._say("measuring links")
-        hidden_bytes = self._known.model.n_embd * HIDDEN_VALUE_BYTES
+        hidden_bytes = self._known.model.hidden_width * HIDDEN_VALUE_BYTES
         links = await survey.measure(LinkWish(hidden_bytes, _NUM_PROBES))
-        before = round_times(chosen, survey.head, links)
-        if before is None:
-            log.warning("links_unknown", hosts=chosen, consequence="stages stay in the order of joining")
-            return placed
-        ordered = self._placed(by_links(hosts, chosen, survey.head, links))
-        order = tuple(dict.fromkeys(stage.host for stage in ordered.stages))
-        after = round_times(order, survey.head, links)
-        if after is None or after.order_ms >= before.order_ms:
-            order, ordered, after = chosen, placed, before
+        ordered = ordered_by_links(hosts, as_joined, self._placed, survey.head, links)
+        if ordered is None:
+            log.warning("links_unknown", consequence="stages stay in the order of joining")
+            return as_joined
         log.info(
             "ordered_by_links",
-            hosts=order,
-            round_ms=round(after.order_ms, 2),
-            as_joined_ms=round(before.order_ms, 2),
+            hosts=hosts_of(ordered.plan),
+            round_ms=round(ordered.round_ms, 2),
+            as_joined_ms=round(ordered.as_joined_ms, 2),
         )
-        return ordered
+        return ordered.plan
 
-    async def wires(self, placed: Plan) -> tuple[HiddenType, ...]:
+    async def wires(self, chosen: Plan) -> tuple[HiddenType, ...]:
         """How each stage's hidden states travel; `--wire auto` measures the links for it."""
         if self._options.wire is not None:
-            return (self._options.wire,) * len(placed.stages)
-        if len({stage.host for stage in placed.stages}) == 1:
-            return (HiddenType.F32,) * len(placed.stages)
+            return (self._options.wire,) * len(chosen.stages)
+        if len({stage.host for stage in chosen.stages}) == 1:
+            return (HiddenType.F32,) * len(chosen.stages)
         self._say("measuring links")
-        hidden_bytes = HiddenType.F32.row_bytes(self._known.model.n_embd)
+        hidden_bytes = HiddenType.F32.row_bytes(self._known.model.hidden_width)
         links = await self._head.survey.measure(LinkWish(hidden_bytes, _NUM_PROBES, _BULK_BYTES))
         choices = planned_wires(
-            placed,
+            chosen,
             StageSizes(self._known.model, self._known.workload),
-            {member.name: member.facts.speed_gb_per_s for member in self._head.members},
+            {member.name: self.capacity_of(member).fastest_gb_per_s for member in self._head.members},
             links,
         )
         log.info("wires_chosen", links=[choice.as_dict() for choice in choices if choice is not None])

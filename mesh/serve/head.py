@@ -24,6 +24,7 @@ from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig, new_ray_t
 from mesh.serve.token_file import token_file
 from spanmesh_proto.errors import ClusterError
 from stages.fetch import FetchSource
+from stages.weights.rate_limit import RateLimit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -70,6 +71,10 @@ class Head:
     def token(self) -> str:
         """The join token that is good now, as text."""
         return encode(self.service.token)
+
+    def is_own(self, member: Member) -> bool:
+        """Whether a member is this host."""
+        return member.ray_node_name == self.own.ray_node_name
 
     @property
     def source(self) -> FetchSource:
@@ -123,6 +128,7 @@ async def open_head(
                 cache=cache,
                 versions=facts.versions,
                 authority=authority,
+                rate=RateLimit(options.weights.transfer_bytes_per_s),
             )
             port = options.join_port if former is None else former.join_port
             async with (

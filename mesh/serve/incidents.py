@@ -39,6 +39,7 @@ class Incidents:
     def __init__(self, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
         self._failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
+        self._num_losses = 0
         self._num_repairs = 0
         self._num_moves = 0
         self._last_repair_s: float | None = None
@@ -47,6 +48,7 @@ class Incidents:
         """Note a lost stage."""
         failure = Failure(self._clock_s(), host, layers, reason)
         self._failures.append(failure)
+        self._num_losses += 1
         return failure
 
     def explain(self, failure: Failure, more: str) -> None:
@@ -70,6 +72,7 @@ class Incidents:
         return {
             "failures": [asdict(failure) for failure in self._failures],
             "repairs": {
+                "losses": self._num_losses,
                 "count": self._num_repairs,
                 "last_s": None if self._last_repair_s is None else round(self._last_repair_s, 3),
                 "moves": self._num_moves,

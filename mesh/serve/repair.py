@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.coordinator import RingLoss
-from mesh.replanner import replan
 from mesh.serve.survivors import find_survivors
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts, StageFailed
 
@@ -80,7 +79,7 @@ class Repair:
             self._bury(index, lost)
         for copy in survivors.dead_copies:
             crew.fleet.drop_copy(copy)
-        return replan(
+        return crew.replan(
             crew.sizes,
             crew.fleet.placements,
             crew.fleet.lost,

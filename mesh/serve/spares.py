@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import structlog
 
-from mesh.copies import next_copy
+from mesh.copies import left_beside, next_copy
+from mesh.offload import memory_on
 from mesh.planner import StagePlacement
 from mesh.serve.loading import load_all
 from spanmesh_proto.errors import MeshError
@@ -45,6 +46,7 @@ class Spares:
         sizes: Of the model's stages.
         capacity_of: What a host gives, as the planner sees it.
         clock_s: Monotonic, seconds.
+        are_wanted: Whether copies are of use: not if layers are locked to their hosts.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Spares:
         *,
         capacity_of: Callable[[Member], HostCapacity],
         clock_s: Callable[[], float],
+        are_wanted: bool = True,
     ) -> None:
         self._fleet = fleet
         self._maker = maker
@@ -63,6 +66,7 @@ class Spares:
         self._sizes = sizes
         self._capacity_of = capacity_of
         self._clock_s = clock_s
+        self._are_wanted = are_wanted
         self._not_before_s: dict[str, float] = {}
 
     async def run(self) -> NoReturn:
@@ -77,6 +81,8 @@ class Spares:
                 await self._members.change_within(_CHECK_S)
 
     def _next(self) -> Copy | None:
+        if not self._are_wanted:
+            return None
         now_s = self._clock_s()
         hosts = [
             self._capacity_of(member)
@@ -89,10 +95,13 @@ class Spares:
         member = self._members.find(copy.host)
         if member is None:
             return
-        placement = StagePlacement(copy.host, copy.layers, self._sizes.memory(copy.layers))
+        held = [other for other in self._fleet.copy_list() if other.host == copy.host]
+        left = left_beside(self._sizes, self._capacity_of(member), held)
+        memory = memory_on(self._sizes, copy.layers, left) or self._sizes.memory(copy.layers)
+        placement = StagePlacement(copy.host, copy.layers, memory)
         handle: StageHandle | None = None
         try:
-            await self._maker.cut([copy.layers])
+            await self._maker.describe([(copy.host, copy.layers)])
             handle = self._maker.make(
                 placement,
                 member,

@@ -18,7 +18,7 @@ from spanmesh_proto.errors import MeshError, StageFailed
 from stages.actor import StageActor
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable
 
     from mesh.cluster.authority import Authority
     from mesh.cluster.members import Member
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from mesh.serve.mesh_keys import MeshKeys
     from stages.actor import StageConfig
     from stages.hidden_codec import HiddenType
+    from stages.layers import LayerRange
+    from stages.weights.transfer import Transfer
 
 log = structlog.get_logger()
 
@@ -61,11 +63,21 @@ class StageHandle:
         authority: Certifies its key.
         config: What it is to hold.
         member: Its host.
+        on_transfer: Called with its host, its layers and where its weights came from, once they are there.
     """
 
-    def __init__(self, driver: RayDriver, authority: Authority, config: StageConfig, member: Member) -> None:
+    def __init__(
+        self,
+        driver: RayDriver,
+        authority: Authority,
+        config: StageConfig,
+        member: Member,
+        *,
+        on_transfer: Callable[[str, LayerRange, Transfer], None],
+    ) -> None:
         self._driver = driver
         self._authority = authority
+        self._on_transfer = on_transfer
         self.config = config
         self.member = member
         self.is_loaded = False
@@ -142,9 +154,15 @@ class StageHandle:
         Raises:
             MeshError: What the stage says; `StageFailed` if its process is gone, or silent.
         """
-        await self._while_it_answers(self._process.load.remote(), bar)
+        transfer: Transfer = await self._while_it_answers(self._process.load.remote(), bar)
         self.is_loaded = True
-        log.info("stage_loaded", host=self.member.name, layers=str(self.config.layers))
+        self._on_transfer(self.member.name, self.config.layers, transfer)
+        log.info(
+            "stage_loaded",
+            host=self.member.name,
+            layers=str(self.config.layers),
+            gpu_layers=dict(self.config.memory.gpu_layers),
+        )
 
     async def serve(self) -> None:
         """Have it listen, with a certificate for a key that it makes for itself; once is enough.
@@ -235,8 +253,8 @@ class StageHandle:
         except TimeoutError:
             raise StageFailed(f"{self.who} did not answer within {timeout_s:g} s") from None
 
-    async def _while_it_answers(self, call: Awaitable[Any], bar: ProgressTask | None) -> None:
-        """Wait for work of any length, as long as its process tells how far it is."""
+    async def _while_it_answers(self, call: Awaitable[Any], bar: ProgressTask | None) -> Any:
+        """Wait for work of any length, as long as its process tells how far it is; gives what came of it."""
         work = asyncio.ensure_future(result_of(call, self.who))
         try:
             while not work.done():
@@ -244,9 +262,9 @@ class StageHandle:
                 progress = await self._within(patience_s, self._process.progress.remote())
                 self._has_answered = True
                 if bar is not None:
-                    bar(progress.share, f"{self.who}: {progress.phase}")
+                    bar(progress.share, f"{self.who}: {progress.label}")
                 await asyncio.wait([work], timeout=_POLL_S)
-            work.result()
+            return work.result()
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)

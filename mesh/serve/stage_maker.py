@@ -1,26 +1,32 @@
-"""Makes stages: the file is cut, the rest is said to whoever is to load it."""
+"""Makes stages: what they are made of is found out, the rest is said to whoever is to load them."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mesh.serve.cutting import cut_stages
+from mesh.serve.describing import describe_stages
 from mesh.serve.mesh_keys import new_mesh_keys
 from mesh.serve.stage_handle import StageHandle
 from stages.actor import StageConfig
 from stages.runtime import RuntimeOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from mesh.cluster.members import Member
     from mesh.planner import StagePlacement
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
-    from stages.cutting import StageCache, StageFile
+    from mesh.serve.transfers import Transfers
+    from stages.cutting import StageCache
+    from stages.fetch import FetchSource
     from stages.hidden_codec import HiddenType
     from stages.layers import LayerRange
+    from stages.stage_memory import StageMemory
+    from stages.weights.recipe import Recipe
 
 
 class StageMaker:
@@ -31,25 +37,41 @@ class StageMaker:
         known: What was found out beforehand.
         head: Open.
         cache: Of this host: hosts fetch from it.
+        transfers: Notes what the stages bring.
     """
 
-    def __init__(self, options: ServeOptions, known: Preflight, head: Head, cache: StageCache) -> None:
+    def __init__(
+        self,
+        options: ServeOptions,
+        known: Preflight,
+        head: Head,
+        cache: StageCache,
+        transfers: Transfers,
+    ) -> None:
         self._options = options
         self._known = known
         self._head = head
         self._cache = cache
-        self._files: dict[LayerRange, StageFile] = {}
+        self._transfers = transfers
+        self._recipes: dict[LayerRange, Recipe] = {}
 
-    async def cut(self, parts: Sequence[LayerRange]) -> None:
-        """Have the files of these layers ready; those that are take no time.
+    async def describe(self, stages: Iterable[tuple[str, LayerRange]]) -> None:
+        """Find out what stages are made of, so that their hosts can fetch that.
+
+        Args:
+            stages: Name of the host, and layers, of each.
 
         Raises:
-            ModelError: See `StageCache.cut`.
+            ModelError: See `StageCache.describe`.
         """
-        missing = [layers for layers in parts if not self._has(layers)]
+        missing = dict.fromkeys(
+            layers
+            for host, layers in stages
+            if layers not in self._recipes and not self._is_model_itself(host, layers)
+        )
         if missing:
-            for file in await cut_stages(self._cache, self._options.model, missing):
-                self._files[file.layers] = file
+            for recipe in await describe_stages(self._cache, self._options.model, tuple(missing)):
+                self._recipes[recipe.layers] = recipe
 
     def make(
         self,
@@ -58,43 +80,65 @@ class StageMaker:
         *,
         wire: HiddenType,
         num_threads: int,
-        beside_bytes: int = 0,
+        beside: Sequence[StageMemory] = (),
     ) -> StageHandle:
-        """A stage whose file was cut; nothing of it runs yet.
+        """A stage that was described; nothing of it runs yet.
 
         Args:
             placement: Which layers, and what they take.
             member: Its host.
             wire: How its hidden states travel.
             num_threads: Of the host's, for this stage.
-            beside_bytes: What other stages are to take there at the same time.
+            beside: What other stages are to take there at the same time.
         """
-        file, workload = self._files[placement.layers], self._known.workload
+        layers, workload = placement.layers, self._known.workload
+        is_model_itself = self._is_model_itself(member.name, layers)
         # Until it joins a ring it is in none: nobody knows these.
         keys = new_mesh_keys()
         config = StageConfig(
             stage_index=0,
-            layers=file.layers,
-            sha256=file.sha256,
-            size_bytes=file.size_bytes,
-            source=self._head.source,
+            layers=layers,
+            sha256="" if is_model_itself else self._recipes[layers].sha256,
+            whole=str(self._options.model.resolve()) if is_model_itself else None,
+            source=self._source_for(member, None if is_model_itself else self._recipes[layers]),
             options=RuntimeOptions(
                 num_slots=workload.num_slots,
                 ctx_size=workload.ctx_size,
                 num_threads=num_threads,
                 exact=self._options.is_exact,
                 kv_type=workload.kv_type,
+                gpu_layers=placement.memory.gpu_layers,
             ),
             host=member.name,
             memory=placement.memory,
-            beside_bytes=beside_bytes,
+            beside_bytes=sum(other.loading_bytes for other in beside),
+            beside_gpu_bytes=_on_gpus(beside),
             mesh_id=keys.mesh_id,
             mesh_key=keys.mesh_key,
             hidden_type=wire,
         )
-        return StageHandle(self._head.driver, self._head.authority, config, member)
+        return StageHandle(
+            self._head.driver, self._head.authority, config, member, on_transfer=self._transfers.note
+        )
 
-    def _has(self, layers: LayerRange) -> bool:
-        """A file that was damaged or removed meanwhile is to be cut again."""
-        file = self._files.get(layers)
-        return file is not None and self._cache.find(file.sha256) is not None
+    def _is_model_itself(self, host: str, layers: LayerRange) -> bool:
+        """Whether a stage is all of the model, where the model is: then there is nothing to cut."""
+        return len(layers) == self._known.model.n_layers and host == self._head.own.name
+
+    def _source_for(self, member: Member, recipe: Recipe | None) -> FetchSource:
+        """This host copies from the model itself and knows the recipe; nobody else has that file."""
+        weights = self._options.weights
+        source = replace(self._head.source, hub=weights.hub, is_hub_first=weights.is_hub_first)
+        if not self._head.is_own(member):
+            return source
+        if recipe is not None:
+            self._cache.store.keep(recipe)
+        return replace(source, model=self._cache.known_files(self._options.model))
+
+
+def _on_gpus(stages: Sequence[StageMemory]) -> dict[str, int]:
+    """What stages take of each GPU together."""
+    taken = Counter[str]()
+    for stage in stages:
+        taken.update({share.device: share.total_bytes for share in stage.gpus})
+    return dict(taken)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mesh.gpu_layers import format_gpu_layers
 from mesh.planner import Plan
 from mesh.serve.incidents import Incidents
+from mesh.serve.speculation_fit import speculation_refusal
+from mesh.serve.transfers import Transfers
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 
 if TYPE_CHECKING:
@@ -19,8 +22,10 @@ if TYPE_CHECKING:
     from mesh.planner import StagePlacement
     from mesh.serve.departures import Departures
     from mesh.serve.fleet import Fleet
+    from mesh.serve.inspection import Inspection
     from mesh.serve.pending import PendingEngine
     from stages.cutting import ModelFacts
+    from stages.weights.transfer import Transfer
 
 
 @dataclass
@@ -39,6 +44,8 @@ class MeshState:
         incidents: What went wrong lately.
         fleet: Stages and copies, once requests are answered.
         departures: Hosts that are to leave, likewise.
+        inspection: Looks into hosts, once the head is open.
+        transfers: What was brought to hosts.
     """
 
     model: ModelFacts
@@ -52,6 +59,8 @@ class MeshState:
     incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
     fleet: Fleet | None = None
     departures: Departures | None = None
+    inspection: Inspection | None = None
+    transfers: Transfers = field(default_factory=Transfers)
 
     def note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         """Who holds what from now on."""
@@ -74,13 +83,20 @@ class MeshState:
             "phase": self.phase,
             "ready": self.engine.is_ready,
             "plan": self.plan.reason if self.plan is not None else None,
-            "hosts": [_host_as_dict(member, self._copies_on(member)) for member in self.members or ()],
+            "hosts": [
+                _host_as_dict(member, self._copies_on(member), self.transfers.of(member.name))
+                for member in self.members or ()
+            ],
             **self.incidents.as_dict(),
         }
         if coordinator is None:
             return status | {"stages": []}
         status |= coordinator.status()
-        status["speculation"] = {"mode": self.speculation_mode, **status["speculation"]}
+        status["speculation"] = {
+            "mode": self.speculation_mode,
+            "reason": speculation_refusal(self.model),
+            **status["speculation"],
+        }
         return status
 
     def _copies_on(self, member: Member) -> list[str]:
@@ -88,7 +104,7 @@ class MeshState:
         return [str(copy.layers) for copy in copies if copy.host == member.name]
 
 
-def _host_as_dict(member: Member, copies: list[str]) -> dict[str, Any]:
+def _host_as_dict(member: Member, copies: list[str], transfer: Transfer) -> dict[str, Any]:
     facts = member.facts
     return {
         "name": member.name,
@@ -98,9 +114,22 @@ def _host_as_dict(member: Member, copies: list[str]) -> dict[str, Any]:
         "layers": member.layers,
         # Loaded ahead: what a spare host could take over at once.
         "copies": copies,
+        # What was brought there since this head was started: what the host had itself, and what was sent.
+        "weights": asdict(transfer),
         "memory_bytes": facts.memory_bytes,
         "threads": facts.num_threads,
         "speed_gb_per_s": round(facts.speed_gb_per_s, 1),
+        "gpus": [
+            {
+                "name": gpu.name,
+                "description": gpu.description,
+                "free_bytes": gpu.free_bytes,
+                "total_bytes": gpu.total_bytes,
+                "speed_gb_per_s": round(gpu.speed_gb_per_s, 1),
+            }
+            for gpu in facts.gpus
+        ],
+        "gpu_layers": format_gpu_layers(facts.gpu_layers),
         "llama_cpp": facts.versions.llama_cpp,
         "platform": facts.versions.platform,
     }

@@ -11,6 +11,8 @@ import structlog
 
 from mesh.serve.head_state import HeadState, HeadStateFile, KeptStage, default_state_path, fingerprint
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from stages.cutting.gguf_parts import part_paths
+from stages.weights.file_stamp import stamps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,12 +120,12 @@ def open_succession(options: ServeOptions, known: Preflight) -> Iterator[Success
 
 
 def _setup(options: ServeOptions, known: Preflight) -> str:
-    file = options.model.stat()
     return fingerprint(
         model=str(options.model.resolve()),
-        model_bytes=file.st_size,
-        model_time_ns=file.st_mtime_ns,
+        files=[(stamp.size_bytes, stamp.mtime_ns) for stamp in stamps_of(part_paths(options.model))],
         workload=known.workload,
         is_exact=options.is_exact,
+        topology=options.topology,
+        gpu_layers=options.gpu_layers,
         software=(SOFTWARE_VERSION, PROTOCOL_VERSION),
     )

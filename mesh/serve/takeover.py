@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mesh.offload import memory_on
 from mesh.planner import StagePlacement
 from mesh.serve.fleet import Seat
 from mesh.stage_sizes import StageSizes
@@ -15,8 +16,10 @@ from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from mesh.cluster.members import Member
+    from mesh.host_capacity import HostCapacity
     from mesh.serve.fleet import Fleet
     from mesh.serve.head import Head
     from mesh.serve.head_state import HeadState, KeptStage
@@ -40,14 +43,25 @@ class Takeover:
         maker: Makes stages.
         fleet: Empty.
         setup: Fingerprint of what stages would be loaded with now.
+        capacity_of: What a host gives, as the planner sees it.
     """
 
-    def __init__(self, known: Preflight, head: Head, maker: StageMaker, fleet: Fleet, setup: str) -> None:
+    def __init__(
+        self,
+        known: Preflight,
+        head: Head,
+        maker: StageMaker,
+        fleet: Fleet,
+        setup: str,
+        *,
+        capacity_of: Callable[[Member], HostCapacity],
+    ) -> None:
         self._sizes = StageSizes(known.model, known.workload)
         self._head = head
         self._maker = maker
         self._fleet = fleet
         self._setup = setup
+        self._capacity_of = capacity_of
 
     async def run(self, former: HeadState) -> bool:
         """Take over what is whole; end what is not.
@@ -64,8 +78,9 @@ class Takeover:
         if not former.stages:
             return False
         if former.setup == self._setup:
-            await self._maker.cut(
-                [LayerRange(stage.start, stage.stop) for stage in (*former.stages, *former.copies)]
+            await self._maker.describe(
+                (stage.host, LayerRange(stage.start, stage.stop))
+                for stage in (*former.stages, *former.copies)
             )
             await self._wait_for(former.stages)
             ring = [await self._adopt(stage) for stage in former.stages]
@@ -126,4 +141,7 @@ class Takeover:
 
     def _placement(self, stage: KeptStage) -> StagePlacement:
         layers = LayerRange(stage.start, stage.stop)
-        return StagePlacement(stage.host, layers, self._sizes.memory(layers))
+        member = self._head.members.find(stage.host)
+        host = None if member is None else self._capacity_of(member)
+        memory = None if host is None else memory_on(self._sizes, layers, host)
+        return StagePlacement(stage.host, layers, memory or self._sizes.memory(layers))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import structlog
 
 from mesh.coordinator import RingLoss
-from mesh.replanner import replan
 from mesh.serve.blame import note_trouble
 from mesh.serve.repair import Repair
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
@@ -83,7 +82,7 @@ class Tending:
         if not to_move:
             return None
         try:
-            decision = replan(
+            decision = crew.replan(
                 crew.sizes,
                 crew.fleet.placements,
                 to_move,

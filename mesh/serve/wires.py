@@ -42,6 +42,6 @@ def planned_wires(
     return wire_choices(
         [stage.host for stage in plan.stages],
         compute_ms,
-        sizes.model.n_embd,
+        sizes.model.hidden_width,
         lambda source, target: rates.get((source, target)),
     )

@@ -6,7 +6,8 @@ The tree, with one line on what each leaf means::
     ├── ModelError                  something is wrong with the model file
     │   ├── InvalidModel            not a GGUF, truncated, or a tensor is missing
     │   ├── UncuttableModel         this architecture, or this place in it, cannot be cut exactly
-    │   └── ModelDoesNotFit         the hosts have too little free memory
+    │   ├── ModelDoesNotFit         the hosts have too little free memory
+    │   └── HubUnavailable          the model hub refuses, lacks the model, or does not answer
     ├── ProtocolError               a peer said something that the windows protocol does not allow
     │   ├── ProtocolVersionMismatch the two ends speak different versions
     │   ├── InvalidWindow           wrong sizes, positions or session in a window
@@ -23,6 +24,8 @@ The tree, with one line on what each leaf means::
         ├── ContextLengthExceeded   prompt and answer do not fit the context
         ├── Unauthorized            no API key, or a wrong one
         ├── ModelNotFound           the request names a model that is not served
+        ├── NotFound                the request names something else that is not here
+        ├── NotSupported            the endpoint exists elsewhere, but not here
         ├── RequestTooLarge         the body is larger than any that is read
         ├── MisdirectedRequest      the Host header names another server
         ├── RateLimited             the API key has used up its share for now
@@ -76,6 +79,10 @@ class UncuttableModel(ModelError):
 
 class ModelDoesNotFit(ModelError):
     """The hosts have too little free memory."""
+
+
+class HubUnavailable(ModelError):
+    """The model hub refuses, lacks the model, or does not answer."""
 
 
 class ProtocolError(MeshError):
@@ -142,6 +149,14 @@ class ModelNotFound(RequestError):
     """The request names a model that is not served."""
 
 
+class NotFound(RequestError):
+    """The request names something else that is not here."""
+
+
+class NotSupported(RequestError):
+    """The endpoint exists elsewhere, but not here."""
+
+
 class RequestTooLarge(RequestError):
     """The body is larger than any that is read."""
 
@@ -181,6 +196,7 @@ WIRE: Final[dict[type[MeshError], Wire]] = {
     InvalidModel: Wire("invalid_model", "FAILED_PRECONDITION", 500, "server_error"),
     UncuttableModel: Wire("uncuttable_model", "FAILED_PRECONDITION", 500, "server_error"),
     ModelDoesNotFit: Wire("model_does_not_fit", "RESOURCE_EXHAUSTED", 500, "server_error"),
+    HubUnavailable: Wire("hub_unavailable", "UNAVAILABLE", 503, "server_error"),
     ProtocolError: Wire("protocol_error", "INVALID_ARGUMENT", 500, "server_error"),
     ProtocolVersionMismatch: Wire("protocol_version_mismatch", "FAILED_PRECONDITION", 500, "server_error"),
     InvalidWindow: Wire("invalid_window", "INVALID_ARGUMENT", 500, "server_error"),
@@ -197,6 +213,8 @@ WIRE: Final[dict[type[MeshError], Wire]] = {
     ContextLengthExceeded: Wire("context_length_exceeded", "OUT_OF_RANGE", 400, "invalid_request_error"),
     Unauthorized: Wire("invalid_api_key", "UNAUTHENTICATED", 401, "invalid_request_error"),
     ModelNotFound: Wire("model_not_found", "NOT_FOUND", 404, "invalid_request_error"),
+    NotFound: Wire("not_found", "NOT_FOUND", 404, "invalid_request_error"),
+    NotSupported: Wire("not_supported", "UNIMPLEMENTED", 501, "invalid_request_error"),
     RequestTooLarge: Wire("request_too_large", "OUT_OF_RANGE", 413, "invalid_request_error"),
     MisdirectedRequest: Wire("misdirected_request", "PERMISSION_DENIED", 421, "invalid_request_error"),
     RateLimited: Wire("rate_limit_exceeded", "RESOURCE_EXHAUSTED", 429, "rate_limit_error"),

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HostReport(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links", "certificate_request", "is_leaving")
+    __slots__ = ("protocol_version", "software_version", "secret", "name", "address", "check_port", "check_nonce", "memory_bytes", "threads", "speed_gb_per_s", "platform", "llama_cpp_version", "ray_version", "python_version", "ray_node_name", "ray_is_running", "echo_port", "links", "certificate_request", "is_leaving", "gpus", "gpu_layers")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,8 @@ class HostReport(_message.Message):
     LINKS_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
+    GPU_LAYERS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     secret: str
@@ -48,7 +50,25 @@ class HostReport(_message.Message):
     links: LinkReport
     certificate_request: bytes
     is_leaving: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ..., certificate_request: _Optional[bytes] = ..., is_leaving: _Optional[bool] = ...) -> None: ...
+    gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
+    gpu_layers: int
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., secret: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., check_port: _Optional[int] = ..., check_nonce: _Optional[bytes] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., platform: _Optional[str] = ..., llama_cpp_version: _Optional[str] = ..., ray_version: _Optional[str] = ..., python_version: _Optional[str] = ..., ray_node_name: _Optional[str] = ..., ray_is_running: _Optional[bool] = ..., echo_port: _Optional[int] = ..., links: _Optional[_Union[LinkReport, _Mapping]] = ..., certificate_request: _Optional[bytes] = ..., is_leaving: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., gpu_layers: _Optional[int] = ...) -> None: ...
+
+class Gpu(_message.Message):
+    __slots__ = ("name", "description", "free_bytes", "total_bytes", "speed_gb_per_s", "shares_host_memory")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPEED_GB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SHARES_HOST_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    description: str
+    free_bytes: int
+    total_bytes: int
+    speed_gb_per_s: float
+    shares_host_memory: bool
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., speed_gb_per_s: _Optional[float] = ..., shares_host_memory: _Optional[bool] = ...) -> None: ...
 
 class LinkReport(_message.Message):
     __slots__ = ("id", "links")
@@ -119,14 +139,26 @@ class LinkTarget(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("secret", "sha256", "offset")
+    __slots__ = ("secret", "sha256", "offset", "ranges", "recipe")
     SECRET_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    RECIPE_FIELD_NUMBER: _ClassVar[int]
     secret: str
     sha256: str
     offset: int
-    def __init__(self, secret: _Optional[str] = ..., sha256: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+    ranges: _containers.RepeatedCompositeFieldContainer[ByteRange]
+    recipe: bool
+    def __init__(self, secret: _Optional[str] = ..., sha256: _Optional[str] = ..., offset: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[ByteRange, _Mapping]]] = ..., recipe: _Optional[bool] = ...) -> None: ...
+
+class ByteRange(_message.Message):
+    __slots__ = ("start", "num_bytes")
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    num_bytes: int
+    def __init__(self, start: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class FetchChunk(_message.Message):
     __slots__ = ("data", "total_bytes")

@@ -57,7 +57,7 @@ class MembershipServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchStage(self, request, context):
-        """Bytes of a stage file, from `offset` to its end.
+        """Bytes of a stage file, which the head need not have written, or the recipe that says what is in it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

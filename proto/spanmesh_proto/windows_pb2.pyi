@@ -45,14 +45,26 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., stage_index: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_stop: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "open", "windows")
+    __slots__ = ("hello", "open", "windows", "vocabulary")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: Open
     windows: WindowBundle
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., windows: _Optional[_Union[WindowBundle, _Mapping]] = ...) -> None: ...
+    vocabulary: Vocabulary
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., windows: _Optional[_Union[WindowBundle, _Mapping]] = ..., vocabulary: _Optional[_Union[Vocabulary, _Mapping]] = ...) -> None: ...
+
+class Vocabulary(_message.Message):
+    __slots__ = ("texts", "lengths", "end_tokens")
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    END_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    texts: bytes
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    end_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, texts: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., end_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WindowBundle(_message.Message):
     __slots__ = ("windows",)
@@ -67,7 +79,7 @@ class VerdictBundle(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs", "cached_tokens", "source_slot", "resumed_session", "num_resumed")
+    __slots__ = ("session", "slot", "sampling", "num_prompt_tokens", "num_top_logprobs", "cached_tokens", "source_slot", "resumed_session", "num_resumed", "grammar")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +89,7 @@ class Open(_message.Message):
     SOURCE_SLOT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_SESSION_FIELD_NUMBER: _ClassVar[int]
     NUM_RESUMED_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     session: int
     slot: int
     sampling: Sampling
@@ -86,7 +99,8 @@ class Open(_message.Message):
     source_slot: int
     resumed_session: int
     num_resumed: int
-    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., source_slot: _Optional[int] = ..., resumed_session: _Optional[int] = ..., num_resumed: _Optional[int] = ...) -> None: ...
+    grammar: str
+    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., source_slot: _Optional[int] = ..., resumed_session: _Optional[int] = ..., num_resumed: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "repetition_window", "bias_tokens", "biases")
@@ -139,14 +153,16 @@ class Window(_message.Message):
     def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., most_together: _Optional[int] = ...) -> None: ...
 
 class StageTime(_message.Message):
-    __slots__ = ("queue_us", "compute_us", "num_rows")
+    __slots__ = ("queue_us", "compute_us", "num_rows", "arrived_us")
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_US_FIELD_NUMBER: _ClassVar[int]
     queue_us: int
     compute_us: int
     num_rows: int
-    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
+    arrived_us: int
+    def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_rows: _Optional[int] = ..., arrived_us: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("session", "epoch", "window_id", "start", "tokens", "times", "logprobs")
@@ -219,15 +235,17 @@ class ControlReply(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("sent_us", "stats")
+    __slots__ = ("sent_us", "stats", "stage_us")
     SENT_US_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_US_FIELD_NUMBER: _ClassVar[int]
     sent_us: int
     stats: StageStats
-    def __init__(self, sent_us: _Optional[int] = ..., stats: _Optional[_Union[StageStats, _Mapping]] = ...) -> None: ...
+    stage_us: int
+    def __init__(self, sent_us: _Optional[int] = ..., stats: _Optional[_Union[StageStats, _Mapping]] = ..., stage_us: _Optional[int] = ...) -> None: ...
 
 class StageStats(_message.Message):
-    __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions")
+    __slots__ = ("num_windows", "num_rows", "num_dropped_windows", "num_decodes", "compute_us", "num_queued_windows", "num_open_sessions", "num_sent_bytes", "resident_bytes")
     NUM_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_DROPPED_WINDOWS_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +253,8 @@ class StageStats(_message.Message):
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     NUM_OPEN_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_windows: int
     num_rows: int
     num_dropped_windows: int
@@ -242,7 +262,9 @@ class StageStats(_message.Message):
     compute_us: int
     num_queued_windows: int
     num_open_sessions: int
-    def __init__(self, num_windows: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_dropped_windows: _Optional[int] = ..., num_decodes: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_queued_windows: _Optional[int] = ..., num_open_sessions: _Optional[int] = ...) -> None: ...
+    num_sent_bytes: int
+    resident_bytes: int
+    def __init__(self, num_windows: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_dropped_windows: _Optional[int] = ..., num_decodes: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_queued_windows: _Optional[int] = ..., num_open_sessions: _Optional[int] = ..., num_sent_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("session", "epoch", "window_id", "code", "message")

@@ -1,4 +1,4 @@
-"""Stages that were cut or fetched before are not cut or fetched again."""
+"""What is known of models and their stages is found out once: hashes, recipes, stage files."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ import structlog
 
 from spanmesh_proto.errors import ModelError
 from stages.cutting.atomic import write_atomically
-from stages.cutting.cut import ByteCounter, planned_bytes, write_stage
-from stages.cutting.digest import file_sha256
+from stages.cutting.cut import ByteCounter, write_stage
 from stages.cutting.disk import require_disk
-from stages.cutting.layout import FORMAT_VERSION
+from stages.cutting.gguf_writer import encode_header, stage_bytes
+from stages.cutting.layout import FORMAT_VERSION, lay_out
 from stages.cutting.places import default_root, stage_store
-from stages.cutting.self_check import require_exact_cut
+from stages.cutting.self_check import cuts_of, require_exact_cut
+from stages.cutting.shared_blocks import with_shared_blocks
 from stages.cutting.source_model import read_source
-from stages.cutting.stamp import Stamp
+from stages.weights.file_stamp import stamps_of
+from stages.weights.local_pieces import KnownFile
+from stages.weights.model_hashes import ModelHashes
+from stages.weights.recipe import Recipe, RecipeTensor
+from stages.weights.virtual_stage import VirtualStage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from stages.cutting.layout import StageLayout
+    from stages.cutting.region import Region
     from stages.cutting.source_model import SourceModel
     from stages.layers import LayerRange
+    from stages.weights.file_stamp import FileStamp
 
 log = structlog.get_logger()
 
@@ -36,7 +44,7 @@ class StageFile:
 
     Attributes:
         path: The stage file.
-        sha256: Of its content, hex.
+        sha256: Hash of its recipe, hex.
         size_bytes: Of the file.
         layers: Which layers it holds.
         n_layers: Layers of the whole model.
@@ -49,15 +57,31 @@ class StageFile:
     n_layers: int
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A model that was read.
+
+    Attributes:
+        model: What its header says.
+        stamps: What its files looked like then.
+        hashes: Of its tensors.
+    """
+
+    model: SourceModel
+    stamps: tuple[FileStamp, ...]
+    hashes: ModelHashes
+
+
 class StageCache:
-    """Stage files by content, and an index of what was cut from what.
+    """Recipes of the stages of models that are on this host, and stage files.
 
     ::
 
-        stages/<sha256>.gguf   the files; <sha256>.json their stamps; <sha256>.partial on their way in
-        sources/<key>.json     stamps of whole models, so that each is hashed once
-        cuts/<key>             sha256 of the stage that was cut from that source, layers, format version
-        checked/<key>          sources of families not in the table that passed the self-check
+        stages/               stage files, see `StageStore`
+        sources/<key>.json    hashes of a model's tensors, so that each is read once
+        checked/<key>         cuts of models of families not in the table that passed the self-check
+
+    Any thread may use it.
 
     Args:
         root: The cache's folder, `default_root` unless given.
@@ -65,23 +89,62 @@ class StageCache:
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root if root is not None else default_root()
-        self._store = stage_store(self._root)
+        self.store = stage_store(self._root)
+        self._known: dict[Path, _Known] = {}
+        self._described: dict[str, tuple[Recipe, _Known]] = {}
 
     def find(self, sha256: str) -> Path | None:
-        """The stage file with this content, or None. A file that was changed or cut short is removed."""
-        return self._store.find(sha256)
+        """The stage file of this name, or None; see `StageStore.find`."""
+        return self.store.find(sha256)
 
-    def partial(self, sha256: str) -> Path:
-        """Where to gather a stage file from elsewhere; what lies there may be continued."""
-        return self._store.partial(sha256)
+    def describe(
+        self, source: Path, layers: LayerRange, *, progress: Callable[[int, int], None] | None = None
+    ) -> Recipe:
+        """What the stage file for some layers of a model is made of. Nothing is written but what was hashed.
 
-    def adopt(self, partial: Path, sha256: str) -> Path:
-        """Take a gathered stage file in after checking its content.
+        Args:
+            source: The whole model, a GGUF file, the first if it has several.
+            layers: Which of its layers.
+            progress: Called with bytes hashed and bytes in all.
 
         Raises:
-            ModelError: If the content is another; the file is removed.
+            InvalidModel: If the source is no GGUF, truncated, lacks a tensor, or changes meanwhile.
+            UncuttableModel: If it has no such layers, or cannot be cut exactly there.
+            ModelError: If the cache cannot be written.
         """
-        return self._store.adopt(partial, sha256)
+        known = self._read(source)
+        known.model.check_range(layers)
+        self._check_once(known.model, layers)
+        layout = with_shared_blocks(lay_out(known.model, layers))
+        regions = _regions(layout)
+        counter = ByteCounter(known.hashes.missing_bytes(regions), progress)
+        return self._described_now(known, layers, layout, known.hashes.of(regions, counter.add))
+
+    def recipe(self, sha256: str) -> Recipe | None:
+        """A recipe that was made here, or came here; None if neither."""
+        described = self._described.get(sha256)
+        return described[0] if described is not None else self.store.recipe(sha256)
+
+    def open(self, sha256: str) -> VirtualStage | None:
+        """Read a stage that was described, whether its file exists or not; None if it was not.
+
+        Raises:
+            InvalidModel: If the model was changed since.
+        """
+        described = self._described.get(sha256)
+        if described is None:
+            return None
+        recipe, known = described
+        return VirtualStage(recipe, known.model.header.paths, known.stamps)
+
+    def known_files(self, source: Path) -> tuple[KnownFile, ...]:
+        """The files of a model on this host, and what they looked like when they were hashed.
+
+        Raises:
+            InvalidModel: If they cannot be read.
+        """
+        known = self._read(source)
+        return tuple(map(KnownFile, known.model.header.paths, known.stamps))
 
     def cut(
         self, source: Path, layers: LayerRange, *, progress: Callable[[int, int], None] | None = None
@@ -89,65 +152,116 @@ class StageCache:
         """The stage file for some layers of a model, cut now unless it was before.
 
         Args:
-            source: The whole model, a GGUF file.
+            source: The whole model, a GGUF file, the first if it has several.
             layers: Which of its layers.
-            progress: Called with bytes done and bytes in all.
+            progress: Called with bytes done, hashed and written, and bytes in all.
 
         Raises:
-            InvalidModel: If the source is no GGUF, truncated, or lacks a tensor.
+            InvalidModel: If the source is no GGUF, truncated, lacks a tensor, or changes meanwhile.
             UncuttableModel: If it has no such layers, or cannot be cut exactly there.
             ModelError: If the cache cannot be written, or its disk has no room.
         """
-        model = read_source(source)
-        model.check_range(layers)
-        stage_size = planned_bytes(model, layers)
-        source_sha256 = self._stamped_sha256(source)
-        counter = ByteCounter(stage_size + (0 if source_sha256 else model.header.file_bytes), progress)
-        source_sha256 = source_sha256 or self._hash_source(source, counter)
-        entry = self._root / "cuts" / f"{source_sha256}-{layers.start}-{layers.stop}-v{FORMAT_VERSION}"
-        path = self._find_cut(entry)
+        known = self._read(source)
+        known.model.check_range(layers)
+        self._check_once(known.model, layers)
+        layout = with_shared_blocks(lay_out(known.model, layers))
+        regions = _regions(layout)
+        size_bytes = stage_bytes(layout)
+        counter = ByteCounter(known.hashes.missing_bytes(regions) + size_bytes, progress)
+        recipe = self._described_now(known, layers, layout, known.hashes.of(regions, counter.add))
+        path = self._find(recipe.sha256)
         if path is None:
-            self._check_once(model, layers, source_sha256)
-            require_disk(self._store.fresh(), stage_size)
-            path = self._cut(model, layers, source_sha256, counter)
-            write_atomically(entry, path.stem)
+            path = self._cut(known, recipe, counter)
         else:
-            counter.add(stage_size)
-        return StageFile(path, path.stem, stage_size, layers, model.n_layers)
+            counter.add(size_bytes)
+        return StageFile(path, recipe.sha256, recipe.size_bytes, layers, recipe.n_layers)
 
-    def _cut(self, model: SourceModel, layers: LayerRange, source_sha256: str, counter: ByteCounter) -> Path:
-        fresh = self._store.fresh()
+    def _cut(self, known: _Known, recipe: Recipe, counter: ByteCounter) -> Path:
+        fresh = self.store.fresh()
         try:
-            sha256 = write_stage(model, layers, fresh, source_sha256, counter.add)
-            path = self._store.adopt_trusted(fresh, sha256)
+            require_disk(fresh, recipe.weight_bytes)
+            write_stage(known.model, recipe.layers, fresh, counter.add)
+            if stamps_of(known.model.header.paths) != known.stamps:
+                raise ModelError(f"{known.model.header.path} was changed while it was being cut; try again")
+            path = self.store.adopt(fresh, recipe)
+            self.store.settle(recipe.sha256)
         finally:
             fresh.unlink(missing_ok=True)
-        log.info("stage_cut", model=model.header.path.name, layers=str(layers), sha256=sha256)
+        log.info("stage_cut", model=recipe.model, layers=str(recipe.layers), sha256=recipe.sha256)
         return path
 
-    def _find_cut(self, entry: Path) -> Path | None:
+    def _described_now(
+        self,
+        known: _Known,
+        layers: LayerRange,
+        layout: StageLayout,
+        hashes: dict[Region, tuple[str, ...]],
+    ) -> Recipe:
+        header = known.model.header
+        names = {(tensor.file, tensor.offset_bytes): tensor.name for tensor in header.tensors.values()}
+        recipe = Recipe(
+            header.text("general.name", header.path.stem),
+            layers,
+            known.model.n_layers,
+            layout.alignment,
+            encode_header(layout),
+            tuple(_recipe_tensors(layout, names, hashes)),
+        )
+        self._described[recipe.sha256] = recipe, known
+        return recipe
+
+    def _read(self, source: Path) -> _Known:
+        key = source.resolve()
+        known = self._known.get(key)
+        if known is None or stamps_of(known.model.header.paths) != known.stamps:
+            model = read_source(source)
+            index = self._root / "sources" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()}.json"
+            paths = model.header.paths
+            known = _Known(model, stamps_of(paths), ModelHashes(paths, index))
+            self._known[key] = known
+        return known
+
+    def _find(self, sha256: str) -> Path | None:
         try:
-            return self._store.find(entry.read_text())
-        except (OSError, ModelError):
+            return self.store.find(sha256)
+        except ModelError:
             return None
 
-    def _check_once(self, model: SourceModel, layers: LayerRange, source_sha256: str) -> None:
-        passed = self._root / "checked" / f"{source_sha256}-v{FORMAT_VERSION}"
-        if not model.is_known and not passed.exists():
+    def _check_once(self, model: SourceModel, layers: LayerRange) -> None:
+        if model.is_known:
+            return
+        structure = _structure_sha256(model)
+        names = (f"{structure}-{cut}-v{FORMAT_VERSION}" for cut in cuts_of(layers, model.n_layers))
+        passed = [self._root / "checked" / name for name in names]
+        if not all(path.exists() for path in passed):
             require_exact_cut(model, layers)
-            write_atomically(passed, f"{layers}")
+            for path in passed:
+                write_atomically(path, f"{layers}")
 
-    def _stamp_path(self, source: Path) -> Path:
-        key = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()
-        return self._root / "sources" / f"{key}.json"
 
-    def _stamped_sha256(self, source: Path) -> str | None:
-        stamp = Stamp.load(self._stamp_path(source))
-        return stamp.sha256 if stamp is not None and stamp.fits(source) else None
+def _structure_sha256(model: SourceModel) -> str:
+    """Of all that the file says about the model but its weights and its vocabulary."""
+    digest = hashlib.sha256()
+    for key, value in model.header.metadata.items():
+        if not key.startswith("tokenizer."):
+            digest.update(f"{key} {value.type} {value.count} ".encode() + value.payload)
+    for tensor in model.header.tensors.values():
+        digest.update(f"{tensor.name} {tensor.shape} {tensor.type} {tensor.n_bytes};".encode())
+    return digest.hexdigest()
 
-    def _hash_source(self, source: Path, counter: ByteCounter) -> str:
-        # The stamp is of the file as it was before: one that changes meanwhile is hashed again next time.
-        before = source.stat()
-        sha256 = file_sha256(source, counter.add)
-        Stamp(sha256, before.st_size, before.st_mtime_ns).save(self._stamp_path(source))
-        return sha256
+
+def _regions(layout: StageLayout) -> Sequence[Region]:
+    return [tensor.source for tensor in layout.tensors if tensor.source is not None]
+
+
+def _recipe_tensors(
+    layout: StageLayout, names: dict[tuple[int, int], str], hashes: dict[Region, tuple[str, ...]]
+) -> list[RecipeTensor]:
+    tensors = []
+    for tensor in layout.tensors:
+        if tensor.source is None:
+            tensors.append(RecipeTensor(tensor.n_bytes))
+            continue
+        name = names.get(tensor.source[:2], tensor.name)
+        tensors.append(RecipeTensor(tensor.n_bytes, name, tensor.source, hashes[tensor.source]))
+    return tensors

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import ModelError
 from stages.cutting.atomic import atomic_write
-from stages.cutting.digest import file_sha256
 from stages.cutting.gguf_writer import StageWriter, stage_bytes
 from stages.cutting.layout import lay_out
 from stages.cutting.model_file import ModelFile
 from stages.cutting.self_check import require_exact_cut
+from stages.cutting.shared_blocks import with_shared_blocks
 from stages.cutting.source_model import read_source
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def cut_stage(
         source: The whole model, a GGUF file.
         layers: Which of its layers.
         output: The stage file; replaced if it exists.
-        progress: Called with bytes done and bytes in all: hashing the source, then writing the stage.
+        progress: Called with bytes done and bytes in all.
 
     Raises:
         InvalidModel: If the source is no GGUF, truncated, or lacks a tensor.
@@ -42,33 +42,23 @@ def cut_stage(
     model = read_source(source)
     model.check_range(layers)
     require_exact_cut(model, layers)
-    counter = ByteCounter(model.header.file_bytes + planned_bytes(model, layers), progress)
-    write_stage(model, layers, output, file_sha256(source, counter.add), counter.add)
-
-
-def planned_bytes(model: SourceModel, layers: LayerRange) -> int:
-    """Size of a stage file before it is written. Any hash does: all are of one length."""
-    return stage_bytes(lay_out(model, layers, "0" * 64))
+    layout = with_shared_blocks(lay_out(model, layers))
+    write_stage(model, layers, output, ByteCounter(stage_bytes(layout), progress).add)
 
 
 def write_stage(
-    model: SourceModel, layers: LayerRange, output: Path, source_sha256: str, on_bytes: Callable[[int], None]
-) -> str:
+    model: SourceModel, layers: LayerRange, output: Path, on_bytes: Callable[[int], None]
+) -> None:
     """Write a stage file by the rules, unchecked: `cut_stage` asks first whether they are enough.
-
-    Returns:
-        The file's sha256, hex.
 
     Raises:
         ModelError: If the output cannot be written, or is the source itself.
         InvalidModel: If the source ends early or cannot be read.
     """
-    source = model.header.path
-    if output.exists() and output.samefile(source):
+    if output.exists() and any(output.samefile(path) for path in model.header.paths):
         raise ModelError(f"the output {output} is the model itself; choose another name")
-    layout = lay_out(model, layers, source_sha256)
-    with ModelFile(source) as reader, atomic_write(output) as file:
-        return StageWriter(reader, file, on_bytes).write(layout)
+    with ModelFile(*model.header.paths) as reader, atomic_write(output) as file:
+        StageWriter(reader, file, on_bytes).write(with_shared_blocks(lay_out(model, layers)))
 
 
 class ByteCounter:

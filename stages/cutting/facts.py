@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from stages.cutting.packing import packing_bytes
+from stages.cutting.recurrent import state_widths
 from stages.cutting.source_model import read_source
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, OUTPUT_NORM
+from stages.layers import LayerRange
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from stages.cutting.source_model import SourceModel
@@ -36,6 +40,18 @@ class ModelFacts:
         row_width: Elements that one row takes while a layer is computed, at most.
         has_windows: Whether some layers attend to a sliding window only.
         allowed_cuts: Layers at which a stage may start, 0 left out.
+        state_widths: Per layer, float32 elements that one sequence takes however long it is; none at all if
+            no layer is recurrent.
+        packing_bytes: Per layer, what its weights may take more once fast kernels have put them in their own
+            order; none at all if that is nothing.
+        head_packing_bytes: The same of what the tail holds.
+        refused_cuts: The others, each with the reason.
+        refused_lengths: How many layers no stage may have, each with the reason.
+        can_trim: Whether sessions can go back to an earlier position; those with recurrent state cannot.
+        n_streams: How many rows of hidden states make one that crosses from stage to stage.
+        num_blanks: Layers that every stage but the first computes in vain; see
+            `stages.cutting.family.Blanks`.
+        embeds_everywhere: Whether every stage holds the token embedding.
     """
 
     path: Path
@@ -55,6 +71,20 @@ class ModelFacts:
     row_width: int
     has_windows: bool
     allowed_cuts: tuple[int, ...]
+    state_widths: tuple[int, ...] = ()
+    packing_bytes: tuple[int, ...] = ()
+    head_packing_bytes: int = 0
+    refused_cuts: Mapping[int, str] = field(default_factory=dict)
+    refused_lengths: Mapping[int, str] = field(default_factory=dict)
+    can_trim: bool = True
+    n_streams: int = 1
+    num_blanks: int = 0
+    embeds_everywhere: bool = False
+
+    @property
+    def hidden_width(self) -> int:
+        """Values of a row that crosses from stage to stage."""
+        return self.n_embd * self.n_streams
 
 
 def read_model_facts(path: Path) -> ModelFacts:
@@ -71,7 +101,7 @@ def read_model_facts(path: Path) -> ModelFacts:
     embedding = tensors[EMBEDDING]
     head = [tensors[name] for name in (OUTPUT_NORM, OUTPUT_BIAS) if name in tensors]
     head.append(tensors.get(OUTPUT, embedding))
-    may_cut = source.family.refusal(header) is None
+    cuts, widths = source.allowed_cuts, state_widths(header, source.layers)
     return ModelFacts(
         path=path,
         architecture=architecture,
@@ -81,7 +111,7 @@ def read_model_facts(path: Path) -> ModelFacts:
         n_vocab=embedding.shape[-1],
         n_ctx_train=header.integer(f"{architecture}.context_length"),
         file_bytes=header.file_bytes,
-        layer_bytes=tuple(sum(tensor.n_bytes for tensor in layer) for layer in source.layers),
+        layer_bytes=_layer_bytes(source),
         embedding_bytes=embedding.n_bytes,
         head_bytes=sum(tensor.n_bytes for tensor in head),
         is_tied=OUTPUT not in tensors,
@@ -89,8 +119,30 @@ def read_model_facts(path: Path) -> ModelFacts:
         head_widths=_head_widths(source),
         row_width=_row_width(source),
         has_windows=header.integer(f"{architecture}.attention.sliding_window", 0) > 0,
-        allowed_cuts=tuple(range(1, source.n_layers)) if may_cut else (),
+        allowed_cuts=cuts,
+        state_widths=widths if any(widths) else (),
+        packing_bytes=tuple(map(packing_bytes, source.layers)),
+        head_packing_bytes=packing_bytes(head),
+        refused_cuts=source.refused_cuts,
+        refused_lengths=source.refused_lengths,
+        can_trim=not source.family.has_recurrent_state,
+        n_streams=source.family.entry.streams(header),
+        num_blanks=min((source.blanks(LayerRange(cut, source.n_layers)).before for cut in cuts), default=0),
+        embeds_everywhere=_embeds_everywhere(source),
     )
+
+
+def _layer_bytes(source: SourceModel) -> tuple[int, ...]:
+    """Tensors of each layer, and its part of those that have one for each."""
+    tensors = source.header.tensors
+    shared = sum(tensors[name].n_bytes for name in source.family.per_layer_parts if name in tensors)
+    part = shared // source.n_layers
+    return tuple(part + sum(tensor.n_bytes for tensor in layer) for layer in source.layers)
+
+
+def _embeds_everywhere(source: SourceModel) -> bool:
+    entry, layers = source.family.entry, LayerRange(source.n_layers - 1, source.n_layers)
+    return entry.needs_embedding and entry.takes_tokens(source.header, layers)
 
 
 def _kv_widths(source: SourceModel) -> tuple[int, ...]:
@@ -125,8 +177,8 @@ def _row_width(source: SourceModel) -> int:
     header = source.header
     prefix = f"{header.architecture}."
     n_ff = max(header.per_layer(prefix + "feed_forward_length", source.n_layers, 0))
-    n_ff_experts = header.integer(prefix + "expert_used_count", 0) * header.integer(
-        prefix + "expert_feed_forward_length", n_ff
-    ) + header.integer(prefix + "expert_shared_feed_forward_length", 0)
+    n_used = max(header.per_layer(prefix + "expert_used_count", source.n_layers, 0))
+    n_ff_expert = max(header.per_layer(prefix + "expert_feed_forward_length", source.n_layers, n_ff))
+    n_ff_experts = n_used * n_ff_expert + header.integer(prefix + "expert_shared_feed_forward_length", 0)
     queries = max(_head_counts(source)) * _head_widths(source)[0]
     return 4 * max(n_ff, n_ff_experts) + 6 * header.integer(prefix + "embedding_length") + 2 * queries

@@ -26,6 +26,7 @@ class TensorInfo:
         type: Quantisation.
         offset_bytes: From the start of the file.
         n_bytes: Without padding.
+        file: Which of the model's files, from 0.
     """
 
     name: str
@@ -33,17 +34,33 @@ class TensorInfo:
     type: GGMLQuantizationType
     offset_bytes: int
     n_bytes: int
+    file: int = 0
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Everything in a GGUF file but the tensor data."""
+    """Everything in a model but the tensor data.
+
+    Attributes:
+        path: The file; the first one if there are several.
+        file_bytes: Size of all files.
+        alignment: Of the tensors in them.
+        metadata: Of the first one.
+        tensors: Of all of them.
+        other_paths: The files after the first.
+    """
 
     path: Path
     file_bytes: int
     alignment: int
     metadata: Mapping[str, Value]
     tensors: Mapping[str, TensorInfo]
+    other_paths: tuple[Path, ...] = ()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Every file."""
+        return (self.path, *self.other_paths)
 
     @property
     def architecture(self) -> str:
@@ -62,6 +79,19 @@ class GgufHeader:
         if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidModel(f"{self.path}: metadata key {key!r} is {_shown(value)}, need an integer")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number of the metadata, whole or not.
+
+        Raises:
+            InvalidModel: If it is not a number.
+        """
+        value = self._scalar(key)
+        if value is None:
+            return default
+        if isinstance(value, bool | str):
+            raise InvalidModel(f"{self.path}: metadata key {key!r} is {_shown(value)}, need a number")
+        return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string of the metadata.

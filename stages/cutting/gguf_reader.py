@@ -15,6 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from spanmesh_proto.errors import InvalidModel
 from stages.cutting.gguf_header import GgufHeader, TensorInfo
+from stages.cutting.gguf_parts import with_other_parts
 from stages.cutting.gguf_value import FORMATS, Value, ValueType
 
 if TYPE_CHECKING:
@@ -34,13 +35,23 @@ _LEAST_TENSOR_BYTES: Final = 8 + 4 + 4 + 8
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file.
+    """Read and check the header of a model, of all its files if it has several.
 
     Args:
-        path: A single-part GGUF file, version 2 or 3, little-endian.
+        path: A GGUF file, version 2 or 3, little-endian; the first one of a model in several.
 
     Returns:
-        The header; every tensor in it lies inside the file.
+        The header; every tensor in it lies inside its file.
+
+    Raises:
+        InvalidModel: If a file cannot be read, is not such a GGUF, or is truncated, or if the files do not
+            belong together.
+    """
+    return with_other_parts(read_one_header(path), read_one_header)
+
+
+def read_one_header(path: Path) -> GgufHeader:
+    """The header of one file, which may be a part of a model.
 
     Raises:
         InvalidModel: If the file cannot be read, is not such a GGUF, or is truncated.
@@ -53,19 +64,8 @@ def read_header(path: Path) -> GgufHeader:
                 header = _Reader(path, data).header()
     except OSError as error:
         raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from error
-    _refuse_parts(header)
     _refuse_truncated(header)
     return header
-
-
-def _refuse_parts(header: GgufHeader) -> None:
-    parts = header.integer("split.count", 0)
-    if parts > 1:
-        part = header.integer("split.no", 0) + 1
-        raise InvalidModel(
-            f"{header.path} is part {part} of {parts}: models in several files are not supported yet; "
-            "merge them first with llama-gguf-split --merge"
-        )
 
 
 def _refuse_truncated(header: GgufHeader) -> None:
@@ -184,7 +184,8 @@ class _Reader:
             kind = GGMLQuantizationType(number)
         except ValueError as error:
             raise InvalidModel(
-                f"{self._path}: tensor {name!r} has type {number}, unknown to the installed gguf package"
+                f"{self._path}: tensor {name!r} has type {number}, unknown to the installed gguf package; "
+                "update spanmesh, or take the model in another quantisation"
             ) from error
         return name, shape, kind, self._number("Q")
 

@@ -1,23 +1,24 @@
-"""Writing a stage file: header, then tensor bytes streamed from the source."""
+"""Writing a stage file: header, then tensor bytes copied from the source."""
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from spanmesh_proto.errors import InvalidModel
+from stages.cutting.copying import UnreadableError, copy_region, write_all
 from stages.cutting.gguf_reader import MAGIC
 from stages.cutting.gguf_value import Value, ValueType
+from stages.cutting.model_file import unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stages.cutting.layout import StageLayout, StageTensor
     from stages.cutting.model_file import ModelFile
+    from stages.cutting.region import Region
 
 _VERSION: Final = 3
-_CHUNK_BYTES: Final = 4 * 1024 * 1024
 
 
 def encode_header(layout: StageLayout) -> bytes:
@@ -32,24 +33,24 @@ def encode_header(layout: StageLayout) -> bytes:
             _text(tensor.name),
             struct.pack(f"<I{n_dims}QIQ", n_dims, *tensor.shape, int(tensor.type), offset),
         )
-        offset += _padded(tensor.n_bytes, layout.alignment)
+        offset += padded(tensor.n_bytes, layout.alignment)
     header = b"".join(parts)
-    return header.ljust(_padded(len(header), layout.alignment), b"\0")
+    return header.ljust(padded(len(header), layout.alignment), b"\0")
 
 
 def stage_bytes(layout: StageLayout) -> int:
     """Size of the file that `StageWriter` makes of a layout."""
     return len(encode_header(layout)) + sum(
-        _padded(tensor.n_bytes, layout.alignment) for tensor in layout.tensors
+        padded(tensor.n_bytes, layout.alignment) for tensor in layout.tensors
     )
 
 
 class StageWriter:
-    """Writes one stage file front to back in constant memory, hashing as it goes.
+    """Writes one stage file in constant memory; zeros stay holes.
 
     Args:
-        source: The whole model's file.
-        output: Where to write.
+        source: The whole model's files.
+        output: Where to write; empty.
         on_bytes: Called with the number of bytes just written.
     """
 
@@ -57,49 +58,46 @@ class StageWriter:
         self._source = source
         self._output = output
         self._on_bytes = on_bytes
-        self._hash = hashlib.sha256()
 
-    def write(self, layout: StageLayout) -> str:
+    def write(self, layout: StageLayout) -> None:
         """Write the whole file.
-
-        Returns:
-            Its sha256, hex.
 
         Raises:
             InvalidModel: If the source ends early or cannot be read.
         """
-        self._put(encode_header(layout))
+        header = encode_header(layout)
+        self._output.truncate(stage_bytes(layout))
+        write_all(self._output.fileno(), header, 0)
+        self._on_bytes(len(header))
+        at = len(header)
         for tensor in layout.tensors:
-            self._copy(tensor)
-            self._zeros(_padded(tensor.n_bytes, layout.alignment) - tensor.n_bytes)
-        return self._hash.hexdigest()
+            padded_bytes = padded(tensor.n_bytes, layout.alignment)
+            if tensor.source is None:
+                self._on_bytes(padded_bytes)
+            else:
+                self._copy(tensor, tensor.source, at)
+                self._on_bytes(padded_bytes - tensor.n_bytes)
+            at += padded_bytes
 
-    def _copy(self, tensor: StageTensor) -> None:
-        if tensor.source_offset_bytes is None:
-            self._zeros(tensor.n_bytes)
-            return
-        position, left = tensor.source_offset_bytes, tensor.n_bytes
-        while left:
-            chunk = self._source.read_at(position, min(left, _CHUNK_BYTES))
-            if not chunk:
-                raise InvalidModel(
-                    f"{self._source.path} ended inside tensor {tensor.name!r} while it was being cut"
-                )
-            self._put(chunk)
-            position += len(chunk)
-            left -= len(chunk)
-
-    def _zeros(self, count: int) -> None:
-        for start in range(0, count, _CHUNK_BYTES):
-            self._put(bytes(min(count - start, _CHUNK_BYTES)))
-
-    def _put(self, data: bytes) -> None:
-        self._output.write(data)
-        self._hash.update(data)
-        self._on_bytes(len(data))
+    def _copy(self, tensor: StageTensor, region: Region, at: int) -> None:
+        path = self._source.paths[region.file]
+        try:
+            copied = copy_region(
+                self._source.descriptor(region.file),
+                (region, 0),
+                self._output.fileno(),
+                at,
+                tensor.n_bytes,
+                on_bytes=self._on_bytes,
+            )
+        except UnreadableError as error:
+            raise unreadable(path, error.__cause__ or error) from error
+        if copied < tensor.n_bytes:
+            raise InvalidModel(f"{path} ended inside tensor {tensor.name!r} while it was being cut")
 
 
-def _padded(n_bytes: int, alignment: int) -> int:
+def padded(n_bytes: int, alignment: int) -> int:
+    """With what it takes to the next multiple of the alignment."""
     return -(-n_bytes // alignment) * alignment
 
 

@@ -7,39 +7,46 @@
 4. Where llama.cpp's loader insists on one of these in a stage that never uses it, the stage gets zeros: a few
    rows if it has neither, as many as the vocabulary if it has the other one.
 5. Stages work with token ids, so the vocabulary's texts stay behind (`tokenizer.ggml.model` = "no_vocab").
+6. The size of a head, if the file leaves it to the first layer's number of heads, is written out.
 
-`stages.cutting.families` adds what single families need.
+`stages.cutting.families` adds what single families need, blank layers among them
+(`stages.cutting.family.Blanks`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from spanmesh_proto.errors import UncuttableModel
 from stages.cutting.gguf_value import Value, ValueType
+from stages.cutting.per_layer import is_per_layer
+from stages.cutting.region import Region
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of, renumbered
+from stages.layers import LayerRange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stages.cutting.gguf_header import TensorInfo
     from stages.cutting.source_model import SourceModel
-    from stages.layers import LayerRange
+    from stages.handover import Handover
 
 # Raise this when a stage file made by the same source and layers comes out otherwise than before.
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 3
 
 # Rows of an embedding that nobody looks into. llama.cpp also copies a row of logits, one float for each, per
 # output row of a stage, so few are cheap twice.
 FILLER_VOCAB: Final = 8
 
-# Arrays below the architecture's name that have a fixed length, which may happen to be the number of layers.
-_NOT_PER_LAYER: Final = ("rope.dimension_sections", "classifier.output_labels")
-
 # By size per weight, smallest first; for zeros, which any of them can hold.
 _FILLER_TYPES: Final = (GGMLQuantizationType.IQ1_S, GGMLQuantizationType.Q4_0, GGMLQuantizationType.F32)
+
+# Matrices of these types may be anything but the factors of a product, which alone can be quantised.
+_FLOATS: Final = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -51,14 +58,14 @@ class StageTensor:
         shape: Elements per dimension, fastest first.
         type: Quantisation.
         n_bytes: Without padding.
-        source_offset_bytes: Where its bytes lie in the source file, or None for zeros.
+        source: Where its bytes lie in the model, or None for zeros.
     """
 
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
     n_bytes: int
-    source_offset_bytes: int | None
+    source: Region | None
 
 
 @dataclass(frozen=True)
@@ -70,65 +77,121 @@ class StageLayout:
     tensors: tuple[StageTensor, ...]
 
 
-def lay_out(source: SourceModel, layers: LayerRange, source_sha256: str) -> StageLayout:
+def lay_out(source: SourceModel, layers: LayerRange) -> StageLayout:
     """What the stage file for some layers of a model holds.
 
     Args:
         source: The whole model.
         layers: Which layers, within the model.
-        source_sha256: Hash of the source file, for the stage's metadata.
     """
-    vocabulary = _Vocabulary(source, layers)
+    header, family = source.header, source.family
+    blanks = source.blanks(layers)
+    held = LayerRange(layers.start - blanks.before, layers.stop + blanks.after)
+    handover = family.entry.handover(header, layers, blanks)
+    vocabulary = _Vocabulary(source, layers, handover)
+    left_out = family.left_out(header, held)
     tensors = [*vocabulary.tensors()]
-    for tensor in source.header.tensors.values():
+    for tensor in header.tensors.values():
         layer = layer_of(tensor.name)
         if layer is None and tensor.name not in (EMBEDDING, OUTPUT, OUTPUT_BIAS):
-            tensors.append(_copied(tensor, tensor.name))
-        elif layer is not None and layers.start <= layer < layers.stop:
-            tensors.append(_copied(tensor, renumbered(tensor.name, layers.start)))
-    metadata = _stage_metadata(source, layers, vocabulary.size)
-    metadata["spanmesh.source_sha256"] = Value.of(ValueType.STRING, source_sha256)
-    return StageLayout(source.header.alignment, metadata, tuple(tensors))
+            if tensor.name not in left_out:
+                tensors.append(_outside(tensor, source, held))
+        elif layer is not None and held.start <= layer < held.stop:
+            name = renumbered(tensor.name, held.start)
+            is_own = layers.start <= layer < layers.stop
+            tensors.append(_copied(tensor, name) if is_own else _blank(tensor, name))
+    metadata = _stage_metadata(source, held, vocabulary.size)
+    for key, number in (("start", layers.start), ("stop", layers.stop), ("count", source.n_layers)):
+        metadata[f"spanmesh.layer_{key}"] = Value.of(ValueType.UINT32, number)
+    n_embd = header.integer(f"{header.architecture}.embedding_length")
+    metadata |= {key: _encoded(value) for key, value in handover.to_metadata(n_embd).items()}
+    return StageLayout(header.alignment, metadata, tuple(tensors))
 
 
-def _stage_metadata(source: SourceModel, layers: LayerRange, n_vocab: int) -> dict[str, Value]:
+def _stage_metadata(source: SourceModel, held: LayerRange, n_vocab: int) -> dict[str, Value]:
+    """Of a file with these layers, blanks among them."""
     header, architecture = source.header, source.header.architecture
-    metadata: dict[str, Value] = {}
+    metadata: dict[str, Value | None] = {}
     for key, value in header.metadata.items():
         if key.startswith(("tokenizer.", "split.")):
             continue
-        per_layer = (
-            key.startswith(f"{architecture}.")
-            and value.count == source.n_layers
-            and not key.endswith(_NOT_PER_LAYER)
-            and value.type is not ValueType.STRING
-        )
-        metadata[key] = value.cut(layers.start, layers.stop) if per_layer else value
-    metadata.update(source.family.derived(header, layers))
+        cuts = is_per_layer(key, value, architecture, source.n_layers)
+        metadata[key] = value.cut(held.start, held.stop) if cuts else value
+    metadata.update(_head_sizes(source))
+    metadata.update(source.family.derived(header, held))
     metadata["tokenizer.ggml.model"] = Value.of(ValueType.STRING, "no_vocab")
-    for key, number in (
-        (f"{architecture}.block_count", len(layers)),
-        (f"{architecture}.vocab_size", n_vocab),
-        ("spanmesh.layer_start", layers.start),
-        ("spanmesh.layer_stop", layers.stop),
-        ("spanmesh.layer_count", source.n_layers),
-    ):
-        metadata[key] = Value.of(ValueType.UINT32, number)
-    return metadata
+    metadata[f"{architecture}.block_count"] = Value.of(ValueType.UINT32, len(held))
+    metadata[f"{architecture}.vocab_size"] = Value.of(ValueType.UINT32, n_vocab)
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+def _head_sizes(source: SourceModel) -> dict[str, Value]:
+    """What llama.cpp would take from the first layer's number of heads, where layers differ in it."""
+    header, prefix = source.header, f"{source.header.architecture}."
+    heads = header.per_layer(prefix + "attention.head_count", source.n_layers, 0)
+    if len(set(heads)) == 1 or not heads[0]:
+        return {}
+    size = Value.of(ValueType.UINT32, header.integer(prefix + "embedding_length") // heads[0])
+    keys = (prefix + "attention.key_length", prefix + "attention.value_length")
+    return {key: size for key in keys if key not in header.metadata}
+
+
+def _encoded(value: str | int | bool) -> Value:  # noqa: FBT001 - metadata are of any type
+    if isinstance(value, bool):
+        return Value.of(ValueType.BOOL, value)
+    return Value.of(ValueType.STRING if isinstance(value, str) else ValueType.UINT32, value)
+
+
+def _outside(tensor: TensorInfo, source: SourceModel, held: LayerRange) -> StageTensor:
+    """A tensor outside the layers; one that has a part for each layer keeps those of the held ones."""
+    dimension = source.family.per_layer_parts.get(tensor.name)
+    if dimension is None:
+        return _copied(tensor, tensor.name)
+    extent = tensor.shape[dimension] // source.n_layers
+    shape = tuple(
+        extent * len(held) if place == dimension else size for place, size in enumerate(tensor.shape)
+    )
+    block_elements, block_bytes = GGML_QUANT_SIZES[tensor.type]
+    inner = math.prod(tensor.shape[:dimension]) * extent
+    if inner % block_elements:
+        raise UncuttableModel(
+            f"{source.header.path.name} cannot be cut: {tensor.name} has {inner} weights a layer, which "
+            f"share blocks of {block_elements} in {tensor.type.name}; quantise it to another type"
+        )
+    part_bytes = inner // block_elements * block_bytes
+    row_bytes, stride_bytes = part_bytes * len(held), part_bytes * source.n_layers
+    num_bytes = row_bytes * math.prod(tensor.shape[dimension + 1 :])
+    start = tensor.offset_bytes + part_bytes * held.start
+    is_whole = row_bytes in (stride_bytes, num_bytes)
+    region = Region(tensor.file, start, num_bytes, *(() if is_whole else (row_bytes, stride_bytes)))
+    return StageTensor(tensor.name, shape, tensor.type, num_bytes, region)
+
+
+def _blank(tensor: TensorInfo, name: str) -> StageTensor:
+    """Zeros in the shape of a tensor, in the smallest type that fits a matrix."""
+    kinds = _FILLER_TYPES if len(tensor.shape) > 1 and tensor.type.name not in _FLOATS else ()
+    kind = next((kind for kind in kinds if tensor.shape[0] % GGML_QUANT_SIZES[kind][0] == 0), tensor.type)
+    block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+    return StageTensor(
+        name, tensor.shape, kind, math.prod(tensor.shape) // block_elements * block_bytes, None
+    )
 
 
 class _Vocabulary:
     """The tensors with one row per token, in a stage that may need none, one or both of them."""
 
-    def __init__(self, source: SourceModel, layers: LayerRange) -> None:
+    def __init__(self, source: SourceModel, layers: LayerRange, handover: Handover) -> None:
         tensors = source.header.tensors
         self._embedding = tensors[EMBEDDING]
         self._output = tensors.get(OUTPUT)
         self._bias = tensors.get(OUTPUT_BIAS)
         self._falls_back = source.family.head_falls_back_to_embedding
+        self._head_rows = source.family.head_rows_are_fixed
         self._is_first = layers.start == 0
         self._is_tail = layers.stop == source.n_layers
-        self.size = self._embedding.shape[-1] if self._is_first or self._is_tail else FILLER_VOCAB
+        looks_up = self._is_first or self._is_tail or handover.takes_tokens
+        self._embeds = self._is_first or (handover.takes_tokens and source.family.entry.needs_embedding)
+        self.size = self._embedding.shape[-1] if looks_up else FILLER_VOCAB
 
     def tensors(self) -> list[StageTensor]:
         return [*self._embedding_and_output(), *self._output_bias()]
@@ -136,15 +199,15 @@ class _Vocabulary:
     def _embedding_and_output(self) -> list[StageTensor]:
         embedding, output = self._embedding, self._output
         if output is None:  # tied: the tail computes its logits with the embedding
-            needed = self._is_first or self._is_tail
-            return [_copied(embedding, EMBEDDING) if needed else self._filler(embedding)]
-        if self._is_tail and not self._is_first and self._falls_back:
+            needed = self._embeds or self._is_tail
+            return [_copied(embedding, EMBEDDING) if needed else self._filler(embedding, self.size)]
+        if self._is_tail and not self._embeds and self._falls_back:
             return [_copied(output, EMBEDDING)]
-        kept = [_copied(embedding, EMBEDDING) if self._is_first else self._filler(embedding)]
+        kept = [_copied(embedding, EMBEDDING) if self._embeds else self._filler(embedding, self.size)]
         if self._is_tail:
             kept.append(_copied(output, OUTPUT))
         elif not self._falls_back:
-            kept.append(self._filler(output))
+            kept.append(self._filler(output, output.shape[-1] if self._head_rows else self.size))
         return kept
 
     def _output_bias(self) -> list[StageTensor]:
@@ -152,17 +215,19 @@ class _Vocabulary:
             return []
         if self._is_tail:
             return [_copied(self._bias, OUTPUT_BIAS)]
-        return [] if self._falls_back else [self._filler(self._bias)]
+        return [] if self._falls_back else [self._filler(self._bias, self.size)]
 
-    def _filler(self, tensor: TensorInfo) -> StageTensor:
-        """Zeros in the shape of `tensor`, but for this stage's vocabulary, in the smallest type that fits."""
-        shape = (*tensor.shape[:-1], self.size)
-        kinds = _FILLER_TYPES if len(shape) > 1 and self.size > FILLER_VOCAB else (GGMLQuantizationType.F32,)
+    @staticmethod
+    def _filler(tensor: TensorInfo, rows: int) -> StageTensor:
+        """Zeros in the shape of `tensor`, but for so many rows, in the smallest type that fits."""
+        shape = (*tensor.shape[:-1], rows)
+        kinds = _FILLER_TYPES if len(shape) > 1 and rows > FILLER_VOCAB else (GGMLQuantizationType.F32,)
         kind = next(kind for kind in kinds if shape[0] % GGML_QUANT_SIZES[kind][0] == 0)
         block_elements, block_bytes = GGML_QUANT_SIZES[kind]
-        n_elements = self.size * (tensor.shape[0] if len(shape) > 1 else 1)
+        n_elements = rows * (tensor.shape[0] if len(shape) > 1 else 1)
         return StageTensor(tensor.name, shape, kind, n_elements // block_elements * block_bytes, None)
 
 
 def _copied(tensor: TensorInfo, name: str) -> StageTensor:
-    return StageTensor(name, tensor.shape, tensor.type, tensor.n_bytes, tensor.offset_bytes)
+    source = Region(tensor.file, tensor.offset_bytes, tensor.n_bytes)
+    return StageTensor(name, tensor.shape, tensor.type, tensor.n_bytes, source)

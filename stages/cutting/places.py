@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from stages.cutting.content_store import ContentStore
+from stages.weights.stage_store import StageStore
 
 
 def default_root() -> Path:
@@ -13,10 +13,10 @@ def default_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spanmesh"
 
 
-def stage_store(root: Path | None = None) -> ContentStore:
+def stage_store(root: Path | None = None) -> StageStore:
     """The stage files themselves, cut here or fetched; all that a host needs that cuts nothing.
 
     Args:
         root: The cache's folder, `default_root` unless given.
     """
-    return ContentStore((root if root is not None else default_root()) / "stages")
+    return StageStore((root if root is not None else default_root()) / "stages")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.cutting.families import FAMILIES, Family, family_of
+from stages.cutting.families import FAMILIES, family_of
+from stages.cutting.family import NO_BLANKS
 from stages.cutting.gguf_reader import read_header
 from stages.cutting.tensors import (
     EMBEDDING,
@@ -16,12 +18,14 @@ from stages.cutting.tensors import (
     require_uniform_layers,
     tensors_by_layer,
 )
+from stages.layers import LayerRange
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from stages.cutting.family import Blanks, Family, Rule
     from stages.cutting.gguf_header import GgufHeader, TensorInfo
-    from stages.layers import LayerRange
 
 
 @dataclass(frozen=True)
@@ -45,22 +49,69 @@ class SourceModel:
 
     @property
     def is_known(self) -> bool:
-        """Whether the families table has its rules, so that no self-check is needed."""
-        return self.family.architecture in FAMILIES
+        """Whether the families table has its certified rules, so that no self-check is needed."""
+        return self.family.architecture in FAMILIES and self.family.is_certified
+
+    @property
+    def rules_used(self) -> tuple[Rule, ...]:
+        """The rules that matter to this very model; those of entering and leaving its graph come last."""
+        return tuple(rule for rule in self.family.rules if self._matters(rule)) + self.family.entry.rules(
+            self.header
+        )
+
+    def _matters(self, rule: Rule) -> bool:
+        if rule.refused(self.header) or rule.refused_lengths(self.header):
+            return True
+        ranges = [LayerRange(cut, self.n_layers) for cut in self.allowed_cuts]
+        return any(
+            rule.derived(self.header, layers)
+            or rule.left_out(self.header, layers)
+            or rule.blanks(self.header, layers) != NO_BLANKS
+            for layers in ranges
+        )
+
+    @cached_property
+    def refused_cuts(self) -> Mapping[int, str]:
+        """Where it cannot be cut exactly, and why."""
+        return self.family.refused(self.header)
+
+    @cached_property
+    def refused_lengths(self) -> Mapping[int, str]:
+        """How many layers a stage must not have, and why."""
+        return self.family.refused_lengths(self.header)
+
+    @property
+    def allowed_cuts(self) -> tuple[int, ...]:
+        """Layers at which a stage may start, 0 left out."""
+        return tuple(cut for cut in range(1, self.n_layers) if cut not in self.refused_cuts)
+
+    def blanks(self, layers: LayerRange) -> Blanks:
+        """What layers a stage's file needs besides its own."""
+        return NO_BLANKS if len(layers) == self.n_layers else self.family.blanks(self.header, layers)
 
     def check_range(self, layers: LayerRange) -> None:
         """Check that a stage of these layers can be made.
 
         Raises:
-            UncuttableModel: If the model has no such layers, or cannot be cut exactly.
+            UncuttableModel: If the model has no such layers, or cannot be cut exactly there.
         """
+        name = self.header.path.name
         if layers.stop > self.n_layers:
+            raise UncuttableModel(f"{name} has {self.n_layers} layers; {layers} is not among them")
+        if len(layers) == self.n_layers:
+            return
+        if not self.allowed_cuts:
+            raise UncuttableModel(f"{name} cannot be cut: {self.refused_cuts.get(1, 'it has one layer')}")
+        for cut in (layers.start, layers.stop):
+            if cut in self.refused_cuts:
+                raise UncuttableModel(f"{name} cannot be cut at layer {cut}: {self.refused_cuts[cut]}")
+        blanks = self.blanks(layers)
+        length = len(layers) + blanks.before + blanks.after
+        if length in self.refused_lengths:
             raise UncuttableModel(
-                f"{self.header.path.name} has {self.n_layers} layers; {layers} is not among them"
+                f"{name} cannot have a stage of {length} layers: {self.refused_lengths[length]}; choose "
+                "another number"
             )
-        reason = self.family.refusal(self.header)
-        if reason is not None and len(layers) != self.n_layers:
-            raise UncuttableModel(f"{self.header.path.name} cannot be cut: {reason}")
 
 
 def read_source(path: Path) -> SourceModel:
@@ -74,6 +125,7 @@ def read_source(path: Path) -> SourceModel:
     if "spanmesh.layer_count" in header.metadata:
         start, stop = header.integer("spanmesh.layer_start"), header.integer("spanmesh.layer_stop")
         raise InvalidModel(f"{path} is a stage, layers [{start}, {stop}); name the whole model's file")
+    _require_decoder(header)
     n_layers = count_layers(header)
     family = family_of(header.architecture)
     layers = tensors_by_layer(header, n_layers)
@@ -82,6 +134,22 @@ def read_source(path: Path) -> SourceModel:
         require_tensors(header, (OUTPUT_NORM,))
         require_uniform_layers(header, n_layers)
     return SourceModel(header, family, layers)
+
+
+def _require_decoder(header: GgufHeader) -> None:
+    """Only what continues a text token by token is served.
+
+    Raises:
+        UncuttableModel: Naming what the model is instead.
+    """
+    reason = family_of(header.architecture).not_served
+    causal = header.metadata.get(f"{header.architecture}.attention.causal")
+    if any(name.startswith(("enc.", "dec.")) for name in header.tensors):
+        reason = "an encoder-decoder model reads all of its input before it answers"
+    elif reason is None and causal is not None and causal.decode() is False:
+        reason = "its attention looks ahead, as for embeddings or diffusion"
+    if reason is not None:
+        raise UncuttableModel(f"{header.path.name} ({header.architecture}) cannot be served: {reason}")
 
 
 def _require_embedding(header: GgufHeader) -> None:

@@ -27,8 +27,11 @@ class Stamp:
         return cls(sha256, status.st_size, status.st_mtime_ns)
 
     def fits(self, path: Path) -> bool:
-        """Whether the file looks as it did."""
-        return self == Stamp.of(path, self.sha256)
+        """Whether the file looks as it did; one that is gone does not."""
+        try:
+            return self == Stamp.of(path, self.sha256)
+        except OSError:
+            return False
 
     def save(self, path: Path) -> None:
         """Write the stamp to a small file of its own."""

@@ -50,10 +50,6 @@ def count_layers(header: GgufHeader) -> int:
             f"{header.path.name} ends in {n_extra} layers for multi-token prediction: not supported yet; "
             "convert the model without them"
         )
-    if any(name.startswith(("enc.", "dec.")) for name in header.tensors):
-        raise UncuttableModel(
-            f"{architecture} is an encoder-decoder model; only decoder-only models can be cut"
-        )
     return n_layers
 
 

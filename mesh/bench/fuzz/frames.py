@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,17 @@ _U32: Final = 2**32 - 1
 _U64: Final = 2**64 - 1
 _ODD_FLOATS: Final = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-310, 1e308, float("inf"), float("-inf"), float("nan"))
 _MOST_WINDOWS: Final = 4
+_ODD_GRAMMARS: Final = (
+    "root ::= .*",
+    'root ::= "a"',
+    "root ::= [^a]* a",
+    'root ::= root "a" | "b"',
+    'root ::= a | b | ""\na ::= . root\nb ::= . root "!"',
+    "root ::= " + "(" * 1000,
+    "root ::= " + ".? " * 10_000,
+    '"' * 200_000,
+    "\0\n",
+)
 
 
 @dataclass(frozen=True)
@@ -56,10 +68,12 @@ class HostilePeer:
     def frame(self) -> bytes:
         """The next message for the Link, serialised."""
         random = self.random
-        match random.randrange(10):
+        match random.randrange(20):
             case 0:
+                frame = wire.Frame(vocabulary=self._vocabulary())
+            case 1:
                 frame = wire.Frame(hello=self._hello())
-            case 1 | 2:
+            case 2 | 3 | 4 | 5:
                 frame = wire.Frame(open=self._open())
             case _:
                 count = random.choice((0, 1, 1, 1, 1, 2, _MOST_WINDOWS))
@@ -112,10 +126,31 @@ class HostilePeer:
         )
         self._ends[message.session] = 0
         for _ in range(random.choice((0, 0, 1, 2))):
-            random.choice((self._odd_sampling, self._odd_biases, self._odd_logprobs, self._odd_cache))(
-                message
+            odd = (
+                self._odd_sampling,
+                self._odd_biases,
+                self._odd_logprobs,
+                self._odd_cache,
+                self._odd_grammar,
             )
+            random.choice(odd)(message)
         return message
+
+    def _vocabulary(self) -> wire.Vocabulary:
+        """One that fits, of single bytes, or one with something wrong."""
+        random, n_vocab = self.random, self.shape.n_vocab
+        count = random.choice((n_vocab, n_vocab, n_vocab, n_vocab - 1, 0))
+        texts = bytes(token % 256 for token in range(n_vocab))
+        return wire.Vocabulary(
+            texts=random.choice(
+                (zlib.compress(texts), zlib.compress(texts), zlib.compress(bytes(10**6)), texts)
+            ),
+            lengths=[random.choice((1, 1, 1, _U32))] * count,
+            end_tokens=random.choice(([], [0], [n_vocab], [_U32] * 1000)),
+        )
+
+    def _odd_grammar(self, message: wire.Open) -> None:
+        message.grammar = self.random.choice(_ODD_GRAMMARS)
 
     def _odd_sampling(self, message: wire.Open) -> None:
         name = self.random.choice(

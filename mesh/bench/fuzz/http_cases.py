@@ -103,7 +103,8 @@ class HttpCases:
         value = self._values.value(operation["requestBody"]["content"]["application/json"]["schema"])
         # Long answers would only cost time.
         value["max_tokens"] = random.randint(1, _ENOUGH_TOKENS)
-        value.pop("max_completion_tokens", None)
+        for name in ("max_completion_tokens", "max_output_tokens"):
+            value.pop(name, None)
         if random.random() < 0.9:
             value.pop("model", None)
         return json_text(damaged_value(value, random) if is_damaged else value, random)

@@ -182,6 +182,7 @@ class _Siege:
             on_failure=self._on_failure,
             on_heard=lambda: None,
             on_lost=lambda _reason: None,
+            clock_us=lambda: int(time.monotonic() * 1e6),
             host=HOST,
             identity=self._identity,
         )

@@ -5,6 +5,7 @@ It knows what OpenAPI documents of pydantic models are made of, and no more of J
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ TEXTS: Final = (
     "é", "e\u0301" * 5, "\u202e abc", "\ufeff", "\uffff", "\ud800", "\udc00\ud800",
     "\U0001f9d1\u200d\U0001f680",    "\u0000\u0001", "日本語", "\u200b" * 30, "a" * 300, "ab " * 100,
 )  # fmt: skip
+# For patterns, which are those of names.
+_NAMES: Final = ("look", "f-1_x.y", "Z" * 64)
 # Where a schema says nothing.
 _ANY: Final[tuple[Any, ...]] = (None, True, 0, 1.5, "text", [], {})
 _DEPTH: Final = 6
@@ -71,7 +74,7 @@ class SchemaValues:
     def _number(self, schema: Mapping[str, Any]) -> float:
         low, high = schema.get("minimum", -1e9), schema.get("maximum", 1e9)
         middle = self._random.uniform(low, high)
-        return self._random.choice((low, high, middle, round(middle)))
+        return self._random.choice((low, high, middle, min(max(round(middle), low), high)))
 
     def _integer(self, schema: Mapping[str, Any]) -> int:
         low = int(schema.get("minimum", -(2**31)))
@@ -83,6 +86,8 @@ class SchemaValues:
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         random = self._random
+        if "pattern" in schema:
+            return random.choice([text for text in (*_NAMES, *TEXTS) if re.search(schema["pattern"], text)])
         least, most = schema.get("minLength", 0), schema.get("maxLength", 2000)
         text = random.choice(TEXTS)
         if random.random() < 0.3:

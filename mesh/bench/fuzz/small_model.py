@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stages.cutting.atomic import atomic_write
+from stages.cutting.gguf_reader import read_header
 from stages.cutting.gguf_value import Value, ValueType
 from stages.cutting.gguf_writer import StageWriter
 from stages.cutting.layout import lay_out
@@ -34,7 +35,7 @@ def small_layout(source: Path, *, num_layers: int, num_tokens: int) -> StageLayo
     """
     model = read_source(source)
     layers = LayerRange(0, min(num_layers, model.n_layers))
-    layout = lay_out(model, layers, "0" * 64)
+    layout = lay_out(model, layers)
     metadata = {key: value for key, value in layout.metadata.items() if not key.startswith("spanmesh.")}
     for key, value in model.header.metadata.items():
         if key.startswith("tokenizer."):
@@ -50,7 +51,7 @@ def write_layout(source: Path, layout: StageLayout, output: Path) -> None:
     Raises:
         ModelError: If that cannot be done.
     """
-    with ModelFile(source) as reader, atomic_write(output) as file:
+    with ModelFile(*read_header(source).paths) as reader, atomic_write(output) as file:
         StageWriter(reader, file, lambda _count: None).write(layout)
 
 

@@ -1,0 +1,33 @@
+"""`GET /metrics` for Prometheus, and `GET /metrics/targets`, by which it finds them; for those with a key."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
+from starlette.responses import Response
+
+from mesh.api.backend import backend_of
+from mesh.api.document import answers_text, answers_with
+from mesh.api.health import whole_status
+from mesh.api.json_response import json_response
+from mesh.metrics.publish import exposition
+from mesh.metrics.targets import targets
+
+router = APIRouter()
+
+
+@router.get("/metrics", response_model=None, responses=answers_text("What Prometheus scrapes."))
+async def metrics(request: Request) -> Response:
+    """Counts and times since the server started."""
+    backend = backend_of(request)
+    status = await whole_status(backend)
+    accept = request.headers.get("accept", "")
+    body, content_type = exposition(backend.model_id, backend.statistics, status, accept)
+    return Response(body, headers={"Content-Type": content_type})
+
+
+@router.get("/metrics/targets", response_model=None, responses=answers_with({"type": "array"}))
+async def metrics_targets(request: Request) -> Response:
+    """Where to scrape, as Prometheus' HTTP service discovery wants it: here, by the name that was asked."""
+    backend = backend_of(request)
+    return json_response(targets(request.headers.get("host", ""), request.url.scheme, backend.model_id))

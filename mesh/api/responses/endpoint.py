@@ -1,0 +1,118 @@
+"""`POST /v1/responses`, and `GET` and `DELETE /v1/responses/{id}` for those that are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
+from starlette.responses import Response  # noqa: TC002
+
+from mesh.api.answer_schemas import Deleted, ResponseAnswer
+from mesh.api.auth import key_name_of
+from mesh.api.backend import Backend, backend_of
+from mesh.api.body import read_body
+from mesh.api.conversation import Conversation, thinking_variables, write_down
+from mesh.api.document import answers, takes
+from mesh.api.job import make_job
+from mesh.api.json_response import json_response
+from mesh.api.responses.form import in_chat_words, in_own_words
+from mesh.api.responses.items import messages_of
+from mesh.api.responses.making import Turn, respond
+from mesh.api.responses.schemas import ResponsesBody
+from mesh.api.tool_use import tool_use_of
+from spanmesh_proto.errors import InvalidRequest, NotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/responses",
+    response_model=None,
+    responses=answers(ResponseAnswer, 404, 413, is_streamed=True),
+    openapi_extra=takes(ResponsesBody),
+)
+async def create_response(request: Request) -> Response:
+    """Continue a conversation, given as items or by the id of an answer that is kept."""
+    backend = backend_of(request)
+    body = await read_body(
+        request, ResponsesBody, backend.unknown_fields, context_length=backend.engine.context_length
+    )
+    backend.require_ready()
+    backend.require_model(body.model)
+    turn = await asyncio.to_thread(_turn, backend, body, key_name_of(request.scope))
+    return await respond(request, backend, body, turn)
+
+
+@router.get("/v1/responses/{response_id}", response_model=None, responses=answers(ResponseAnswer, 404))
+async def get_response(request: Request, response_id: str) -> Response:
+    """One that is kept: of this API key's latest, unless it was sent with `store: false`."""
+    stored = backend_of(request).responses.get(key_name_of(request.scope), response_id)
+    if stored is None:
+        raise _unknown(response_id)
+    return json_response(stored.response)
+
+
+@router.delete("/v1/responses/{response_id}", response_model=None, responses=answers(Deleted, 404))
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Forget one that is kept."""
+    if not backend_of(request).responses.remove(key_name_of(request.scope), response_id):
+        raise _unknown(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
+    messages: list[Mapping[str, Any]] = []
+    if body.previous_response_id is not None:
+        stored = backend.responses.get(client, body.previous_response_id)
+        if stored is None:
+            raise InvalidRequest(
+                f"the response {body.previous_response_id!r} is not kept here, or not any more: send the"
+                " whole conversation as input",
+                param="previous_response_id",
+            )
+        messages += stored.messages
+    messages += messages_of(body.input)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    conversation = Conversation(
+        messages=_instructed(messages, body.instructions),
+        tools=tool_use_of(
+            body.tools or (),
+            body.tool_choice,
+            is_parallel=body.parallel_tool_calls,
+            name_param="tools[{}].name",
+        ),
+        variables={**thinking_variables(effort), **(body.chat_template_kwargs or {})},
+        param="input",
+    )
+    prompt = write_down(backend, conversation)
+    try:
+        job = make_job(
+            backend, in_chat_words(body), prompt.tokens, prompt_param="input", client=client, chat=prompt
+        )
+    except InvalidRequest as error:
+        raise in_own_words(error) from None
+    return Turn(messages, job)
+
+
+def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str | None) -> list[Mapping[str, Any]]:
+    """The conversation with all that begins it as one system message: many templates know but one."""
+    texts = [] if instructions is None else [instructions]
+    num_system = 0
+    while num_system < len(messages) and messages[num_system]["role"] == "system":
+        texts.append(messages[num_system]["content"])
+        num_system += 1
+    system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    return [*system, *messages[num_system:]]
+
+
+def _unknown(response_id: str) -> NotFound:
+    return NotFound(
+        f"the response {response_id!r} is not kept here, or not any more: each API key's latest are, until"
+        " the server is started again",
+        param="response_id",
+    )

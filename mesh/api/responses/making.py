@@ -1,0 +1,218 @@
+"""A job to a response, streamed as events or whole."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+from starlette.responses import Response
+
+from mesh.api.answer import AnswerPart, answer_parts
+from mesh.api.call_ids import CallIds
+from mesh.api.errors import error_body
+from mesh.api.hang_up import ClientGoneError, unless_hung_up
+from mesh.api.json_response import json_bytes, json_response
+from mesh.api.logprobs import chat_logprobs
+from mesh.api.metered_engine import metered
+from mesh.api.request_log import CLIENT_GONE_STATUS
+from mesh.api.responses.items import messages_of
+from mesh.api.responses.output import Output
+from mesh.api.responses.store import StoredResponse
+from mesh.api.streaming import EventStream
+from mesh.api.usage import timings, usage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+
+    from starlette.requests import Request
+
+    from mesh.api.backend import Backend
+    from mesh.api.job import Job
+    from mesh.api.responses.output import Event
+    from mesh.api.responses.schemas import ResponsesBody
+
+log = structlog.get_logger()
+
+_ID_BITS: Final = 128
+# What a request says and its response repeats.
+_REPEATED: Final = (
+    *("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "tool_choice"),
+    *("tools", "top_p", "truncation", "parallel_tool_calls", "reasoning", "store", "text", "top_logprobs"),
+)
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "metadata": {},
+    "temperature": 1.0,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "top_logprobs": 0,
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a conversation.
+
+    Attributes:
+        messages: The conversation up to it, without the request's instructions.
+        job: What to do.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    job: Job
+
+
+async def respond(request: Request, backend: Backend, body: ResponsesBody, turn: Turn) -> Response:
+    """Answer a request.
+
+    Args:
+        request: Whose client to watch.
+        backend: The served model.
+        body: The request's.
+        turn: What it comes to.
+
+    Raises:
+        RateLimited: If the caller's API key has too few tokens left for now.
+        MeshError: Whatever the engine raises before the response begins.
+    """
+    making = _Making(metered(request.scope, backend, [turn.job]), body, turn)
+    if body.stream:
+        return EventStream(
+            making.produce,
+            backend.closing,
+            backend.ping_interval_s,
+            is_whole=backend.is_whole,
+            done=b"",
+            told_of=making.failed,
+        )
+    try:
+        response = await unless_hung_up(making.whole(), request.receive, backend.closing)
+    except ClientGoneError:
+        log.info("client_gone")
+        return Response(status_code=CLIENT_GONE_STATUS)
+    return json_response(response)
+
+
+class _Making:
+    """Makes one response."""
+
+    def __init__(self, backend: Backend, body: ResponsesBody, turn: Turn) -> None:
+        self._backend = backend
+        self._turn = turn
+        self._keeps = body.store is not False
+        self._num_events = 0
+        self._base = self._base_of(body)
+        self._output = Output(self._new_id, CallIds(backend.random_bits, backend.chat_template.call_format))
+
+    async def whole(self) -> dict[str, Any]:
+        """The response in one piece."""
+        async with aclosing(self._parts()) as parts:
+            async for part in parts:
+                self._take(part)
+        return self._finished(part)
+
+    async def produce(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
+        """Tell of the response as it comes."""
+        async with aclosing(self._parts()) as parts:
+            async for part in parts:
+                # What begins a stream goes with its first text, so that a refusal can still be a status.
+                events = self._opening()
+                events += self._numbered(self._take(part))
+                if part.finish is not None:
+                    response = self._finished(part)
+                    events += self._numbered(
+                        [{"type": f"response.{response['status']}", "response": response}]
+                    )
+                await emit(events)
+
+    def failed(self, error: BaseException) -> bytes:
+        """The events that end a stream that has begun with an error."""
+        told = error_body(error)["error"]
+        response = self._response("failed", error={"code": told["code"], "message": told["message"]})
+        return self._opening() + self._numbered([{"type": "response.failed", "response": response}])
+
+    def _parts(self) -> AsyncGenerator[AnswerPart, None]:
+        return answer_parts(self._backend.engine, self._backend.tokenizer.piece_with, self._turn.job)
+
+    def _take(self, part: AnswerPart) -> list[Event]:
+        logprobs = chat_logprobs(part.tokens, self._backend.tokenizer)["content"] if part.tokens else []
+        for entry in logprobs:
+            for each in (entry, *entry["top_logprobs"]):
+                # Here it is a list in any case.
+                each["bytes"] = each["bytes"] or []
+        events = self._output.add(part.said, logprobs)
+        if part.finish is not None:
+            events += self._output.end(is_cut=part.finish == "length")
+        return events
+
+    def _opening(self) -> bytes:
+        if self._num_events:
+            return b""
+        response = self._response("in_progress")
+        return self._numbered(
+            [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
+        )
+
+    def _finished(self, part: AnswerPart) -> dict[str, Any]:
+        job = self._turn.job
+        counts = usage([job], [part])
+        is_cut = part.finish == "length"
+        response = self._response(
+            "incomplete" if is_cut else "completed",
+            completed_at=int(self._backend.now_s()),
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            output=self._output.items,
+            usage={
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": counts["completion_tokens_details"],
+                "total_tokens": counts["total_tokens"],
+            },
+            timings=timings(job, part),
+        )
+        if self._keeps:
+            messages = [*self._turn.messages, *messages_of(self._output.items)]
+            self._backend.responses.put(
+                job.request.client, response["id"], StoredResponse(messages, response)
+            )
+        return response
+
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+        return {**self._base, "status": status, "output": [], **fields}
+
+    def _base_of(self, body: ResponsesBody) -> dict[str, Any]:
+        said = body.model_dump(include=set(_REPEATED), exclude_none=True, exclude_unset=True, by_alias=True)
+        if isinstance(body.tool_choice, tuple):
+            said["tool_choice"] = {"type": "function", "name": body.tool_choice[0]}
+        return {
+            "id": self._new_id("resp_"),
+            "object": "response",
+            "created_at": int(self._backend.now_s()),
+            "model": self._backend.model_id,
+            "error": None,
+            "incomplete_details": None,
+            "background": False,
+            "usage": None,
+            **dict.fromkeys(_REPEATED),
+            **_DEFAULTS,
+            **said,
+        }
+
+    def _numbered(self, events: Sequence[Event]) -> bytes:
+        data = b""
+        for event in events:
+            numbered = {**event, "sequence_number": self._num_events}
+            data += b"event: " + event["type"].encode() + b"\ndata: " + json_bytes(numbered) + b"\n\n"
+            self._num_events += 1
+        return data
+
+    def _new_id(self, beginning: str) -> str:
+        return f"{beginning}{self._backend.random_bits(_ID_BITS):032x}"

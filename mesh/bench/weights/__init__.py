@@ -1,0 +1,1 @@
+"""Bringing weights, measured and harmed: `python -m mesh.bench.weights`."""

@@ -1,0 +1,38 @@
+"""What GPUs this host has and how fast they are, as llama.cpp sees them.
+
+Run as a program: JSON on standard output, a list of `Gpu`s; see `mesh.cluster.gpus`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from mesh.gpu import Gpu
+from stages.device_speed import device_speed_gb_per_s
+from stages.devices import layer_devices
+from stages.free_memory import free_memory_bytes
+
+
+def gpus_here() -> tuple[Gpu, ...]:
+    """Looked at by this process, which holds memory of theirs from now on."""
+    found = []
+    for device in layer_devices():
+        # One that does not tell has what the host has.
+        tells = device.total_bytes > 0
+        found.append(
+            Gpu(
+                name=device.name,
+                description=device.description,
+                free_bytes=device.free_bytes if tells else free_memory_bytes(),
+                total_bytes=device.total_bytes,
+                speed_gb_per_s=device_speed_gb_per_s(device),
+                shares_host_memory=device.shares_host_memory or not tells,
+            )
+        )
+    return tuple(found)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps([asdict(gpu) for gpu in gpus_here()]))

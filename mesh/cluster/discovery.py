@@ -1,0 +1,178 @@
+"""Heads in the local network, found by mDNS: an extra, for who would rather not carry addresses about.
+
+What is announced anybody may know: a name, an address, versions, and the beginning of the certificate's hash,
+by which the owner of a join token recognises its head. Whoever answers must then prove to be it, as always:
+an announcement admits nobody and is believed by nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import ipaddress
+import socket
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.cluster.addresses import join_address, split_address
+from mesh.cluster.members import check_name
+from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from spanmesh_proto.errors import ClusterError, MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from types import ModuleType
+
+    from mesh.cluster.join_token import JoinToken
+
+SERVICE: Final = "_spanmesh._tcp.local."
+# Of the certificate's sha256, in hex: enough to tell heads apart, which is all that it is for.
+_FINGERPRINT_CHARS: Final = 16
+_LOOK_S: Final = 3.0
+_MOST_HEADS: Final = 64
+# What mDNS calls a service has at most 63 bytes, with a dot and the fingerprint behind the host's name.
+_NAME_CHARS: Final = 63 - 1 - _FINGERPRINT_CHARS
+
+
+@dataclass(frozen=True)
+class HeadFound:
+    """A head as it announces itself.
+
+    Attributes:
+        name: Of its host.
+        address: `host:port` of its membership service.
+        fingerprint: The first digits of its certificate's sha256, hex.
+        software: Version of spanmesh.
+        protocol: Version of the protocol.
+    """
+
+    name: str
+    address: str
+    fingerprint: str
+    software: str = SOFTWARE_VERSION
+    protocol: int = PROTOCOL_VERSION
+
+
+def head_found(name: str, token: JoinToken) -> HeadFound:
+    """What a head announces; nothing of it is secret."""
+    return HeadFound(name, token.addresses[0], token.fingerprint.hex()[:_FINGERPRINT_CHARS])
+
+
+def with_found(token: JoinToken, heads: Sequence[HeadFound]) -> JoinToken:
+    """The token with every address at which its own head announces itself, before those that it has."""
+    mine = token.fingerprint.hex()[:_FINGERPRINT_CHARS]
+    found = [head.address for head in heads if head.fingerprint == mine]
+    return replace(token, addresses=tuple(dict.fromkeys((*found, *token.addresses))))
+
+
+@contextlib.asynccontextmanager
+async def announced(head: HeadFound, *, is_wanted: bool) -> AsyncIterator[None]:
+    """Announce a head while in the block.
+
+    Args:
+        head: It.
+        is_wanted: Nothing is done if not.
+
+    Raises:
+        ClusterError: If it cannot be announced: the package is missing, or there is no such address here.
+    """
+    if not is_wanted:
+        yield
+        return
+    zeroconf = _zeroconf()
+    host, port = split_address(head.address)
+    info = zeroconf.asyncio.AsyncServiceInfo(
+        SERVICE,
+        f"{head.name[:_NAME_CHARS]}.{head.fingerprint}.{SERVICE}",
+        addresses=[ipaddress.ip_address(host).packed],
+        port=port,
+        properties={
+            "name": head.name,
+            "fingerprint": head.fingerprint,
+            "software": head.software,
+            "protocol": str(head.protocol),
+        },
+        server=f"{head.fingerprint}.local.",
+    )
+    try:
+        service = zeroconf.asyncio.AsyncZeroconf(interfaces=[host])
+    except OSError as error:
+        raise ClusterError(f"cannot announce the head by mDNS at {host}: {error}") from error
+    try:
+        await service.async_register_service(info)
+    except (OSError, zeroconf.Error) as error:
+        await service.async_close()
+        raise ClusterError(f"cannot announce the head by mDNS at {host}: {error}") from error
+    try:
+        yield
+    finally:
+        await service.async_unregister_service(info)
+        await service.async_close()
+
+
+async def discover_heads(
+    *, seconds: float = _LOOK_S, interfaces: Sequence[str] | None = None
+) -> tuple[HeadFound, ...]:
+    """Who announces itself within some seconds, in the order of their names.
+
+    Args:
+        seconds: How long to listen.
+        interfaces: Addresses of this host to listen at; all unless given.
+
+    Raises:
+        ClusterError: If mDNS cannot be used here.
+    """
+    zeroconf = _zeroconf()
+    names: set[str] = set()
+
+    def note(*, name: str, state_change: Any, **_: Any) -> None:
+        if state_change is not zeroconf.ServiceStateChange.Removed and len(names) < _MOST_HEADS:
+            names.add(name)
+
+    try:
+        service = zeroconf.asyncio.AsyncZeroconf(
+            interfaces=zeroconf.InterfaceChoice.Default if interfaces is None else list(interfaces)
+        )
+    except OSError as error:
+        raise ClusterError(f"cannot listen for mDNS: {error}") from error
+    try:
+        browser = zeroconf.asyncio.AsyncServiceBrowser(service.zeroconf, SERVICE, handlers=[note])
+        await asyncio.sleep(seconds)
+        await browser.async_cancel()
+        infos = []
+        for name in sorted(names):
+            # Anybody may announce anything, names that are none included.
+            with contextlib.suppress(zeroconf.Error):
+                infos.append(zeroconf.asyncio.AsyncServiceInfo(SERVICE, name))
+        await asyncio.gather(*(info.async_request(service.zeroconf, 1000) for info in infos))
+    finally:
+        await service.async_close()
+    heads = (_head(info) for info in infos)
+    return tuple(head for head in heads if head is not None)
+
+
+def _head(info: Any) -> HeadFound | None:
+    """None if what was announced makes no sense: anybody may announce anything."""
+    try:
+        told = {key.decode(): value.decode() for key, value in info.properties.items() if value is not None}
+        check_name(told["name"])
+        address = join_address(socket.inet_ntop(socket.AF_INET, info.addresses[0]), int(info.port))
+        split_address(address)
+        if not all(told[key].replace(".", "").isalnum() for key in ("fingerprint", "software")):
+            return None
+        return HeadFound(told["name"], address, told["fingerprint"], told["software"], int(told["protocol"]))
+    except (KeyError, IndexError, ValueError, OSError, MeshError):
+        return None
+
+
+def _zeroconf() -> ModuleType:
+    try:
+        zeroconf: ModuleType = importlib.import_module("zeroconf")
+        importlib.import_module("zeroconf.asyncio")
+    except ImportError:
+        raise ClusterError(
+            "mDNS needs the package zeroconf: pip install 'spanmesh[discover]', or leave the option out and "
+            "give hosts the join token's address"
+        ) from None
+    return zeroconf

@@ -1,0 +1,85 @@
+"""What the head sends of stages: recipes, and bytes of files that it need not have written."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, Protocol
+
+from spanmesh_proto.errors import InvalidModel
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from spanmesh_proto import membership_pb2 as wire
+    from stages.cutting import StageCache
+    from stages.weights.rate_limit import RateLimit
+
+_CHUNK_BYTES: Final = 1024 * 1024
+
+
+class Reader(Protocol):
+    """Bytes of one thing; see `stages.weights.virtual_stage`."""
+
+    size_bytes: int
+
+    def read(self, at: int, count: int) -> bytes:
+        """Up to `count` bytes from `at` on; none at the end."""
+
+    def close(self) -> None:
+        """Close what is open."""
+
+
+class _Text:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size_bytes = len(data)
+
+    def read(self, at: int, count: int) -> bytes:
+        return self._data[at : at + count]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class StageSender:
+    """Reads what hosts ask for.
+
+    Args:
+        cache: Knows the stages.
+        rate: Of all that is sent.
+    """
+
+    def __init__(self, cache: StageCache, rate: RateLimit) -> None:
+        self._cache = cache
+        self._rate = rate
+
+    def open(self, request: wire.FetchRequest) -> Reader:
+        """What a request is about.
+
+        Raises:
+            ModelError: If there is no such stage, or its model was changed or is not kept here.
+        """
+        if request.recipe:
+            recipe = self._cache.recipe(request.sha256)
+            if recipe is not None:
+                return _Text(recipe.to_bytes())
+        else:
+            stage = self._cache.open(request.sha256)
+            if stage is not None:
+                return stage
+        raise InvalidModel(f"the head has no stage {request.sha256[:12]}; start `mesh serve` again")
+
+    async def send(self, request: wire.FetchRequest, reader: Reader) -> AsyncIterator[bytes]:
+        """The bytes that a request wants, as fast as the rate allows.
+
+        Raises:
+            InvalidModel: If the model cannot be read any more.
+        """
+        wanted = [(each.start, each.num_bytes) for each in request.ranges]
+        for start, count in wanted or [(request.offset, reader.size_bytes)]:
+            at, stop = start, min(start + count, reader.size_bytes)
+            while at < stop:
+                data = await asyncio.to_thread(reader.read, at, min(_CHUNK_BYTES, stop - at))
+                await self._rate.take(len(data))
+                yield data
+                at += len(data)

@@ -1,0 +1,216 @@
+"""One chat: what was said, what is asked next, and the commands that begin with a slash."""
+
+from __future__ import annotations
+
+import json
+import time
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import click
+
+from spanmesh_proto.errors import ClusterError, MeshError, RequestError, Unauthorized
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_PATH: Final = "/v1/chat/completions"
+_TIMEOUT_S: Final = 300.0
+_HELP: Final = """\
+/clear          forget what was said
+/retry          have the last answer written again
+/system TEXT    what the model is told before the chat; without TEXT nothing
+/set NAME VALUE a field of the request, such as temperature 0.7; without VALUE the server's own again
+/show           what was said so far
+/stats          what the last answer took
+/quit           end the chat
+Ctrl-C stops an answer; what was written of it stays.
+"""
+
+
+class ChatSession:
+    """Keeps the chat, in memory only.
+
+    Args:
+        url: Of the API, without a path.
+        key: If the server wants one.
+        model: Which of the served models.
+        system: What the model is told first, or None.
+        fields: Further fields of each request.
+        write: Shows text at once.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        *,
+        model: str,
+        system: str | None,
+        fields: dict[str, Any],
+        write: Callable[[str], None],
+    ) -> None:
+        try:
+            parts = urlsplit(url)
+            self._port = parts.port
+        except ValueError as error:
+            raise click.BadParameter(f"{url!r} is no address: {error}", param_hint="--url") from None
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise click.BadParameter(f"{url!r} does not start with http:// or https://", param_hint="--url")
+        self._url = parts
+        self._key = key
+        self._model = model
+        self._system = system
+        self._fields = fields
+        self._write = write
+        self._messages: list[dict[str, str]] = []
+        self._stats = "nothing was answered yet"
+
+    def take(self, line: str) -> bool:
+        """One line that the user typed.
+
+        Returns:
+            Whether the chat goes on.
+        """
+        text = line.strip()
+        if text.startswith("/"):
+            return self._command(*text[1:].partition(" ")[::2])
+        if text:
+            self._messages.append({"role": "user", "content": text})
+            self._answer()
+        return True
+
+    def _command(self, name: str, rest: str) -> bool:
+        rest = rest.strip()
+        match name:
+            case "quit" | "exit":
+                return False
+            case "help":
+                self._write(_HELP)
+            case "clear":
+                self._messages.clear()
+                self._write("(forgotten)\n")
+            case "system":
+                self._system = rest or None
+            case "set":
+                self._set(*rest.partition(" ")[::2])
+            case "show":
+                for message in self._messages:
+                    self._write(f"{message['role']}: {message['content']}\n")
+            case "stats":
+                self._write(self._stats + "\n")
+            case "retry":
+                self._retry()
+            case _:
+                self._write(f"there is no /{name}; /help lists what there is\n")
+        return True
+
+    def _set(self, name: str, value: str) -> None:
+        if not name:
+            self._write(f"{json.dumps(self._fields)}\n")
+        elif not value.strip():
+            self._fields.pop(name, None)
+        else:
+            try:
+                self._fields[name] = json.loads(value)
+            except ValueError:
+                self._fields[name] = value.strip()
+
+    def _retry(self) -> None:
+        before = self._messages.copy()
+        if self._messages and self._messages[-1]["role"] == "assistant":
+            self._messages.pop()
+        if not self._messages:
+            self._write("nothing was asked yet\n")
+            return
+        self._answer()
+        if len(self._messages) < len(before):
+            # Nothing came instead: what was answered before still counts.
+            self._messages = before
+
+    def _answer(self) -> None:
+        """Stream one answer. Whatever was written of it counts as said; a question that failed does not."""
+        pieces: list[str] = []
+        start_s, first_s = time.perf_counter(), None
+        usage: dict[str, Any] = {}
+        try:
+            for delta, told in self._stream():
+                usage = told or usage
+                if delta:
+                    first_s = first_s or time.perf_counter()
+                    pieces.append(delta)
+                    self._write(delta)
+            self._write("\n")
+        except KeyboardInterrupt:
+            self._write("\n(stopped)\n")
+        except MeshError as error:
+            self._write(f"{chr(10) if pieces else ''}error: {error.message}\n")
+        if pieces:
+            self._messages.append({"role": "assistant", "content": "".join(pieces)})
+        else:
+            self._messages.pop()
+        self._note(start_s, first_s, usage)
+
+    def _note(self, start_s: float, first_s: float | None, usage: dict[str, Any]) -> None:
+        if first_s is None:
+            return
+        end_s = time.perf_counter()
+        num_tokens = usage.get("completion_tokens", 0)
+        rate = f", {(num_tokens - 1) / (end_s - first_s):.1f} tokens/s" if num_tokens > 1 else ""
+        details = usage.get("completion_tokens_details") or {}
+        accepted = details.get("accepted_prediction_tokens", 0)
+        rejected = details.get("rejected_prediction_tokens", 0)
+        proposed = f", {accepted} of {accepted + rejected} proposed accepted" if accepted + rejected else ""
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        self._stats = (
+            f"first token after {first_s - start_s:.2f} s{rate}; {usage.get('prompt_tokens', '?')} prompt "
+            f"tokens, {cached} of them cached; {num_tokens or '?'} written{proposed}"
+        )
+
+    def _stream(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
+        """Pieces of the answer as they come, and the usage when it comes."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        body = {
+            "model": self._model,
+            "messages": [*system, *self._messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._fields,
+        }
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
+        connection = kind(self._url.hostname or "", self._port, timeout=_TIMEOUT_S)
+        try:
+            connection.request("POST", self._url.path + _PATH, json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _refusal(response)
+            for line in response:
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                if line.startswith(b"data: "):
+                    yield _piece(json.loads(data))
+        except (OSError, HTTPException, ValueError) as error:
+            raise ClusterError(f"{self._url.geturl()}: {error or 'the connection broke'}") from error
+        finally:
+            # Whoever hangs up is not written for any more: that is how an answer is stopped.
+            connection.close()
+
+
+def _piece(chunk: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
+    if "error" in chunk:
+        raise RequestError(str(chunk["error"].get("message", chunk["error"])))
+    choices = chunk.get("choices") or [{}]
+    return (choices[0].get("delta") or {}).get("content") or "", chunk.get("usage")
+
+
+def _refusal(response: HTTPResponse) -> MeshError:
+    try:
+        message = str(json.loads(response.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"the server answered {response.status}"
+    return (Unauthorized if response.status == 401 else RequestError)(message)

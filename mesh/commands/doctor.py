@@ -1,0 +1,103 @@
+"""`mesh doctor`: what may be wrong here or in a mesh, and what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from mesh.commands.ask_head import ask_head
+from mesh.commands.head_options import key_of
+from mesh.inherited import API_KEY
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mesh.doctor.check import Check
+
+_FILE: Final = click.Path(path_type=Path, dir_okay=False)
+_MARKS: Final = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
+_NUM_PROBES: Final = 20
+_BULK_BYTES: Final = 4 * 10**6
+# Longer than the head's own with a host that reads its stage files: it can then say which one is slow.
+_PATIENCE_S: Final = 660.0
+
+
+@click.command()
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.option("--url", help="Look at the mesh that serves its API there, too; run this on its head.")
+@click.option("--api-key-file", type=_FILE, help=f"File whose first key opens that API; or set {API_KEY}.")
+@click.option("--token-file", type=_FILE, help="Try whether the head of this join token can be reached.")
+@click.option("--advertise", metavar="IP", help="Address where other hosts are to reach this one.")
+@click.option(
+    "--port",
+    default=8000,
+    show_default=True,
+    type=click.IntRange(1, 65535),
+    help="Where the API would listen.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print every check as JSON.")
+def doctor(
+    *,
+    model: Path | None,
+    url: str | None,
+    api_key_file: Path | None,
+    token_file: Path | None,
+    advertise: str | None,
+    port: int,
+    is_json: bool,
+) -> None:
+    """Check this host, MODEL if it is named, and a running mesh if --url is given.
+
+    Versions, what llama.cpp computes on, memory, disk, ports and addresses; of a mesh every host and every
+    link both ways: round trips, bandwidth, clocks, and whether the stage files are what their hashes say.
+    Each failure names what to do. Exits with 1 if anything failed.
+    """
+    from mesh.doctor.check import exit_code  # noqa: PLC0415 - keeps --help quick
+    from mesh.doctor.this_host import this_host_checks, token_checks  # noqa: PLC0415
+    from mesh.join import read_token  # noqa: PLC0415
+
+    name = socket.gethostname()
+    checks = [*this_host_checks(name, port=port, advertise=advertise, model=model)]
+    if token_file is not None:
+        checks += token_checks(name, read_token(token_file))
+    if url is not None:
+        checks += _of_mesh(url.rstrip("/"), key_of(api_key_file))
+    if is_json:
+        click.echo(json.dumps([check.as_dict() for check in checks], indent=2))
+    else:
+        _print(checks)
+    click.get_current_context().exit(exit_code(checks))
+
+
+def _of_mesh(url: str, key: str | None) -> Iterable[Check]:
+    from mesh.doctor.check import fail  # noqa: PLC0415 - keeps --help quick
+    from mesh.doctor.mesh_checks import mesh_checks  # noqa: PLC0415
+
+    try:
+        status = ask_head(f"{url}/mesh/status", key)
+        wish = f"{url}/mesh/links?probes={_NUM_PROBES}&bulk_bytes={_BULK_BYTES}"
+        links = ask_head(wish, key, method="POST", timeout_s=_PATIENCE_S)
+        found = ask_head(f"{url}/mesh/examine", key, method="POST", timeout_s=_PATIENCE_S)
+    except MeshError as error:
+        return [
+            fail("mesh", "answer", error.message, "start it, name where it is with --url, or wait for it")
+        ]
+    return mesh_checks(status, links, found["hosts"])
+
+
+def _print(checks: Sequence[Check]) -> None:
+    where = None
+    for check in checks:
+        if check.where != where:
+            where = check.where
+            click.echo(where)
+        click.echo(f"  {_MARKS[check.outcome]} {check.what}: {check.detail}")
+        if check.fix:
+            click.echo(f"       to do: {check.fix}")
+    counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in _MARKS}
+    click.echo(f"{counts['ok']} fine, {counts['warn']} to think about, {counts['fail']} broken")

@@ -1,0 +1,179 @@
+"""`mesh models`: what weights this host keeps."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mesh.commands.model_argument import local_model
+from mesh.commands.options import MemorySize
+from spanmesh_proto.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mesh.hub.library import HubLibrary, KeptModel
+    from stages.weights.stage_store import StageStore, StoredStage
+
+_LEAST_PREFIX = 6
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A line of the list.
+
+    Attributes:
+        name: To call it by.
+        kind: `model` or `stage`, or what is half of one.
+        what: For a stage, whose it is.
+        size_bytes: What it takes of the disk.
+        used_at_s: When it was last used, Unix time.
+        remove: Removes it; tells whether it did.
+    """
+
+    name: str
+    kind: str
+    what: str
+    size_bytes: int
+    used_at_s: float
+    remove: Callable[[], bool]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is of any use as it is."""
+        return not self.kind.startswith("part")
+
+
+@click.group()
+def models() -> None:
+    """Look after the weights that this host keeps: models from the hub, and stages."""
+
+
+@models.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def list_(*, as_json: bool) -> None:
+    """List what is here."""
+    entries = _entries()
+    if as_json:
+        lines = [
+            {
+                "name": entry.name,
+                "kind": entry.kind,
+                "what": entry.what,
+                "size_bytes": entry.size_bytes,
+                "used_at_s": round(entry.used_at_s, 3),
+            }
+            for entry in entries
+        ]
+        click.echo(json.dumps({"models": lines}))
+        return
+    _print(entries)
+
+
+@models.command()
+@click.argument("reference")
+def pull(reference: str) -> None:
+    """Bring a model of the hub here: hf:org/repo:QUANT."""
+    from mesh.hub.reference import parse_reference  # noqa: PLC0415 - keeps --help quick
+
+    parse_reference(reference)
+    click.echo(local_model(Path(reference)).path)
+
+
+@models.command()
+@click.argument("names", nargs=-1, required=True)
+def rm(names: tuple[str, ...]) -> None:
+    """Remove models or stages, by the names that `mesh models list` shows, or their beginnings."""
+    from stages.byte_size import format_size  # noqa: PLC0415 - keeps --help quick
+
+    for name in names:
+        entry = _named(_entries(), name)
+        if not entry.remove():
+            raise ModelError(f"{entry.name} is in use: end what has it loaded, or fetches it, first")
+        click.echo(f"removed {entry.name}, {format_size(entry.size_bytes)}")
+
+
+@models.command()
+@click.option(
+    "--cache-size",
+    "limit_bytes",
+    type=MemorySize(),
+    metavar="SIZE",
+    help="Also remove stages until what is left takes no more, those first that were not used for longest.",
+)
+def prune(limit_bytes: int | None) -> None:
+    """Remove what was begun and never finished; nothing that is loaded or on its way in."""
+    from stages.byte_size import format_size  # noqa: PLC0415 - keeps --help quick
+    from stages.cutting.places import stage_store  # noqa: PLC0415
+    from stages.weights.cache_limit import make_room  # noqa: PLC0415
+
+    freed_bytes = sum(entry.size_bytes for entry in _entries() if not entry.is_whole and entry.remove())
+    freed_bytes += stage_store().remove_leftovers(before_s=time.time() - 3600)
+    freed_bytes += make_room(stage_store(), 0, limit_bytes)
+    click.echo(f"freed {format_size(freed_bytes)}")
+
+
+def _entries() -> list[_Entry]:
+    from mesh.hub.library import HubLibrary  # noqa: PLC0415 - keeps --help quick
+    from stages.cutting.places import default_root, stage_store  # noqa: PLC0415
+
+    library, store = HubLibrary(default_root()), stage_store()
+    return [
+        *(_model_entry(library, model) for model in library.models()),
+        *(_stage_entry(store, stage) for stage in store.stages()),
+    ]
+
+
+def _model_entry(library: HubLibrary, model: KeptModel) -> _Entry:
+    return _Entry(
+        model.name,
+        "model" if model.is_whole else "part of a model",
+        "",
+        model.size_bytes,
+        model.used_at_s,
+        lambda: library.remove(model),
+    )
+
+
+def _stage_entry(store: StageStore, stage: StoredStage) -> _Entry:
+    recipe = store.recipe(stage.sha256)
+    return _Entry(
+        stage.sha256[:12],
+        "stage" if stage.is_whole else "part of a stage",
+        "" if recipe is None else f"{recipe.model} {recipe.layers} of {recipe.n_layers}",
+        stage.size_bytes,
+        stage.used_at_s,
+        lambda: store.remove(stage),
+    )
+
+
+def _named(entries: Sequence[_Entry], name: str) -> _Entry:
+    found = [entry for entry in entries if entry.name == name]
+    if not found and len(name) >= _LEAST_PREFIX:
+        found = [entry for entry in entries if entry.name.startswith(name)]
+    if len(found) != 1:
+        trouble = "nothing" if not found else f"{len(found)} entries"
+        raise ModelError(f"{name!r} names {trouble} here; `mesh models list` shows what there is")
+    return found[0]
+
+
+def _print(entries: Sequence[_Entry]) -> None:
+    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
+    from rich.markup import escape  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    from stages.byte_size import format_size  # noqa: PLC0415
+
+    table = Table("name", "kind", "holds", "size", "last used")
+    for entry in entries:
+        used = datetime.fromtimestamp(entry.used_at_s).astimezone().strftime("%Y-%m-%d %H:%M")
+        table.add_row(escape(entry.name), entry.kind, escape(entry.what), format_size(entry.size_bytes), used)
+    Console().print(table)
+    total_bytes = sum(entry.size_bytes for entry in entries)
+    click.echo(f"{len(entries)} entries, {format_size(total_bytes)} in all")

@@ -1,0 +1,183 @@
+"""`mesh plan`: what would become of a model on some hosts, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import click
+
+from mesh.commands.ask_head import ask_head
+from mesh.commands.head_options import key_of
+from mesh.commands.options import LayerCounts, MemorySize
+from mesh.inherited import API_KEY
+from stages.kv_types import KV_TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mesh.forecast.surroundings import Surroundings
+    from stages.cutting import ModelFacts
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--url", help="Plan for the hosts of the mesh that serves its API there; run it on its head.")
+@click.option("--api-key-file", type=_FILE, help=f"File whose first key opens that API; or set {API_KEY}.")
+@click.option(
+    "--host-spec",
+    "host_specs",
+    multiple=True,
+    metavar="NAME:MEM[:GB/s[:THREADS]]",
+    help="Plan for a host like this, the head first; may be given several times.",
+)
+@click.option("--hosts-file", type=_FILE, help="Plan for the hosts of this TOML file, tables [[host]].")
+@click.option(
+    "--rtt-ms",
+    default=0.5,
+    show_default=True,
+    metavar="MS",
+    type=click.FloatRange(0),
+    help="Round trip between any two of the hosts named.",
+)
+@click.option("--stages", metavar="N", type=click.IntRange(1), help="Cut the model into N stages.")
+@click.option("--split", type=LayerCounts(), metavar="A,B,…", help="Layers of each stage, such as 10,10,10.")
+@click.option("--topology", type=_FILE, help="Who holds what, locked by this TOML file, tables [[stage]].")
+@click.option("--ctx-size", metavar="N", type=click.IntRange(16), help="Positions of one session.")
+@click.option(
+    "--parallel",
+    default=4,
+    show_default=True,
+    metavar="N",
+    type=click.IntRange(1, 64),
+    help="Sessions at once.",
+)
+@click.option(
+    "--kv-type",
+    default="f16",
+    show_default=True,
+    type=click.Choice(list(KV_TYPES)),
+    help="Format of the KV caches.",
+)
+@click.option("--exact", is_flag=True, help="Plan for exact mode.")
+@click.option("--threads", metavar="N", type=click.IntRange(1), help="Threads of this host for computing.")
+@click.option("--memory", type=MemorySize(), metavar="SIZE", help="What stages may use here, such as 8G.")
+@click.option(
+    "--prompt-tokens",
+    default=128,
+    show_default=True,
+    metavar="N",
+    type=click.IntRange(1, 4096),
+    help="Of the prompt that the first token is predicted for.",
+)
+@click.option("--no-timing", is_flag=True, help="Place only: no host computes, nothing is predicted.")
+@click.option("--json", "is_json", is_flag=True, help="Print the plan as JSON.")
+def plan(
+    *,
+    model: Path,
+    url: str | None,
+    api_key_file: Path | None,
+    host_specs: tuple[str, ...],
+    hosts_file: Path | None,
+    rtt_ms: float,
+    stages: int | None,
+    split: tuple[int, ...] | None,
+    topology: Path | None,
+    ctx_size: int | None,
+    parallel: int,
+    kv_type: str,
+    exact: bool,
+    threads: int | None,
+    memory: int | None,
+    prompt_tokens: int,
+    no_timing: bool,
+    is_json: bool,
+) -> None:
+    """Say what `mesh serve` would make of MODEL, a GGUF file: a dry run.
+
+    Which host would hold which layers, what that takes of its memory, which hosts would be left out and why,
+    and how fast one session would be answered without speculation. For this host alone, for hosts that are
+    only named, or with --url for those of a running mesh, as if it served nothing. Nothing is loaded or sent:
+    hosts compute for a moment in stages with blank weights.
+    """
+    if len([each for each in (stages, split, topology) if each is not None]) > 1:
+        raise click.UsageError("--stages, --split and --topology each say how to cut: leave out all but one")
+    if len([each for each in (url, host_specs or None, hosts_file) if each is not None]) > 1:
+        raise click.UsageError(
+            "--url, --host-spec and --hosts-file each name the hosts: leave out all but one"
+        )
+    from mesh.forecast.dry_run import Wishes, dry_run  # noqa: PLC0415 - keeps --help quick
+    from mesh.serve.options import ctx_size_for  # noqa: PLC0415
+    from mesh.stage_sizes import Workload  # noqa: PLC0415
+    from mesh.topology import read_topology  # noqa: PLC0415
+    from stages.cutting import read_model_facts  # noqa: PLC0415
+    from stages.cutting.source_model import read_source  # noqa: PLC0415
+    from stages.kv_types import check_kv_type  # noqa: PLC0415
+
+    facts = read_model_facts(model)
+    check_kv_type(kv_type, facts.name, facts.head_widths, option="--kv-type")
+    wishes = Wishes(
+        workload=Workload(ctx_size_for(ctx_size, facts.n_ctx_train), parallel, kv_type, exact),
+        num_stages=stages,
+        split=split,
+        topology=None if topology is None else read_topology(topology),
+        prompt_tokens=_prompt_tokens(prompt_tokens, facts, ctx_size),
+        is_timed=not no_timing,
+    )
+    if url is not None:
+        surroundings = _running(url, key_of(api_key_file))
+    else:
+        surroundings = _without_a_mesh(host_specs, hosts_file, rtt_ms, memory, threads)
+    found = dry_run(read_source(model), facts, surroundings, wishes)
+    if is_json:
+        click.echo(json.dumps(found.as_dict(), indent=2))
+        return
+    from mesh.commands.plan_table import print_plan  # noqa: PLC0415 - rich is not needed for JSON
+
+    print_plan(found)
+
+
+def _prompt_tokens(wanted: int, facts: ModelFacts, ctx_size: int | None) -> int:
+    """A prompt leaves room for an answer."""
+    most = (ctx_size or facts.n_ctx_train) - 1
+    return max(1, min(wanted, most))
+
+
+def _running(url: str, key: str | None) -> Surroundings:
+    from mesh.forecast.running_mesh import running_mesh  # noqa: PLC0415 - keeps --help quick
+
+    def ask(path: str, body: Mapping[str, Any] | None, method: str, timeout_s: float) -> dict[str, Any]:
+        kind = cast("Literal['GET', 'POST']", method)
+        return ask_head(url.rstrip("/") + path, key, method=kind, body=body, timeout_s=timeout_s)
+
+    return running_mesh(ask)
+
+
+def _without_a_mesh(
+    host_specs: tuple[str, ...],
+    hosts_file: Path | None,
+    rtt_ms: float,
+    memory: int | None,
+    threads: int | None,
+) -> Surroundings:
+    from mesh.cluster.host_facts import read_host_facts  # noqa: PLC0415 - keeps --help quick
+    from mesh.forecast.host_specs import equal_links, parse_host_spec, read_hosts_file  # noqa: PLC0415
+    from mesh.forecast.this_host import hosts_on_paper, this_host  # noqa: PLC0415
+
+    facts = read_host_facts(memory_bytes=memory, num_threads=threads)
+    if hosts_file is not None:
+        hosts = read_hosts_file(
+            hosts_file, speed_gb_per_s=facts.speed_gb_per_s, num_threads=facts.num_threads
+        )
+    elif host_specs:
+        hosts = tuple(
+            parse_host_spec(spec, speed_gb_per_s=facts.speed_gb_per_s, num_threads=facts.num_threads)
+            for spec in host_specs
+        )
+    else:
+        return this_host(socket.gethostname(), facts)
+    return hosts_on_paper(hosts, equal_links(hosts, rtt_ms), facts)

@@ -1,0 +1,1 @@
+"""What may be wrong with a host or a mesh, and what to do about it."""

@@ -1,0 +1,220 @@
+"""What `mesh serve` would make of a model on some hosts, and how fast. Nothing is loaded or sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.forecast.left_out import left_out
+from mesh.forecast.rehearsed_parts import parts_to_rehearse, stage_timing
+from mesh.forecast.time_model import Forecast, StageForecast, forecast
+from mesh.planner import plan
+from mesh.serve.link_order import has_an_order, ordered_by_links
+from mesh.stage_sizes import StageSizes
+from stages.cutting.blank import blank_stage
+from stages.numerics import FAST_MAX_ROWS
+from stages.rehearsal_order import RehearsalOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mesh.forecast.surroundings import KnownHost, Surroundings
+    from mesh.planner import HostCapacity, Plan, StagePlacement
+    from mesh.stage_sizes import Workload
+    from mesh.topology import Topology
+    from stages.cutting import ModelFacts
+    from stages.cutting.source_model import SourceModel
+    from stages.rehearsal_order import StageTiming
+
+# A stage has as long a pause between two tokens as the wire and the other stages take; more than this much
+# makes no processor any colder.
+_LEAST_PAUSE_MS: Final = 1.0
+_MOST_PAUSE_MS: Final = 25.0
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user says.
+
+    Attributes:
+        workload: What stages must hold besides weights.
+        num_stages: So many, or as the planner thinks.
+        split: Layers of each stage, or as the planner thinks.
+        topology: Who holds what, or as the planner thinks.
+        prompt_tokens: Of the prompt that the first token is predicted for.
+        is_timed: Whether hosts may be asked to compute.
+    """
+
+    workload: Workload
+    num_stages: int | None = None
+    split: tuple[int, ...] | None = None
+    topology: Topology | None = None
+    prompt_tokens: int = 128
+    is_timed: bool = True
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What came of it.
+
+    Attributes:
+        model: What would be served.
+        plan: Who would hold what.
+        hosts: All that were looked at.
+        left_out: Those that would hold nothing, and why.
+        timings: Of each stage, in order; None if they were not found out.
+        forecast: What one session could expect; None if that is not known.
+        basis: What the forecast rests on, or why there is none.
+    """
+
+    model: ModelFacts
+    plan: Plan
+    hosts: tuple[KnownHost, ...]
+    left_out: dict[str, str]
+    timings: tuple[StageTiming, ...] | None
+    forecast: Forecast | None
+    basis: str
+
+    def free_after_bytes(self, host: str) -> int:
+        """What a host would have left of the memory that it gives."""
+        taken = sum(stage.memory.total_bytes for stage in self.plan.stages if stage.host == host)
+        return next(each.capacity.memory_bytes for each in self.hosts if each.capacity.name == host) - taken
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "model": {
+                "name": self.model.name,
+                "architecture": self.model.architecture,
+                "layers": self.model.n_layers,
+                "file_bytes": self.model.file_bytes,
+            },
+            "reason": self.plan.reason,
+            "stages": [
+                {
+                    "host": stage.host,
+                    "layers": [stage.layers.start, stage.layers.stop],
+                    "weight_bytes": stage.memory.weight_bytes,
+                    "cache_bytes": stage.memory.cache_bytes,
+                    "buffer_bytes": stage.memory.buffer_bytes,
+                    "total_bytes": stage.memory.total_bytes,
+                    "free_after_bytes": self.free_after_bytes(stage.host),
+                    "row_ms": None if self.timings is None else round(self.timings[index].row_ms, 3),
+                    "chunk_ms": None if self.timings is None else round(self.timings[index].chunk_ms, 3),
+                }
+                for index, stage in enumerate(self.plan.stages)
+            ],
+            "left_out": [{"host": host, "reason": reason} for host, reason in self.left_out.items()],
+            "prediction": None if self.forecast is None else self.forecast.as_dict(),
+            "basis": self.basis,
+        }
+
+
+def dry_run(source: SourceModel, model: ModelFacts, surroundings: Surroundings, wishes: Wishes) -> DryRun:
+    """Plan, and time what was planned.
+
+    Args:
+        source: The model, as it is cut.
+        model: The model, as it is planned with.
+        surroundings: Hosts and links.
+        wishes: What the user says.
+
+    Raises:
+        ModelDoesNotFit: With what is needed and what each host has.
+        UncuttableModel: If the model cannot be cut as the user wants.
+        NotEnoughHosts: If there is no host, or not the one that layers are locked to.
+    """
+    placed = _placed(model, surroundings, wishes)
+    sizes = StageSizes(model, wishes.workload)
+    timings: tuple[StageTiming, ...] | None = None
+    basis = "nothing was timed: --no-timing"
+    if wishes.is_timed:
+        found = _timed(source, sizes, placed, surroundings, wishes)
+        if isinstance(found, str):
+            basis = found
+        else:
+            timings, basis = found, surroundings.basis
+    predicted = None
+    if timings is not None:
+        if surroundings.links.knows([surroundings.head, *(stage.host for stage in placed.stages)]):
+            predicted = forecast(
+                [
+                    StageForecast(stage.host, timing)
+                    for stage, timing in zip(placed.stages, timings, strict=True)
+                ],
+                surroundings.head,
+                surroundings.links.hop_ms,
+                prompt_tokens=wishes.prompt_tokens,
+            )
+        else:
+            basis = "no prediction: not every link could be measured; `mesh bench net` says why"
+    return DryRun(
+        model=model,
+        plan=placed,
+        hosts=surroundings.hosts,
+        left_out=left_out(sizes, placed, surroundings.hosts),
+        timings=timings,
+        forecast=predicted,
+        basis=basis,
+    )
+
+
+def _placed(model: ModelFacts, surroundings: Surroundings, wishes: Wishes) -> Plan:
+    hosts = [host.capacity for host in surroundings.hosts if not host.absent]
+    if wishes.topology is not None:
+        wishes.topology.check(model)
+        return wishes.topology.plan(StageSizes(model, wishes.workload), hosts)
+
+    def place(ordered: Sequence[HostCapacity]) -> Plan:
+        return plan(model, ordered, wishes.workload, num_stages=wishes.num_stages, split=wishes.split)
+
+    as_joined = place(hosts)
+    if not has_an_order(as_joined, surroundings.head):
+        return as_joined
+    found = ordered_by_links(hosts, as_joined, place, surroundings.head, surroundings.links)
+    return as_joined if found is None else found.plan
+
+
+def _timed(
+    source: SourceModel, sizes: StageSizes, placed: Plan, surroundings: Surroundings, wishes: Wishes
+) -> tuple[StageTiming, ...] | str:
+    """How long each stage takes, or why that is not known."""
+    num_threads = {host.capacity.name: host.num_threads for host in surroundings.hosts}
+    num_stages = Counter(stage.host for stage in placed.stages)
+    pause_ms = _pause_ms(placed.stages, surroundings)
+    parts = [parts_to_rehearse(sizes, stage.layers) for stage in placed.stages]
+    wanted: dict[str, list[RehearsalOrder]] = {}
+    for stage, its_parts in zip(placed.stages, parts, strict=True):
+        wanted.setdefault(stage.host, []).extend(
+            RehearsalOrder(
+                blank=blank_stage(source, part.layers),
+                # As `mesh serve` shares them out among the stages of one host.
+                num_threads=max(1, num_threads[stage.host] // num_stages[stage.host]),
+                is_exact=wishes.workload.is_exact,
+                kv_type=wishes.workload.kv_type,
+                # A table of positions may end where training did.
+                position=max(0, min(wishes.prompt_tokens, sizes.model.n_ctx_train - FAST_MAX_ROWS)),
+                pause_ms=pause_ms,
+            )
+            for part in its_parts
+        )
+    rehearsed = surroundings.timer(wanted)
+    for host in wanted:
+        if rehearsed[host].failure:
+            return f"no prediction: {rehearsed[host].failure}"
+    answers = {host: iter(rehearsed[host].timings) for host in wanted}
+    return tuple(
+        stage_timing(its_parts, {part.layers: next(answers[stage.host]) for part in its_parts})
+        for stage, its_parts in zip(placed.stages, parts, strict=True)
+    )
+
+
+def _pause_ms(stages: Sequence[StagePlacement], surroundings: Surroundings) -> float:
+    way = [surroundings.head, *(stage.host for stage in stages)]
+    if not surroundings.links.knows(way):
+        return _LEAST_PAUSE_MS
+    wire_ms = sum(
+        surroundings.links.hop_ms(a, b) for a, b in zip(way, [*way[1:], surroundings.head], strict=True)
+    )
+    return min(_MOST_PAUSE_MS, max(_LEAST_PAUSE_MS, wire_ms))

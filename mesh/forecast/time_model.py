@@ -1,0 +1,121 @@
+"""How fast a ring of stages answers one session without speculation. Pure.
+
+A token's round: every stage computes one row, one after the other; between them, and from and to the
+coordinator, the row crosses a link; and each of these visits costs some handling, by the stage's and the
+coordinator's own software. A prompt of several chunks fills the pipeline: its first chunk goes all the way,
+each further one follows as soon as the slowest stage lets it. The last chunk's verdict is the first token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stages.rehearsal_order import StageTiming
+
+# What a token takes beyond what stages report as computing and links were measured to take, for each stage
+# and once more for the coordinator: queues, messages, event loops, the answer's way to the client. An
+# estimate; `python -m mesh.bench.plan_check` measures it.
+HANDLING_MS: Final = 0.3
+
+
+@dataclass(frozen=True)
+class StageForecast:
+    """One stage.
+
+    Attributes:
+        host: Its host.
+        timing: How long its windows take.
+    """
+
+    host: str
+    timing: StageTiming
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one session may expect.
+
+    Attributes:
+        compute_ms: Of a token, all stages together.
+        wire_ms: Of a token, all links together.
+        handling_ms: Of a token, all the rest.
+        ttft_ms: From the request to the first token.
+        prompt_tokens: Of the prompt that `ttft_ms` is for.
+    """
+
+    compute_ms: float
+    wire_ms: float
+    handling_ms: float
+    ttft_ms: float
+    prompt_tokens: int
+
+    @property
+    def token_ms(self) -> float:
+        """From one token to the next."""
+        return self.compute_ms + self.wire_ms + self.handling_ms
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode rate."""
+        return 1e3 / self.token_ms
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "tokens_per_s": round(self.tokens_per_s, 2),
+            "token_ms": round(self.token_ms, 3),
+            "compute_ms": round(self.compute_ms, 3),
+            "wire_ms": round(self.wire_ms, 3),
+            "handling_ms": round(self.handling_ms, 3),
+            "ttft_ms": round(self.ttft_ms, 1),
+            "prompt_tokens": self.prompt_tokens,
+        }
+
+
+def forecast(
+    stages: Sequence[StageForecast],
+    head: str,
+    hop_ms: Callable[[str, str], float],
+    *,
+    prompt_tokens: int,
+) -> Forecast:
+    """What one session may expect of these stages.
+
+    Args:
+        stages: In pipeline order, at least one.
+        head: The coordinator's host.
+        hop_ms: One way from one host to another; 0 from a host to itself.
+        prompt_tokens: Of the prompt, at least one.
+    """
+    way = [head, *(stage.host for stage in stages), head]
+    wire_ms = sum(hop_ms(a, b) for a, b in pairwise(way))
+    handling_ms = HANDLING_MS * (len(stages) + 1)
+    return Forecast(
+        compute_ms=sum(stage.timing.row_ms for stage in stages),
+        wire_ms=wire_ms,
+        handling_ms=handling_ms,
+        ttft_ms=_prefill_ms(stages, prompt_tokens) + wire_ms + handling_ms,
+        prompt_tokens=prompt_tokens,
+    )
+
+
+def _prefill_ms(stages: Sequence[StageForecast], num_rows: int) -> float:
+    """Until the tail has computed the prompt's last row; chunks are as even as can be."""
+    most_rows = min(stage.timing.chunk_rows for stage in stages)
+    num_chunks = ceil(num_rows / most_rows)
+    chunk_ms = [rows_ms(stage.timing, num_rows / num_chunks) for stage in stages]
+    return sum(chunk_ms) + (num_chunks - 1) * max(chunk_ms)
+
+
+def rows_ms(timing: StageTiming, num_rows: float) -> float:
+    """A window of some rows, on the line between one row and a full window."""
+    if timing.chunk_rows <= 1:
+        return timing.row_ms
+    per_row_ms = (timing.chunk_ms - timing.row_ms) / (timing.chunk_rows - 1)
+    return timing.row_ms + per_row_ms * (min(num_rows, timing.chunk_rows) - 1)

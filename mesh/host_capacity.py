@@ -1,0 +1,79 @@
+"""What a host can take and how fast it is, as far as planning cares. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from stages.byte_size import format_size
+
+if TYPE_CHECKING:
+    from mesh.gpu import Gpu
+    from stages.stage_memory import StageMemory
+
+
+@dataclass(frozen=True)
+class HostCapacity:
+    """One host.
+
+    Attributes:
+        name: Its name.
+        memory_bytes: What stages may use of its own memory.
+        speed_gb_per_s: How fast its processor reads weights.
+        draft_bytes: What a draft model takes of it besides, for messages.
+        gpus: Its GPUs, each with what stages may use of it.
+        gpu_layers: How many layers of each stage they are to hold; None for as many as find room, see
+            `mesh.gpu_layers`.
+    """
+
+    name: str
+    memory_bytes: int
+    speed_gb_per_s: float
+    draft_bytes: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    gpu_layers: int | None = None
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether layers go to GPUs at all."""
+        return bool(self.gpus) and self.gpu_layers != 0
+
+    @property
+    def fastest_gb_per_s(self) -> float:
+        """How fast it reads weights where it does so fastest."""
+        return max([self.speed_gb_per_s, *(gpu.speed_gb_per_s for gpu in self.gpus if self.uses_gpus)])
+
+    @property
+    def all_bytes(self) -> int:
+        """What stages may use of it in all."""
+        return self.memory_bytes + sum(
+            gpu.free_bytes for gpu in self.gpus if self.uses_gpus and not gpu.shares_host_memory
+        )
+
+    def at_speed(self, fastest_gb_per_s: float) -> HostCapacity:
+        """The same host, slower or faster as a whole."""
+        if not self.uses_gpus:
+            return replace(self, speed_gb_per_s=fastest_gb_per_s)
+        factor = fastest_gb_per_s / self.fastest_gb_per_s
+        gpus = tuple(replace(gpu, speed_gb_per_s=gpu.speed_gb_per_s * factor) for gpu in self.gpus)
+        return replace(self, speed_gb_per_s=self.speed_gb_per_s * factor, gpus=gpus)
+
+    def divided(self, count: int) -> HostCapacity:
+        """What each of so many stages may use of it."""
+        gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes // count) for gpu in self.gpus)
+        return replace(self, memory_bytes=self.memory_bytes // count, gpus=gpus)
+
+    def without(self, memory: StageMemory) -> HostCapacity:
+        """What is left beside a stage; below zero if it took more than there was."""
+        taken = {share.device: share.total_bytes for share in memory.gpus}
+        gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes - taken.get(gpu.name, 0)) for gpu in self.gpus)
+        return replace(self, memory_bytes=self.memory_bytes - memory.total_bytes, gpus=gpus)
+
+    def __str__(self) -> str:
+        on_gpus = "".join(
+            f" and {format_size(max(0, gpu.free_bytes))} on its {gpu.name}"
+            for gpu in self.gpus
+            if self.uses_gpus
+        )
+        draft = f" beside {format_size(self.draft_bytes)} for the draft model" if self.draft_bytes else ""
+        return f"{format_size(max(0, self.memory_bytes))} on {self.name}{on_gpus}{draft}"

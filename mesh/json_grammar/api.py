@@ -1,0 +1,70 @@
+"""A whole schema as a grammar, or the reason why not."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+from mesh.json_grammar.convert import Converter, check_size
+from mesh.json_grammar.errors import SchemaError
+from mesh.json_grammar.gbnf import to_gbnf
+from spanmesh_proto.errors import InvalidRequest
+from stages.grammar.grammars import make_automaton
+
+_MOST_WHERE_CHARS: Final = 120
+
+
+def schema_grammar(schema: Any, *, param: str) -> str:
+    """GBNF whose texts are JSON that the schema calls valid.
+
+    Args:
+        schema: A JSON Schema, draft 4 to 2020-12; references lead within it.
+        param: The request's field that it came from, for errors.
+
+    Raises:
+        InvalidRequest: If nothing is valid, or it says what a grammar cannot; with the place and the reason.
+    """
+    try:
+        grammar = _converted(schema)
+    except SchemaError as error:
+        where = f" at `{_shortened(error.where)}`" if error.where else ""
+        raise InvalidRequest(f"{param}{where}: {error.reason}", param=param) from None
+    except RecursionError:
+        raise InvalidRequest(f"{param}: it nests too deep: make it flatter", param=param) from None
+    return checked_grammar(grammar, param=param)
+
+
+def _converted(schema: Any) -> str:
+    check_size(schema)
+    converter = Converter(schema)
+    root = converter.expression(schema)
+    if root is None:
+        raise SchemaError("it allows no value at all")
+    return to_gbnf({"root": root, **converter.rules})
+
+
+def _shortened(where: str) -> str:
+    return where if len(where) <= _MOST_WHERE_CHARS else f"…{where[-_MOST_WHERE_CHARS:]}"
+
+
+@cache
+def json_object_grammar() -> str:
+    """GBNF of any JSON object."""
+    converter = Converter(document=True)
+    root = converter.any_object()
+    return to_gbnf({"root": root, **converter.rules})
+
+
+def checked_grammar(grammar: str, *, param: str) -> str:
+    """The grammar, if a tail will take it.
+
+    Raises:
+        InvalidRequest: If not.
+    """
+    try:
+        make_automaton(grammar)
+    except InvalidRequest as error:
+        reason = error.message.removeprefix("grammar: ")
+        words = reason if param == error.param else f"as a grammar, {reason}"
+        raise InvalidRequest(f"{param}: {words}", param=param) from None
+    return grammar

@@ -1,0 +1,279 @@
+"""JSON Schema to grammar: what the grammar allows is valid, always; not all that is valid is allowed.
+
+What is fixed where a schema leaves a choice: properties come in the order of the schema, optional ones may be
+left out; objects with `properties` have no others unless `additionalProperties` asks for them, nor tuples
+without `items`; each alternative of an `anyOf` holds alone; a schema without `type` means the types that its
+keywords speak of; numbers within bounds have no exponent; formats are written in one of their forms; between
+tokens there is at most a space, or a line's end and 20 blanks.
+"""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.json_grammar.arrays import array_of
+from mesh.json_grammar.errors import SchemaError
+from mesh.json_grammar.expressions import Expression, Ref, chars, either, maybe, seq, times
+from mesh.json_grammar.flatten import Flat, Flattener, type_of, types_of
+from mesh.json_grammar.gbnf import to_gbnf
+from mesh.json_grammar.number_grammar import Bound, integer_between, number_between
+from mesh.json_grammar.objects import free_object, object_of
+from mesh.json_grammar.string_grammar import CHAR
+from mesh.json_grammar.strings import string_of
+from stages.grammar.grammars import make_automaton
+
+if TYPE_CHECKING:
+    from stages.grammar.automaton import Automaton
+
+_MAX_RULES: Final = 4000
+_MAX_NESTING: Final = 48
+_MAX_SCHEMA_CHARS: Final = 128 * 1024
+# Of all plain schemas, each as JSON: those within others count with each of them.
+_MAX_PLAIN_CHARS: Final = 2 * 1024 * 1024
+# Which keywords speak of which type, where a schema does not say its type.
+_HINTS: Final = {
+    "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
+    "string": ("pattern", "format", "minLength", "maxLength"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+
+SPACE: Final = Ref("space")
+_SPACE_RULE: Final = maybe(either(" ", seq("\n", times(chars(" ", "\t"), 0, 20))))
+
+
+class Converter:
+    """Adds what schemas of one document need to a set of rules.
+
+    Args:
+        document: What `#` means in references.
+        prefix: Begins the names of its rules, so that several converters can share a grammar.
+
+    Attributes:
+        rules: By name.
+    """
+
+    def __init__(self, document: Any, prefix: str = "") -> None:
+        self.rules: dict[str, Expression] = {"space": _SPACE_RULE}
+        self._prefix = prefix
+        self._flattener = Flattener(document)
+        self._names: dict[str, str] = {}
+        self._impossible: set[str] = set()
+        self._path: list[str] = []
+        self._num_chars = 0
+
+    def expression(self, schema: Any, step: str = "") -> Expression | None:
+        """What values of a schema look like; None if none is valid.
+
+        Args:
+            schema: Any JSON.
+            step: How it is reached from the one around it, for messages.
+
+        Raises:
+            SchemaError: If a grammar cannot say it.
+        """
+        self._path.append(step)
+        try:
+            found = self._any_of(schema)
+        except SchemaError as error:
+            error.where = error.where or "/".join(filter(None, self._path))
+            raise
+        self._path.pop()
+        return either(*dict.fromkeys(found)) if found else None
+
+    def _any_of(self, schema: Any) -> list[Expression]:
+        if len(self._path) > _MAX_NESTING:
+            raise SchemaError(f"it nests deeper than {_MAX_NESTING}")
+        options = [self._named(flat) for flat in self._flattener.alternatives(schema)]
+        return [option for option in options if option is not None]
+
+    def _named(self, flat: Flat) -> Expression | None:
+        """A rule for a plain schema, the same one for the same schema, within itself, too."""
+        key = json.dumps(flat, sort_keys=False)
+        self._num_chars += len(key)
+        if self._num_chars > _MAX_PLAIN_CHARS:
+            raise SchemaError(
+                "its alternatives come to too much text when each is written out: make it smaller"
+            )
+        name = self._names.get(key)
+        if name is None:
+            kind = "ref" if "$ref" in flat else "-".join(sorted(types_of(flat) or ["value"]))
+            name = self._names[key] = f"{self._prefix}{kind}-{len(self._names)}"
+            self._require_room()
+            self.rules[name] = Ref(name)  # its place; nobody looks before it is replaced
+            found = self._plain(flat)
+            if found is None:
+                self._impossible.add(name)
+                del self.rules[name]
+            else:
+                self.rules[name] = found
+        return None if name in self._impossible else Ref(name)
+
+    def _plain(self, flat: Flat) -> Expression | None:
+        if "$ref" in flat:
+            return self.expression(self._flattener.target(flat["$ref"]), flat["$ref"])
+        if "enum" in flat:
+            return self._enum(flat)
+        types = types_of(flat) or frozenset(
+            kind for kind, keywords in _HINTS.items() if any(keyword in flat for keyword in keywords)
+        )
+        if not types:
+            return self.any_value()
+        if "number" in types:
+            types -= {"integer"}
+        parts = [self._of_type(kind, flat) for kind in sorted(types)]
+        found = [part for part in parts if part is not None]
+        return either(*found) if found else None
+
+    def _of_type(self, kind: str, flat: Flat) -> Expression | None:
+        match kind:
+            case "object":
+                found = object_of(flat, self.expression, self._rule, SPACE)
+            case "array":
+                found = array_of(flat, self.expression, self._rule, SPACE)
+            case "string":
+                found = string_of(flat)
+            case "integer":
+                found = _integer(flat)
+            case "number":
+                found = _number(flat)
+            case _:
+                found = either("true", "false") if kind == "boolean" else seq("null")
+        return found
+
+    def _rule(self, expression: Expression) -> Expression:
+        """A rule of its own for an expression that is referred to more than once."""
+        name = f"{self._prefix}part-{len(self.rules)}"
+        self.rules[name] = expression
+        self._require_room()
+        return Ref(name)
+
+    def _require_room(self) -> None:
+        if len(self.rules) > _MAX_RULES:
+            raise SchemaError(f"it comes to more than {_MAX_RULES} rules: make it smaller")
+
+    def any_value(self) -> Expression:
+        """Any JSON."""
+        name = f"{self._prefix}any"
+        if name not in self.rules:
+            value = Ref(name)
+            self.rules[name] = either(
+                free_object(value, SPACE),
+                seq("[", SPACE, maybe(value, times(seq(",", SPACE, value), 0, None), SPACE), "]"),
+                seq('"', times(CHAR, 0, None), '"'),
+                number_between(None, None) or "0",
+                either("true", "false", "null"),
+            )
+        return Ref(name)
+
+    def any_object(self) -> Expression:
+        """Any JSON object."""
+        return free_object(self.any_value(), SPACE)
+
+    def _enum(self, flat: Flat) -> Expression | None:
+        """The values themselves, those of them that keep to what stands beside."""
+        rest = {key: value for key, value in flat.items() if key != "enum"}
+        types = types_of(rest)
+        rest.pop("type", None)
+        values = [value for value in flat["enum"] if types is None or _is_of(value, types)]
+        found = dict.fromkeys(_constant(value) for value in _fitting(rest, values))
+        return either(*found) if found else None
+
+
+def _is_of(value: Any, types: frozenset[str]) -> bool:
+    kind = type_of(value)
+    return kind in types or (kind == "integer" and "number" in types)
+
+
+def _fitting(flat: Flat, values: list[Any]) -> list[Any]:
+    """The values that are valid, as far as the keywords of each one's own type go."""
+    by_kind: dict[str, Automaton | None] = {}
+    found = []
+    for value in values:
+        kind = "number" if type_of(value) == "integer" else type_of(value)
+        own = {key: flat[key] for key in _HINTS.get(kind, ()) if key in flat}
+        if own and kind in {"object", "array"}:
+            raise SchemaError(f"enum names an {kind} beside {min(own)}: leave one of them out")
+        if own and kind not in by_kind:
+            by_kind[kind] = _automaton({**own, "type": kind})
+        automaton = by_kind.get(kind)
+        if not own or (automaton is not None and _takes(automaton, _compact(value))):
+            found.append(value)
+    return found
+
+
+def _automaton(schema: Flat) -> Automaton | None:
+    converter = Converter(document=True)
+    expression = converter.expression(schema)
+    return None if expression is None else make_automaton(to_gbnf({**converter.rules, "root": expression}))
+
+
+def _takes(automaton: Automaton, text: str) -> bool:
+    return automaton.may_end(automaton.after(automaton.start, text.encode()))
+
+
+def _constant(value: Any) -> Expression:
+    """One value, with any spaces."""
+    if isinstance(value, dict):
+        items = [seq(f"{_compact(key)}:", SPACE, _constant(item)) for key, item in value.items()]
+    elif isinstance(value, list):
+        items = [_constant(item) for item in value]
+    else:
+        return seq(_compact(value))
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    separated = [part for item in items for part in (seq(",", SPACE), item)][1:]
+    return seq(begin, SPACE, *separated, *([SPACE] if items else []), end)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _integer(flat: Flat) -> Expression | None:
+    least, most = _bounds(flat)
+    low = None if least is None else _ceiling(*least)
+    high = None if most is None else -_ceiling(-most[0], most[1])
+    multiple_of = flat.get("multipleOf", 1)
+    if multiple_of != int(multiple_of) or multiple_of < 1:
+        raise SchemaError(f"multipleOf is {multiple_of}: only whole numbers work, for integers")
+    return integer_between(low, high, int(multiple_of))
+
+
+def _number(flat: Flat) -> Expression | None:
+    if "multipleOf" in flat:
+        return _integer(flat)
+    return number_between(*_bounds(flat))
+
+
+def _bounds(flat: Flat) -> tuple[Bound | None, Bound | None]:
+    lows = _found(flat, "minimum", "exclusiveMinimum")
+    highs = _found(flat, "maximum", "exclusiveMaximum")
+    return max(lows, default=None), min(highs, key=lambda bound: (bound[0], not bound[1]), default=None)
+
+
+def _found(flat: Flat, inclusive: str, exclusive: str) -> list[Bound]:
+    return [(Decimal(str(flat[key])), key == exclusive) for key in (inclusive, exclusive) if key in flat]
+
+
+def _ceiling(bound: Decimal, is_excluded: bool) -> int:  # noqa: FBT001 - the two parts of a bound
+    whole = int(bound.to_integral_value(rounding="ROUND_CEILING"))
+    return whole + 1 if is_excluded and whole == bound else whole
+
+
+def check_size(schema: Any) -> None:
+    """Refuse a schema that is too large to be looked at.
+
+    Raises:
+        SchemaError: If it is.
+    """
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (RecursionError, ValueError):
+        raise SchemaError(
+            "it nests too deep, or holds what JSON cannot: half a surrogate pair, or a number that is none"
+        ) from None
+    if len(text) > _MAX_SCHEMA_CHARS:
+        raise SchemaError(f"it has {len(text)} characters: at most {_MAX_SCHEMA_CHARS} work")

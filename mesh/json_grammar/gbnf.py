@@ -1,0 +1,70 @@
+"""Grammars as GBNF text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from stages.grammar.syntax import Chars, Choice, Expression, Literal, Ref, Repeat, Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_ESCAPES: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t", '"': '\\"', "\\": "\\\\"}
+_IN_CLASS: Final = {**_ESCAPES, '"': '"', "[": "\\[", "]": "\\]", "-": "\\-", "^": "\\x5E"}
+
+
+def to_gbnf(rules: Mapping[str, Expression]) -> str:
+    """The text of some rules, one a line."""
+    return "".join(f"{name} ::= {_alternatives(expression)}\n" for name, expression in rules.items())
+
+
+def _alternatives(expression: Expression) -> str:
+    """As a rule or the inside of a group."""
+    if isinstance(expression, Choice):
+        return " | ".join(_sequence(option) for option in expression.options)
+    return _sequence(expression)
+
+
+def _sequence(expression: Expression) -> str:
+    if isinstance(expression, Sequence) and expression.items:
+        return " ".join(_item(item) for item in expression.items)
+    return _item(expression)
+
+
+def _item(expression: Expression) -> str:
+    """As one item, to which a repetition may be attached."""
+    match expression:
+        case Literal(text):
+            return '"' + "".join(_letter(letter, _ESCAPES) for letter in text) + '"'
+        case Chars(ranges):
+            return "[" + "".join(_range(low, high) for low, high in ranges) + "]"
+        case Ref(name):
+            return name
+        case Repeat(item, least, most):
+            inner = f"({_item(item)})" if isinstance(item, Repeat) else _item(item)
+            return inner + _times(least, most)
+        case _:
+            return f"({_alternatives(expression)})" if expression != Sequence(()) else '""'
+
+
+def _times(least: int, most: int | None) -> str:
+    short = {(0, 1): "?", (0, None): "*", (1, None): "+"}.get((least, most))
+    if short is not None:
+        return short
+    if most is None:
+        return f"{{{least},}}"
+    return f"{{{least}}}" if least == most else f"{{{least},{most}}}"
+
+
+def _range(low: int, high: int) -> str:
+    first = _letter(chr(low), _IN_CLASS)
+    return first if low == high else f"{first}-{_letter(chr(high), _IN_CLASS)}"
+
+
+def _letter(letter: str, escapes: Mapping[str, str]) -> str:
+    if letter in escapes:
+        return escapes[letter]
+    if letter.isprintable() and letter != "#":
+        return letter
+    code = ord(letter)
+    return f"\\x{code:02X}" if code < 0x100 else f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"

@@ -1,0 +1,154 @@
+"""Objects: their properties in the schema's order, the optional ones or not, then others if any may come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.json_grammar.errors import SchemaError
+from mesh.json_grammar.expressions import NOTHING, Chars, Expression, chars, either, maybe, seq, times
+from mesh.json_grammar.string_grammar import CHAR, quoted
+from stages.grammar.utf8_ranges import complement
+
+if TYPE_CHECKING:
+    from mesh.json_grammar.flatten import Flat
+
+Convert = Callable[[Any, str], Expression | None]
+Name = Callable[[Expression], Expression]
+
+_MAX_NAME_CHARS: Final = 256
+_MAX_PROPERTIES: Final = 1000
+
+
+def free_object(value: Expression, space: Expression) -> Expression:
+    """Any names, each with such a value."""
+    pair = seq('"', times(CHAR, 0, None), '":', space, value)
+    return seq("{", space, maybe(pair, times(seq(",", space, pair), 0, None), space), "}")
+
+
+def object_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Expression | None:
+    """What an object schema allows; None if nothing.
+
+    Args:
+        flat: The schema.
+        convert: Gives what values of a schema look like; told how it is reached from here.
+        name: Makes a rule of an expression, and gives a reference to it.
+        space: What may stand between tokens.
+
+    Raises:
+        SchemaError: If a grammar cannot say it.
+    """
+    schemas, others = _properties(flat)
+    if len(schemas) > _MAX_PROPERTIES:
+        raise SchemaError(f"properties names {len(schemas)}: at most {_MAX_PROPERTIES} work")
+    required = set(flat.get("required", ()))
+    pairs: list[tuple[Expression, bool]] = []
+    for key, schema in schemas.items():
+        value = convert(schema, f"properties/{key}")
+        if value is not None:
+            pairs.append((seq(f"{quoted(key)}:", space, value), key in required))
+        elif key in required:
+            return None
+    other = None if others is False else convert(others, "additionalProperties")
+    extra = None if other is None else seq('"', _any_name_but(schemas, name), '":', space, other)
+    most_extras = _most_extras(flat, pairs, has_extras=extra is not None)
+    body = _pairs(pairs, extra, most_extras, name, space)
+    return seq("{", space, "}") if body == NOTHING else seq("{", space, body, "}")
+
+
+def _properties(flat: Flat) -> tuple[dict[str, Any], Any]:
+    """The properties that are named, required ones without a schema too, and the schema of all others."""
+    schemas = dict(flat.get("properties", {}))
+    # Where nothing is said of others, none come beside named ones, nor if they were to be "evaluated".
+    others = flat.get("additionalProperties", not schemas and "unevaluatedProperties" not in flat)
+    for name in flat.get("required", ()):
+        schemas.setdefault(name, flat.get("additionalProperties", True))
+    return schemas, others
+
+
+def _most_extras(flat: Flat, pairs: list[tuple[Expression, bool]], *, has_extras: bool) -> int | None:
+    """How many others may come; None is no bound.
+
+    Raises:
+        SchemaError: If the numbers of properties would have to be counted among optional ones.
+    """
+    num_required = sum(is_required for _, is_required in pairs)
+    least, most = flat.get("minProperties", 0), flat.get("maxProperties")
+    if least > num_required:
+        raise SchemaError(
+            f"minProperties is {least}, but {num_required} are required: a grammar cannot count optional ones"
+        )
+    if most is None:
+        return None
+    if len(pairs) > num_required and (most < len(pairs) or has_extras):
+        raise SchemaError(f"maxProperties is {most}: a grammar cannot count optional properties")
+    if most < num_required:
+        raise SchemaError(f"maxProperties is {most}, but {num_required} are required")
+    return int(most) - len(pairs)
+
+
+def _pairs(
+    pairs: list[tuple[Expression, bool]],
+    extra: Expression | None,
+    most: int | None,
+    name: Name,
+    space: Expression,
+) -> Expression:
+    """All that stands between the braces, the space behind it included.
+
+    Built from the last pair to the first, in two forms: `rest` is what may follow a pair, comma first;
+    `first` is what may come where none has yet.
+    """
+    comma = seq(",", space)
+    rest: Expression = NOTHING
+    firsts: list[Expression] = []
+    may_be_empty = True
+    if extra is not None and most != 0:
+        rest = name(times(seq(comma, extra), 0, most))
+        firsts = [seq(extra, times(seq(comma, extra), 0, None if most is None else most - 1))]
+    for pair, is_required in reversed(pairs):
+        here = seq(pair, rest)
+        if is_required:
+            rest, firsts, may_be_empty = seq(comma, here), [here], False
+        else:
+            firsts = [here, *firsts]
+            rest = maybe(comma, here) if rest == NOTHING else either(seq(comma, here), rest)
+        # Each is referred to twice.
+        rest = name(rest)
+    if not firsts:
+        return NOTHING
+    whole = seq(either(*firsts), space)
+    return maybe(whole) if may_be_empty else whole
+
+
+def _any_name_but(names: dict[str, Any], name: Name) -> Expression:
+    """A name that is none of these. Each letter has one way to be written, so none hides in an escape."""
+    tree: dict[str, Any] = {}
+    for known in names:
+        if len(known) > _MAX_NAME_CHARS:
+            raise SchemaError(f"properties has a name of more than {_MAX_NAME_CHARS} characters")
+        node = tree
+        for letter in known:
+            node = node.setdefault(letter, {})
+        node[""] = {}
+    return _not_in(tree, name(times(_letter_but(()), 0, None)), name)
+
+
+_ESCAPED: Final = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F))
+_SHORT_ESCAPES: Final = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
+
+
+def _not_in(tree: dict[str, Any], any_letters: Expression, name: Name) -> Expression:
+    letters = [letter for letter in tree if letter]
+    options: list[Expression] = [seq(_letter_but(letters), any_letters)]
+    if "" not in tree:
+        options.append(NOTHING)
+    options += [seq(quoted(letter)[1:-1], _not_in(tree[letter], any_letters, name)) for letter in letters]
+    return name(either(*options))
+
+
+def _letter_but(letters: Collection[str]) -> Expression:
+    """A letter that is none of these; those without a short escape are left out."""
+    plain = Chars(complement([*_ESCAPED, *((ord(letter), ord(letter)) for letter in letters)]))
+    signs = [sign for letter, sign in _SHORT_ESCAPES.items() if letter not in letters]
+    return either(plain, seq("\\", chars(*signs))) if signs else plain

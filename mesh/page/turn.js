@@ -1,0 +1,75 @@
+// One turn of the conversation on the screen.
+
+import { ms, number } from "./format.js";
+import { el } from "./dom.js";
+import { markdown } from "./markdown.js";
+
+/** What the user said. */
+export function userTurn(text) {
+  return el("article", { class: "turn user", "aria-label": "You" }, el("div", { class: "text" }, text));
+}
+
+/** An answer that grows. */
+export class AnswerTurn {
+  #text = el("div", { class: "text" });
+  #foot = el("p", { class: "foot", hidden: true });
+  #isDrawn = true;
+
+  constructor() {
+    this.said = "";
+    this.element = el(
+      "article",
+      // A screen reader hears of it once, when it is whole.
+      { class: "turn answer", "aria-label": "Model", "aria-busy": "true", "aria-live": "off" },
+      this.#text,
+      this.#foot,
+    );
+  }
+
+  /** It reasons before it answers, which is not shown. */
+  think() {
+    if (this.said) return;
+    this.#foot.textContent = "Thinking…";
+    this.#foot.hidden = false;
+  }
+
+  /** More text came; drawn once a frame at most. */
+  add(text) {
+    this.said += text;
+    this.#foot.hidden = true;
+    if (!this.#isDrawn) return;
+    this.#isDrawn = false;
+    requestAnimationFrame(() => this.#draw());
+  }
+
+  /** It is over. */
+  end(foot) {
+    this.#draw();
+    this.element.setAttribute("aria-busy", "false");
+    this.#foot.textContent = foot;
+    this.#foot.hidden = !foot;
+  }
+
+  /** It ended with an error, which stays on the screen. */
+  fail(message) {
+    this.end(message);
+    this.#foot.classList.add("error");
+    this.#foot.setAttribute("role", "alert");
+  }
+
+  #draw() {
+    this.#isDrawn = true;
+    this.#text.replaceChildren(...markdown(this.said));
+  }
+}
+
+/** What an answer took, in a line. */
+export function costOf(usage, timings) {
+  const parts = [];
+  if (usage) parts.push(`${usage.completion_tokens} tokens`);
+  if (timings?.predicted_per_second) parts.push(`${number(timings.predicted_per_second)} tokens/s`);
+  if (timings) parts.push(`first after ${ms(timings.prompt_ms)}`);
+  const trips = timings?.speculation?.tokens_per_window;
+  if (trips > 1) parts.push(`${number(trips, 2)} a trip`);
+  return parts.join(" · ");
+}

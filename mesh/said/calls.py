@@ -1,0 +1,264 @@
+"""Calls of functions, told from content while both are still coming."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from mesh.said.characters import Characters, EndOfText
+from mesh.said.formats import ARGUMENTS_MARK, CALL_END, CALL_ID_MARK, CallFormat
+from mesh.said.json_text import SPACE, NotJson, pass_value, read_text, skip_space
+from mesh.said.marks import MarkFinder
+from mesh.said.pieces import CallArguments, CallBegun, Content
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator
+
+    from mesh.said.pieces import Said
+
+_ARGUMENTS: Final = frozenset({"arguments", "parameters"})
+_BETWEEN: Final = SPACE + ";,"
+# What stands between a name and its arguments where a call is no JSON object.
+_HEAD: Final = re.compile(
+    rf"([A-Za-z0-9_.-]+)\s*(?:{re.escape(CALL_ID_MARK)}[A-Za-z0-9]+)?(?:{re.escape(ARGUMENTS_MARK)})?\s*"
+)
+_MAX_HEAD_CHARS: Final = 256
+
+
+class CallReader:
+    """Reads an answer in which functions may be called.
+
+    A call is told as soon as its name is known, and its arguments as they come, as the model wrote them.
+    What looks like a call and is none is content. White space between content and a call is nobody's.
+
+    Args:
+        call_format: How calls are written.
+        names: Of the functions that there are. Where nothing else marks a call, it must be of one of them.
+    """
+
+    def __init__(self, call_format: CallFormat, names: Collection[str]) -> None:
+        self._format = call_format
+        self._names = frozenset(names)
+        self._said: list[Said] = []
+        # Content, unless a call follows or it becomes one.
+        self._held: list[str] = []
+        # Arguments that came before the name.
+        self._early: list[str] = []
+        self._num_begun = 0
+        self._num_complete = 0
+        self._has_arguments = False
+        self._awaits_end = False
+        self._finder = MarkFinder((call_format.value, CALL_END))
+        self._characters = Characters()
+        self._machine = self._read()
+        next(self._machine)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        return self._num_begun
+
+    @property
+    def num_complete(self) -> int:
+        """Calls that are complete."""
+        return self._num_complete
+
+    @property
+    def _is_in_call(self) -> bool:
+        return self._num_begun > self._num_complete
+
+    def push(self, char: str) -> list[Said]:
+        """What one more character settles."""
+        self._machine.send(char)
+        said, self._said = self._said, []
+        return said
+
+    def flush(self) -> list[Said]:
+        """What was held back, once no more text will come."""
+        with suppress(StopIteration):
+            self._machine.throw(EndOfText())
+        said, self._said = self._said, []
+        return said
+
+    def _read(self) -> Generator[None, str, None]:
+        try:
+            if self._format is CallFormat.LLAMA:
+                yield from self._bare_calls()
+            while True:
+                yield from self._content_or_calls()
+        except EndOfText:
+            self._held += self._finder.flush()
+            if self._num_begun and not "".join(self._held).strip():
+                self._held.clear()
+            self._release()
+
+    def _content_or_calls(self) -> Generator[None, str, None]:
+        """Take one character; and calls, if it completes a mark."""
+        text, mark = self._finder.push((yield from self._characters.take()))
+        for char in text:
+            self._held.append(char)
+            if char not in SPACE:
+                self._awaits_end = False
+                self._release()
+        if mark is None:
+            return
+        if mark == CALL_END and self._awaits_end:
+            self._awaits_end = False
+            self._held.clear()
+            return
+        self._held += mark
+        if mark == CALL_END:
+            self._release()
+            return
+        try:
+            if self._format is CallFormat.MISTRAL:
+                yield from self._mistral_calls()
+            else:
+                yield from self._calls_in_a_row()
+            self._awaits_end = self._format is CallFormat.HERMES
+        except NotJson:
+            self._release()
+
+    def _bare_calls(self) -> Generator[None, str, None]:
+        """Calls that nothing marks: only where the answer begins."""
+        if (yield from skip_space(self._characters, self._hold)) == "{":
+            try:
+                yield from self._calls_in_a_row(only_known=True)
+            except NotJson:
+                self._release()
+
+    def _calls_in_a_row(self, *, only_known: bool = False) -> Generator[None, str, None]:
+        yield from skip_space(self._characters, self._hold)
+        while True:
+            yield from self._call(only_known=only_known)
+            if self._format is CallFormat.HERMES:
+                return
+            while (char := (yield from self._characters.peek())) in _BETWEEN:
+                self._held.append((yield from self._characters.take()))
+            if char != "{":
+                return
+
+    def _mistral_calls(self) -> Generator[None, str, None]:
+        if (yield from skip_space(self._characters, self._hold)) != "[":
+            yield from self._named_call()
+            return
+        self._hold((yield from self._characters.take()))
+        while True:
+            yield from skip_space(self._characters, self._hold)
+            yield from self._call()
+            char = yield from skip_space(self._characters, self._hold)
+            if char not in ",]":
+                return
+            yield from self._characters.take()
+            if char == "]":
+                self._held.clear()
+                return
+
+    def _named_call(self) -> Generator[None, str, None]:
+        """A name and its arguments, with marks between them or none."""
+        head: list[str] = []
+        while (yield from self._characters.peek()) != "{":
+            head.append((yield from self._characters.take()))
+            self._held.append(head[-1])
+            if len(head) > _MAX_HEAD_CHARS:
+                raise NotJson
+        if (match := _HEAD.fullmatch("".join(head))) is None:
+            raise NotJson
+        self._begin(match[1])
+        yield from self._arguments()
+        self._end()
+
+    def _call(self, *, only_known: bool = False) -> Generator[None, str, None]:
+        """A call as a JSON object with a name and arguments, in whatever order.
+
+        Raises:
+            NotJson: If it is none.
+        """
+        try:
+            yield from self._object(only_known=only_known)
+        except NotJson:
+            if self._is_in_call:
+                self._end()
+            raise
+        if not self._is_in_call:
+            raise NotJson
+        self._end()
+
+    def _object(self, *, only_known: bool) -> Generator[None, str, None]:
+        self._early.clear()
+        if (yield from self._characters.peek()) != "{":
+            raise NotJson
+        self._hold((yield from self._characters.take()))
+        while (yield from skip_space(self._characters, self._hold)) != "}":
+            key = yield from self._key()
+            yield from self._member(key, only_known=only_known)
+            char = yield from skip_space(self._characters, self._hold)
+            if char == ",":
+                self._hold((yield from self._characters.take()))
+            elif char != "}":
+                raise NotJson
+        self._hold((yield from self._characters.take()))
+
+    def _member(self, key: str, *, only_known: bool) -> Generator[None, str, None]:
+        if self._is_in_call:
+            if key in _ARGUMENTS and not self._has_arguments:
+                yield from self._arguments()
+            else:
+                yield from pass_value(self._characters, self._hold)
+        elif key == "name":
+            name = yield from read_text(self._characters, self._hold)
+            if not name or (only_known and name not in self._names):
+                raise NotJson
+            self._begin(name)
+            if self._early:
+                self._argue("".join(self._early))
+        elif key in _ARGUMENTS:
+            yield from pass_value(self._characters, self._hold_early)
+        else:
+            yield from pass_value(self._characters, self._hold)
+
+    def _key(self) -> Generator[None, str, str]:
+        key = yield from read_text(self._characters, self._hold)
+        if (yield from skip_space(self._characters, self._hold)) != ":":
+            raise NotJson
+        self._hold((yield from self._characters.take()))
+        yield from skip_space(self._characters, self._hold)
+        return key
+
+    def _arguments(self) -> Generator[None, str, None]:
+        if (yield from self._characters.peek()) == '"':
+            # JSON within JSON: some models write it so.
+            self._argue((yield from read_text(self._characters, self._hold)))
+        else:
+            yield from pass_value(self._characters, self._argue)
+
+    def _begin(self, name: str) -> None:
+        self._held.clear()
+        self._said.append(CallBegun(self._num_begun, name))
+        self._num_begun += 1
+        self._has_arguments = False
+
+    def _argue(self, text: str) -> None:
+        self._has_arguments = True
+        self._said.append(CallArguments(self._num_begun - 1, text))
+
+    def _end(self) -> None:
+        if not self._has_arguments:
+            self._argue("{}")
+        self._num_complete += 1
+        self._held.clear()
+
+    def _hold(self, char: str) -> None:
+        # Of a call that has begun nothing is content any more.
+        if not self._is_in_call:
+            self._held.append(char)
+
+    def _hold_early(self, char: str) -> None:
+        self._hold(char)
+        self._early.append(char)
+
+    def _release(self) -> None:
+        if self._held:
+            self._said.append(Content("".join(self._held)))
+            self._held.clear()

@@ -1,0 +1,210 @@
+"""A placement that is locked: which host holds which layers, as a file says. Pure but for `read_topology`.
+
+A mesh with a topology fails closed: it waits for a host that is missing, and never places that host's layers
+elsewhere, neither at first nor in a repair.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.planner import Plan, StagePlacement
+from mesh.replanner import NewStage, Replan
+from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, NotEnoughHosts, UncuttableModel
+from stages.byte_size import format_size
+from stages.layers import LayerRange
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+    from pathlib import Path
+
+    from mesh.planner import HostCapacity
+    from mesh.replanner import Copy
+    from mesh.stage_sizes import StageSizes
+    from stages.cutting import ModelFacts
+
+_LAYERS: Final = re.compile(r"(\d{1,6}):(\d{1,6})")
+_OPTION: Final = "--topology"
+_EXAMPLE: Final = '[[stage]] with host = "alpha" and layers = "0:12"'
+
+
+@dataclass(frozen=True)
+class LockedStage:
+    """One stage.
+
+    Attributes:
+        host: Name of the host that holds it, and no other.
+        layers: Which.
+    """
+
+    host: str
+    layers: LayerRange
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All stages, in pipeline order; together they hold every layer once.
+
+    Attributes:
+        stages: At least one.
+    """
+
+    stages: tuple[LockedStage, ...]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names, in pipeline order, each once."""
+        return tuple(dict.fromkeys(stage.host for stage in self.stages))
+
+    def check(self, model: ModelFacts) -> None:
+        """Check that a model can be cut like that.
+
+        Raises:
+            UncuttableModel: If it has more or fewer layers, or no cut is allowed at one of the places.
+        """
+        stop = self.stages[-1].layers.stop
+        if stop != model.n_layers:
+            raise UncuttableModel(
+                f"{_OPTION} places {stop} layers; {model.name} has {model.n_layers}", param=_OPTION
+            )
+        for stage in self.stages[1:]:
+            if stage.layers.start not in model.allowed_cuts:
+                raise UncuttableModel(
+                    f"{_OPTION}: {model.name} ({model.architecture}) cannot be cut at layer "
+                    f"{stage.layers.start}",
+                    param=_OPTION,
+                )
+
+    def missing(self, present: Iterable[str]) -> tuple[str, ...]:
+        """Hosts that it names and that are not among these."""
+        names = set(present)
+        return tuple(host for host in self.hosts if host not in names)
+
+    def plan(self, sizes: StageSizes, hosts: Sequence[HostCapacity]) -> Plan:
+        """The plan that it locks.
+
+        Args:
+            sizes: Of the model's stages.
+            hosts: That are there.
+
+        Raises:
+            NotEnoughHosts: If one that it names is not there.
+            ModelDoesNotFit: If one has too little memory.
+        """
+        everything = [
+            StagePlacement(stage.host, stage.layers, sizes.memory(stage.layers)) for stage in self.stages
+        ]
+        self._require(everything, (), hosts)
+        return Plan(tuple(everything), f"locked by {_OPTION}")
+
+    def replan(
+        self,
+        sizes: StageSizes,
+        stages: Sequence[StagePlacement],
+        lost: Collection[int],
+        hosts: Sequence[HostCapacity],
+        copies: Iterable[Copy] = (),
+        *,
+        may_start_over: bool = True,  # noqa: ARG002 - called in the place of `mesh.replanner.replan`
+    ) -> Replan:
+        """Lost stages come back on their own hosts, or not at all; see `mesh.replanner.replan`.
+
+        Raises:
+            NotEnoughHosts: If the host of a lost stage is not there.
+            ModelDoesNotFit: If it has too little memory by now.
+        """
+        back = [
+            StagePlacement(stages[index].host, stages[index].layers, sizes.memory(stages[index].layers))
+            for index in sorted(lost)
+        ]
+        staying = [stage for index, stage in enumerate(stages) if index not in lost]
+        self._require(back, staying, hosts)
+        new = tuple(
+            NewStage(stage) if index in lost else NewStage(stage, kept=index)
+            for index, stage in enumerate(stages)
+        )
+        moved = ", ".join(f"{stage.layers} again on {stage.host}" for stage in back)
+        return Replan(new, tuple(copies), f"layers {moved}" if moved else "nothing moved")
+
+    def _require(
+        self,
+        placed: Sequence[StagePlacement],
+        beside: Sequence[StagePlacement],
+        hosts: Sequence[HostCapacity],
+    ) -> None:
+        capacities = {host.name: host for host in hosts}
+        for stage in placed:
+            if stage.host not in capacities:
+                raise NotEnoughHosts(
+                    f"{_OPTION} locks layers {stage.layers} to host {stage.host}, which is not here to stay: "
+                    f"bring it back with `mesh join --name {stage.host}`, or start `mesh serve` again "
+                    f"without {_OPTION}"
+                )
+        needed = Counter[str]()
+        for stage in (*placed, *beside):
+            needed[stage.host] += stage.memory.total_bytes
+        for name in dict.fromkeys(stage.host for stage in placed):
+            if needed[name] > capacities[name].memory_bytes:
+                raise ModelDoesNotFit(
+                    f"{_OPTION} locks layers to host {name} that need {format_size(needed[name])} there; "
+                    f"free are {format_size(capacities[name].memory_bytes)}; lower --ctx-size or --parallel, "
+                    "or lock fewer layers there",
+                    param=_OPTION,
+                )
+
+
+def read_topology(path: Path) -> Topology:
+    """A topology from a TOML file.
+
+    Raises:
+        ClusterError: If it cannot be read, or does not place each layer once, in order.
+
+    Example:
+        ::
+
+            [[stage]]
+            host = "alpha"
+            layers = "0:12"
+
+            [[stage]]
+            host = "beta"
+            layers = "12:30"
+    """
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _wrong(path, error.strerror or str(error)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise _wrong(path, f"it is not TOML: {error}") from error
+    unknown = [key for key in fields if key != "stage"]
+    if unknown:
+        raise _wrong(path, f"it has {unknown[0]!r}; there is only {_EXAMPLE}")
+    entries = fields.get("stage")
+    if not isinstance(entries, list) or not entries:
+        raise _wrong(path, f"it names no stage; write {_EXAMPLE}")
+    stages = tuple(_stage(path, number, entry) for number, entry in enumerate(entries))
+    start = 0
+    for stage in stages:
+        if stage.layers.start != start:
+            raise _wrong(path, f"layers {stage.layers} of {stage.host} are to start at {start}")
+        start = stage.layers.stop
+    return Topology(stages)
+
+
+def _stage(path: Path, number: int, entry: Any) -> LockedStage:
+    who = f"stage {number}"
+    if not isinstance(entry, dict) or set(entry) != {"host", "layers"}:
+        raise _wrong(path, f"{who} is to have host and layers and nothing else, as in {_EXAMPLE}")
+    host, layers = entry["host"], entry["layers"]
+    match = _LAYERS.fullmatch(layers) if isinstance(layers, str) else None
+    if not isinstance(host, str) or not host or match is None or int(match[1]) >= int(match[2]):
+        raise _wrong(path, f"{who} has host {host!r} and layers {layers!r}; write it like {_EXAMPLE}")
+    return LockedStage(host, LayerRange(int(match[1]), int(match[2])))
+
+
+def _wrong(path: Path, reason: str) -> ClusterError:
+    return ClusterError(f"the topology {path} cannot be used: {reason}", param=_OPTION)

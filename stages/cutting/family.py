@@ -1,0 +1,189 @@
+"""What the rules of one family are made of."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from stages.handover import DEFAULT_OUTLET, Handover
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from stages.cutting.gguf_header import GgufHeader
+    from stages.cutting.gguf_value import Value
+    from stages.layers import LayerRange
+
+
+@dataclass(frozen=True)
+class Blanks:
+    """Neighbouring layers that a stage's file has, too, with zeros for weights, for llama.cpp to count.
+
+    What they compute is never used. Those before the stage's own layers are computed, and the hidden states
+    that come in replace their output; those after them are not even computed.
+
+    Attributes:
+        before: How many before the stage's own layers.
+        after: How many after them; none at the tail.
+    """
+
+    before: int = 0
+    after: int = 0
+
+    def __or__(self, other: Blanks) -> Blanks:
+        return Blanks(max(self.before, other.before), max(self.after, other.after))
+
+
+NO_BLANKS: Final = Blanks()
+
+
+def _nothing_derived(_header: GgufHeader, _layers: LayerRange) -> Mapping[str, Value | None]:
+    return {}
+
+
+def _nothing_refused(_header: GgufHeader) -> Mapping[int, str]:
+    return {}
+
+
+def _no_blanks(_header: GgufHeader, _layers: LayerRange) -> Blanks:
+    return NO_BLANKS
+
+
+def _nothing_left_out(_header: GgufHeader, _layers: LayerRange) -> frozenset[str]:
+    return frozenset()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One habit of llama.cpp that cutting must respect.
+
+    Attributes:
+        name: In a few words, for people.
+        reason: What llama.cpp does, in one sentence.
+        derived: Metadata that a stage must have otherwise than the generic rules give them; None leaves a key
+            out.
+        refused: Cuts that cannot be exact, each with the reason.
+        refused_lengths: Numbers of layers that a stage must not have, each with the reason; the whole model
+            may.
+        left_out: Tensors outside the layers that a stage must not have.
+        blanks: What layers a stage needs besides its own.
+    """
+
+    name: str
+    reason: str
+    derived: Callable[[GgufHeader, LayerRange], Mapping[str, Value | None]] = _nothing_derived
+    refused: Callable[[GgufHeader], Mapping[int, str]] = _nothing_refused
+    refused_lengths: Callable[[GgufHeader], Mapping[int, str]] = _nothing_refused
+    left_out: Callable[[GgufHeader, LayerRange], frozenset[str]] = _nothing_left_out
+    blanks: Callable[[GgufHeader, LayerRange], Blanks] = _no_blanks
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How hidden states enter and leave the graph of a family; see `stages.handover`.
+
+    Attributes:
+        inlet: Name of the tensor that they replace, of a model; None if they go in as embeddings.
+        outlet: Name of a layer's output.
+        streams: How many rows as wide as the model make one row of hidden states.
+        takes_tokens: Whether a stage of these layers looks at the token ids themselves.
+        needs_embedding: Whether it needs their embeddings, too.
+    """
+
+    inlet: Callable[[GgufHeader], str | None] = field(default=lambda _header: None)
+    outlet: str = DEFAULT_OUTLET
+    streams: Callable[[GgufHeader], int] = field(default=lambda _header: 1)
+    takes_tokens: Callable[[GgufHeader, LayerRange], bool] = field(default=lambda _header, _layers: False)
+    needs_embedding: bool = False
+
+    def rules(self, header: GgufHeader) -> tuple[Rule, ...]:
+        """What is unusual about it, for people."""
+        inlet, streams = self.inlet(header), self.streams(header)
+        unusual = (
+            (inlet is not None, f"enters at {inlet}", "hidden states take the place of this tensor"),
+            (self.outlet != DEFAULT_OUTLET, f"leaves at {self.outlet}", "this tensor is a layer's output"),
+            (streams > 1, f"{streams} streams", "so many rows as wide as the model make one row"),
+        )
+        return tuple(Rule(name, reason) for is_unusual, name, reason in unusual if is_unusual)
+
+    def handover(self, header: GgufHeader, layers: LayerRange, blanks: Blanks = NO_BLANKS) -> Handover:
+        """Of a stage of these layers.
+
+        Args:
+            header: Of the whole model.
+            layers: Which of its layers.
+            blanks: What the stage's file holds besides.
+        """
+        is_first = layers.start == 0
+        inlet = f"{self.outlet}-{blanks.before - 1}" if blanks.before else self.inlet(header)
+        return Handover(
+            row_width=header.integer(f"{header.architecture}.embedding_length") * self.streams(header),
+            outlet=self.outlet,
+            inlet=None if is_first else inlet,
+            takes_tokens=not is_first and self.takes_tokens(header, layers),
+            blanks_before=blanks.before,
+            blanks_after=blanks.after,
+        )
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rules of one architecture.
+
+    Attributes:
+        architecture: `general.architecture`.
+        rules: Its habits.
+        is_certified: Its rules have been found exact. One whose have not is cut after a self-check only.
+        entry: How hidden states enter and leave its graph.
+        has_uniform_layers: Every layer has the same kinds of tensors, so one that lacks a kind is damaged.
+        head_falls_back_to_embedding: llama.cpp takes `token_embd.weight` as the head if there is no
+            `output.weight`. Then no stage needs a filler: one without a head leaves `output.weight` out, and
+            the tail stores the head under the embedding's name.
+        head_rows_are_fixed: llama.cpp wants a head of just so many rows, in every stage.
+        not_served: Why its models are not served at all, not even on one host; None if they are.
+        has_recurrent_state: Its sessions have a state that cannot go back to an earlier position.
+        per_layer_parts: Tensors outside the layers that have a part for each layer, by name: which dimension
+            is cut, counted from the fastest.
+    """
+
+    architecture: str
+    rules: tuple[Rule, ...] = ()
+    entry: Entry = field(default_factory=Entry)
+    is_certified: bool = True
+    has_uniform_layers: bool = False
+    head_falls_back_to_embedding: bool = False
+    head_rows_are_fixed: bool = False
+    not_served: str | None = None
+    has_recurrent_state: bool = False
+    per_layer_parts: Mapping[str, int] = field(default_factory=dict)
+
+    def derived(self, header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
+        """What the rules say of a stage's metadata, None for what is left out."""
+        return dict(item for rule in self.rules for item in rule.derived(header, layers).items())
+
+    def refused(self, header: GgufHeader) -> Mapping[int, str]:
+        """Cuts of a model that cannot be exact, each with the first reason."""
+        return _first_reasons(rule.refused(header) for rule in self.rules)
+
+    def refused_lengths(self, header: GgufHeader) -> Mapping[int, str]:
+        """Numbers of layers that no stage of a model may have, each with the first reason."""
+        return _first_reasons(rule.refused_lengths(header) for rule in self.rules)
+
+    def blanks(self, header: GgufHeader, layers: LayerRange) -> Blanks:
+        """What layers a stage's file needs besides its own."""
+        return functools.reduce(
+            Blanks.__or__, (rule.blanks(header, layers) for rule in self.rules), NO_BLANKS
+        )
+
+    def left_out(self, header: GgufHeader, layers: LayerRange) -> frozenset[str]:
+        """Tensors outside the layers that a stage must not have."""
+        return frozenset[str]().union(*(rule.left_out(header, layers) for rule in self.rules))
+
+
+def _first_reasons(refusals: Iterator[Mapping[int, str]]) -> Mapping[int, str]:
+    reasons: dict[int, str] = {}
+    for refused in refusals:
+        for key, reason in refused.items():
+            reasons.setdefault(key, reason)
+    return reasons

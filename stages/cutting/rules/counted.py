@@ -1,0 +1,187 @@
+"""What llama.cpp counts from layer 0: leading layers, every n-th layer, layers with a recurrent state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from stages.cutting.family import NO_BLANKS, Blanks, Rule
+from stages.cutting.gguf_value import Value, ValueType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from stages.cutting.gguf_header import GgufHeader
+    from stages.layers import LayerRange
+
+# Below the architecture's name: so many first layers are special.
+_LEADING: Final = ("leading_dense_block_count", "hash_layer_count")
+
+
+def leading_layers(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
+    """So many first layers are special: of a later stage, those that are left."""
+    values: dict[str, Value | None] = {}
+    for name in _LEADING:
+        key = f"{header.architecture}.{name}"
+        value = header.metadata.get(key)
+        if value is not None and value.count is None and layers.start and header.integer(key):
+            left = max(0, header.integer(key) - layers.start)
+            values[key] = Value.of(value.type, left)
+    return values
+
+
+LEADING_LAYERS: Final = Rule(
+    "leading layers",
+    "so many first layers are dense; a later stage is told how many of them are left to it",
+    derived=leading_layers,
+)
+
+
+def every_nth(step: Callable[[GgufHeader], int], what: str, *, needs_one: bool = False) -> Rule:
+    """The rule for what llama.cpp does every n-th layer, with no metadata that could say so to a stage.
+
+    Cuts are multiples of n. A model of no more than n layers has none; its stages are filled up with blanks,
+    so that they count from layer 0, too.
+
+    Args:
+        step: The period of a model; 1 and less is no period.
+        what: What happens every so many layers.
+        needs_one: Whether llama.cpp insists on such a layer in every file.
+    """
+
+    def has_multiples(header: GgufHeader) -> bool:
+        return step(header) < header.integer(f"{header.architecture}.block_count")
+
+    def refused(header: GgufHeader) -> Mapping[int, str]:
+        period = step(header)
+        if period <= 1 or not has_multiples(header):
+            return {}
+        reason = (
+            f"{what} every {period} layers, counted from the file's first: cuts are multiples of {period}"
+        )
+        n_layers = header.integer(f"{header.architecture}.block_count")
+        return {cut: reason for cut in range(1, n_layers) if cut % period}
+
+    def blanks(header: GgufHeader, layers: LayerRange) -> Blanks:
+        if step(header) <= 1 or has_multiples(header):
+            return NO_BLANKS
+        n_layers = header.integer(f"{header.architecture}.block_count")
+        return Blanks(before=layers.start, after=n_layers - layers.stop if needs_one else 0)
+
+    return Rule(
+        "every n-th layer",
+        f"{what} every n-th layer, which no metadata can say: cuts are multiples of n",
+        refused=refused,
+        blanks=blanks,
+    )
+
+
+def recurrent_flags(header: GgufHeader, default_interval: int) -> tuple[bool, ...]:
+    """For each layer of a model whether it has a recurrent state, where every n-th has attention instead."""
+    prefix = f"{header.architecture}."
+    key = prefix + "attention.recurrent_layers"
+    n_layers = header.integer(prefix + "block_count")
+    given = header.metadata.get(key)
+    if given is not None and given.count is not None:
+        return tuple(bool(flag) for flag in header.per_layer(key, n_layers, 0))
+    if given is not None:
+        return (bool(given.decode()),) * n_layers
+    interval = max(1, header.integer(prefix + "full_attention_interval", default_interval))
+    return tuple((layer + 1) % interval != 0 for layer in range(n_layers))
+
+
+def recurrent_layers(default_interval: int = 4) -> Rule:
+    """The rule for models whose every n-th layer has attention, the others a recurrent state."""
+
+    def derived(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
+        flags = recurrent_flags(header, default_interval)[layers.start : layers.stop]
+        return {f"{header.architecture}.attention.recurrent_layers": Value.array(ValueType.BOOL, flags)}
+
+    return Rule(
+        "recurrent layers",
+        "every n-th layer has attention, the others a recurrent state; written out for the stage's layers",
+        derived=derived,
+    )
+
+
+def _heads_everywhere(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
+    key = f"{header.architecture}.attention.head_count"
+    value = header.metadata.get(key)
+    if value is None or value.count is None:
+        return {}
+    heads = header.per_layer(key, header.integer(f"{header.architecture}.block_count"), 0)
+    most = max(heads)
+    here = heads[layers.start : layers.stop]
+    return {key: Value.array(value.type, tuple(count or most for count in here))}
+
+
+HEADS_EVERYWHERE: Final = Rule(
+    "heads of the first layer",
+    "the size of a head is taken from the first layer, which may have no attention in a stage; layers "
+    "without KV heads are told by those",
+    derived=_heads_everywhere,
+)
+
+
+def _must_start_with_heads(header: GgufHeader) -> Mapping[int, str]:
+    n_layers = header.integer(f"{header.architecture}.block_count")
+    heads = header.per_layer(f"{header.architecture}.attention.head_count", n_layers, 0)
+    return {
+        cut: "the size of a head is taken from the first layer, and this one has no attention"
+        for cut in range(1, n_layers)
+        if not heads[cut]
+    }
+
+
+STARTS_WITH_HEADS: Final = Rule(
+    "heads of the first layer",
+    "the size of a head is taken from the first layer, which must have attention",
+    refused=_must_start_with_heads,
+)
+
+
+def _indexers(default: Callable[[GgufHeader, int], bool]) -> Callable[[GgufHeader], tuple[bool, ...]]:
+    def flags(header: GgufHeader) -> tuple[bool, ...]:
+        key = f"{header.architecture}.attention.indexer.types"
+        n_layers = header.integer(f"{header.architecture}.block_count")
+        given = header.metadata.get(key)
+        if given is None:
+            return tuple(default(header, layer) for layer in range(n_layers))
+        return tuple(bool(flag) for flag in header.per_layer(key, n_layers, 0))
+
+    return flags
+
+
+def shared_indexers(
+    default: Callable[[GgufHeader, int], bool], has_attention: Callable[[GgufHeader, int], bool]
+) -> Rule:
+    """The rule for layers that attend to what an earlier layer's indexer has chosen.
+
+    Args:
+        default: Whether a layer has an indexer of its own where the file does not say.
+        has_attention: Whether a layer attends at all.
+    """
+    flags_of = _indexers(default)
+
+    def derived(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
+        flags = flags_of(header)[layers.start : layers.stop]
+        key = f"{header.architecture}.attention.indexer.types"
+        return {key: Value.array(ValueType.UINT32, tuple(int(flag) for flag in flags))}
+
+    def refused(header: GgufHeader) -> Mapping[int, str]:
+        flags = flags_of(header)
+        reasons = {}
+        for cut in range(1, len(flags)):
+            after = (layer for layer in range(cut, len(flags)) if has_attention(header, layer))
+            first = next(after, None)
+            if first is not None and not flags[first]:
+                reasons[cut] = (
+                    "the first layer with attention takes over what an earlier layer's indexer chose"
+                )
+        return reasons
+
+    return Rule(
+        "shared indexers",
+        "some layers attend to what an earlier layer's indexer chose, which must be in the same stage",
+        derived=derived,
+        refused=refused,
+    )

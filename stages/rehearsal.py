@@ -1,0 +1,138 @@
+"""How long this host would take for a stage, found out by computing in a blank one.
+
+Run as a program: an order as JSON on standard input, timings as JSON on standard output. A process of its own
+takes llama.cpp away with it; on other hosts Ray starts one, see `Rehearsal`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import structlog
+
+from spanmesh_proto.errors import MeshError, ModelDoesNotFit
+from stages.byte_size import format_size
+from stages.free_memory import free_memory_bytes
+from stages.judge import Judge
+from stages.rehearsal_order import RehearsalOrder, StageTiming
+from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.sampling import Sampling
+from stages.wakefulness import Wakefulness
+
+# Weights may be kept twice: as the file's pages, and rearranged for the processor.
+_WEIGHT_COPIES: Final = 2
+_BESIDE_BYTES: Final = 256 * 2**20
+_NUM_WARM_UP: Final = 3
+_NUM_CHUNKS: Final = 3
+
+
+def rehearse(order: RehearsalOrder) -> StageTiming:
+    """Load the blank stage, time it, and leave nothing.
+
+    Raises:
+        ModelDoesNotFit: If there is no memory for it now.
+        InvalidModel: If llama.cpp does not load it.
+        MeshError: If it does not compute.
+    """
+    needed_bytes = _WEIGHT_COPIES * order.blank.num_bytes + _BESIDE_BYTES
+    free_bytes = free_memory_bytes()
+    if needed_bytes > free_bytes:
+        raise ModelDoesNotFit(
+            f"timing a stage takes up to {format_size(needed_bytes)} for a moment, free are "
+            f"{format_size(free_bytes)}; end what else runs here"
+        )
+    with tempfile.TemporaryDirectory(prefix="mesh-rehearsal-") as folder:
+        path = Path(folder) / "blank.gguf"
+        order.blank.write(path)
+        return _time(path, order)
+
+
+def _time(path: Path, order: RehearsalOrder) -> StageTiming:
+    wakefulness = Wakefulness()
+    runtime: StageRuntime | None = None
+    try:
+        options = RuntimeOptions(
+            ctx_size=order.position + 128,
+            num_threads=order.num_threads,
+            exact=order.is_exact,
+            kv_type=order.kv_type,
+        )
+        runtime = StageRuntime(path, options)
+        wakefulness.update(1)
+        player = _Player(runtime)
+        chunk_rows = runtime.max_rows
+        for start in range(0, order.position, chunk_rows):
+            player.play(start, min(chunk_rows, order.position - start))
+        return StageTiming(
+            row_ms=player.median_ms(order, 1, _NUM_WARM_UP, order.num_rounds),
+            # These take long, so that a few tell as much.
+            chunk_ms=player.median_ms(order, chunk_rows, 1, _NUM_CHUNKS),
+            chunk_rows=chunk_rows,
+        )
+    finally:
+        wakefulness.update(0)
+        if runtime is not None:
+            runtime.close()
+
+
+class _Player:
+    """Does what a stage's worker does with a window, as far as it takes time."""
+
+    def __init__(self, runtime: StageRuntime) -> None:
+        self._runtime = runtime
+        self._judge = Judge(Sampling())
+        # Values of no meaning, of the size that hidden states have; the blank norms make zeros of them.
+        shape = (runtime.max_rows, runtime.info.n_embd)
+        self._hidden = np.random.default_rng(0).standard_normal(shape, np.float32)
+
+    def play(self, start: int, num_rows: int) -> None:
+        info = self._runtime.info
+        hidden = None if info.is_first else self._hidden[:num_rows]
+        span = Span(0, start, [0] * num_rows, hidden, num_outputs=1 if info.is_tail else 0)
+        (output,) = self._runtime.decode([span])
+        if info.is_tail:
+            self._judge.judge(output, span.tokens, start)
+        else:
+            output.tobytes()
+
+    def median_ms(self, order: RehearsalOrder, num_rows: int, num_warm_up: int, num_rounds: int) -> float:
+        times_ms = []
+        for number in range(num_warm_up + num_rounds):
+            time.sleep(order.pause_ms / 1e3)
+            start_s = time.perf_counter()
+            self.play(order.position, num_rows)
+            if number >= num_warm_up:
+                times_ms.append((time.perf_counter() - start_s) * 1e3)
+        return median(times_ms)
+
+
+class Rehearsal:
+    """The Ray actor that rehearses on one host."""
+
+    async def rehearse(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Time what an order names; see `rehearse`."""
+        order = RehearsalOrder.from_dict(fields)
+        return asdict(await asyncio.to_thread(rehearse, order))
+
+
+def main() -> None:
+    """One order from standard input; exit code 1 with the reason on standard error if it cannot be timed."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=sys.stderr))
+    try:
+        timing = rehearse(RehearsalOrder.from_dict(json.load(sys.stdin)))
+    except MeshError as error:
+        sys.exit(error.message)
+    sys.stdout.write(json.dumps(asdict(timing)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""A stage file on its way in: pieces come in any order, from anywhere, and are believed by their hash alone.
+
+Beside the file lies a note of the pieces that are in it, one byte each. A process that is killed leaves both;
+the next one checks what the note claims, and goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Final, Self
+
+from stages.cutting.copying import write_all
+from stages.weights.piece_hash import in_threads, piece_sha256, zeros_sha256
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from stages.weights.recipe import Piece, Recipe
+
+_HERE: Final = b"\x01"
+
+
+class Assembly:
+    """Use as a context manager; whoever does must see to it that nobody else works on the same file.
+
+    Args:
+        recipe: Of the stage.
+        path: The file; what is there from an earlier try is gone on with.
+    """
+
+    def __init__(self, recipe: Recipe, path: Path) -> None:
+        self.recipe = recipe
+        self._path = path
+        self._file = -1
+        self._note = -1
+        self._opened = ExitStack()
+        self._here: set[int] = set()
+
+    def __enter__(self) -> Self:
+        """Open both files.
+
+        Raises:
+            OSError: If they cannot be written.
+        """
+        with ExitStack() as opened:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            opened.callback(os.close, self._file)
+            self._note = os.open(note_path(self._path), os.O_RDWR | os.O_CREAT, 0o644)
+            opened.callback(os.close, self._note)
+            os.ftruncate(self._file, self.recipe.size_bytes)
+            write_all(self._file, self.recipe.header, 0)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._opened.close()
+
+    @property
+    def descriptor(self) -> int:
+        """To write pieces to."""
+        return self._file
+
+    @property
+    def done_bytes(self) -> int:
+        """Of the pieces that are here."""
+        return sum(self.recipe.pieces[index].num_bytes for index in self._here)
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the pieces that are not here, in order."""
+        return [index for index in range(len(self.recipe.pieces)) if index not in self._here]
+
+    def resume(self) -> int:
+        """Take in what an earlier try has left, and what is zeros anyway; to be called first.
+
+        Returns:
+            How many pieces the note claims that do not have their hash.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
+        pieces = self.recipe.pieces
+        note = os.pread(self._note, len(pieces), 0)
+        claimed = {index for index, flag in enumerate(note) if flag}
+        num_wrong = 0
+        with closing(in_threads(self._found_sha256, sorted(claimed))) as found:
+            for index, sha256 in found:
+                if sha256 == pieces[index].sha256:
+                    self._here.add(index)
+                else:
+                    num_wrong += 1
+                    os.pwrite(self._note, b"\0", index)
+        for index, piece in enumerate(pieces):
+            # A new file is all zeros; where a wrong piece was, it is not.
+            if index not in claimed and piece.sha256 == zeros_sha256(piece.num_bytes):
+                self.check(index)
+        return num_wrong
+
+    def check(self, index: int) -> bool:
+        """Read a piece that was written here, and take it in if it has its hash."""
+        is_right = self._found_sha256(index) == self.recipe.pieces[index].sha256
+        if is_right:
+            self.claim(index)
+        return is_right
+
+    def claim(self, index: int) -> None:
+        """Take in a piece whose hash was found to be right as it was written."""
+        self._here.add(index)
+        os.pwrite(self._note, _HERE, index)
+
+    def _found_sha256(self, index: int) -> str | None:
+        piece = self.recipe.pieces[index]
+        return piece_sha256(self._file, piece.at, piece.num_bytes)
+
+
+def note_path(path: Path) -> Path:
+    """Where the note of an assembly lies."""
+    return path.with_suffix(".pieces")
+
+
+def wrong_pieces(recipe: Recipe, path: Path) -> list[int] | None:
+    """Check a whole stage file, byte by byte.
+
+    Args:
+        recipe: What it must be.
+        path: The file.
+
+    Returns:
+        Indices of the pieces that do not have their hash; None if it is wrong elsewhere: in its header, in
+        its size, or where it must be zeros.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if os.fstat(descriptor).st_size != recipe.size_bytes:
+            return None
+        if os.pread(descriptor, len(recipe.header), 0) != recipe.header:
+            return None
+        if not _are_zeros(descriptor, recipe.zeros()):
+            return None
+
+        def found(piece: Piece) -> str | None:
+            return piece_sha256(descriptor, piece.at, piece.num_bytes)
+
+        with closing(in_threads(found, recipe.pieces)) as all_found:
+            return [index for index, (piece, sha256) in enumerate(all_found) if sha256 != piece.sha256]
+    finally:
+        os.close(descriptor)
+
+
+def _are_zeros(descriptor: int, stretches: Iterable[tuple[int, int]]) -> bool:
+    return all(
+        piece_sha256(descriptor, start, stop - start) == zeros_sha256(stop - start)
+        for start, stop in stretches
+    )

@@ -1,0 +1,175 @@
+"""Parts of files over HTTP, as model hubs serve them: one request for one stretch of bytes."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from spanmesh_proto.errors import HubUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+log = structlog.get_logger()
+
+DEFAULT_ENDPOINT: Final = "https://huggingface.co"
+_TIMEOUT_S: Final = 20.0
+_READ_BYTES: Final = 1024 * 1024
+# Tries in a row that bring not a single byte.
+_MOST_FRUITLESS: Final = 5
+_FIRST_PAUSE_S: Final = 0.5
+# Nobody waits longer for a hub that says when to come again.
+_MOST_PAUSE_S: Final = 60.0
+_TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class TransientError(Exception):
+    """Another try may succeed.
+
+    Args:
+        reason: For a person.
+        pause_s: When, if the server says so.
+    """
+
+    def __init__(self, reason: str, pause_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.pause_s = pause_s
+
+
+def endpoint() -> str:
+    """Where the hub is: `HF_ENDPOINT`, or Hugging Face."""
+    return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+
+
+def read_range(
+    url: str,
+    start: int,
+    count: int,
+    take: Callable[[bytes], None],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Read a stretch of a file, once more from where it was whenever that helps.
+
+    Args:
+        url: Of the file.
+        start: First byte.
+        count: How many.
+        take: Called with the bytes as they come.
+        sleep: Waits for seconds, between tries; may raise.
+
+    Raises:
+        HubUnavailable: If it is refused, not there, or does not come in several tries.
+    """
+    done, num_fruitless = 0, 0
+    while done < count:
+        before, error = done, TransientError("the connection ended early")
+        try:
+            with open_range(url, start + done, count - done) as chunks:
+                for data in chunks:
+                    take(data)
+                    done += len(data)
+        except TransientError as transient:
+            error = transient
+        if done < count:
+            num_fruitless = 0 if done > before else num_fruitless + 1
+            if num_fruitless >= _MOST_FRUITLESS:
+                raise HubUnavailable(
+                    f"{url}: {error.reason}, {num_fruitless} times in a row; look whether it can be reached "
+                    "from here, and try again later: what came so far stays"
+                ) from None
+            pause_s = error.pause_s or _FIRST_PAUSE_S * 2**num_fruitless
+            log.warning("hub_again", url=url, reason=error.reason, in_s=round(pause_s, 1))
+            sleep(min(pause_s, _MOST_PAUSE_S))
+
+
+@contextmanager
+def open_range(url: str, start: int, count: int) -> Iterator[Iterator[bytes]]:
+    """Ask for a stretch of a file.
+
+    Raises:
+        HubUnavailable: If it is refused, or not there.
+        TransientError: If another try may succeed.
+    """
+    with _ask(url, start, count) as answer:
+        yield _chunks(answer, count)
+
+
+def _ask(url: str, start: int, count: int) -> http.client.HTTPResponse:
+    if not url.startswith(("http://", "https://")):
+        raise HubUnavailable(f"{url} is no address of a hub: it must begin with https://")
+    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{start + count - 1}"})  # noqa: S310
+    token = _token()
+    if token and url.startswith(f"{endpoint()}/"):
+        # Not to where it redirects: that is another server, which has its own proof in the address.
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310
+    except urllib.error.HTTPError as error:
+        with error:
+            raise refusal(url, error.code, error.headers.get("Retry-After")) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise _no_answer(error) from error
+    if answer.status != http.client.PARTIAL_CONTENT:
+        answer.close()
+        raise HubUnavailable(f"{url} is not sent in parts: the server there ignores ranges")
+    return answer
+
+
+def _chunks(answer: http.client.HTTPResponse, count: int) -> Iterator[bytes]:
+    while count > 0:
+        try:
+            data = answer.read1(min(_READ_BYTES, count))
+        except (OSError, http.client.HTTPException) as error:
+            raise _no_answer(error) from error
+        if not data:
+            return
+        yield data
+        count -= len(data)
+
+
+def _no_answer(error: Exception) -> TransientError:
+    return TransientError(f"no answer ({getattr(error, 'reason', None) or error or type(error).__name__})")
+
+
+def refusal(what: str, status: int, retry_after: str | None = None) -> HubUnavailable | TransientError:
+    """What an HTTP error means.
+
+    Args:
+        what: Was asked for.
+        status: Of the answer.
+        retry_after: The header of this name, if it is there.
+    """
+    if status in {401, 403}:
+        return HubUnavailable(
+            f"the hub refuses {what} ({status}): it is private or gated, or not there; look for it, "
+            "accept its terms, and put a token that may read it into HF_TOKEN"
+        )
+    if status == 404:
+        return HubUnavailable(f"the hub has no {what} (404): look for the name and the revision there")
+    if status in _TRANSIENT:
+        reason = "the hub asks to come later (429)" if status == 429 else f"the hub answers {status}"
+        pause_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+        return TransientError(reason, pause_s)
+    return HubUnavailable(f"the hub answers {status} for {what}; try again later")
+
+
+def _token() -> str | None:
+    """Of this host's user, as `huggingface-cli login` leaves it."""
+    token = os.environ.get("HF_TOKEN")
+    if not token:
+        home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+        try:
+            token = (home / "token").read_text()
+        except OSError:
+            return None
+    return token.strip() or None

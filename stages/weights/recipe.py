@@ -1,0 +1,231 @@
+"""What a stage file is made of: its header, and pieces of the model's tensors, each known by its hash. Pure.
+
+A host that has the recipe can make the file out of whatever has the pieces: another stage in its cache, a
+copy of the model of its own, the head, the hub. The hash of the recipe is the stage's name: it says of every
+byte of the file what it must be.
+
+As text it is JSON::
+
+    {"version": 1, "model": "SmolLM2", "layers": [10, 20, 30], "alignment": 32, "header": "<base64>",
+     "tensors": [["blk.10.attn_q.weight", 207360, [0, 31104000], ["<sha256>", …]], [null, 4608], …]}
+
+The tensors are in the order of the stage file, each with its name in the model, its bytes, where they lie in
+the model (`Region`: file, start and, if they lie apart, how many in a row and from row to row), and a hash
+for every `PIECE_BYTES` of it; what has no name is zeros.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from spanmesh_proto.errors import InvalidModel
+from stages.cutting.region import Region
+from stages.layers import LayerRange
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PIECE_BYTES: Final = 16 * 1024 * 1024
+"""Of one tensor, under one hash: what must be fetched again if a byte of it is wrong."""
+
+_VERSION: Final = 1
+_NOWHERE: Final = Region(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor in a stage file.
+
+    Attributes:
+        sha256: Of its bytes, hex.
+        at: Where it begins in the stage file.
+        num_bytes: How long it is.
+        tensor: The tensor's name in the model.
+        tensor_bytes: Size of the whole tensor.
+        tensor_offset: Where the piece begins in the tensor.
+        region: Where the tensor's bytes lie in the model.
+    """
+
+    sha256: str
+    at: int
+    num_bytes: int
+    tensor: str
+    tensor_bytes: int
+    tensor_offset: int
+    region: Region
+
+    @property
+    def file_offset(self) -> int:
+        """Where its first byte is in the file of the model that has it."""
+        return next(self.region.stretches(self.tensor_offset, 1))[0]
+
+
+@dataclass(frozen=True)
+class RecipeTensor:
+    """A tensor of a stage file.
+
+    Attributes:
+        num_bytes: Without padding.
+        name: In the model; None for zeros.
+        region: Where its bytes lie in the model; zeros lie nowhere.
+        hashes: sha256 of each `PIECE_BYTES` of it, hex.
+    """
+
+    num_bytes: int
+    name: str | None = None
+    region: Region = _NOWHERE
+    hashes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A stage file before it is made.
+
+    Attributes:
+        model: What the model is called, for people.
+        layers: Which layers it holds.
+        n_layers: Layers of the whole model.
+        alignment: Of its tensors.
+        header: Its first bytes.
+        tensors: What follows, in this order, each padded to the alignment.
+    """
+
+    model: str
+    layers: LayerRange
+    n_layers: int
+    alignment: int
+    header: bytes
+    tensors: tuple[RecipeTensor, ...]
+
+    @cached_property
+    def sha256(self) -> str:
+        """The name of the stage, hex."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Every piece, in the order of the file."""
+        return tuple(self._pieces())
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Of the stage file."""
+        return len(self.header) + sum(self._padded(tensor.num_bytes) for tensor in self.tensors)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Of all pieces."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def zeros(self) -> Iterator[tuple[int, int]]:
+        """Where the file has zeros: first byte and one after the last, in order."""
+        at = len(self.header)
+        for tensor in self.tensors:
+            start = at if tensor.name is None else at + tensor.num_bytes
+            at += self._padded(tensor.num_bytes)
+            if start < at:
+                yield start, at
+
+    def _pieces(self) -> Iterator[Piece]:
+        at = len(self.header)
+        for tensor in self.tensors:
+            for index, sha256 in enumerate(tensor.hashes):
+                offset = index * PIECE_BYTES
+                yield Piece(
+                    sha256,
+                    at + offset,
+                    min(PIECE_BYTES, tensor.num_bytes - offset),
+                    tensor.name or "",
+                    tensor.num_bytes,
+                    offset,
+                    tensor.region,
+                )
+            at += self._padded(tensor.num_bytes)
+
+    def _padded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.alignment) * self.alignment
+
+    def to_bytes(self) -> bytes:
+        """As text; equal recipes have equal texts."""
+        tensors: list[list[Any]] = [
+            [None, tensor.num_bytes]
+            if tensor.name is None
+            else [tensor.name, tensor.num_bytes, _place(tensor.region), list(tensor.hashes)]
+            for tensor in self.tensors
+        ]
+        return json.dumps(
+            {
+                "version": _VERSION,
+                "model": self.model,
+                "layers": [self.layers.start, self.layers.stop, self.n_layers],
+                "alignment": self.alignment,
+                "header": base64.b64encode(self.header).decode(),
+                "tensors": tensors,
+            },
+            separators=(",", ":"),
+        ).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, sha256: str) -> Recipe:
+        """A recipe from its text.
+
+        Args:
+            data: What `to_bytes` gave.
+            sha256: What its hash must be.
+
+        Raises:
+            InvalidModel: If it has another, or makes no sense.
+        """
+        found = hashlib.sha256(data).hexdigest()
+        if found != sha256:
+            raise InvalidModel(f"the recipe of stage {sha256[:12]} has sha256 {found}: fetch it again")
+        try:
+            return cls._from_json(json.loads(data))
+        except (ValueError, KeyError, TypeError, IndexError, binascii.Error) as error:
+            raise InvalidModel(
+                f"the recipe of stage {sha256[:12]} cannot be understood ({error}): install the same "
+                "spanmesh on all hosts"
+            ) from None
+
+    @classmethod
+    def _from_json(cls, said: dict[str, Any]) -> Recipe:
+        if said["version"] != _VERSION:
+            raise ValueError(f"version {said['version']}")
+        start, stop, n_layers = (int(number) for number in said["layers"])
+        tensors = tuple(_tensor(entry) for entry in said["tensors"])
+        alignment = int(said["alignment"])
+        if alignment < 1:
+            raise ValueError(f"alignment {alignment}")
+        header = base64.b64decode(said["header"], validate=True)
+        return cls(str(said["model"]), LayerRange(start, stop), n_layers, alignment, header, tensors)
+
+
+def _tensor(entry: list[Any]) -> RecipeTensor:
+    num_bytes = int(entry[1])
+    if num_bytes < 0:
+        raise ValueError(f"a tensor of {num_bytes} bytes")
+    if entry[0] is None:
+        return RecipeTensor(num_bytes)
+    hashes = tuple(str(sha256) for sha256 in entry[3])
+    if len(hashes) != -(-num_bytes // PIECE_BYTES):
+        raise ValueError(f"{len(hashes)} hashes for {num_bytes} bytes")
+    return RecipeTensor(num_bytes, str(entry[0]), _region(num_bytes, entry[2]), hashes)
+
+
+def _place(region: Region) -> list[int]:
+    apart = () if region.is_whole else (region.row_bytes, region.stride_bytes)
+    return [region.file, region.start, *apart]
+
+
+def _region(num_bytes: int, place: list[Any]) -> Region:
+    file, start, *apart = (int(number) for number in place)
+    row_bytes, stride_bytes = apart or (0, 0)
+    if min(file, start) < 0 or (apart and not 0 < row_bytes <= stride_bytes):
+        raise ValueError(f"a tensor at {place}")
+    return Region(file, start, num_bytes, row_bytes, stride_bytes)

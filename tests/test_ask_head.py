@@ -1,0 +1,101 @@
+"""What commands say where no mesh answers, or one that refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+import pytest
+
+from mesh.commands.ask_head import ask_head
+from mesh.commands.chat_session import ChatSession
+from mesh.commands.options import read_first_key
+from spanmesh_proto.errors import ClusterError, Unauthorized
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def answering(*sayings: bytes) -> Iterator[str]:
+    """Says the first to the first who comes, whatever that one says, and so on; gives the URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for said in sayings:
+                there, _ = listener.accept()
+                with there:
+                    there.recv(4096)
+                    there.sendall(said)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(10)
+
+
+def refusing(status: str, message: str) -> bytes:
+    body = json.dumps({"error": {"message": message}}).encode()
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        b"HTTP/1.1 500 No\r\nContent-Length: 99\r\n\r\n{}",
+    ],
+)
+def test_what_is_no_mesh_is_said_in_one_line(said: bytes) -> None:
+    with answering(said) as url, pytest.raises(ClusterError, match=re.escape(url)) as raised:
+        ask_head(f"{url}/mesh/status", None)
+    assert "\n" not in raised.value.message
+    assert "\r" not in raised.value.message
+
+
+def test_a_port_that_is_none_is_said_in_one_line() -> None:
+    with pytest.raises(ClusterError, match=r"no mesh answers at http://127\.0\.0\.1:abc/"):
+        ask_head("http://127.0.0.1:abc/mesh/status", None)
+    for url in ("http://127.0.0.1:99999", "http://127.0.0.1:abc", "http://[::1"):
+        with pytest.raises(click.BadParameter, match="is no address"):
+            ChatSession(url, None, model="default", system=None, fields={}, write=print)
+
+
+def test_a_refusal_that_no_key_would_mend_is_passed_on() -> None:
+    elsewhere = "hosts are sent away from the head's own machine only: run the command there"
+    with answering(refusing("401 No", elsewhere)) as url, pytest.raises(Unauthorized) as raised:
+        ask_head(f"{url}/mesh/drain?host=b", "a-key", method="POST")
+    assert raised.value.message == elsewhere
+    with (
+        answering(refusing("401 No", "the API key is not one of this server's")) as url,
+        pytest.raises(Unauthorized, match="wants another API key; give it by --api-key-file"),
+    ):
+        ask_head(f"{url}/mesh/status", "a-key")
+
+
+def test_a_key_file_that_is_no_text_is_said_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ClusterError, match="not text"):
+        read_first_key(path)
+
+
+def test_a_retry_that_fails_loses_nothing() -> None:
+    event = json.dumps({"choices": [{"delta": {"content": "Hello, Ada."}}]})
+    answer = f"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ndata: {event}\n\ndata: [DONE]\n\n".encode()
+    shown: list[str] = []
+    with answering(answer, refusing("503 No", "no host has room")) as url:
+        chat = ChatSession(url, None, model="default", system=None, fields={}, write=shown.append)
+        for line in ("I am Ada.", "/retry", "/show"):
+            assert chat.take(line)
+    assert "error: no host has room\n" in shown
+    assert shown[-2:] == ["user: I am Ada.\n", "assistant: Hello, Ada.\n"]

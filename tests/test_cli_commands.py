@@ -1,0 +1,140 @@
+"""Commands that need no mesh: completion, grouped help, plans on paper."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from mesh.cli import run
+from mesh.commands.serve import serve
+
+MESH = str(Path(sys.executable).with_name("mesh"))
+
+
+def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    printed = capsys.readouterr().out
+    heads = [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert heads[:3] == ["Options:", "Serve:", "Look:"]
+
+
+def test_every_option_of_serve_stands_in_one_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for param in serve.params:
+        if isinstance(param, click.Option):
+            flag = max(param.opts, key=len)
+            assert len(re.findall(rf"^  (?:-\w, )?{flag}(?![\w-])", printed, re.MULTILINE)) == 1, flag
+    assert [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
+        *("API:", "Placement:", "Sessions:", "Speculation:", "Joining hosts:", "Weights:"),
+        *("After a crash:", "Others:"),
+    ]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_ask_this_program(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if shell == "bash" and shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    assert run(["completion", shell]) == 0
+    assert "_MESH_COMPLETE=" in capsys.readouterr().out
+
+
+def test_bash_completes_commands_and_flags() -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    script = (
+        f'PATH="{Path(MESH).parent}:$PATH"; eval "$(mesh completion bash)"; '
+        'COMP_WORDS=(mesh serve --top); COMP_CWORD=2; COMP_LINE="mesh serve --top"; COMP_POINT=16; '
+        '_mesh_completion mesh; echo "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.split() == ["--topology"], done.stderr
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(["plan", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.model
+class TestPlans:
+    def test_one_host_that_can_holds_everything(
+        self, smollm2_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        found = planned(capsys, str(smollm2_path), "--no-timing", "--memory", "8G", "--threads", "1")
+        assert [stage["layers"] for stage in found["stages"]] == [[0, 30]]
+        assert found["prediction"] is None
+        assert found["basis"] == "nothing was timed: --no-timing"
+        (stage,) = found["stages"]
+        parts = sum(stage[f"{part}_bytes"] for part in ("weight", "cache", "buffer"))
+        assert parts < stage["total_bytes"] == 8 * 2**30 - stage["free_after_bytes"]
+
+    def test_hosts_on_paper_get_shares_and_reasons(
+        self, smollm2_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        specs = ["--host-spec", "a:450M:20:1", "--host-spec", "b:450M:20:1", "--host-spec", "c:100M:20:1"]
+        found = planned(
+            capsys, str(smollm2_path), *specs, "--threads", "1", "--ctx-size", "512", "--parallel", "1",
+            "--rtt-ms", "10", "--prompt-tokens", "32", "--stages", "2",
+        )  # fmt: skip
+        assert [stage["host"] for stage in found["stages"]] == ["a", "b"]
+        assert found["left_out"] == [{"host": "c", "reason": found["left_out"][0]["reason"]}]
+        assert "too small: it gives 100.0 MiB" in found["left_out"][0]["reason"]
+        predicted = found["prediction"]
+        # From the first host to the second and back.
+        assert predicted["wire_ms"] == 10.0
+        assert predicted["compute_ms"] == pytest.approx(
+            sum(stage["row_ms"] for stage in found["stages"]), abs=0.01
+        )
+        whole_ms = predicted["compute_ms"] + predicted["wire_ms"] + predicted["handling_ms"]
+        assert predicted["tokens_per_s"] == pytest.approx(1e3 / whole_ms, rel=0.01)
+
+    def test_a_hosts_file_and_a_topology(
+        self, smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        hosts, locked = tmp_path / "hosts.toml", tmp_path / "topology.toml"
+        hosts.write_text('[[host]]\nname = "a"\nmemory = "4G"\n[[host]]\nname = "b"\nmemory = "4G"\n')
+        locked.write_text('[[stage]]\nhost = "b"\nlayers = "0:12"\n[[stage]]\nhost = "a"\nlayers = "12:30"\n')
+        asked = [str(smollm2_path), "--hosts-file", str(hosts), "--topology", str(locked), "--no-timing"]
+        found = planned(capsys, *asked)
+        assert [(stage["host"], stage["layers"]) for stage in found["stages"]] == [
+            ("b", [0, 12]),
+            ("a", [12, 30]),
+        ]
+        assert run(["plan", *asked]) == 0
+        assert "locked by --topology" in capsys.readouterr().out
+        hosts.write_text('[[host]]\nname = "a"\nmemory = "4G"\n')
+        assert run(["plan", *asked]) == 1
+        assert "locks layers [0, 12) to host b, which is not here to stay" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("arguments", "code", "says"),
+        [
+            (["--stages", "2", "--split", "10,20"], 2, "leave out all but one"),
+            (["--host-spec", "a:1G", "--url", "http://127.0.0.1:1"], 2, "leave out all but one"),
+            (["--host-spec", "a"], 1, "'a' is no host"),
+            (["--host-spec", "a:1G:fast"], 1, "is no host"),
+            (["--host-spec", "a:1G:0"], 1, "must be above 0"),
+            (["--memory", "50M"], 1, "does not fit"),
+            (["--url", "http://127.0.0.1:1"], 1, "no mesh answers"),
+        ],
+    )
+    def test_what_cannot_be_is_said(
+        self,
+        arguments: list[str],
+        code: int,
+        says: str,
+        smollm2_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        assert run(["plan", str(smollm2_path), "--no-timing", *arguments]) == code
+        assert says in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""What llama.cpp can compute on here, by its own list."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mesh.cluster.gpus import find_gpus
+from spanmesh_proto.errors import ClusterError
+from stages.device_speed import device_speed_gb_per_s
+from stages.devices import Device, layer_devices, list_devices
+from stages.llama_libraries import may_have_layer_devices
+
+GPU = Device("CUDA0", "a GPU", "gpu", "CUDA", "0000:01:00.0", 8 * 2**30, 10 * 2**30, 1)
+OTHER = replace(GPU, name="CUDA1", id="0000:02:00.0", index=2)
+INTEGRATED = replace(GPU, name="Vulkan0", kind="integrated gpu", backend="Vulkan", id="", index=3)
+PROCESSOR = Device("CPU", "a processor", "cpu", "CPU", "", 0, 0, 0)
+
+
+def names(devices: tuple[Device, ...]) -> list[str]:
+    return [device.name for device in devices]
+
+
+def test_llama_cpp_lists_the_processor_with_its_memory() -> None:
+    devices = list_devices()
+    (processor,) = (device for device in devices if device.kind == "cpu")
+    assert processor.name == "CPU"
+    assert processor.backend == "CPU"
+    assert processor.description
+    assert processor.total_bytes >= processor.free_bytes > 2**20
+    assert [device.index for device in devices] == list(range(len(devices)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_llama_cpp_is_loaded_once() -> None:
+    """A second copy of its libraries would have a list of devices of its own."""
+    list_devices()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    loaded = {line.split()[-1] for line in lines if "ggml" in line or "libllama" in line}
+    stems = [Path(path).name.partition(".")[0] for path in loaded]
+    assert len(stems) >= 3
+    assert sorted(set(stems)) == sorted(stems)
+
+
+def test_layers_go_to_every_gpu_once_and_to_no_processor() -> None:
+    same = replace(GPU, name="Vulkan0", backend="Vulkan", index=4)
+    blas = replace(PROCESSOR, name="BLAS", kind="accelerator", index=5)
+    assert names(layer_devices([PROCESSOR, GPU, OTHER, same, blas])) == ["CUDA0", "CUDA1"]
+    unnamed = replace(GPU, id=""), replace(OTHER, id="")
+    assert names(layer_devices(unnamed)) == ["CUDA0", "CUDA1"]
+    assert not layer_devices([PROCESSOR, blas])
+
+
+def test_an_integrated_gpu_is_used_only_where_there_is_no_other() -> None:
+    again = replace(INTEGRATED, name="SYCL0", backend="SYCL")
+    assert names(layer_devices([INTEGRATED, again])) == ["Vulkan0"]
+    assert names(layer_devices([INTEGRATED, GPU])) == ["CUDA0"]
+    lent = replace(GPU, name="RPC0", backend="RPC", id="")
+    assert names(layer_devices([INTEGRATED, lent])) == ["RPC0", "Vulkan0"]
+
+
+def test_apple_s_gpus_and_integrated_ones_take_the_host_s_own_memory() -> None:
+    assert INTEGRATED.shares_host_memory
+    assert replace(GPU, backend="MTL").shares_host_memory
+    assert not GPU.shares_host_memory
+
+
+@pytest.mark.parametrize(
+    ("files", "may"),
+    [
+        (["libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so"], False),
+        (["libggml.so.0", "libggml-base.so.0.25.3", "libggml-cpu-haswell.so", "libggml-blas.so"], False),
+        (["libggml.so", "libggml-base.so", "libggml-cpu.so", "libggml-cuda.so"], True),
+        (["libggml-base.dylib", "libggml-cpu.dylib", "libggml-metal.dylib"], True),
+        (["ggml-base.dll", "ggml-cpu-x64.dll", "ggml-vulkan.dll"], True),
+        # One library with everything in it, or none at all: it has to be asked.
+        (["libllama.so"], True),
+        ([], True),
+    ],
+)
+def test_what_llama_cpp_was_built_with_shows_in_its_files(
+    files: list[str], *, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
+    assert may_have_layer_devices() is may
+
+
+def test_gpus_found_by_another_process_are_those_that_are_there() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mesh.cluster.device_probe"], capture_output=True, text=True, check=True
+    )
+    there = {device.name for device in layer_devices()}
+    assert {gpu["name"] for gpu in json.loads(done.stdout)} == there
+    assert {gpu.name for gpu in find_gpus()} == there
+
+
+def test_a_probe_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A folder without llama.cpp's libraries: it may have GPUs, and the process that looks ends badly.
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
+    with pytest.raises(ClusterError, match=r"cannot look at this host's GPUs: .*; --gpu-layers none"):
+        find_gpus()
+
+
+def test_a_device_s_speed_is_measured_by_computing_on_it() -> None:
+    (processor,) = (device for device in list_devices() if device.kind == "cpu")
+    # Any machine that runs this reads between 0.1 and 10,000 GB/s; a unit mixed up would fall outside.
+    assert 0.1 < device_speed_gb_per_s(processor, probe_bytes=32 * 2**20) < 10_000

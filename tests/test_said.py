@@ -1,0 +1,244 @@
+"""Answers told apart into content, reasoning and calls: by format, and however the text is cut."""
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.said import (
+    CallArguments,
+    CallBegun,
+    CallFormat,
+    Content,
+    MessageReader,
+    Reading,
+    Reasoning,
+    Said,
+    call_format_of,
+    joined,
+    knows_tools,
+)
+
+INSIDE = Reading(splits_reasoning=True, is_in_reasoning=True)
+HERMES = Reading(CallFormat.HERMES, frozenset({"look", "add"}), splits_reasoning=True)
+LLAMA = Reading(CallFormat.LLAMA, frozenset({"look", "add"}), splits_reasoning=True)
+MISTRAL = Reading(CallFormat.MISTRAL, frozenset({"look", "add"}), splits_reasoning=True)
+PLAIN = Reading(splits_reasoning=True)
+
+
+def read(reading: Reading, *texts: str) -> list[Said]:
+    reader = MessageReader(reading)
+    said = [piece for text in texts for piece in reader.push(text)]
+    return joined([*said, *reader.flush()])
+
+
+def call(index: int, name: str, arguments: str) -> list[Said]:
+    return [CallBegun(index, name), CallArguments(index, arguments)]
+
+
+LOOK = '{"name": "look", "arguments": {"at": "a } \\" <tool_call> ]", "n": [1, {}]}}'
+LOOK_ARGUMENTS = '{"at": "a } \\" <tool_call> ]", "n": [1, {}]}'
+
+CASES: list[tuple[Reading, str, list[Said]]] = [
+    # Hermes
+    (HERMES, "Just text <b> ", [Content("Just text <b> ")]),
+    (HERMES, f"<tool_call>\n{LOOK}\n</tool_call>", call(0, "look", LOOK_ARGUMENTS)),
+    (
+        HERMES,
+        f'I look.\n\n<tool_call>{LOOK}</tool_call>\n<tool_call>{{"arguments": {{"a": 1}}, "name": "add"}}\n',
+        [Content("I look."), *call(0, "look", LOOK_ARGUMENTS), *call(1, "add", '{"a": 1}')],
+    ),
+    (HERMES, '<tool_call>{"name": "look"}</tool_call>', call(0, "look", "{}")),
+    (HERMES, '<tool_call>{"name": "look", "parameters": {"a": 1}, "id": [1]}', call(0, "look", '{"a": 1}')),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', call(0, "f", '{"a": 1}')),
+    (HERMES, "<tool_call>no JSON</tool_call>", [Content("<tool_call>no JSON</tool_call>")]),
+    (HERMES, '<tool_call>{"name": 5}</tool_call>', [Content('<tool_call>{"name": 5}</tool_call>')]),
+    (HERMES, '<tool_call>{"name": ""}', [Content('<tool_call>{"name": ""}')]),
+    (HERMES, '<tool_call>{"x": 1}', [Content('<tool_call>{"x": 1}')]),
+    (HERMES, f"<tool_call><tool_call>{LOOK}", [Content("<tool_call>"), *call(0, "look", LOOK_ARGUMENTS)]),
+    (
+        HERMES,
+        f"<tool_call>{LOOK}<tool_call>{LOOK}",
+        call(0, "look", LOOK_ARGUMENTS) + call(1, "look", LOOK_ARGUMENTS),
+    ),
+    (HERMES, f"<tool_call>{LOOK}</tool_call> Done.", [*call(0, "look", LOOK_ARGUMENTS), Content(" Done.")]),
+    (HERMES, '<tool_call>{"name": "look" oops', [*call(0, "look", "{}"), Content("oops")]),
+    (HERMES, "</tool_call> a", [Content("</tool_call> a")]),
+    # cut off by the limit
+    (
+        HERMES,
+        '<tool_call>{"name": "look", "arguments": {"at',
+        [CallBegun(0, "look"), CallArguments(0, '{"at')],
+    ),
+    (HERMES, '<tool_call>{"na', [Content('<tool_call>{"na')]),
+    (HERMES, "Hm <tool_c", [Content("Hm <tool_c")]),
+    # Llama
+    (LLAMA, '{"name": "look", "parameters": {"at": "x"}}', call(0, "look", '{"at": "x"}')),
+    (LLAMA, ' \n{"type": "function", "name": "add", "parameters": {}}', call(0, "add", "{}")),
+    (LLAMA, '<|python_tag|>{"name": "other", "parameters": {"a": 1}}', call(0, "other", '{"a": 1}')),
+    (
+        LLAMA,
+        '{"name": "look", "parameters": {}}; {"name": "add", "parameters": {"a": 2}}',
+        call(0, "look", "{}") + call(1, "add", '{"a": 2}'),
+    ),
+    (LLAMA, '{"name": "Ada", "age": 5}', [Content('{"name": "Ada", "age": 5}')]),
+    (LLAMA, '{"answer": 5}', [Content('{"answer": 5}')]),
+    (LLAMA, 'See {"name": "look", "parameters": {}}', [Content('See {"name": "look", "parameters": {}}')]),
+    (LLAMA, "<|python_tag|>print(1)", [Content("<|python_tag|>print(1)")]),
+    # Mistral
+    (MISTRAL, f"[TOOL_CALLS][{LOOK}]", call(0, "look", LOOK_ARGUMENTS)),
+    (
+        MISTRAL,
+        f"[TOOL_CALLS] [{LOOK}, {LOOK}]",
+        call(0, "look", LOOK_ARGUMENTS) + call(1, "look", LOOK_ARGUMENTS),
+    ),
+    (MISTRAL, 'I look. [TOOL_CALLS]look[ARGS]{"at": 1}', [Content("I look."), *call(0, "look", '{"at": 1}')]),
+    (
+        MISTRAL,
+        '[TOOL_CALLS]look[CALL_ID]abc123def[ARGS]{"at": 1}[TOOL_CALLS]add{"a": 1}',
+        call(0, "look", '{"at": 1}') + call(1, "add", '{"a": 1}'),
+    ),
+    (MISTRAL, "[TOOL_CALLS] nothing", [Content("[TOOL_CALLS] nothing")]),
+    (MISTRAL, "[TOOL] calls [1]", [Content("[TOOL] calls [1]")]),
+    # Reasoning
+    (PLAIN, "<think>\nHm. </think>\n\nYes.", [Reasoning("Hm."), Content("Yes.")]),
+    (PLAIN, "[THINK]Hm.[/THINK]Yes.", [Reasoning("Hm."), Content("Yes.")]),
+    (PLAIN, " <think>a <b> c", [Reasoning("a <b> c")]),
+    (PLAIN, "<think>\n\n</think>\n\nYes", [Content("Yes")]),
+    (PLAIN, "<thin", [Content("<thin")]),
+    (PLAIN, "  <b>", [Content("  <b>")]),
+    (PLAIN, "Yes. <think>no</think>", [Content("Yes. <think>no</think>")]),
+    (INSIDE, "Hm.\n</think>\nYes", [Reasoning("Hm."), Content("Yes")]),
+    (INSIDE, "<think>Hm.</think>Yes", [Reasoning("Hm."), Content("Yes")]),
+    (INSIDE, " <th", [Reasoning("<th")]),
+    (Reading(), "<think>a</think><tool_call>{}", [Content("<think>a</think><tool_call>{}")]),
+    (HERMES, f"<think>{LOOK}</think><tool_call>{LOOK}", [Reasoning(LOOK), *call(0, "look", LOOK_ARGUMENTS)]),
+]
+
+
+@pytest.mark.parametrize(("reading", "text", "said"), CASES)
+def test_what_is_said(reading: Reading, text: str, said: list[Said]) -> None:
+    assert read(reading, text) == said
+
+
+@pytest.mark.parametrize(("reading", "text", "said"), CASES)
+def test_a_character_at_a_time(reading: Reading, text: str, said: list[Said]) -> None:
+    assert read(reading, *text) == said
+
+
+FRAGMENTS = (
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]"),
+    *("<think>", "</think>", "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", "<", "1", "é", "text "),
+    *("name", "arguments", "parameters", "look", '"name"', '"look"'),
+    *('{"name": "look", "arguments": ', '{"name": "add", "parameters": {"a": 1}}'),
+)
+
+
+@given(
+    fragments=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25),
+    call_format=st.sampled_from([None, *CallFormat]),
+    in_reasoning=st.booleans(),
+    has_one_call=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_how_the_text_is_cut_changes_nothing(
+    fragments: list[str],
+    call_format: CallFormat | None,
+    seed: int,
+    *,
+    in_reasoning: bool,
+    has_one_call: bool,
+) -> None:
+    text = "".join(fragments)
+    reading = Reading(
+        call_format,
+        frozenset({"look", "add"}),
+        has_one_call=has_one_call,
+        splits_reasoning=True,
+        is_in_reasoning=in_reasoning,
+    )
+    whole = read(reading, text)
+    random = Random(seed)
+    cuts = sorted(random.choices(range(len(text) + 1), k=random.randint(0, 8)))
+    pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(reading, *pieces) == whole
+    assert read(reading, *text) == whole
+    calls = [piece for piece in whole if isinstance(piece, CallBegun)]
+    assert [each.index for each in calls] == list(range(len(calls)))
+    if has_one_call:
+        assert len(calls) <= 1
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    arguments=st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), min_size=1, max_size=3),
+    before=st.text(alphabet="ab \n", max_size=5),
+    is_ascii=st.booleans(),
+    indent=st.sampled_from([None, 2]),
+)
+def test_calls_that_are_written_are_read(
+    arguments: list[dict[str, Any]], before: str, indent: int | None, *, is_ascii: bool
+) -> None:
+    def written(value: dict[str, Any], key: str) -> str:
+        return json.dumps({"name": "look", key: value}, ensure_ascii=is_ascii, indent=indent)
+
+    hermes = "\n".join(f"<tool_call>\n{written(each, 'arguments')}\n</tool_call>" for each in arguments)
+    mistral = f"[TOOL_CALLS][{', '.join(written(each, 'arguments') for each in arguments)}]"
+    llama = "; ".join(written(each, "parameters") for each in arguments)
+    for reading, text in ((HERMES, before + hermes), (MISTRAL, before + mistral), (LLAMA, llama)):
+        said = read(reading, text)
+        assert [piece.text for piece in said if isinstance(piece, Content)] == (
+            [before.rstrip()] if before.strip() and reading is not LLAMA else []
+        )
+        assert sum(isinstance(piece, CallBegun) for piece in said) == len(arguments)
+        found = [json.loads(piece.text) for piece in said if isinstance(piece, CallArguments)]
+        assert found == arguments
+
+
+def test_the_name_comes_before_the_arguments_are_complete() -> None:
+    reader = MessageReader(HERMES)
+    assert reader.push('<tool_call>{"name": "look"') == [CallBegun(0, "look")]
+    assert reader.push(', "arguments": {"a"') == [CallArguments(0, '{"a"')]
+    assert reader.push(": 1") == [CallArguments(0, ": 1")]
+    assert not reader.is_over
+
+
+def test_what_follows_the_only_call_is_not_read() -> None:
+    reading = Reading(CallFormat.HERMES, frozenset(), has_one_call=True)
+    reader = MessageReader(reading)
+    assert joined(reader.push(f"Well. <tool_call>{LOOK}</tool_call> And <tool_call>{LOOK}")) == [
+        Content("Well."),
+        *call(0, "look", LOOK_ARGUMENTS),
+    ]
+    assert (reader.is_over, reader.has_calls, reader.flush()) == (True, True, [])
+
+
+def test_a_thousand_calls_in_a_row() -> None:
+    text = "; ".join(['{"name": "add", "parameters": {}}'] * 1000)
+    assert sum(isinstance(piece, CallBegun) for piece in read(LLAMA, text)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("template", "knows", "call_format"),
+    [
+        ("{{ messages }}", False, CallFormat.HERMES),
+        ("{{ mytools }}", False, CallFormat.HERMES),
+        ("{% if tools %}<tool_call>{% endif %}", True, CallFormat.HERMES),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", True, CallFormat.MISTRAL),
+        ('{% if tools %}<|python_tag|>{"name": {% endif %}', True, CallFormat.LLAMA),
+        ('{% if tools %}{"name": "", "parameters": {}}{% endif %}', True, CallFormat.LLAMA),
+        ("{% if tools %}{{ tools }}{% endif %}", True, CallFormat.HERMES),
+    ],
+)
+def test_the_format_that_a_template_teaches(template: str, knows: bool, call_format: CallFormat) -> None:  # noqa: FBT001
+    assert knows_tools(template) is knows
+    assert call_format_of(template) is call_format
