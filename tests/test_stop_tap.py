@@ -97,7 +97,7 @@ def test_a_tensor_that_is_not_there_is_told(tmp_path: Path) -> None:
     path = StageCache(tmp_path).cut(model, LayerRange(2, 4)).path
     damaged = path.with_name("damaged.gguf")
     damaged.write_bytes(path.read_bytes().replace(b"\x04\0\0\0\0\0\0\0embd", b"\x04\0\0\0\0\0\0\0embX", 1))
-    with pytest.raises(UncuttableModel, match="no tensor 'embX' of [0-9]+ rows where hidden states enter"):
+    with pytest.raises(UncuttableModel, match=r"no tensor 'embX' of [0-9]+ rows where hidden states enter"):
         entered(damaged)
 
 
