@@ -114,11 +114,16 @@ python -m mesh.bench.families_record mesh/bench/families_record.json > FAMILIES.
 
 _TAIL: Final = """
 **proposals**: models whose sessions have a state that cannot go back to an earlier position run without
-speculation. **wrong**: found not to be exact, or to abort, by the rules of that run. Such families have new
-rules, which no run has tried: they are cut only after a self-check at the very cut.
-
+speculation.
+{wrong}
 Rules are in [stages/cutting/families.py](stages/cutting/families.py), each with its reason. A family that is
-not in the table of rules is cut by the generic ones, likewise after a self-check.
+not in the table of rules is cut by the generic ones, and only after a self-check at the very cut; so is one
+whose rules were written after the run that found it wrong.
+"""
+
+_WRONG: Final = """
+**wrong**: found not to be exact, or to abort, by the rules of that run. Such families have new rules, which
+no run has tried.
 """
 
 
@@ -139,7 +144,8 @@ def markdown(document: Mapping[str, Any]) -> str:
     ]
     for model in sorted({record.model for records in runs.values() for record in records}):
         lines.append(_row(model, [_find(runs[name], model) for name in names]))
-    return "\n".join(lines) + "\n" + _TAIL
+    is_any_wrong = any(record.outcome is Outcome.WRONG for records in runs.values() for record in records)
+    return "\n".join(lines) + "\n" + _TAIL.format(wrong=_WRONG if is_any_wrong else "")
 
 
 def _find(records: Sequence[FamilyRecord], model: str) -> FamilyRecord | None:

@@ -92,15 +92,15 @@ class StageMaker:
             beside: What other stages are to take there at the same time.
         """
         layers, workload = placement.layers, self._known.workload
-        is_model_itself = self._is_model_itself(member.name, layers)
+        recipe = None if self._is_model_itself(member.name, layers) else self._recipes[layers]
         # Until it joins a ring it is in none: nobody knows these.
         keys = new_mesh_keys()
         config = StageConfig(
             stage_index=0,
             layers=layers,
-            sha256="" if is_model_itself else self._recipes[layers].sha256,
-            whole=str(self._options.model.resolve()) if is_model_itself else None,
-            source=self._source_for(member, None if is_model_itself else self._recipes[layers]),
+            sha256="" if recipe is None else recipe.sha256,
+            whole=str(self._options.model.resolve()) if recipe is None else None,
+            source=self._source_for(member, recipe),
             options=RuntimeOptions(
                 num_slots=workload.num_slots,
                 ctx_size=workload.ctx_size,

@@ -72,16 +72,22 @@ def fetch_from_hub(
 
 def has_hub_pieces(assembly: Assembly) -> bool:
     """Whether anything is missing that `fetch_from_hub` fetches."""
-    return any(assembly.recipe.pieces[index].region.is_whole for index in assembly.missing)
+    return bool(_wanted(assembly))
+
+
+def _wanted(assembly: Assembly) -> list[int]:
+    pieces = assembly.recipe.pieces
+    return [index for index in assembly.missing if pieces[index].region.is_whole]
 
 
 def _stretches(assembly: Assembly) -> Iterator[list[int]]:
     """Missing pieces that follow one another in one file of the model."""
     pieces = assembly.recipe.pieces
-    wanted = [index for index in assembly.missing if pieces[index].region.is_whole]
     stretch: list[int] = []
     num_bytes = 0
-    for index in sorted(wanted, key=lambda each: (pieces[each].region.file, pieces[each].file_offset)):
+    for index in sorted(
+        _wanted(assembly), key=lambda each: (pieces[each].region.file, pieces[each].file_offset)
+    ):
         piece = pieces[index]
         if stretch:
             last = pieces[stretch[-1]]
