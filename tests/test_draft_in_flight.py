@@ -67,8 +67,20 @@ def request(tokenizer: Tokenizer, text: str, sampling: Sampling, mode: Speculati
     )
 
 
-@pytest.mark.parametrize(("width", "depth"), [(4, 1), (2, 6)])
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize(
+    ("sampling", "width", "depth"),
+    [
+        pytest.param(
+            sampling,
+            width,
+            depth,
+            id=f"{name}-{width}-{depth}",
+            marks=[] if (name == "greedy") == (depth == 1) else pytest.mark.sweep,
+        )
+        for name, sampling in SAMPLINGS.items()
+        for width, depth in ((4, 1), (2, 6))
+    ],
+)
 async def test_one_seed_one_text(
     stages: list[RunningStage],
     draft: DraftModel,
