@@ -135,7 +135,7 @@ async def running_coordinator(
         cancels=cancels,
         repair_wait_s=repair_wait_s,
         # All of it is in one process: when that gets no processor, no stage is dead.
-        ping_timeout_s=10.0,
+        ping_timeout_s=30.0,
         token_texts=None if token_texts is None else lambda: token_texts,
     )
     coordinator = Coordinator(

@@ -11,7 +11,7 @@ from mesh.bench.server_process import get_json, last_lines
 from mesh.lab import Lab
 from tests.lab_fixtures import require_lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]
 
 NUM_HOSTS = 4
 NEAR_MS, FAR_MS = 2.0, 25.0

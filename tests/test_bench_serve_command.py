@@ -255,7 +255,7 @@ def test_ctrl_c_reports_what_was_measured() -> None:
             for _ in range(3):
                 assert asked.acquire(timeout=30)
             process.send_signal(signal.SIGINT)
-            said, _ = process.communicate(timeout=30)
+            said, _ = process.communicate(timeout=120)
         release.set()
     report = json.loads(said)
     assert (report["completed"], report["unfinished"], report["failed"]) == (2, 1, 0)

@@ -8,7 +8,7 @@ import pytest
 from mesh.cli import run
 from tests.lab_fixtures import require_lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,7 @@ class Crashing:
             if index == 1 and span.start <= self._place < stop and self._is_text(span, stop):
                 is_dead = threading.Event()
                 self._loop.call_soon_threadsafe(self._crash, is_dead)
-                assert is_dead.wait(10)
+                assert is_dead.wait(60)
 
     def _is_text(self, span: Span, stop: int) -> bool:
         return list(span.tokens) == self._text[span.start : stop]

@@ -43,7 +43,7 @@ class Gate:
     def __call__(self, spans: Sequence[Span]) -> None:
         if any(span.start >= self._position for span in spans):
             self._reached.set()
-            assert self._open.wait(20)
+            assert self._open.wait(60)
 
     async def is_reached(self) -> None:
         assert await asyncio.to_thread(self._reached.wait, 10)

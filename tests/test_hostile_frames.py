@@ -119,7 +119,7 @@ async def test_what_waits_at_a_stage_is_bounded() -> None:
     may_compute = threading.Event()
 
     def wait(_spans: object) -> None:
-        may_compute.wait(10)
+        may_compute.wait(60)
 
     runtime = FakeRuntime(0, 1, num_slots=2, on_decode=wait)
     async with running_services([runtime]) as stages, Peer(stages) as peer:

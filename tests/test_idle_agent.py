@@ -60,7 +60,7 @@ def test_it_tells_its_ports_and_ends_with_the_raylet(
         assert agent.poll() is None
         assert agent.stdin is not None
         agent.stdin.close()
-        assert agent.wait(10) == 0
+        assert agent.wait(120) == 0
 
 
 def test_nothing_but_an_agent_is_stood_in_for() -> None:

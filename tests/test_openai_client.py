@@ -65,7 +65,7 @@ def url(smollm2_path: Path, stage_cache_dir: Path, tmp_path_factory: pytest.Temp
         yield served[1]
     finally:
         server.send_signal(signal.SIGINT)
-        server.wait(30)
+        server.wait(120)
     assert KEY not in out.read_text() + err.read_text()
     assert not any(question in err.read_text() for question in QUESTIONS)
 

@@ -53,7 +53,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, stage_cache_dir: Path) -> I
         yield Served(f"http://127.0.0.1:{port}", out)
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(120)
 
 
 class Served:

@@ -212,7 +212,7 @@ class Failing:
 
     def _fail(self, _spans: object) -> None:
         self._loop.call_soon_threadsafe(self.computes.set)
-        assert self._goes_on.wait(10)
+        assert self._goes_on.wait(60)
         self._runtime.on_decode = lambda _spans: None
         raise InvalidWindow("a row went missing")
 

@@ -222,7 +222,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, stage_cache_dir: Path) -> I
     finally:
         family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(30)
+        process.wait(120)
     _, left = psutil.wait_procs(family, timeout=10)
     assert left == []
 

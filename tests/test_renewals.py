@@ -38,5 +38,5 @@ def test_many_handshakes_at_once_survive_renewals() -> None:
         with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
             certificates = set(pool.map(certificate, range(_NUM_HANDSHAKES)))
         server.stdin.close()
-        assert server.wait(20) == 0
+        assert server.wait(120) == 0
     assert len(certificates) > 3

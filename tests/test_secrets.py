@@ -87,7 +87,7 @@ def served(tmp_path: Path, stage_cache_dir: Path) -> Iterator[Served]:
         yield Served(url, watch, log, token.read_text().strip())
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(120)
         watch.is_over.set()
         thread.join()
 

@@ -82,7 +82,7 @@ class MeshSystem:
         """One for each host but the head and the spare ones."""
         return self._num_hosts - 1 - self._num_spares
 
-    def start(self, *, timeout_s: float = 120.0) -> None:
+    def start(self, *, timeout_s: float = 300.0) -> None:
         """Bring everything up and wait until it answers.
 
         Raises:
@@ -116,7 +116,7 @@ class MeshSystem:
         """`mesh join` on a host, also once more after it ended."""
         return self._launch(host, [*self.join_argv(host), "--threads", self._threads, *self._join_options])
 
-    def wait_healthy(self, *, timeout_s: float = 120.0) -> None:
+    def wait_healthy(self, *, timeout_s: float = 300.0) -> None:
         """Wait until the head answers 200 to `/health`; raises MeshError if it does not."""
         wait_healthy(self._lab, 0, self.port, self._processes[0], self.log(0), timeout_s=timeout_s)
 
@@ -128,7 +128,7 @@ class MeshSystem:
         """Arguments of `mesh` with which a host joins."""
         return ["join", "--token-file", str(self.token_path), "--advertise", self._lab.address(host)]
 
-    def stop(self, *, hosts: Sequence[int] | None = None, timeout_s: float = 30.0) -> list[int]:
+    def stop(self, *, hosts: Sequence[int] | None = None, timeout_s: float = 60.0) -> list[int]:
         """Ctrl-C, and wait until every `mesh` process has ended.
 
         Args:
