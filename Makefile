@@ -46,12 +46,13 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# GCC 12 spoils llama.cpp's kernels for Intel's AMX: see the header. It is empty for other compilers and processors.
-FLAGS := -include '$(CURDIR)/stages/amx_tile_config.h'
+# What spoils llama.cpp's kernels on some processors: each header says what and why, and is empty on all others.
+MENDS := $(wildcard stages/*.h)
+FLAGS := $(foreach header,$(MENDS),-include '$(CURDIR)/$(header)')
 
 # llama.cpp is built here, some minutes long: without llamafile's kernels, which would break the exact mode for F16
 # models, and without the image part, which is not used. No cache: it may hold a build with other settings.
-$(VENV)/.llama-cpp: $(VENV)/.made constraints.txt stages/amx_tile_config.h
+$(VENV)/.llama-cpp: $(VENV)/.made constraints.txt $(MENDS)
 	@echo "building llama.cpp, which takes some minutes"
 	$(PIP) install --no-cache-dir --no-binary llama-cpp-python --constraint constraints.txt llama-cpp-python \
 	  --config-settings=cmake.define.GGML_LLAMAFILE=OFF --config-settings=cmake.define.LLAVA_BUILD=OFF \

@@ -10,7 +10,7 @@ import pytest
 
 from mesh.bench.comparison import Comparison, Pair
 from mesh.bench.contest import even_split
-from mesh.bench.llama_rpc import build_llama_rpc
+from mesh.bench.llama_rpc import build_llama_rpc, build_name
 from mesh.bench.prompts import BUILT_IN, load_prompts
 from mesh.bench.stage_times import StageTotals
 from mesh.bench.stream_client import COMPLETION_PATH, Answer, Ask, Batch, ask, ask_batch, chat
@@ -200,12 +200,13 @@ def test_a_server_that_is_not_there_is_an_error() -> None:
 
 def test_servers_that_were_built_are_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / f"llama-rpc-{version('llama-cpp-python')}"
-    (home / "build" / "bin").mkdir(parents=True)
+    programs = home / build_name() / "bin"
+    programs.mkdir(parents=True)
     for name in ("llama-server", "ggml-rpc-server"):
-        (home / "build" / "bin" / name).touch()
+        (programs / name).touch()
     monkeypatch.setenv("PATH", "/nowhere")
     found = build_llama_rpc(tmp_path)
-    assert (found.server.parent, found.rpc_server.name) == (home / "build" / "bin", "ggml-rpc-server")
+    assert (found.server.parent, found.rpc_server.name) == (programs, "ggml-rpc-server")
 
 
 def test_a_missing_cmake_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ sides of a comparison run the same kernels. Run as a program it builds, and prin
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -27,7 +28,8 @@ PACKAGE: Final = "llama-cpp-python"
 LLAMA_CPP: Final = Path("vendor/llama.cpp")
 _TARGETS: Final = ("llama-server", "ggml-rpc-server")
 
-_MEND: Final = f"-include '{Path(stages.__file__).parent / 'amx_tile_config.h'}'"
+_MENDS: Final = sorted(Path(stages.__file__).parent.glob("*.h"))
+_FLAGS: Final = " ".join(f"-include '{header}'" for header in _MENDS)
 
 # The peer at its best: optimised for this processor, with every kernel that is on by default, mended like our
 # own build. The rest only keeps the build short and offline.
@@ -41,8 +43,8 @@ _OPTIONS: Final = (
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF",
-    f"-DCMAKE_C_FLAGS={_MEND}",
-    f"-DCMAKE_CXX_FLAGS={_MEND}",
+    f"-DCMAKE_C_FLAGS={_FLAGS}",
+    f"-DCMAKE_CXX_FLAGS={_FLAGS}",
 )
 
 
@@ -72,7 +74,7 @@ def build_llama_rpc(cache: Path | None = None) -> LlamaRpc:
     """
     package_version = version(PACKAGE)
     home = _home(cache)
-    source, build, log = home / "source", home / "build", home / "build.log"
+    source, build, log = home / "source", home / build_name(), home / "build.log"
     programs = LlamaRpc(build / "bin" / _TARGETS[0], build / "bin" / _TARGETS[1], package_version)
     if programs.server.exists() and programs.rpc_server.exists():
         return programs
@@ -96,6 +98,14 @@ def unpacked_source(cache: Path | None = None) -> Path | None:
 
 def _home(cache: Path | None) -> Path:
     return (cache or default_cache()) / f"llama-rpc-{version(PACKAGE)}"
+
+
+def build_name() -> str:
+    """Of a folder that other options or other mends do not share."""
+    said = hashlib.sha256(" ".join(_OPTIONS).encode())
+    for header in _MENDS:
+        said.update(header.read_bytes())
+    return f"build-{said.hexdigest()[:8]}"
 
 
 def default_cache() -> Path:
