@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Final
 
 from stages.cutting.family import Entry, Family
 from stages.cutting.rules.company import (
-    ATTENTION,
     COMPRESSED,
+    HYBRID,
+    HYBRID_WITH_FFN,
     NO_WINDOW,
     SPARSE,
-    attention_among_recurrent,
+    hybrid_by_interval,
 )
 from stages.cutting.rules.counted import (
     HEADS_EVERYWHERE,
@@ -273,7 +274,7 @@ _TABLE: Final = (
     ),
     Family(
         "glm5-next",
-        (shared_indexers(lambda _header, _layer: True, _has_kv_heads), ATTENTION),
+        (shared_indexers(lambda _header, _layer: True, _has_kv_heads), HYBRID),
         _enters_at("hc_init", streams=_streams),
         has_recurrent_state=True,
     ),
@@ -285,31 +286,31 @@ _TABLE: Final = (
     ),
     Family(
         "qwen4exp",
-        (recurrent_layers(), attention_among_recurrent(), NGRAM_LAYER),
+        (recurrent_layers(), hybrid_by_interval(), NGRAM_LAYER),
         _enters_at("hc_init", outlet="l_last", streams=_streams, takes_tokens=has_ngram_layers),
         has_recurrent_state=True,
     ),
     # Recurrent state.
     Family("mamba", has_recurrent_state=True),
     Family("mamba2", has_recurrent_state=True),
-    Family("jamba", (HEADS_EVERYWHERE, ATTENTION), has_recurrent_state=True),
+    Family("jamba", (HEADS_EVERYWHERE, HYBRID), has_recurrent_state=True),
     Family("falcon-h1", has_recurrent_state=True),
-    Family("plamo2", (HEADS_EVERYWHERE, ATTENTION), Entry(outlet="ffn_residual"), has_recurrent_state=True),
-    Family("granitehybrid", (HEADS_EVERYWHERE, ATTENTION), _IF_SCALED, has_recurrent_state=True),
-    Family("lfm2", (HEADS_EVERYWHERE, ATTENTION), has_recurrent_state=True),
-    Family("lfm2moe", (HEADS_EVERYWHERE, ATTENTION), has_recurrent_state=True),
-    Family("nemotron_h", (HEADS_EVERYWHERE, ATTENTION), _NEMOTRON_H, has_recurrent_state=True),
-    Family("nemotron_h_moe", (HEADS_EVERYWHERE, ATTENTION), _NEMOTRON_H, has_recurrent_state=True),
-    Family("kimi-linear", (HEADS_EVERYWHERE, ATTENTION), has_recurrent_state=True),
-    Family("bailingmoe3", (HEADS_EVERYWHERE, ATTENTION), _MODEL_INPUT, has_recurrent_state=True),
-    Family("qwen3next", (recurrent_layers(), attention_among_recurrent()), has_recurrent_state=True),
+    Family("plamo2", (HEADS_EVERYWHERE, HYBRID), Entry(outlet="ffn_residual"), has_recurrent_state=True),
+    Family("granitehybrid", (HEADS_EVERYWHERE, HYBRID), _IF_SCALED, has_recurrent_state=True),
+    Family("lfm2", (HEADS_EVERYWHERE, HYBRID), has_recurrent_state=True),
+    Family("lfm2moe", (HEADS_EVERYWHERE, HYBRID), has_recurrent_state=True),
+    Family("nemotron_h", (HEADS_EVERYWHERE, HYBRID_WITH_FFN), _NEMOTRON_H, has_recurrent_state=True),
+    Family("nemotron_h_moe", (HEADS_EVERYWHERE, HYBRID_WITH_FFN), _NEMOTRON_H, has_recurrent_state=True),
+    Family("kimi-linear", (HEADS_EVERYWHERE, HYBRID), has_recurrent_state=True),
+    Family("bailingmoe3", (HEADS_EVERYWHERE, HYBRID), _MODEL_INPUT, has_recurrent_state=True),
+    Family("qwen3next", (recurrent_layers(), hybrid_by_interval()), has_recurrent_state=True),
     Family(
-        "qwen35", (recurrent_layers(), attention_among_recurrent()), _MODEL_INPUT, has_recurrent_state=True
+        "qwen35", (recurrent_layers(), hybrid_by_interval()), _MODEL_INPUT, has_recurrent_state=True
     ),
     Family(
-        "qwen35moe", (recurrent_layers(), attention_among_recurrent()), _MODEL_INPUT, has_recurrent_state=True
+        "qwen35moe", (recurrent_layers(), hybrid_by_interval()), _MODEL_INPUT, has_recurrent_state=True
     ),
-    Family("minimax-01", (recurrent_layers(8), attention_among_recurrent(8)), has_recurrent_state=True),
+    Family("minimax-01", (recurrent_layers(8), hybrid_by_interval(8)), has_recurrent_state=True),
     # The first layer gives the size of a head.
     Family("deci", (STARTS_WITH_HEADS,)),
     # Layers take the token's embedding again.

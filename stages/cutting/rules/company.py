@@ -48,24 +48,40 @@ def _n_layers(header: GgufHeader) -> int:
     return header.integer(f"{header.architecture}.block_count")
 
 
-def _with_kv_heads(header: GgufHeader) -> Iterable[Sequence[bool]]:
-    key = f"{header.architecture}.attention.head_count_kv"
-    return (tuple(count > 0 for count in header.per_layer(key, _n_layers(header), 1)),)
+def _kv_heads(header: GgufHeader) -> tuple[int, ...]:
+    return header.per_layer(f"{header.architecture}.attention.head_count_kv", _n_layers(header), 1)
 
 
-ATTENTION: Final = company(_with_kv_heads, "attention")
+def _attention_and_recurrent(header: GgufHeader) -> Iterable[Sequence[bool]]:
+    attends = tuple(count > 0 for count in _kv_heads(header))
+    return attends, tuple(not flag for flag in attends)
+
+
+def _attention_and_mamba(header: GgufHeader) -> Iterable[Sequence[bool]]:
+    heads = _kv_heads(header)
+    widths = header.per_layer(f"{header.architecture}.feed_forward_length", _n_layers(header), 0)
+    is_recurrent = tuple(not count and not width for count, width in zip(heads, widths, strict=True))
+    return tuple(count > 0 for count in heads), is_recurrent
+
+
+_BOTH: Final = "attention and recurrent layers"
+# Layers without KV heads are recurrent.
+HYBRID: Final = company(_attention_and_recurrent, _BOTH)
+# Layers without KV heads are recurrent unless they have an FFN, which is all there is to them then.
+HYBRID_WITH_FFN: Final = company(_attention_and_mamba, _BOTH)
 
 
 def _of_intervals(default: int) -> Callable[[GgufHeader], Iterable[Sequence[bool]]]:
     def flags(header: GgufHeader) -> Iterable[Sequence[bool]]:
-        return (tuple(not flag for flag in recurrent_flags(header, default)),)
+        is_recurrent = recurrent_flags(header, default)
+        return tuple(not flag for flag in is_recurrent), is_recurrent
 
     return flags
 
 
-def attention_among_recurrent(default_interval: int = 4) -> Rule:
+def hybrid_by_interval(default_interval: int = 4) -> Rule:
     """The same where metadata say which layers are recurrent, or every n-th is not."""
-    return company(_of_intervals(default_interval), "attention")
+    return company(_of_intervals(default_interval), _BOTH)
 
 
 def _sparse(header: GgufHeader) -> Iterable[Sequence[bool]]:
