@@ -58,16 +58,18 @@ def _attention_and_recurrent(header: GgufHeader) -> Iterable[Sequence[bool]]:
 
 
 def _attention_and_mamba(header: GgufHeader) -> Iterable[Sequence[bool]]:
-    heads = _kv_heads(header)
     widths = header.per_layer(f"{header.architecture}.feed_forward_length", _n_layers(header), 0)
-    is_recurrent = tuple(not count and not width for count, width in zip(heads, widths, strict=True))
-    return tuple(count > 0 for count in heads), is_recurrent
+    heads = tuple(zip(_kv_heads(header), widths, strict=True))
+    return (
+        tuple(bool(count) and not width for count, width in heads),
+        tuple(not count and not width for count, width in heads),
+    )
 
 
 _BOTH: Final = "attention and recurrent layers"
 # Layers without KV heads are recurrent.
 HYBRID: Final = company(_attention_and_recurrent, _BOTH)
-# Layers without KV heads are recurrent unless they have an FFN, which is all there is to them then.
+# Those that have an FFN are neither: it is all there is to them.
 HYBRID_WITH_FFN: Final = company(_attention_and_mamba, _BOTH)
 
 
