@@ -73,17 +73,13 @@ HYBRID: Final = company(_attention_and_recurrent, _BOTH)
 HYBRID_WITH_FFN: Final = company(_attention_and_mamba, _BOTH)
 
 
-def _of_intervals(default: int) -> Callable[[GgufHeader], Iterable[Sequence[bool]]]:
-    def flags(header: GgufHeader) -> Iterable[Sequence[bool]]:
-        is_recurrent = recurrent_flags(header, default)
-        return tuple(not flag for flag in is_recurrent), is_recurrent
-
-    return flags
+def _attention_by_interval(header: GgufHeader) -> Iterable[Sequence[bool]]:
+    is_recurrent = recurrent_flags(header)
+    return tuple(not flag for flag in is_recurrent), is_recurrent
 
 
-def hybrid_by_interval(default_interval: int = 4) -> Rule:
-    """The same where metadata say which layers are recurrent, or every n-th is not."""
-    return company(_of_intervals(default_interval), _BOTH)
+# Metadata say which layers are recurrent, or every n-th is not.
+HYBRID_BY_INTERVAL: Final = company(_attention_by_interval, _BOTH)
 
 
 def _sparse(header: GgufHeader) -> Iterable[Sequence[bool]]:
