@@ -1,4 +1,7 @@
-"""Kinds of layers of which llama.cpp wants at least one in a file, or it fails on caches that are empty.
+"""Kinds of layers of which llama.cpp wants at least one in a file.
+
+Without one it fails on caches that are empty, or, in hybrid models, on inputs of its graph that nothing reads
+and that have no memory therefore. A blank's inputs are the graph's, whether it is computed or not.
 
 A stage without one gets the nearest as a blank: behind it where it can, since the graph ends before that.
 """
