@@ -2,6 +2,7 @@
 
 import re
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from mesh.stage_sizes import StageSizes, Workload
 from stages import llama
 from stages.cutting import cut_stage, read_model_facts
 from stages.layers import LayerRange
-from stages.runtime import RuntimeOptions, StageRuntime
+from stages.numerics import numerics_for
+from stages.runtime import RuntimeOptions, Span, StageRuntime
 from tests.tiny_families import TINY_FAMILIES
 
 N_EMBD, N_VOCAB = 256, 320
@@ -118,6 +120,29 @@ def test_a_hybrid_stage_s_caches_are_counted_with_those_of_its_company(
         assert allocated_bytes < 1.1 * counted_bytes
     else:
         assert counted_bytes == pytest.approx(allocated_bytes, abs=0.02 * 2**20)
+
+
+@pytest.mark.parametrize("has_shared_cache", [False, True])
+@pytest.mark.parametrize("name", ["mamba2", "qwen3next"])
+def test_sequences_of_different_lengths_keep_their_rows(
+    name: str, *, has_shared_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they share a cache, as they do on a GPU."""
+    exact = replace(numerics_for(exact=True, num_threads=1), has_shared_cache=has_shared_cache)
+    monkeypatch.setattr("stages.runtime.numerics_for", lambda **_mode: exact)
+    source, stage = TINY_FAMILIES[name].write(tmp_path / "model.gguf"), tmp_path / "stage.gguf"
+    cut_stage(source, LayerRange(1, 2), stage)
+    noise = np.random.default_rng(2)
+    spans = [
+        Span(slot, 0, [0] * rows, noise.normal(size=(rows, 64)).astype(np.float32))
+        for slot, rows in enumerate((5, 1, 3, 3))
+    ]
+    options = RuntimeOptions(num_slots=len(spans), ctx_size=64, exact=True)
+    with closing(StageRuntime(stage, options)) as runtime:
+        together = runtime.decode(spans)
+    with closing(StageRuntime(stage, options)) as runtime:
+        alone = [rows for span in spans for rows in runtime.decode([span])]
+    assert all(map(np.array_equal, together, alone))
 
 
 def test_a_model_with_attention_alone_keeps_no_state(smollm2_path: Path) -> None:
