@@ -118,13 +118,17 @@ class StageSizes:
         return self.read_bytes(layers) + (self.model.embedding_bytes if holds_embedding else 0)
 
     def cache_bytes(self, layers: LayerRange) -> int:
-        """What the KV cache takes, and the state of recurrent layers."""
+        """What the KV cache takes, and the state of recurrent layers; of blanks, too."""
         sums, states = self._width_sums, self._state_sums
         num_blanks = self.model.num_blanks if layers.start else 0
         width = sums[layers.stop] - sums[layers.start] + num_blanks * max(self.model.kv_widths, default=0)
         state = (
             states[layers.stop] - states[layers.start] + num_blanks * max(self.model.state_widths, default=0)
         )
+        if self.model.state_widths:
+            # A stage of one kind of layers has company of the other, see `stages.cutting.rules.company`.
+            width = width or max(self.model.kv_widths, default=0)
+            state = state or max(self.model.state_widths)
         state_bytes = state * _F32_BYTES * self.workload.num_slots
         return KV_TYPES[self.workload.kv_type].num_bytes(width) * self.workload.num_cells + state_bytes
 

@@ -42,8 +42,8 @@ class Numerics:
             n_vocab floats, for each.
         use_repacked_weights: llama.cpp's `use_extra_bufts`.
         min_rows: Spans with fewer rows are filled up, and the surplus forgotten.
-        has_shared_cache: Whether sequences share one KV cache. If not, llama.cpp computes together only slots
-            that follow one another with equally many rows each.
+        has_shared_cache: Whether sequences share one KV cache. If not, or with recurrent state, llama.cpp
+            computes together only slots that follow one another with equally many rows each.
     """
 
     exact: bool

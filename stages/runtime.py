@@ -220,7 +220,9 @@ class StageRuntime:
         num_rows = sum(len(span.tokens) for span in spans)
         if num_rows > self.max_rows or len({span.slot for span in spans}) != len(spans):
             raise InvalidWindow(f"{num_rows} rows of {len(spans)} windows do not make one batch")
-        if self._numerics.has_shared_cache:
+        # Recurrent layers take as many rows of each sequence at a time as the shortest has: of sequences that
+        # differ in it rows would leave in another order than that in which they entered.
+        if self._numerics.has_shared_cache and self.info.can_trim:
             return self._decode_batch(spans)
         outputs: dict[int, NDArray[np.float32]] = {}
         for batch in self._batches_of_equals(spans):

@@ -114,6 +114,14 @@ def test_an_architecture_that_insists_on_a_head_gets_a_filler(tmp_path: Path) ->
     )
 
 
+def test_a_head_of_fixed_size_has_no_more_rows_than_the_embedding(tmp_path: Path) -> None:
+    source = TinyModel("qwen3tts").write(tmp_path / "qwen3tts.gguf")
+    middle = cut(source, 2, 5, tmp_path)
+    shapes = [weights_of(middle)[f"{name}.weight"].shape.tolist() for name in ("token_embd", "output")]
+    assert shapes == [[64, N_VOCAB]] * 2
+    assert metadata_of(middle)["qwen3tts.vocab_size"] == N_VOCAB
+
+
 def test_metadata(llama: Path, tmp_path: Path) -> None:
     whole = metadata_of(llama)
     for start, stop, vocab_size in ((0, 2, N_VOCAB), (2, 5, FILLER_VOCAB), (5, 6, N_VOCAB)):

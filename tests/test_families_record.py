@@ -10,7 +10,8 @@ from mesh.bench.families import examine
 from mesh.bench.families_record import FamilyRecord, Outcome, counts, from_json, markdown, to_json
 from spanmesh_proto.errors import MeshError
 from stages.certify import certify
-from stages.cutting.families import family_of
+from stages.cutting.families import FAMILIES, family_of
+from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +49,22 @@ def test_the_published_table_is_of_the_recorded_run() -> None:
         assert not any(family_of(architecture).is_certified for architecture in wrong)
         assert all(record.reason for record in records if record.outcome is Outcome.REFUSED)
         assert sum(record.outcome is Outcome.BIT_EQUAL for record in records) > 100
+
+
+def test_who_is_certified_has_been_found_exact() -> None:
+    recorded = json.loads((ROOT / "mesh/bench/families_record.json").read_text(encoding="utf-8"))
+    exact = {
+        saved["architecture"]
+        for run in recorded["runs"].values()
+        for saved in run
+        if saved["outcome"] == Outcome.BIT_EQUAL
+    } | {tiny.architecture for tiny in TINY_FAMILIES.values()}
+    cuttable = {
+        name
+        for name, family in FAMILIES.items()
+        if family.not_served is None and not any(rule.name == "in one piece" for rule in family.rules)
+    }
+    assert {name for name in cuttable if family_of(name).is_certified} == cuttable & exact
 
 
 def test_the_generator_is_deepened_or_refused() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 
 from mesh.stage_sizes import StageSizes, Workload
 from stages import llama
-from stages.cutting import read_model_facts
-from stages.runtime import RuntimeOptions, StageRuntime
+from stages.cutting import cut_stage, read_model_facts
+from stages.layers import LayerRange
+from stages.numerics import numerics_for
+from stages.runtime import RuntimeOptions, Span, StageRuntime
+from tests.tiny_families import TINY_FAMILIES
 
 N_EMBD, N_VOCAB = 256, 320
 D_INNER, D_STATE, D_CONV, DT_RANK = 2 * N_EMBD, 64, 4, 16
@@ -94,6 +98,51 @@ def test_a_recurrent_model_s_state_is_counted_as_llama_cpp_allocates_it(
         pass
     mib = [float(found[1]) for line in said if (found := re.search(r"RS buffer size = +([\d.]+) MiB", line))]
     assert counted_bytes == pytest.approx(sum(mib) * 2**20, abs=0.02 * 2**20)
+
+
+@pytest.mark.parametrize("name", ["qwen3next", "granitehybrid"])
+@pytest.mark.parametrize("layers", [LayerRange(0, 1), LayerRange(1, 3), LayerRange(2, 3), LayerRange(0, 4)])
+def test_a_hybrid_stage_s_caches_are_counted_with_those_of_its_company(
+    name: str, layers: LayerRange, tmp_path: Path, said: list[str]
+) -> None:
+    """Of a stage of recurrent layers alone, or of attention alone, as of one of both."""
+    source, stage = TINY_FAMILIES[name].write(tmp_path / "model.gguf"), tmp_path / "stage.gguf"
+    cut_stage(source, layers, stage)
+    counted_bytes = StageSizes(read_model_facts(source), Workload(4096, NUM_SLOTS)).cache_bytes(layers)
+    with closing(StageRuntime(stage, RuntimeOptions(num_slots=NUM_SLOTS, ctx_size=4096))):
+        pass
+    pattern = r"(?:KV|RS) buffer size = +([\d.]+) MiB"
+    mib = [float(found[1]) for line in said if (found := re.search(pattern, line))]
+    assert len(mib) == 2
+    allocated_bytes = sum(mib) * 2**20
+    if layers == LayerRange(0, 1):  # what lies between it and its company is not counted
+        assert allocated_bytes >= counted_bytes - 0.01 * 2**20
+        assert allocated_bytes < 1.1 * counted_bytes
+    else:
+        assert counted_bytes == pytest.approx(allocated_bytes, abs=0.02 * 2**20)
+
+
+@pytest.mark.parametrize("has_shared_cache", [False, True])
+@pytest.mark.parametrize("name", ["mamba2", "qwen3next"])
+def test_sequences_of_different_lengths_keep_their_rows(
+    name: str, *, has_shared_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they share a cache, as they do on a GPU."""
+    exact = replace(numerics_for(exact=True, num_threads=1), has_shared_cache=has_shared_cache)
+    monkeypatch.setattr("stages.runtime.numerics_for", lambda **_mode: exact)
+    source, stage = TINY_FAMILIES[name].write(tmp_path / "model.gguf"), tmp_path / "stage.gguf"
+    cut_stage(source, LayerRange(1, 2), stage)
+    noise = np.random.default_rng(2)
+    spans = [
+        Span(slot, 0, [0] * rows, noise.normal(size=(rows, 64)).astype(np.float32))
+        for slot, rows in enumerate((5, 1, 3, 3))
+    ]
+    options = RuntimeOptions(num_slots=len(spans), ctx_size=64, exact=True)
+    with closing(StageRuntime(stage, options)) as runtime:
+        together = runtime.decode(spans)
+    with closing(StageRuntime(stage, options)) as runtime:
+        alone = [rows for span in spans for rows in runtime.decode([span])]
+    assert all(map(np.array_equal, together, alone))
 
 
 def test_a_model_with_attention_alone_keeps_no_state(smollm2_path: Path) -> None:

@@ -149,6 +149,26 @@ def test_a_stage_has_company_of_every_kind_that_llama_cpp_wants() -> None:
     assert interval.blanks(LayerRange(4, 6)) == Blanks(after=2)
 
 
+def test_a_hybrid_stage_has_attention_and_recurrent_layers() -> None:
+    interval = model("qwen3next", 8)
+    assert interval.blanks(LayerRange(3, 4)) == Blanks(after=1)
+    assert interval.blanks(LayerRange(7, 8)) == Blanks(before=1)
+    assert interval.blanks(LayerRange(2, 4)) == Blanks()
+    jamba = model("jamba", 4, attention__head_count=4, attention__head_count_kv=[0, 2, 2, 0])
+    assert jamba.blanks(LayerRange(1, 2)) == Blanks(after=2)
+    # Mamba, FFN, attention with KV heads of the FFN's own that nobody reads.
+    kinds = {"attention__head_count_kv": [0, 2, 2, 0], "feed_forward_length": [0, 96, 0, 96]}
+    nemotron = model("nemotron_h", 4, attention__head_count=4, **kinds)
+    assert nemotron.blanks(LayerRange(1, 2)) == Blanks(before=1, after=1)
+    assert nemotron.blanks(LayerRange(0, 2)) == Blanks(after=1)
+    assert nemotron.blanks(LayerRange(3, 4)) == Blanks(before=3)
+
+
+def test_a_model_whose_layers_know_their_number_stays_in_one_piece() -> None:
+    assert model("minimax-01", 80).allowed_cuts == ()
+    assert "forgets" in model("minimax-01", 80).refused_cuts[40]
+
+
 def test_smallthinker_counts_its_layers() -> None:
     four = model("smallthinker", 4, attention__sliding_window=8)
     assert four.blanks(LayerRange(1, 2)) == Blanks(before=1, after=2)

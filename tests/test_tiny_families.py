@@ -13,7 +13,7 @@ from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 
 SHORT = CertifyOptions(n_prompt=20, n_decode=4)
-RECURRENT = {"mamba2", "falcon-h1"}
+RECURRENT = {"mamba2", "falcon-h1", "qwen3next", "nemotron_h", "granitehybrid"}
 
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)

@@ -185,6 +185,58 @@ def _falcon_h1(noise: Noise, _layer: int) -> Tensors:
     return attention(noise) | state_space(noise) | dense(noise) | {"ffn_norm": noise.vector(N_EMBD)}
 
 
+# Every third layer has attention.
+_QWEN3NEXT_INTERVAL = 3
+
+
+def _qwen3next(noise: Noise, layer: int) -> Tensors:
+    tensors = experts(noise) | dense(noise, "_shexp", N_FF_EXP)
+    tensors |= {
+        "ffn_gate_inp_shexp.weight": noise.vector(N_EMBD, 0.0),
+        "post_attention_norm.weight": noise.vector(N_EMBD),
+    }
+    if (layer + 1) % _QWEN3NEXT_INTERVAL == 0:
+        # Half of the queries is a gate.
+        gated = {"attn_q.weight": noise.matrix(2 * HEADS * HEAD, N_EMBD)}
+        return tensors | attention(noise) | head_norms(noise) | gated
+    keys, values = N_STATE, HEADS * N_STATE
+    return tensors | {
+        "attn_norm.weight": noise.vector(N_EMBD),
+        "attn_qkv.weight": noise.matrix(2 * keys + values, N_EMBD),
+        "attn_gate.weight": noise.matrix(values, N_EMBD),
+        "ssm_conv1d.weight": noise.matrix(2 * keys + values, 4),
+        "ssm_dt.bias": noise.vector(HEADS, 0.0),
+        "ssm_a": -np.abs(noise.vector(HEADS)),
+        "ssm_ba.weight": noise.matrix(2 * HEADS, N_EMBD),
+        "ssm_norm.weight": noise.vector(N_STATE),
+        "ssm_out.weight": noise.matrix(N_EMBD, values),
+    }
+
+
+# Mamba, FFN, attention: each layer is one of them, and in no order that repeats.
+_NEMOTRON_H = "M-*M-M"
+
+
+def _nemotron_h(noise: Noise, layer: int) -> Tensors:
+    kind = _NEMOTRON_H[layer]
+    if kind == "M":
+        return _mamba2(noise, layer)
+    if kind == "*":
+        return attention(noise)
+    tensors = {"attn_norm.weight": noise.vector(N_EMBD)} | dense(noise)
+    del tensors["ffn_gate.weight"]
+    return tensors
+
+
+# Which layers of Granite's have attention, the others are Mamba.
+_GRANITE_HYBRID = (False, False, True, False)
+
+
+def _granite_hybrid(noise: Noise, layer: int) -> Tensors:
+    mixer = attention(noise) if _GRANITE_HYBRID[layer] else _mamba2(noise, layer)
+    return mixer | dense(noise) | {"ffn_norm.weight": noise.vector(N_EMBD)}
+
+
 def _llama4(noise: Noise, layer: int) -> Tensors:
     tensors = attention(noise) | {"ffn_norm.weight": noise.vector(N_EMBD)}
     if layer % 2 == 0:
@@ -365,6 +417,47 @@ TINY_FAMILIES = {
     ),
     "mamba2": TinyFamily("mamba2", 4, _mamba2, _STATE, (1, 2, 3)),
     "falcon-h1": TinyFamily("falcon-h1", 3, _falcon_h1, _ATTENTION | _STATE, (1, 2)),
+    # Stages of one layer are of one kind, and get company of the other.
+    "qwen3next": TinyFamily(
+        "qwen3next",
+        6,
+        _qwen3next,
+        _ATTENTION
+        | _EXPERTS
+        | _STATE
+        | {
+            "expert_shared_feed_forward_length": N_FF_EXP,
+            "full_attention_interval": _QWEN3NEXT_INTERVAL,
+            "ssm.inner_size": HEADS * N_STATE,
+        },
+        (1, 2, 3, 4, 5),
+    ),
+    "nemotron_h": TinyFamily(
+        "nemotron_h",
+        len(_NEMOTRON_H),
+        _nemotron_h,
+        _ATTENTION
+        | _STATE
+        | {
+            "attention.head_count_kv": [HEADS_KV * (kind == "*") for kind in _NEMOTRON_H],
+            "feed_forward_length": [N_FF * (kind == "-") for kind in _NEMOTRON_H],
+            "attention.layer_norm_epsilon": 1e-6,
+        },
+        (1, 2, 3, 4, 5),
+    ),
+    "granitehybrid": TinyFamily(
+        "granitehybrid",
+        len(_GRANITE_HYBRID),
+        _granite_hybrid,
+        _ATTENTION
+        | _STATE
+        | {
+            "attention.head_count_kv": [HEADS_KV * attends for attends in _GRANITE_HYBRID],
+            "embedding_scale": 12.0,
+            "residual_scale": 0.22,
+        },
+        (1, 2, 3),
+    ),
     # Every fourth layer has no positions, every second experts.
     "llama4": TinyFamily(
         "llama4",

@@ -118,7 +118,7 @@ speculation.
 {wrong}
 Rules are in [stages/cutting/families.py](stages/cutting/families.py), each with its reason. A family that is
 not in the table of rules is cut by the generic ones, and only after a self-check at the very cut; so is one
-whose rules were written after the run that found it wrong.
+whose rules no run has tried.
 """
 
 _WRONG: Final = """

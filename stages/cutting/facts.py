@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from stages.cutting.packing import packing_bytes
 from stages.cutting.recurrent import state_widths
+from stages.cutting.rules.counted import RECURRENT_LAYERS, recurrent_flags
 from stages.cutting.source_model import read_source
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, OUTPUT_NORM
 from stages.layers import LayerRange
@@ -146,12 +147,15 @@ def _embeds_everywhere(source: SourceModel) -> bool:
 
 
 def _kv_widths(source: SourceModel) -> tuple[int, ...]:
-    """A key and a value per KV head and layer. Layers without attention have 0 heads."""
+    """A key and a value per KV head and layer. Layers without attention have 0 heads, or a flag."""
     header, n_layers = source.header, source.n_layers
     heads = _head_counts(source)
     key = f"{header.architecture}.attention.head_count_kv"
     if key in header.metadata:
         heads = header.per_layer(key, n_layers, 0)
+    if RECURRENT_LAYERS in source.family.rules:
+        recurrent = recurrent_flags(header)
+        heads = tuple(0 if flag else count for flag, count in zip(recurrent, heads, strict=True))
     return tuple(count * sum(_head_widths(source)) for count in heads)
 
 

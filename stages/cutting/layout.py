@@ -191,7 +191,11 @@ class _Vocabulary:
         self._is_tail = layers.stop == source.n_layers
         looks_up = self._is_first or self._is_tail or handover.takes_tokens
         self._embeds = self._is_first or (handover.takes_tokens and source.family.entry.needs_embedding)
-        self.size = self._embedding.shape[-1] if looks_up else FILLER_VOCAB
+        self.size = self._embedding.shape[-1] if looks_up else self._rows_of_filler()
+
+    def _rows_of_filler(self) -> int:
+        # llama.cpp ends the process where a head has more rows than the embedding.
+        return self._output.shape[-1] if self._head_rows and self._output is not None else FILLER_VOCAB
 
     def tensors(self) -> list[StageTensor]:
         return [*self._embedding_and_output(), *self._output_bias()]

@@ -1,4 +1,7 @@
-"""Kinds of layers of which llama.cpp wants at least one in a file, or it fails on caches that are empty.
+"""Kinds of layers of which llama.cpp wants at least one in a file.
+
+Without one it fails on caches that are empty, or, in hybrid models, on inputs of its graph that nothing reads
+and that have no memory therefore. A blank's inputs are the graph's, whether it is computed or not.
 
 A stage without one gets the nearest as a blank: behind it where it can, since the graph ends before that.
 """
@@ -48,24 +51,38 @@ def _n_layers(header: GgufHeader) -> int:
     return header.integer(f"{header.architecture}.block_count")
 
 
-def _with_kv_heads(header: GgufHeader) -> Iterable[Sequence[bool]]:
-    key = f"{header.architecture}.attention.head_count_kv"
-    return (tuple(count > 0 for count in header.per_layer(key, _n_layers(header), 1)),)
+def _kv_heads(header: GgufHeader) -> tuple[int, ...]:
+    return header.per_layer(f"{header.architecture}.attention.head_count_kv", _n_layers(header), 1)
 
 
-ATTENTION: Final = company(_with_kv_heads, "attention")
+def _attention_and_recurrent(header: GgufHeader) -> Iterable[Sequence[bool]]:
+    attends = tuple(count > 0 for count in _kv_heads(header))
+    return attends, tuple(not flag for flag in attends)
 
 
-def _of_intervals(default: int) -> Callable[[GgufHeader], Iterable[Sequence[bool]]]:
-    def flags(header: GgufHeader) -> Iterable[Sequence[bool]]:
-        return (tuple(not flag for flag in recurrent_flags(header, default)),)
+def _attention_and_mamba(header: GgufHeader) -> Iterable[Sequence[bool]]:
+    widths = header.per_layer(f"{header.architecture}.feed_forward_length", _n_layers(header), 0)
+    heads = tuple(zip(_kv_heads(header), widths, strict=True))
+    return (
+        tuple(bool(count) and not width for count, width in heads),
+        tuple(not count and not width for count, width in heads),
+    )
 
-    return flags
+
+_BOTH: Final = "attention and recurrent layers"
+# Layers without KV heads are recurrent.
+HYBRID: Final = company(_attention_and_recurrent, _BOTH)
+# Those that have an FFN are neither: it is all there is to them.
+HYBRID_WITH_FFN: Final = company(_attention_and_mamba, _BOTH)
 
 
-def attention_among_recurrent(default_interval: int = 4) -> Rule:
-    """The same where metadata say which layers are recurrent, or every n-th is not."""
-    return company(_of_intervals(default_interval), "attention")
+def _attention_by_interval(header: GgufHeader) -> Iterable[Sequence[bool]]:
+    is_recurrent = recurrent_flags(header)
+    return tuple(not flag for flag in is_recurrent), is_recurrent
+
+
+# Metadata say which layers are recurrent, or every n-th is not.
+HYBRID_BY_INTERVAL: Final = company(_attention_by_interval, _BOTH)
 
 
 def _sparse(header: GgufHeader) -> Iterable[Sequence[bool]]:

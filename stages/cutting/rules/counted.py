@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Below the architecture's name: so many first layers are special.
 _LEADING: Final = ("leading_dense_block_count", "hash_layer_count")
+# Every so many layers one has attention, among recurrent ones, where the file does not say.
+_ATTENTION_INTERVAL: Final = 4
 
 
 def leading_layers(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
@@ -75,7 +77,7 @@ def every_nth(step: Callable[[GgufHeader], int], what: str, *, needs_one: bool =
     )
 
 
-def recurrent_flags(header: GgufHeader, default_interval: int) -> tuple[bool, ...]:
+def recurrent_flags(header: GgufHeader) -> tuple[bool, ...]:
     """For each layer of a model whether it has a recurrent state, where every n-th has attention instead."""
     prefix = f"{header.architecture}."
     key = prefix + "attention.recurrent_layers"
@@ -85,22 +87,20 @@ def recurrent_flags(header: GgufHeader, default_interval: int) -> tuple[bool, ..
         return tuple(bool(flag) for flag in header.per_layer(key, n_layers, 0))
     if given is not None:
         return (bool(given.decode()),) * n_layers
-    interval = max(1, header.integer(prefix + "full_attention_interval", default_interval))
+    interval = max(1, header.integer(prefix + "full_attention_interval", _ATTENTION_INTERVAL))
     return tuple((layer + 1) % interval != 0 for layer in range(n_layers))
 
 
-def recurrent_layers(default_interval: int = 4) -> Rule:
-    """The rule for models whose every n-th layer has attention, the others a recurrent state."""
+def _recurrent_derived(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
+    flags = recurrent_flags(header)[layers.start : layers.stop]
+    return {f"{header.architecture}.attention.recurrent_layers": Value.array(ValueType.BOOL, flags)}
 
-    def derived(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
-        flags = recurrent_flags(header, default_interval)[layers.start : layers.stop]
-        return {f"{header.architecture}.attention.recurrent_layers": Value.array(ValueType.BOOL, flags)}
 
-    return Rule(
-        "recurrent layers",
-        "every n-th layer has attention, the others a recurrent state; written out for the stage's layers",
-        derived=derived,
-    )
+RECURRENT_LAYERS: Final = Rule(
+    "recurrent layers",
+    "every n-th layer has attention, the others a recurrent state; written out for the stage's layers",
+    derived=_recurrent_derived,
+)
 
 
 def _heads_everywhere(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
