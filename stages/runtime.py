@@ -220,14 +220,22 @@ class StageRuntime:
         num_rows = sum(len(span.tokens) for span in spans)
         if num_rows > self.max_rows or len({span.slot for span in spans}) != len(spans):
             raise InvalidWindow(f"{num_rows} rows of {len(spans)} windows do not make one batch")
-        # Recurrent layers take as many rows of each sequence at a time as the shortest has: of sequences that
-        # differ in it rows would leave in another order than that in which they entered.
-        if self._numerics.has_shared_cache and self.info.can_trim:
+        if not self.computes_runs:
             return self._decode_batch(spans)
         outputs: dict[int, NDArray[np.float32]] = {}
         for batch in self._batches_of_equals(spans):
             outputs.update(zip((span.slot for span in batch), self._decode_batch(batch), strict=True))
         return [outputs[span.slot] for span in spans]
+
+    @property
+    def computes_runs(self) -> bool:
+        """Whether only slots that follow one another, with equally many rows each, are computed together.
+
+        So llama.cpp does it without a shared cache. And recurrent layers take as many rows of each sequence
+        at a time as the shortest has: of sequences that differ in it rows would leave in another order than
+        that in which they entered.
+        """
+        return not (self._numerics.has_shared_cache and self.info.can_trim)
 
     def observed(self, layer: int) -> NDArray[np.float32]:
         """Output of one of `options.observe_layers` in the last decode, float32 (rows, n_embd)."""

@@ -101,7 +101,7 @@ class StageService(rpc.StageServicer):
         self._term = term
         self._sessions = SessionTable(runtime.num_slots)
         self._grammars = Grammars(runtime.info.n_vocab)
-        self._queue = WindowQueue(runtime.max_rows, self._sessions.is_live)
+        self._queue = WindowQueue(runtime.max_rows, self._sessions.is_live, takes_runs=runtime.computes_runs)
         self._worker = StageWorker(
             runtime,
             self._queue,

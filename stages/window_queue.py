@@ -10,6 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from stages.slot_run import run_around
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -124,6 +126,8 @@ class Work:
 class WindowQueue:
     """Windows of different sessions share a batch while their rows fit, first come, first served.
 
+    Where slots have caches of their own only neighbours share one.
+
     Two windows of one session never share a batch: the second may trim what the first computes. Nor does a
     chunk of a prompt share one with others: it takes turns with all that wait after the chunk before. So a
     token of one session waits for at most one chunk of another, however many of them are queued. Of several
@@ -136,11 +140,16 @@ class WindowQueue:
     Args:
         max_rows: Rows of one batch.
         is_live: Whether a window of (session, epoch) is still wanted; asked when it is taken.
+        takes_runs: Whether only slots that follow one another, with equally many rows each, gain by sharing a
+            batch: others would be computed one after the other, and wait for one another.
     """
 
-    def __init__(self, max_rows: int, is_live: Callable[[int, int], bool]) -> None:
+    def __init__(
+        self, max_rows: int, is_live: Callable[[int, int], bool], *, takes_runs: bool = False
+    ) -> None:
         self._max_rows = max_rows
         self._is_live = is_live
+        self._takes_runs = takes_runs
         # Everything comes by this queue: unlike a condition variable it wakes the taker without Python on
         # either side, and what was taken from it is the taker's alone.
         self._arrivals: queue.SimpleQueue[QueuedWindow | Change | None] = queue.SimpleQueue()
@@ -238,6 +247,26 @@ class WindowQueue:
         return chunk
 
     def _take_small(self) -> tuple[QueuedWindow, ...]:
+        return self._take_run() if self._takes_runs else self._take_any()
+
+    def _take_run(self) -> tuple[QueuedWindow, ...]:
+        """The window that has waited longest, and its neighbours."""
+        firsts: dict[int, QueuedWindow] = {}
+        for window in self._waiting:
+            firsts.setdefault(window.session, window)
+        small = {window.span.slot: window for window in firsts.values() if not _is_chunk(window)}
+        if not small:
+            return ()
+        longest_waiting = next(iter(small.values()))
+        limit = min((window.most_together for window in small.values() if window.most_together), default=0)
+        rows_of = {slot: len(window.span.tokens) for slot, window in small.items()}
+        run = run_around(longest_waiting.span.slot, rows_of, limit or self._max_rows, self._max_rows)
+        taken = tuple(small[slot] for slot in run)
+        for window in taken:
+            self._waiting.remove(window)
+        return taken
+
+    def _take_any(self) -> tuple[QueuedWindow, ...]:
         taken: list[QueuedWindow] = []
         waiting: deque[QueuedWindow] = deque()
         sessions: set[int] = set()

@@ -51,6 +51,7 @@ class FakeRuntime:
     """
 
     max_rows = 16
+    computes_runs = False
 
     def __init__(
         self,

@@ -101,9 +101,14 @@ def test_a_slot_never_has_two_owners(steps: list[tuple[str, int, int]]) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 24), st.booleans()), max_size=30),
     st.integers(24, 40),
+    st.booleans(),
 )
-def test_batches_keep_order_and_fit(arrivals: list[tuple[int, int, bool]], max_rows: int) -> None:
-    queue = WindowQueue(max_rows, lambda _session, _epoch: True)
+def test_batches_keep_order_and_fit(
+    arrivals: list[tuple[int, int, bool]],
+    max_rows: int,
+    takes_runs: bool,  # noqa: FBT001
+) -> None:
+    queue = WindowQueue(max_rows, lambda _session, _epoch: True, takes_runs=takes_runs)
     for index, (session, rows, is_verified) in enumerate(arrivals):
         queue.put(window(session, rows, id=index, num_outputs=rows if is_verified else 0))
     seen: dict[int, list[int]] = {}
