@@ -210,7 +210,8 @@ def test_recurrent_layers_keep_a_state_for_each_session() -> None:
     plain = StageSizes(model_of(4), workload)
     sizes = StageSizes(facts, workload)
     assert sizes.cache_bytes(LayerRange(0, 4)) - plain.cache_bytes(LayerRange(0, 4)) == 2 * 1000 * 4 * 3
-    assert sizes.cache_bytes(LayerRange(1, 2)) == plain.cache_bytes(LayerRange(1, 2))
+    # A stage without any has a blank one for company.
+    assert sizes.cache_bytes(LayerRange(1, 2)) - plain.cache_bytes(LayerRange(1, 2)) == 1000 * 4 * 3
     # However long sessions may be.
     longer = StageSizes(facts, replace(workload, ctx_size=4096))
     assert longer.cache_bytes(LayerRange(0, 4)) == sizes.cache_bytes(LayerRange(0, 4))
