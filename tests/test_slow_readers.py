@@ -162,7 +162,7 @@ async def stalled(running: RingApi) -> tuple[RawClient, Session]:
     client = await RawClient.connect(running.api)
     await client.send(request_bytes(LONG))
     await client.read(100)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not running.coordinator._sessions:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     (session,) = running.coordinator._sessions.values()
@@ -206,12 +206,12 @@ async def test_a_client_that_never_reads_on_is_cut_off(tokenizer: Tokenizer) -> 
 
 @pytest.mark.model
 async def test_a_client_that_reads_slowly_is_not_cut_off(tokenizer: Tokenizer) -> None:
-    async with running_ring_api(tokenizer, patience_s=0.3) as ring_api:
+    async with running_ring_api(tokenizer, patience_s=2.0) as ring_api:
         with capture_logs() as events:
             client, _session = await stalled(ring_api)
             answer = bytearray()
             for _ in range(6):
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.5)
                 # More than the third of the kernel's buffer that has to be free before it takes anything.
                 wanted = len(answer) + 60_000
                 while len(answer) < wanted:
