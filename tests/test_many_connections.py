@@ -49,7 +49,7 @@ async def test_a_thousand_at_once_all_get_an_answer_or_a_time_to_come_back(
         assert warm.status_code == 200
         tasks_before = len(asyncio.all_tasks())
         data = request_bytes({**ASKED, "stream": is_streamed})
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             clients = await in_batches([RawClient.connect(ring_api.api) for _ in range(1000)])
             await asyncio.gather(*(client.send(data) for client in clients))
             answers = await asyncio.gather(*(status_and_headers(client) for client in clients))
@@ -58,7 +58,8 @@ async def test_a_thousand_at_once_all_get_an_answer_or_a_time_to_come_back(
             counts = Counter(status for status, _ in answers)
             assert set(counts) <= {200, 429, 503}
             assert counts[200] >= 36
-            assert counts[503] == 1000 - 900 + 1  # one is the warm one's, kept alive
+            # The warm one's may have been kept alive until now, and then counts.
+            assert counts[503] - (1000 - 900) in {0, 1}
             assert all(1 <= int(headers["retry-after"]) <= 60 for status, headers in answers if status != 200)
             await ring_api.is_idle()
             again = await ring_api.api.http.post(CHAT, json=ASKED)
@@ -87,6 +88,6 @@ async def test_beyond_the_limit_of_connections_clients_are_told_so_at_once(token
         assert (await api.http.get("/health")).status_code == 200
         for other in others:
             other.hang_up()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (await api.http.post(CHAT, json=ASKED)).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
