@@ -69,6 +69,12 @@ class Page:
             raise BrowserError(f"{url}: {answer['errorText']}")
         await self.until("document.readyState === 'complete'")
 
+    async def reload(self) -> None:
+        """Returns when the page is the new one: what is asked before that, the old one may still answer."""
+        await self.js("window.isOld = true")
+        await self.send("Page.reload")
+        await self.until("!window.isOld && document.readyState === 'complete'")
+
     async def js(self, expression: str) -> Any:
         """What an expression comes to; promises are waited for."""
         answer = await self.send(

@@ -70,20 +70,25 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield running
 
 
+def least_round_trip_ms(lab: Lab, source: int, destination: int, wanted_ms: float) -> float:
+    """Tries until it is as short as wanted: another test's processes may hold both cores for a while."""
+    measured_ms: list[float] = []
+    while len(measured_ms) < 40 and min(measured_ms, default=math.inf) > wanted_ms:
+        measured_ms.append(lab.round_trip_ms(source, destination))
+    return min(measured_ms)
+
+
 @pytest.mark.parametrize("delay_ms", [0.0, 5.0, 20.0])
 def test_round_trip_is_twice_the_delay(lab: Lab, delay_ms: float) -> None:
     lab.set_delay_ms(delay_ms)
     for source, destination in ((0, 1), (2, 0)):
-        # Some tries: another test's processes may hold both cores for a while. None may be too short.
-        measured_ms: list[float] = []
-        while len(measured_ms) < 40 and min(measured_ms, default=math.inf) > 2 * delay_ms + 1.5:
-            measured_ms.append(lab.round_trip_ms(source, destination))
-        assert 2 * delay_ms <= min(measured_ms) <= 2 * delay_ms + 1.5
+        wanted_ms = 2 * delay_ms + 1.5
+        assert 2 * delay_ms <= least_round_trip_ms(lab, source, destination, wanted_ms) <= wanted_ms
 
 
 def test_a_host_reaches_itself_without_the_wire(lab: Lab) -> None:
     lab.set_delay_ms(20.0)
-    assert lab.round_trip_ms(1, 1) < 5.0
+    assert least_round_trip_ms(lab, 1, 1, 5.0) < 5.0
 
 
 def test_bulk_transfer_arrives_intact_and_costs_the_router_little(lab: Lab) -> None:
@@ -175,7 +180,7 @@ def test_a_host_that_is_cut_off_is_out_of_reach_until_reconnected(lab: Lab) -> N
     with pytest.raises(MeshError, match="host1 to host2"):
         lab.round_trip_ms(1, 2, num_samples=1)
     lab.reconnect(2)
-    assert lab.round_trip_ms(1, 2) < 4.0
+    assert least_round_trip_ms(lab, 1, 2, 4.0) < 4.0
 
 
 def test_a_host_whose_packets_get_lost_hears_nothing_and_keeps_its_wire(lab: Lab) -> None:
@@ -183,10 +188,10 @@ def test_a_host_whose_packets_get_lost_hears_nothing_and_keeps_its_wire(lab: Lab
     lab.lose_packets(2)
     with pytest.raises(MeshError, match="host2 to host0"):
         lab.round_trip_ms(2, 0, num_samples=1)
-    assert lab.round_trip_ms(0, 1) < 4.0
+    assert least_round_trip_ms(lab, 0, 1, 4.0) < 4.0
     assert "LOWER_UP" in lab.exec(2, ["ip", "link", "show", "mesh"]).stdout
     lab.deliver_packets(2)
-    assert lab.round_trip_ms(1, 2) < 4.0
+    assert least_round_trip_ms(lab, 1, 2, 4.0) < 4.0
 
 
 def test_an_exception_inside_the_context_leaves_nothing_behind() -> None:

@@ -190,7 +190,7 @@ async def test_the_theme_can_be_chosen_and_is_kept(page: Page) -> None:
         await page.click("#theme")
     assert await page.text("#theme") == "Theme: dark"
     assert await page.js("getComputedStyle(document.body).backgroundColor") != light
-    await page.js("location.reload()")
+    await page.reload()
     await page.until(state_is("Ready"))
     assert await page.text("#theme") == "Theme: dark"
     await page.click("#theme")
@@ -266,7 +266,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Page, smollm2_pat
         assert "loading" in await browser.text("#empty-text")
         assert await browser.js("localStorage.length") == 0
         assert KEY not in await browser.js("location.href + document.cookie")
-        await browser.js("location.reload()")
+        await browser.reload()
         await browser.until(state_is("Loading"))
         status["ready"] = True
         await browser.until(state_is("Ready"))
