@@ -220,16 +220,21 @@ class WindowQueue:
     def _has_to_wait(self, change: Change) -> bool:
         return isinstance(change, Begun) and any(map(change.follows, self._waiting))
 
-    def _take_batch(self) -> tuple[QueuedWindow, ...]:
+    def _firsts(self) -> tuple[QueuedWindow, ...]:
+        """The first window of each session, in the order of their arrivals."""
         firsts: dict[int, QueuedWindow] = {}
         for window in self._waiting:
             firsts.setdefault(window.session, window)
-        chunks = [window for window in firsts.values() if _is_chunk(window)]
+        return tuple(firsts.values())
+
+    def _take_batch(self) -> tuple[QueuedWindow, ...]:
+        firsts = self._firsts()
+        chunks = [window for window in firsts if _is_chunk(window)]
         if not chunks:
             self._num_before_chunk = None
             return self._take_small()
         if self._num_before_chunk is None:
-            self._num_before_chunk = sum(not _is_chunk(window) for window in firsts.values())
+            self._num_before_chunk = sum(not _is_chunk(window) for window in firsts)
         if self._num_before_chunk > 0 and (taken := self._take_small()):
             self._num_before_chunk -= len(taken)
             return taken
@@ -251,10 +256,7 @@ class WindowQueue:
 
     def _take_run(self) -> tuple[QueuedWindow, ...]:
         """The window that has waited longest, and its neighbours."""
-        firsts: dict[int, QueuedWindow] = {}
-        for window in self._waiting:
-            firsts.setdefault(window.session, window)
-        small = {window.span.slot: window for window in firsts.values() if not _is_chunk(window)}
+        small = {window.span.slot: window for window in self._firsts() if not _is_chunk(window)}
         if not small:
             return ()
         longest_waiting = next(iter(small.values()))

@@ -287,7 +287,7 @@ WHOLE = request_bytes(ASKED)
 async def test_half_a_request_is_not_waited_for(impatient: Api, size: int, *, is_second: bool) -> None:
     client = await RawClient.connect(impatient)
     with capture_logs() as events:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             if is_second:
                 await client.send(WHOLE)
                 await client.read_until(b"}}")
@@ -377,7 +377,7 @@ async def test_nonsense_in_the_middle_of_an_answer_ends_the_connection_and_nothi
         head, _, body = head.partition(b"\r\n\r\n")
         chunked = head + b"\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
         with capture_logs() as events:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(20):
                 await client.send(chunked + b"\x00 no request\r\n\r\n")
                 await client.read_until(b"data: ")
                 client.hang_up()

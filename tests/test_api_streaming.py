@@ -115,7 +115,7 @@ async def test_hanging_up_on_a_stream_ends_the_session(tokenizer: Tokenizer, ste
         async with api.http.stream("POST", CHAT, json={"messages": HELLO, "stream": True}) as response:
             await anext(response.aiter_lines())
             assert engine.num_running == 1
-        await asyncio.wait_for(engine.closed.wait(), 60)
+        await asyncio.wait_for(engine.closed.wait(), 20)
         assert engine.num_running == 0
 
 
@@ -124,7 +124,7 @@ async def test_hanging_up_on_a_whole_answer_ends_the_session(tokenizer: Tokenize
     async with running_api(engine, tokenizer) as api:
         with pytest.raises(httpx.ReadTimeout):
             await api.http.post(CHAT, json={"messages": HELLO}, timeout=0.3)
-        await asyncio.wait_for(engine.closed.wait(), 60)
+        await asyncio.wait_for(engine.closed.wait(), 20)
         assert engine.num_running == 0
 
 

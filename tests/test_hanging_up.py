@@ -83,12 +83,12 @@ async def test_a_place_in_the_line_is_given_up(ring_api: RingApi, *, stream: boo
     waiting = await RawClient.connect(ring_api.api)
     await waiting.send(request_bytes({**LONG, "stream": stream}))
     sessions = ring_api.coordinator.status
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(20):
         while sessions()["sessions"]["waiting"] != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     waiting.hang_up()
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             while sessions()["sessions"]["waiting"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert sessions()["sessions"]["running"] == 1

@@ -41,7 +41,7 @@ async def test_a_host_that_wants_to_leave_stays_until_it_is_let_go(tmp_path: Pat
         (member,) = side.members
         assert (member.is_ready, member.is_leaving) == (True, True)
         side.service.let_go("studio", "its layers have moved")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             assert [state async for state in states][-1] == "its layers have moved"
 
 

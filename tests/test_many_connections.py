@@ -88,6 +88,6 @@ async def test_beyond_the_limit_of_connections_clients_are_told_so_at_once(token
         assert (await api.http.get("/health")).status_code == 200
         for other in others:
             other.hang_up()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             while (await api.http.post(CHAT, json=ASKED)).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

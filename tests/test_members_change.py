@@ -15,7 +15,7 @@ async def test_it_ends_with_the_time_or_with_a_change() -> None:
     waiting = asyncio.create_task(members.change_within(60))
     await asyncio.sleep(0)
     members._notify()
-    await asyncio.wait_for(waiting, 60)
+    await asyncio.wait_for(waiting, 20)
 
 
 async def test_who_is_cancelled_as_the_change_comes_is_cancelled() -> None:
@@ -34,4 +34,4 @@ async def test_who_is_cancelled_as_the_change_comes_is_cancelled() -> None:
     members._notify()
     looking.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(looking, 60)
+        await asyncio.wait_for(looking, 20)

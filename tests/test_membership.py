@@ -130,7 +130,7 @@ async def stranger(greeting: bytes, *, hangs_up: bool) -> AsyncIterator[int]:
 
 
 async def until(members: Members, count: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(20):
         while len(members.ready) != count:
             await members.changed()
 
@@ -175,7 +175,7 @@ async def test_a_host_notices_that_the_head_is_gone(tmp_path: Path) -> None:
 async def refused(token: JoinToken, reason: str, member: Member = HOST) -> None:
     """Join in vain: the host hears why within 5 s, and the head's log says it, with the address."""
     with capture_logs() as logs:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             with pytest.raises(InvalidJoinToken, match=reason):
                 await join(token, member)
     (entry,) = [entry for entry in logs if entry["event"] == "host_refused"]
@@ -249,7 +249,7 @@ async def test_a_host_renews_its_certificate_while_it_is_a_member(tmp_path: Path
         own = side.authority.own_identity(["head"], "127.0.0.1")
         wish = LinkWish(hidden_bytes=64, num_probes=1)
         for _ in range(2):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(20):
                 failure = "not asked yet"
                 # On a busy machine a certificate may end before the next is there; without one it stays so.
                 while failure:

@@ -88,7 +88,7 @@ async def test_streams_of_the_old_ring_end(ring: RepairableRing) -> None:
         await link.write(
             wire.Frame(open=wire.Open(session=1, sampling=wire.Sampling(top_p=1, repetition_penalty=1)))
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             while tail.service.stats().num_open_sessions == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             await tail.service.rejoin(2, "new ring", "new key", 0)

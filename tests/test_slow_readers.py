@@ -162,7 +162,7 @@ async def stalled(running: RingApi) -> tuple[RawClient, Session]:
     client = await RawClient.connect(running.api)
     await client.send(request_bytes(LONG))
     await client.read(100)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(20):
         while not running.coordinator._sessions:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     (session,) = running.coordinator._sessions.values()
