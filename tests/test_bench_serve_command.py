@@ -224,7 +224,8 @@ def test_an_open_loop_does_not_forget_who_waited_for_a_place(
     waited_s = [request["ready_s"] - request["scheduled_s"] for request in requests]
     for index in range(1, 5):
         assert waited_s[index] >= sum(request["e2el_ms"] for request in requests[:index]) / 1e3
-    assert report["max_scheduled_e2el_ms"] >= report["max_client_queue_ms"] + report["median_e2el_ms"] / 2
+    own_ms = requests[-1]["e2el_ms"]
+    assert report["max_scheduled_e2el_ms"] >= report["max_client_queue_ms"] + own_ms - 1e-3
 
 
 def test_a_request_without_end_times_out(capsys: pytest.CaptureFixture[str]) -> None:
