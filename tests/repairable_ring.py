@@ -83,8 +83,8 @@ class RepairableRing:
         stage, self.stages[index] = self.stages[index], None
         if stage is not None:
             await stage.server.stop(0)
-            if stage.service._next is not None:
-                await stage.service._next.close()
+            if stage.service._path.next is not None:
+                await stage.service._path.next.close()
         if is_dead is not None:
             is_dead.set()
         if stage is not None:

@@ -205,29 +205,29 @@ async def test_another_coordinator_s_sessions_are_not_gone_on_with() -> None:
     said: list[int] = []
     for term in (0, 1):
         await stage.service.rejoin(0, ring.mesh_id, ring.mesh_key, term)
-        stage.service._on_open(wire.Open(session=1, sampling=sampling, resumed_session=1, num_resumed=4))
-        said.append(stage.service._sessions._open[1].num_resumed)
+        stage.service._path.open(wire.Open(session=1, sampling=sampling, resumed_session=1, num_resumed=4))
+        said.append(stage.service._path._sessions._open[1].num_resumed)
         await stage.service.rejoin(0, ring.mesh_id, ring.mesh_key, term)
-        stage.service._on_open(wire.Open(session=2, sampling=sampling, resumed_session=1, num_resumed=4))
-        said.append(stage.service._sessions._open[2].num_resumed)
+        stage.service._path.open(wire.Open(session=2, sampling=sampling, resumed_session=1, num_resumed=4))
+        said.append(stage.service._path._sessions._open[2].num_resumed)
     await ring.close()
     assert said == [0, 4, 0, 4]
 
 
 async def test_a_slot_begins_with_what_its_session_had_there_and_nothing_else(ring: RepairableRing) -> None:
     stage = ring.running[0]
-    runtime = stage.service._worker._runtime
+    runtime = stage.service._path._worker._runtime
     assert runtime.length(0) > 4, "somebody's cells are there"
     sampling = wire.Sampling(top_p=1, repetition_penalty=1)
-    stage.service._on_open(wire.Open(session=2, sampling=sampling, resumed_session=1, num_resumed=4))
+    stage.service._path.open(wire.Open(session=2, sampling=sampling, resumed_session=1, num_resumed=4))
     await stage.service.rejoin(0, "another ring", "key", 0)
     assert runtime.length(0) == 0
     tokens = [5, 6, 7, 8, 9]
-    stage.service._on_open(wire.Open(session=3, sampling=sampling))
-    stage.service._on_window(wire.Window(session=3, tokens=tokens, verify_rows=1))
+    stage.service._path.open(wire.Open(session=3, sampling=sampling))
+    stage.service._path.take(wire.Window(session=3, tokens=tokens, verify_rows=1))
     while stage.service.stats().num_rows < len(tokens):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     await stage.service.rejoin(0, "a third ring", "key", 0)
-    stage.service._on_open(wire.Open(session=4, sampling=sampling, resumed_session=3, num_resumed=4))
+    stage.service._path.open(wire.Open(session=4, sampling=sampling, resumed_session=3, num_resumed=4))
     await stage.service.rejoin(0, "a fourth ring", "key", 0)
     assert runtime.length(0) == 4

@@ -1,0 +1,249 @@
+"""What happens to windows inside a stage: from its streams to the queue, from the worker to whom they go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.errors import InvalidWindow, MeshError, StageFailed, wire_of
+from stages.encoded_hidden import EncodedHidden
+from stages.grammar import Grammars
+from stages.judge import Judge
+from stages.opening import Opening
+from stages.resident_memory import resident_bytes
+from stages.runtime import Span, StageRuntime
+from stages.sent_rows import SentRows
+from stages.sessions import SessionTable
+from stages.wakefulness import Wakefulness
+from stages.window_queue import Begun, Passed, QueuedWindow, WindowQueue
+from stages.worker import StageWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stages.hidden_codec import HiddenType
+    from stages.link import StageLink
+
+log = structlog.get_logger()
+
+# A coordinator has a few dozen windows of a session under way: whoever sends so many ahead means no good.
+_MOST_QUEUED_PER_SLOT: Final = 512
+
+
+def monotonic_us() -> int:
+    """Microseconds of this host's monotonic clock."""
+    return time.monotonic_ns() // 1000
+
+
+class WindowPath:
+    """Sessions, queue and worker of one stage, in the event loop that made it.
+
+    Args:
+        runtime: The loaded stage; it computes in the worker's thread.
+        stage_index: Its place in the pipeline.
+        hidden_type: How its hidden states travel to the next stage.
+        most_sent_bytes: How much of what it sent on it keeps, to send it again after a repair.
+        on_verdicts: Called with those of live sessions.
+        on_failures: Called with what went wrong; a failure of session 0 means the whole stage.
+
+    Attributes:
+        stage_index: As given; another one after a repair.
+        next: The link to the next stage, once and as long as there is one.
+    """
+
+    def __init__(
+        self,
+        runtime: StageRuntime,
+        *,
+        stage_index: int,
+        hidden_type: HiddenType,
+        most_sent_bytes: int,
+        on_verdicts: Callable[[list[wire.Verdict]], None],
+        on_failures: Callable[[list[wire.Failure]], None],
+    ) -> None:
+        self.stage_index = stage_index
+        self.next: StageLink | None = None
+        self._loop = asyncio.get_running_loop()
+        self._info = runtime.info
+        self._max_rows = runtime.max_rows
+        self._most_queued = _MOST_QUEUED_PER_SLOT * runtime.num_slots
+        self._on_verdicts = on_verdicts
+        self._on_failures = on_failures
+        self._sessions = SessionTable(runtime.num_slots)
+        self._grammars = Grammars(runtime.info.n_vocab)
+        self._queue = WindowQueue(runtime.max_rows, self._sessions.is_live, takes_runs=runtime.computes_runs)
+        self._worker = StageWorker(
+            runtime,
+            self._queue,
+            clock_us=monotonic_us,
+            hidden_type=hidden_type,
+            sent=SentRows(runtime.num_slots, most_sent_bytes),
+            on_windows=self._from_worker(self._send_on),
+            on_verdicts=self._from_worker(self._answer),
+            on_failures=self._from_worker(self._report),
+        )
+        self._wakefulness = Wakefulness()
+        self._worker.start()
+
+    def open(self, message: wire.Open) -> None:
+        """Begin a session, and have the next stage begin it in its turn."""
+        try:
+            opening = Opening.from_wire(message)
+            if self._info.is_tail:
+                opening.require_vocabulary(self._info.n_vocab)
+            judge = Judge.of(opening, self._grammars)
+            session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
+            # What cannot go back to a position cannot go on from one before its end either.
+            num_resumed = session.num_resumed if self._info.can_trim else 0
+            self._queue.change(
+                Begun(session.id, opening.source_slot, session.slot, len(opening.cached), num_resumed)
+            )
+            # Not before the windows that bring what a later stage is to copy.
+            self._queue.change(Passed(lambda: self._loop.call_soon_threadsafe(self._pass_on, message)))
+        except MeshError as error:
+            self._report([_failure(message.session, 0, 0, error)])
+        self._wakefulness.update(len(self._sessions))
+
+    def take(self, window: wire.Window) -> None:
+        """Queue a window of a live session; one of a session that is over is dropped."""
+        try:
+            session = self._sessions.admit(window.session, window.epoch)
+            if session is None:
+                self._queue.num_dropped += 1
+                return
+            if len(window.tokens) > self._max_rows:
+                # It would wait for ever: no batch has room for it.
+                raise InvalidWindow(
+                    f"a window has {len(window.tokens)} rows; this stage takes {self._max_rows}"
+                )
+            if len(self._queue) >= self._most_queued:
+                raise InvalidWindow(f"{self._most_queued} windows wait at this stage: it takes no more")
+            span = Span(session.slot, window.start, list(window.tokens), num_outputs=window.verify_rows)
+            hidden = None if self._info.is_first else EncodedHidden.of_window(window, self._info.n_embd)
+        except MeshError as error:
+            self._report([_failure(window.session, window.epoch, window.id, error)])
+            return
+        self._queue.put(
+            QueuedWindow(
+                session=window.session,
+                epoch=window.epoch,
+                id=window.id,
+                span=span,
+                hidden=hidden,
+                judge=session.judge,
+                times=tuple(window.times),
+                arrived_us=monotonic_us(),
+                most_together=window.most_together,
+                num_resumed=session.num_resumed if self._info.can_trim else 0,
+            )
+        )
+
+    def take_vocabulary(self, vocabulary: wire.Vocabulary) -> None:
+        """What grammars are made of; only the tail samples.
+
+        Raises:
+            ProtocolError: If it is no vocabulary of the model's.
+        """
+        if self._info.is_tail:
+            self._grammars.take(vocabulary)
+        elif self.next is not None:
+            self.next.send(vocabulary)
+
+    def cancel(self, session: int, epoch: int) -> None:
+        """What a session sent before an epoch is of no use any more."""
+        self._sessions.cancel(session, epoch)
+
+    def close(self, session: int) -> None:
+        """A session is over."""
+        self._sessions.close(session)
+        self._wakefulness.update(len(self._sessions))
+
+    def close_all(self, *, forgotten: bool = False) -> None:
+        """All sessions are over.
+
+        Args:
+            forgotten: Their ids may come again: those of another coordinator begin anew.
+        """
+        self._sessions.close_all()
+        if forgotten:
+            self._sessions.forget()
+        self._wakefulness.update(0)
+
+    def send_as(self, hidden_type: HiddenType) -> None:
+        """How hidden states travel to the next stage from now on."""
+        self._worker.send_as(hidden_type)
+
+    def next_lost(self, error: MeshError) -> None:
+        """The link to the next stage broke: the coordinator is told."""
+        log.error("link_lost", stage=self.stage_index, reason=error.message)
+        self.next = None
+        self._report([_failure(0, 0, 0, error)])
+
+    async def drained(self) -> None:
+        """Return when the batch that computes now is done: nothing of closed sessions leaves after that."""
+        passed = asyncio.Event()
+        self._queue.change(Passed(lambda: self._loop.call_soon_threadsafe(passed.set)))
+        await passed.wait()
+
+    def stats(self) -> wire.StageStats:
+        """Counts since the start."""
+        counts = self._worker.counts
+        return wire.StageStats(
+            num_windows=counts.num_windows,
+            num_rows=counts.num_rows,
+            num_decodes=counts.num_decodes,
+            compute_us=counts.compute_us,
+            num_dropped_windows=self._queue.num_dropped,
+            num_queued_windows=len(self._queue),
+            num_open_sessions=len(self._sessions),
+            num_sent_bytes=0 if self.next is None else self.next.num_sent_bytes,
+            resident_bytes=resident_bytes(),
+        )
+
+    async def stop(self) -> None:
+        """Stop computing and free the memory."""
+        if self.next is not None:
+            await self.next.close()
+        self._queue.close()
+        self._wakefulness.update(0)
+        await asyncio.to_thread(self._worker.join)
+
+    def _pass_on(self, message: wire.Open) -> None:
+        if self.next is not None and self._sessions.is_open(message.session):
+            self.next.send(message)
+
+    def _from_worker(self, handler: Any) -> Any:
+        """A function for the worker's thread that runs `handler` in the event loop."""
+        return lambda messages: self._loop.call_soon_threadsafe(handler, messages)
+
+    def _send_on(self, windows: list[wire.Window]) -> None:
+        for window in windows:
+            if not self._sessions.is_live(window.session, window.epoch):
+                self._queue.num_dropped += 1
+            elif self.next is None:
+                error = StageFailed(f"stage {self.stage_index} has no link to the next stage")
+                self._report([_failure(window.session, window.epoch, window.id, error)])
+            else:
+                self.next.send(window)
+
+    def _answer(self, verdicts: list[wire.Verdict]) -> None:
+        live = [verdict for verdict in verdicts if self._sessions.is_live(verdict.session, verdict.epoch)]
+        if live:
+            self._on_verdicts(live)
+
+    def _report(self, failures: list[wire.Failure]) -> None:
+        for failure in failures:
+            log.warning(
+                "window_failed", stage=self.stage_index, session=failure.session, reason=failure.message
+            )
+        self._on_failures(failures)
+
+
+def _failure(session: int, epoch: int, window_id: int, error: MeshError) -> wire.Failure:
+    return wire.Failure(
+        session=session, epoch=epoch, window_id=window_id, code=wire_of(error).code, message=error.message
+    )
