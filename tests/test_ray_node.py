@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from mesh.cluster.private_folder import PrivateFolder
-from mesh.cluster.ray_node import RayNode, RayNodeConfig, RayNodeRecord, new_ray_token
+from mesh.cluster.ray_node import RayNode, RayNodeConfig, RayNodeRecord, _NodeFolder, new_ray_token
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -171,6 +171,15 @@ def test_whoever_does_not_know_the_token_is_refused_at_once_and_that_is_logged(h
             time.sleep(0.1)
         token = head.token_path.read_text()
         assert b"head.1" in nodes(b"", metadata=(("authorization", f"Bearer {token}"),), timeout=5)
+
+
+def test_a_first_process_that_does_not_listen_is_killed_and_reaped() -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, 1); print(flush=True); time.sleep(600)"
+    first = psutil.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    with first.stdout:
+        first.stdout.readline()
+        RayNode("127.0.0.1", "deaf.1", _NodeFolder(PrivateFolder("mesh-ray-")), first).stop()
+    assert first.returncode == -signal.SIGKILL
 
 
 def test_a_node_whose_starter_is_killed_dies_with_it() -> None:

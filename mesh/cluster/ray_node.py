@@ -267,7 +267,8 @@ class RayNode:
 
     def _processes(self) -> list[psutil.Process]:
         """Processes of the node that live, by session and by descent, so also those without a parent."""
-        found = set(self._descendants)
+        # The first one as this object knows it: only then is it reaped here, and known to have been.
+        found = {self._first, *self._descendants}
         with contextlib.suppress(psutil.NoSuchProcess):
             found.update(self._first.children(recursive=True))
         for pid in psutil.pids():
