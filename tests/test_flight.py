@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.engine import GenerationRequest
@@ -20,6 +20,7 @@ from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle, Parrot, SlowOracle
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_services
+from tests.searches import search
 from tests.shared_ring import SharedRing, shared_ring
 
 N_VOCAB = 64
@@ -61,7 +62,7 @@ def proposers(text: Sequence[int], errs: Sequence[bool]) -> dict[str, Callable[[
     }
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@search(few=40, many=120)
 @given(
     prompt=st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=40),
     num_tokens=st.integers(1, 32),
@@ -97,7 +98,7 @@ def test_one_text_whatever_flies(
     assert texts == [expected]
 
 
-@settings(max_examples=15, deadline=None)
+@search(few=8, many=15)
 @given(
     prompts=st.lists(
         st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=30), min_size=2, max_size=NUM_SLOTS

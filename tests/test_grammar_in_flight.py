@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -25,6 +25,7 @@ from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle, Parrot
 from tests.repairable_ring import NUM_STAGES, Deaths, RepairableRing, serving
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_services
+from tests.searches import search
 from tests.shared_ring import SharedRing, shared_ring
 
 N_VOCAB = 64
@@ -124,7 +125,7 @@ PROPOSERS = st.sampled_from(["off", "oracle", "ngram", "parrot"])
 ERRS = st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=12)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@search(few=20, many=50)
 @given(
     prompts=st.lists(st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=40), min_size=1, max_size=3),
     num_tokens=st.integers(1, 32),
@@ -167,7 +168,7 @@ def test_one_text_whatever_flies(
         assert automaton.after(automaton.start, text) != DEAD
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@search(few=6, many=15)
 @given(
     prompts=st.lists(st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=40), min_size=1, max_size=3),
     deaths=st.dictionaries(st.integers(1, 90), st.integers(-1, NUM_STAGES - 1), min_size=1, max_size=3),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.engine import GenerationRequest, GenerationStats
@@ -11,6 +11,7 @@ from speculative.controller import ControllerOptions
 from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, plain_answer
 from tests.ring_harness import collect, running_coordinator
+from tests.searches import search
 from tests.shared_ring import SharedRing, shared_ring
 
 N_VOCAB = 64
@@ -50,7 +51,7 @@ def request(prediction: Sequence[int] = (), key: str | None = None) -> Generatio
     )
 
 
-@settings(max_examples=25, deadline=None)
+@search(few=10, many=25)
 @given(
     prediction=st.one_of(
         st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=60),

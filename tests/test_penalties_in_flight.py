@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.engine import Committed, GenerationRequest
@@ -21,6 +21,7 @@ from stages.token_record import TokenRecord
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle, Parrot
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_services
+from tests.searches import search
 from tests.shared_ring import SharedRing, shared_ring
 
 N_VOCAB = 64
@@ -78,7 +79,7 @@ async def answers(
         return list(await asyncio.gather(*map(answer, requests)))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@search(few=20, many=60)
 @given(
     prompts=st.lists(st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=40), min_size=1, max_size=3),
     num_tokens=st.integers(1, 32),

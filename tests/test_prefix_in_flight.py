@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator.coordinator import Coordinator
@@ -23,6 +23,7 @@ from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Parrot
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_services
+from tests.searches import search
 from tests.shared_ring import SharedRing, shared_ring
 
 N_VOCAB = 64
@@ -116,7 +117,7 @@ async def read(coordinator: Coordinator, request: GenerationRequest, num_read: i
     return said
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@search(few=15, many=60)
 @given(
     talk=st.lists(st.lists(turns, min_size=1, max_size=3), min_size=2, max_size=5),
     delays_ms=st.lists(st.sampled_from([0.0, 0.0, 0.5, 2.0]), min_size=1, max_size=7),

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator import CoordinatorOptions
@@ -17,6 +17,7 @@ from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, plain_answer
 from tests.proposers import Oracle, Parrot, SlowOracle
 from tests.repairable_ring import NUM_STAGES, Deaths, RepairableRing, serving
+from tests.searches import search
 
 N_VOCAB = 64
 PROMPT = tuple(range(3, 23))
@@ -65,7 +66,7 @@ async def read(ring: RepairableRing, request: GenerationRequest) -> list[Committ
     return [part async for part in ring.coordinator.generate(request)]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@search(few=8, many=20)
 @given(
     common=st.lists(st.integers(0, N_VOCAB - 1), max_size=30),
     prompts=st.lists(st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=40), min_size=1, max_size=4),

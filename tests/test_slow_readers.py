@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
@@ -23,6 +23,7 @@ from tests.proposers import Oracle, Parrot
 from tests.raw_client import RawClient, events_of, request_bytes
 from tests.ring_api import CHAT, RingApi, running_ring_api
 from tests.ring_harness import collect, running_coordinator
+from tests.searches import search
 from tests.shared_ring import SharedRing, shared_ring
 
 ring, tokenizer = shared_ring, api_harness.tokenizer
@@ -64,7 +65,7 @@ async def read_in_bursts(
         return tokens
 
 
-@settings(max_examples=15, deadline=None)
+@search(few=6, many=15)
 @given(
     prompt=st.lists(st.integers(0, 63), min_size=1, max_size=20),
     num_tokens=st.integers(20, 60),
