@@ -34,6 +34,8 @@ _COMMANDS: Final = {
     ),
     "status": ("mesh.commands.status:status", "Show what a running mesh is doing."),
     "keys": ("mesh.commands.keys:keys", "Say who may use the API."),
+    "load": ("mesh.commands.load:load", "Serve a model beside those that a mesh serves."),
+    "unload": ("mesh.commands.unload:unload", "Serve a model no more, and free what it holds."),
     "drain": ("mesh.commands.drain:drain", "Move a host's layers elsewhere and let it go."),
     "evict": ("mesh.commands.evict:evict", "Cut a host off at once, and replace the join token."),
     "slice": ("mesh.commands.slice:slice_", "Write some layers of a model as a stage file."),
@@ -44,7 +46,7 @@ _COMMANDS: Final = {
 }
 # In `mesh --help`; what is in none comes last.
 _SECTIONS: Final = {
-    "Serve": ("serve", "join", "plan", "chat"),
+    "Serve": ("serve", "join", "load", "unload", "plan", "chat"),
     "Look": ("status", "top", "doctor", "bench"),
     "Hosts and keys": ("drain", "evict", "keys"),
     "Models": ("certify", "slice", "draft", "models"),

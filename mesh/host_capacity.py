@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from stages.byte_size import format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from mesh.gpu import Gpu
     from stages.stage_memory import StageMemory
 
@@ -24,6 +26,7 @@ class HostCapacity:
         gpus: Its GPUs, each with what stages may use of it.
         gpu_layers: How many layers of each stage they are to hold; None for as many as find room, see
             `mesh.gpu_layers`.
+        others_bytes: What other models hold of its memory besides, for messages.
     """
 
     name: str
@@ -32,6 +35,7 @@ class HostCapacity:
     draft_bytes: int = 0
     gpus: tuple[Gpu, ...] = ()
     gpu_layers: int | None = None
+    others_bytes: int = 0
 
     @property
     def uses_gpus(self) -> bool:
@@ -69,6 +73,32 @@ class HostCapacity:
         gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes - taken.get(gpu.name, 0)) for gpu in self.gpus)
         return replace(self, memory_bytes=self.memory_bytes - memory.total_bytes, gpus=gpus)
 
+    def beside(self, held: Collection[StageMemory], *, draft_bytes: int = 0) -> HostCapacity:
+        """What is left for one model beside others.
+
+        All of them want the memory's bandwidth: with each of their stages it counts as so much slower.
+
+        Args:
+            held: What their stages take.
+            draft_bytes: What their draft models take; nobody knows where, so it counts everywhere.
+        """
+        if not held and not draft_bytes:
+            return self
+        left = self.at_speed(self.fastest_gb_per_s / (1 + len(held)))
+        for memory in held:
+            left = left.without(memory)
+        return replace(
+            left,
+            memory_bytes=max(0, left.memory_bytes - draft_bytes),
+            gpus=tuple(replace(gpu, free_bytes=max(0, gpu.free_bytes - draft_bytes)) for gpu in left.gpus),
+            others_bytes=sum(memory.total_bytes for memory in held) + draft_bytes,
+        )
+
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether more was taken than there was."""
+        return self.memory_bytes < 0 or any(gpu.free_bytes < 0 for gpu in self.gpus)
+
     def __str__(self) -> str:
         on_gpus = "".join(
             f" and {format_size(max(0, gpu.free_bytes))} on its {gpu.name}"
@@ -76,4 +106,5 @@ class HostCapacity:
             if self.uses_gpus
         )
         draft = f" beside {format_size(self.draft_bytes)} for the draft model" if self.draft_bytes else ""
-        return f"{format_size(max(0, self.memory_bytes))} on {self.name}{on_gpus}{draft}"
+        others = f" beside {format_size(self.others_bytes)} of other models" if self.others_bytes else ""
+        return f"{format_size(max(0, self.memory_bytes))} on {self.name}{on_gpus}{draft}{others}"

@@ -16,13 +16,14 @@ from mesh.cluster.certificate import make_certificate
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator import Coordinator, CoordinatorOptions
-from mesh.planner import HostCapacity, StagePlacement
+from mesh.planner import StagePlacement
 from mesh.replanner import NewStage, Replan, replan
 from mesh.serve.blame import note_trouble
 from mesh.serve.crew import Crew
 from mesh.serve.departures import Departures
 from mesh.serve.fleet import Fleet, Seat
 from mesh.serve.incidents import Incidents
+from mesh.serve.ledger import Ledger
 from mesh.serve.mesh_keys import new_mesh_keys
 from mesh.serve.placer import Placer
 from mesh.serve.spares import Spares
@@ -148,6 +149,8 @@ class Serving:
     incidents: Incidents
     messages: Messages
     driver: InProcessDriver
+    ledger: Ledger
+    rings: list[tuple[Fleet, Incidents]]
 
     def hosts(self) -> list[str]:
         """Of the stages, in order."""
@@ -183,6 +186,7 @@ async def serving(
     topology: Topology | None = None,
     make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None = None,
     say: Callable[[str], None] = lambda _phase: None,
+    beside: Serving | None = None,
 ) -> AsyncIterator[Serving]:
     """Three stages on the first three hosts, tended while in the block.
 
@@ -192,16 +196,14 @@ async def serving(
         topology: Locks the placement that it starts with.
         make_proposers: Gives each request its proposers.
         say: Told what goes on.
+        beside: Another model on the same hosts; then of `hosts` only the names count.
     """
-    facts, cache, members, fleet, driver = (
-        read_model_facts(model),
-        StageCache(),
-        Members(),
-        Fleet(),
-        InProcessDriver(),
-    )
+    facts, cache, fleet = read_model_facts(model), StageCache(), Fleet()
+    members, driver = (Members(), InProcessDriver()) if beside is None else (beside.members, beside.driver)
+    ledger = Ledger(lambda _member: False) if beside is None else beside.ledger
+    rings: list[tuple[Fleet, Incidents]] = [] if beside is None else beside.rings
     sizes = StageSizes(facts, WORKLOAD)
-    for name, share in hosts.items():
+    for name, share in hosts.items() if beside is None else ():
         members.admit(host(name, int(share * stage_bytes(sizes))))
     authority = Authority(make_certificate(dt.datetime.now(dt.UTC)))
     head = SimpleNamespace(
@@ -217,7 +219,10 @@ async def serving(
     maker = StageMaker(
         cast("ServeOptions", options), cast("Preflight", known), cast("Head", head), cache, Transfers()
     )
-    placer, incidents, messages = Placer(maker, fleet, members), Incidents(time.time), Messages(members)
+    account = ledger.open(f"model {len(rings)}", fleet)
+    placer, incidents = Placer(maker, account, members), Incidents(time.time)
+    messages = Messages(members) if beside is None else beside.messages
+    rings.append((fleet, incidents))
     placements = [
         StagePlacement(name, layers, sizes.memory(layers)) for name, layers in zip(hosts, PARTS, strict=False)
     ]
@@ -226,6 +231,7 @@ async def serving(
     fleet.seats = await placer.fill(
         Replan(tuple(NewStage(placement) for placement in placements), (), ""), wires, note_trouble
     )
+    fleet.intended = ()
     keys = new_mesh_keys(7)
     coordinator = Coordinator(
         await wire_up(fleet.seats, keys, note_trouble),
@@ -239,9 +245,6 @@ async def serving(
     )
     await coordinator.start()
 
-    def capacity_of(member: Member) -> HostCapacity:
-        return HostCapacity(member.name, member.facts.memory_bytes, member.facts.speed_gb_per_s)
-
     async def is_there(_member: Member, _timeout_s: float) -> bool:
         return True
 
@@ -249,7 +252,7 @@ async def serving(
         fleet=fleet,
         members=members,
         sizes=sizes,
-        capacity_of=capacity_of,
+        capacity_of=account.capacity_of,
         is_there=is_there,
         placer=placer,
         switch=Switch(fleet, coordinator, 7, lambda _stages, _reason: None),
@@ -265,21 +268,34 @@ async def serving(
         maker,
         members,
         sizes,
-        capacity_of=capacity_of,
+        capacity_of=account.capacity_for_copies,
         clock_s=time.monotonic,
         are_wanted=topology is None,
     )
-    departures = Departures(
-        members,
-        cast("MembershipService", messages),
-        fleet,
-        incidents,
-        on_new_token=lambda: None,
-        clock_s=time.monotonic,
+    departures = (
+        Departures(
+            members,
+            cast("MembershipService", messages),
+            lambda: rings,
+            on_new_token=lambda: None,
+            clock_s=time.monotonic,
+        )
+        if beside is None
+        else beside.departures
     )
     tending = asyncio.create_task(Tending(crew, spares, departures).run())
     try:
-        yield Serving(members, fleet, coordinator, departures, incidents, messages, driver)
+        yield Serving(
+            members,
+            fleet,
+            coordinator,
+            departures,
+            incidents,
+            messages=messages,
+            driver=driver,
+            ledger=ledger,
+            rings=rings,
+        )
         assert not tending.done(), tending.exception()
     finally:
         tending.cancel()
@@ -288,4 +304,7 @@ async def serving(
         await coordinator.stop()
         await crew.switch.close()
         await fleet.stop()
-        await driver.close()
+        ledger.close(account)
+        rings.remove((fleet, incidents))
+        if beside is None:
+            await driver.close()

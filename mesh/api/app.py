@@ -21,12 +21,14 @@ from mesh.api import (
     links,
     metrics,
     models,
+    orders,
     page,
     tokens,
     versions,
 )
 from mesh.api.auth import KeyGate
-from mesh.api.backend import Backend, HostInspection, HostOrders
+from mesh.api.backend import Backend, HostInspection, HostOrders, ModelOrders
+from mesh.api.backends import Backends
 from mesh.api.cors import Cors
 from mesh.api.document import DocumentedApp
 from mesh.api.errors import on_http_exception, on_mesh_error
@@ -71,6 +73,7 @@ def create_app(
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None,
     departures: Callable[[], HostOrders | None] = lambda: None,
     look_into_hosts: Callable[[], HostInspection | None] = lambda: None,
+    model_orders: Callable[[], ModelOrders | None] = lambda: None,
     tracer: RequestTracer | None = None,
 ) -> FastAPI:
     """The API in front of an engine. Run it with `mesh.api.serve_api`.
@@ -96,6 +99,7 @@ def create_app(
         measure_links: Answers `/mesh/links`, given round trips and bytes; None where there are no hosts.
         departures: Gives what answers `/mesh/drain` and `/mesh/evict`; None as long as nothing can.
         look_into_hosts: Gives what answers `/mesh/rehearse` and `/mesh/examine`; likewise.
+        model_orders: Gives what answers `/mesh/load` and `/mesh/unload`; likewise.
         tracer: Makes a span for each request to the model; None makes none.
     """
     app = DocumentedApp(
@@ -115,7 +119,7 @@ def create_app(
         ],
     )
     statistics = RequestStatistics()
-    app.state.backend = Backend(
+    first = Backend(
         engine=ObservedEngine(engine, statistics, steady_s),
         tokenizer=tokenizer,
         chat_template=chat_template_of(tokenizer, now=lambda: datetime.fromtimestamp(now_s()).astimezone()),
@@ -127,16 +131,20 @@ def create_app(
         is_whole=is_whole,
         refusal=refusal,
         now_s=now_s,
+        steady_s=steady_s,
         random_bits=random_bits,
         ping_interval_s=ping_interval_s,
         stage_counts=stage_counts,
         measure_links=measure_links,
         departures=departures,
         inspection=look_into_hosts,
+        model_orders=model_orders,
         statistics=statistics,
     )
+    app.state.backends = Backends(first)
     app.state.needs_key = api_keys is not None
     chats = (chat, completions, responses, tokens, elsewhere)
-    for endpoints in (*chats, models, versions, health, hosts, links, inspection, metrics, page):
+    rest = (models, versions, health, hosts, orders, links, inspection, metrics, page)
+    for endpoints in (*chats, *rest):
         app.include_router(endpoints.router)
     return app

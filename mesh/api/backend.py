@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.api.responses.store import ResponseStore
 from mesh.api.unknown_fields import UnknownFields
 from mesh.metrics.request_statistics import RequestStatistics
-from spanmesh_proto.errors import ClusterError, ModelNotFound
+from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-    from starlette.requests import Request
 
     from mesh.chat_template import ChatTemplate
     from mesh.engine import Engine
@@ -32,6 +31,16 @@ class HostOrders(Protocol):
 
     def evict(self, name: str) -> Mapping[str, Any]:
         """Cut a host off at once."""
+
+
+class ModelOrders(Protocol):
+    """What loads models beside the first; see `mesh.serve.models.Models`."""
+
+    async def load(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Serve a model beside those that are served."""
+
+    async def unload(self, name: str, wait_s: float) -> Mapping[str, Any]:
+        """Serve a model no more."""
 
 
 class HostInspection(Protocol):
@@ -63,12 +72,14 @@ class Backend:
             still be refused.
         refusal: Why none are answered for now, if somebody knows.
         now_s: Unix seconds.
+        steady_s: A steady clock, in seconds.
         random_bits: Random numbers of so many bits: ids and seeds.
         ping_interval_s: A stream that has been silent this long sends a comment.
         stage_counts: What the stages themselves count, in order; none where there are none.
         measure_links: Measures the links between hosts, given round trips and bytes; None without hosts.
         departures: Gives what sends hosts away; None while, or where, there are none.
         inspection: Gives what looks into hosts; likewise.
+        model_orders: Gives what loads models beside the first; likewise.
         statistics: Of requests, for `/metrics`.
         closing: Set when the server shuts down; open answers end at once.
         unknown_fields: Which field names were logged.
@@ -86,12 +97,14 @@ class Backend:
     now_s: Callable[[], float]
     random_bits: Callable[[int], int]
     ping_interval_s: float
+    steady_s: Callable[[], float] = time.monotonic
     is_whole: Callable[[], bool] = lambda: True
     refusal: Callable[[], MeshError | None] = lambda: None
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None
     departures: Callable[[], HostOrders | None] = lambda: None
     inspection: Callable[[], HostInspection | None] = lambda: None
+    model_orders: Callable[[], ModelOrders | None] = lambda: None
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
@@ -107,21 +120,3 @@ class Backend:
             raise refusal
         if not self.ready():
             raise ClusterError("the model is still loading: try again in a moment", retry_after_s=2)
-
-    def require_model(self, name: str | None) -> None:
-        """Check that a request means the model that is served; one that names none does.
-
-        Raises:
-            ModelNotFound: Naming the model that is served instead.
-        """
-        if name not in {None, DEFAULT_MODEL, self.model_id}:
-            raise ModelNotFound(
-                f"the model `{name}` is not served here: use `{self.model_id}` or `{DEFAULT_MODEL}`",
-                param="model",
-            )
-
-
-def backend_of(request: Request) -> Backend:
-    """The backend that `create_app` was given."""
-    backend: Backend = request.app.state.backend
-    return backend

@@ -13,7 +13,7 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import ChatCompletion
 from mesh.api.auth import key_name_of
-from mesh.api.backend import Backend, backend_of
+from mesh.api.backends import backends_of
 from mesh.api.body import read_body
 from mesh.api.call_ids import CallIds
 from mesh.api.conversation import Conversation, ending_of, thinking_variables, write_down
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from mesh.api.answer import FinishReason
     from mesh.api.answer_tokens import AnswerToken
+    from mesh.api.backend import Backend
     from mesh.api.job import Job
     from mesh.said import Said
 
@@ -46,12 +47,9 @@ router = APIRouter()
 )
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
-    backend = backend_of(request)
-    body = await read_body(
-        request, ChatBody, backend.unknown_fields, context_length=backend.engine.context_length
-    )
-    backend.require_ready()
-    backend.require_model(body.model)
+    backends = backends_of(request)
+    body = await read_body(request, ChatBody, backends.unknown_fields, context_length=backends.context_length)
+    backend = backends.ready(body.model)
     # A long conversation takes a while, during which other answers must go on.
     jobs = await asyncio.to_thread(_jobs, backend, body, key_name_of(request.scope))
     return await respond(request, backend, body, ChatShape(backend), jobs)

@@ -12,7 +12,7 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import TextCompletion
 from mesh.api.auth import key_name_of
-from mesh.api.backend import Backend, backend_of
+from mesh.api.backends import backends_of
 from mesh.api.body import read_body
 from mesh.api.document import answers, takes
 from mesh.api.hopeless_length import refuse_hopeless_length
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from mesh.api.answer import FinishReason
     from mesh.api.answer_tokens import AnswerToken
+    from mesh.api.backend import Backend
     from mesh.said import Said
     from mesh.tokenizer import Tokenizer
 
@@ -45,12 +46,11 @@ DEFAULT_MAX_TOKENS: Final = 16
 )
 async def completions(request: Request) -> Response:
     """Continue one or more texts as they stand, without a chat template."""
-    backend = backend_of(request)
+    backends = backends_of(request)
     body = await read_body(
-        request, CompletionBody, backend.unknown_fields, context_length=backend.engine.context_length
+        request, CompletionBody, backends.unknown_fields, context_length=backends.context_length
     )
-    backend.require_ready()
-    backend.require_model(body.model)
+    backend = backends.ready(body.model)
     key_name = key_name_of(request.scope)
     jobs = [await asyncio.to_thread(_job, backend, body, prompt, key_name) for prompt in body.prompt]
     jobs = several(jobs, body.num_choices)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import Anything, Health
-from mesh.api.backend import backend_of
+from mesh.api.backends import backend_of, backends_of
 from mesh.api.document import answers
 from mesh.api.json_response import json_response
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mesh.api.backend import Backend
+
+# Of a model's status; what is left out is of the mesh, or for `/metrics`.
+_OF_MODEL: Final = (
+    *("model", "phase", "ready", "lost", "plan", "stages", "sessions", "tokens", "repairs", "failures"),
+)
 
 router = APIRouter()
 
@@ -28,8 +35,10 @@ async def health(request: Request) -> Response:
 
 @router.get("/mesh/status", response_model=None, responses=answers(Anything))
 async def mesh_status(request: Request) -> Response:
-    """Hosts, stages and counts, as `mesh status` shows them."""
-    return json_response(await whole_status(backend_of(request)))
+    """Hosts, stages and counts, as `mesh status` shows them: of the first model, and `models` of each."""
+    # Some may go while the others are asked.
+    found = [(backend.model_id, await whole_status(backend)) for backend in backends_of(request)]
+    return json_response({**found[0][1], "models": [_of_model(name, status) for name, status in found]})
 
 
 async def whole_status(backend: Backend) -> dict[str, Any]:
@@ -44,3 +53,7 @@ async def whole_status(backend: Backend) -> dict[str, Any]:
         "generated": backend.statistics.num_generated_tokens,
     }
     return status
+
+
+def _of_model(name: str, status: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, **{field: status[field] for field in _OF_MODEL if field in status}}

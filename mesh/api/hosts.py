@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import Anything
-from mesh.api.backend import HostOrders, backend_of
+from mesh.api.backends import backend_of
 from mesh.api.document import answers
 from mesh.api.json_response import json_response
 from mesh.api.local_hosts import is_loopback
 from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError, Unauthorized
+
+if TYPE_CHECKING:
+    from mesh.api.backend import HostOrders
 
 router = APIRouter()
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import Anything
-from mesh.api.backend import HostInspection, backend_of
+from mesh.api.backends import backend_of
 from mesh.api.body import read_body
 from mesh.api.document import answers, takes
 from mesh.api.json_response import json_response
 from mesh.api.local_hosts import is_loopback
 from mesh.api.rehearsal_body import RehearsalBody
 from spanmesh_proto.errors import ClusterError, Unauthorized
+
+if TYPE_CHECKING:
+    from mesh.api.backend import HostInspection
 
 router = APIRouter()
 

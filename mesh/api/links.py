@@ -9,7 +9,7 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import Anything
-from mesh.api.backend import backend_of
+from mesh.api.backends import backend_of
 from mesh.api.document import answers
 from mesh.api.json_response import json_response
 from spanmesh_proto.errors import ClusterError, InvalidRequest

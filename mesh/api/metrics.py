@@ -6,11 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response
 
-from mesh.api.backend import backend_of
+from mesh.api.backends import backend_of, backends_of
 from mesh.api.document import answers_text, answers_with
 from mesh.api.health import whole_status
 from mesh.api.json_response import json_response
-from mesh.metrics.publish import exposition
+from mesh.metrics.publish import ModelFigures, exposition
 from mesh.metrics.targets import targets
 
 router = APIRouter()
@@ -19,10 +19,11 @@ router = APIRouter()
 @router.get("/metrics", response_model=None, responses=answers_text("What Prometheus scrapes."))
 async def metrics(request: Request) -> Response:
     """Counts and times since the server started."""
-    backend = backend_of(request)
-    status = await whole_status(backend)
-    accept = request.headers.get("accept", "")
-    body, content_type = exposition(backend.model_id, backend.statistics, status, accept)
+    models = [
+        ModelFigures(backend.model_id, backend.statistics, await whole_status(backend))
+        for backend in backends_of(request)
+    ]
+    body, content_type = exposition(models, request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": content_type})
 
 

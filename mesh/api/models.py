@@ -9,7 +9,7 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import ModelCard, ModelList
-from mesh.api.backend import backend_of
+from mesh.api.backends import backends_of
 from mesh.api.document import answers
 from mesh.api.json_response import json_response
 
@@ -21,16 +21,14 @@ router = APIRouter()
 
 @router.get("/v1/models", response_model=None, responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
-    """The one model that is served."""
-    return json_response({"object": "list", "data": [_model(backend_of(request))]})
+    """Every model that is served, the first one first."""
+    return json_response({"object": "list", "data": [_model(backend) for backend in backends_of(request)]})
 
 
 @router.get("/v1/models/{model_id:path}", response_model=None, responses=answers(ModelCard, 404))
 async def get_model(request: Request, model_id: str) -> Response:
-    """The model by its id, which may hold slashes, or by `default`."""
-    backend = backend_of(request)
-    backend.require_model(model_id)
-    return json_response(_model(backend))
+    """A model by its id, which may hold slashes, or the first by `default`."""
+    return json_response(_model(backends_of(request).named(model_id)))
 
 
 def _model(backend: Backend) -> dict[str, Any]:

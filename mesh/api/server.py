@@ -88,7 +88,7 @@ async def serve_api(
             else f"http://{bound_host}:{bound_port}"
         )
     finally:
-        app.state.backend.closing.set()
+        app.state.backends.first.closing.set()
         server.should_exit = True
         await running
 

@@ -11,7 +11,7 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import Detokenized, Tokenized
-from mesh.api.backend import Backend, backend_of
+from mesh.api.backends import backends_of
 from mesh.api.body import read_body
 from mesh.api.chat import conversation_of
 from mesh.api.conversation import write_down
@@ -25,6 +25,7 @@ from spanmesh_proto.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mesh.api.backend import Backend
 router = APIRouter()
 
 
@@ -58,11 +59,11 @@ class DetokenizeBody(StrictBody):
 )
 async def tokenize(request: Request) -> Response:
     """Token ids of a text or a conversation."""
-    backend = backend_of(request)
+    backends = backends_of(request)
     body = await read_body(
-        request, TokenizeBody, backend.unknown_fields, context_length=backend.engine.context_length
+        request, TokenizeBody, backends.unknown_fields, context_length=backends.context_length
     )
-    backend.require_model(body.model)
+    backend = backends.named(body.model)
     if (body.prompt is None) == (not body.messages):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     tokens = await asyncio.to_thread(_tokens, backend, body)
@@ -85,11 +86,11 @@ async def tokenize(request: Request) -> Response:
 )
 async def detokenize(request: Request) -> Response:
     """The text that token ids stand for; control tokens have none."""
-    backend = backend_of(request)
+    backends = backends_of(request)
     body = await read_body(
-        request, DetokenizeBody, backend.unknown_fields, context_length=backend.engine.context_length
+        request, DetokenizeBody, backends.unknown_fields, context_length=backends.context_length
     )
-    backend.require_model(body.model)
+    backend = backends.named(body.model)
     require_ids(backend, body.tokens, param="tokens")
     return json_response({"prompt": text_of(backend, body.tokens)})
 

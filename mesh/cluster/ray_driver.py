@@ -84,6 +84,12 @@ class RayDriver:
         except ValueError:
             raise StageFailed(f"the process {name} has ended") from None
 
+    def names(self) -> list[str]:
+        """Those of all actors that live and were given one, by this driver or one before it."""
+        from ray.util import list_named_actors  # noqa: PLC0415
+
+        return [str(name) for name in list_named_actors()]
+
     def kill(self, actor: Any) -> None:
         """End an actor's process."""
         self._ray.kill(actor, no_restart=True)

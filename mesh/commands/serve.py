@@ -10,11 +10,16 @@ from typing import Any, Final
 import click
 
 from mesh.commands.model_argument import local_model
-from mesh.commands.options import GpuLayers, LayerCounts, MemorySize
+from mesh.commands.one_model import (
+    SESSION_FLAGS,
+    SPECULATION_FLAGS,
+    check_stage_options,
+    one_model_options,
+)
+from mesh.commands.options import GpuLayers, MemorySize
 from mesh.commands.sections import SectionedCommand
-from mesh.commands.speculation import speculation_from, speculation_options
+from mesh.commands.speculation import speculation_from
 from mesh.commands.weights import weights_from, weights_options
-from stages.kv_types import KV_TYPES
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 # Long enough for a person or systemd to start it again; hosts and their stages end after that.
@@ -25,12 +30,8 @@ _SECTIONS: Final = {
         *("--wait-for", "--head-only", "--stages", "--split", "--topology", "--threads", "--memory"),
         "--gpu-layers",
     ),
-    "Sessions": ("--ctx-size", "--parallel", "--kv-type", "--exact", "--wire"),
-    "Speculation": (
-        *("--speculate", "--draft", "--draft-max", "--draft-min", "--p-min", "--draft-threads"),
-        *("--draft-gpu-layers", "--draft-kv-type", "--spec-history", "--spec-width", "--spec-depth"),
-        *("--no-spec-cancel", "--replay-file"),
-    ),
+    "Sessions": SESSION_FLAGS,
+    "Speculation": SPECULATION_FLAGS,
     "Joining hosts": (
         *("--advertise", "--name", "--join-port", "--token-file", "--token-hours", "--discoverable"),
     ),
@@ -77,54 +78,11 @@ _SECTIONS: Final = {
 )
 @click.option("--head-only", is_flag=True, help="Hold no layers on this host.")
 @click.option(
-    "--stages",
-    metavar="N",
-    type=click.IntRange(1),
-    help="Cut the model into N stages.  [default: the planner's choice]",
-)
-@click.option("--split", type=LayerCounts(), metavar="A,B,…", help="Layers of each stage, such as 10,10,10.")
-@click.option(
     "--topology",
     "topology_path",
     type=_FILE,
     help="Lock who holds what by this TOML file, tables [[stage]] with host and layers: nothing is ever "
     "placed elsewhere, and who is missing is waited for.",
-)
-@click.option(
-    "--ctx-size",
-    metavar="N",
-    type=click.IntRange(16),
-    help="Positions of one session, prompt and answer together.  [default: the model's own, at most 4096]",
-)
-@click.option(
-    "--parallel",
-    default=4,
-    show_default=True,
-    metavar="N",
-    type=click.IntRange(1, 64),
-    help="Sessions at once.",
-)
-@click.option(
-    "--kv-type",
-    default="f16",
-    show_default=True,
-    type=click.Choice(list(KV_TYPES)),
-    help="Format of the KV caches; q8_0 takes half as much memory as f16.",
-)
-@click.option(
-    "--wire",
-    default="f32",
-    show_default=True,
-    type=click.Choice(["f32", "f16", "q8", "auto"]),
-    help="How hidden states travel: exact, in half as many bytes, in about a quarter, or as each link needs.",
-)
-@click.option(
-    "--max-waiting",
-    default=64,
-    show_default=True,
-    metavar="N",
-    type=click.IntRange(1),
-    help="Requests that may wait for a session; more are turned away with 429.",
 )
 @click.option(
     "--threads",
@@ -146,9 +104,8 @@ _SECTIONS: Final = {
     type=GpuLayers(),
     help="Layers of each stage that this host's GPUs hold; as many as they have room for unless given.",
 )
-@speculation_options
+@one_model_options
 @weights_options
-@click.option("--exact", is_flag=True, help="Compute so that a text never depends on what else is computed.")
 @click.option(
     "--advertise",
     metavar="IP",
@@ -211,8 +168,7 @@ def serve(
 
     MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT.
     """
-    if stages is not None and split is not None:
-        raise click.UsageError("--split says how many stages there are: leave out --stages")
+    check_stage_options(stages, split)
     if topology_path is not None and (stages is not None or split is not None or wait_for):
         raise click.UsageError(
             "--topology says which hosts hold which layers: leave out --stages, --split and --wait-for"

@@ -11,7 +11,7 @@ from rich.table import Table
 from stages.byte_size import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 _SHOWN_FAILURES: Final = 5
@@ -35,6 +35,9 @@ def print_status(status: Mapping[str, Any]) -> None:
         console.print(_stages(status["stages"]))
     _print_counts(console, status)
     _print_incidents(console, status)
+    # Of one model everything is said above.
+    if len(models := status.get("models", ())) > 1:
+        console.print(_models(models))
 
 
 def _hosts(hosts: list[Mapping[str, Any]]) -> Table:
@@ -99,6 +102,29 @@ def _stages(stages: list[Mapping[str, Any]]) -> Table:
             f"{stage['mean_queue_ms']:.2f}",
         )
     return table
+
+
+def _models(models: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("model", "state", "stages", "sessions", "context", "numbers", "repairs")
+    for model in models:
+        facts, sessions, running = model.get("model", {}), model.get("sessions"), "-"
+        if sessions:
+            running = f"{sessions['running']} of {sessions['slots']}, {sessions['waiting']} waiting"
+        table.add_row(
+            model["name"],
+            "ready" if model.get("ready") else model.get("lost") or model.get("phase", "not ready"),
+            " ".join(_place(stage) for stage in model.get("stages", ())) or "-",
+            running,
+            str(facts.get("context", "-")),
+            facts.get("numeric_mode", "-"),
+            str((model.get("repairs") or {}).get("count", 0)),
+        )
+    return table
+
+
+def _place(stage: Mapping[str, Any]) -> str:
+    start, stop = stage["layers"]
+    return f"{stage['host']}[{start}, {stop})"
 
 
 def _print_counts(console: Console, status: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from stages.byte_size import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from mesh.commands.mesh_pace import MeshPace
 
@@ -35,6 +35,8 @@ def view(
     if status["stages"]:
         parts += [_stages(status, pace, hops_ms, head), Text(_speed(status, pace))]
         parts += [Text(line) for line in _speculation(status, pace)]
+    if len(models := status.get("models", ())) > 1:
+        parts.append(_models(models))
     parts.append(_hosts(status))
     if (lost := status.get("lost")) is not None:
         parts.append(Text(f"broken: {lost}"))
@@ -107,6 +109,16 @@ def _speculation(status: Mapping[str, Any], pace: MeshPace) -> list[str]:
     if places:
         lines.append("  by position: " + " ".join(f"{each:.2f}" for each in places[:_BAR_CHARS]))
     return lines
+
+
+def _models(models: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("model", "state", "sessions", "tokens", box=None)
+    for model in models:
+        sessions, tokens = model.get("sessions"), model.get("tokens") or {}
+        state = "ready" if model.get("ready") else model.get("lost") or model.get("phase", "")
+        running = f"{sessions['running']} of {sessions['slots']}" if sessions else "-"
+        table.add_row(escape(model["name"]), escape(state), running, str(tokens.get("generated", 0)))
+    return table
 
 
 def _hosts(status: Mapping[str, Any]) -> Table:

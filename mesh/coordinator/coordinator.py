@@ -103,6 +103,11 @@ class Coordinator:
         return self._is_whole
 
     @property
+    def num_requests(self) -> int:
+        """Requests that have a slot, or wait for one."""
+        return self._slots.num_busy + self._slots.num_waiting
+
+    @property
     def refusal(self) -> StageFailed | None:
         """Why requests are turned away at once, if they are; while the ring is repaired they wait."""
         return self._gate.refusal

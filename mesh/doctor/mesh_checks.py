@@ -27,6 +27,8 @@ def mesh_checks(
         hosts: Of the answer of `/mesh/examine`.
     """
     yield _state(status)
+    for model in (status.get("models") or ())[1:]:
+        yield _state_of(model["name"], model)
     for failure in (status.get("failures") or ())[-3:]:
         yield warn(
             failure["host"],
@@ -47,7 +49,10 @@ def mesh_checks(
 
 
 def _state(status: Mapping[str, Any]) -> Check:
-    model = status["model"]["name"]
+    return _state_of(status["model"]["name"], status)
+
+
+def _state_of(model: str, status: Mapping[str, Any]) -> Check:
     if status["ready"]:
         return ok("mesh", "serving", f"{model} in {len(status['stages'])} stages")
     if status.get("lost"):

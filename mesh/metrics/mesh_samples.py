@@ -10,24 +10,33 @@ if TYPE_CHECKING:
     from mesh.metrics.sheet import Sheet
 
 
-def add_mesh(sheet: Sheet, status: Mapping[str, Any]) -> None:
-    """Add them.
+def add_model(sheet: Sheet, status: Mapping[str, Any]) -> None:
+    """Add those of one model's ring.
 
     Args:
         sheet: What is scraped.
-        status: What `/mesh/status` answers.
+        status: What `/mesh/status` answers of the model.
     """
     if "ready" in status:
         sheet.gauge("mesh_ready", "Whether requests are answered at once.", int(status["ready"]))
-    if "version" in status:
-        labels = {name: str(status[name]) for name in ("version", "protocol_version")}
-        sheet.gauge("mesh_info", "What runs here.", 1, **labels)
     if (repairs := status.get("repairs")) is not None:
         sheet.counter("mesh_stage_losses", "Stages that were lost.", repairs["losses"])
         sheet.counter("mesh_repairs", "Repairs of the ring.", repairs["count"])
         sheet.counter("mesh_moves", "Times that layers moved while all was well.", repairs["moves"])
         if repairs["last_s"] is not None:
             sheet.gauge("mesh_last_repair_seconds", "How long the latest repair took.", repairs["last_s"])
+
+
+def add_mesh(sheet: Sheet, status: Mapping[str, Any]) -> None:
+    """Add those of the mesh as a whole.
+
+    Args:
+        sheet: What is scraped.
+        status: What `/mesh/status` answers.
+    """
+    if "version" in status:
+        labels = {name: str(status[name]) for name in ("version", "protocol_version")}
+        sheet.gauge("mesh_info", "What runs here.", 1, **labels)
     hosts = status.get("hosts", ())
     if isinstance(hosts, list):
         _add_hosts(sheet, hosts)

@@ -19,12 +19,16 @@ class Sheet(Collector):
     """What one scrape gets.
 
     Args:
-        model: Label of every sample, as vLLM has it.
+        model: Label of every sample, as vLLM has it; of those that follow `of`, another's.
     """
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._families: dict[str, Metric] = {}
+
+    def of(self, model: str) -> None:
+        """What is added from now on is of this model."""
+        self._model = model
 
     def counter(self, name: str, help_: str, value: float, **labels: str) -> None:
         """Add a sample that only grows; `_total` comes behind its name."""
@@ -42,10 +46,11 @@ class Sheet(Collector):
 
     def histogram(self, name: str, help_: str, histogram: Histogram) -> None:
         """Add a histogram."""
-        family = HistogramMetricFamily(name, help_, labels=["model_name"])
+        family = self._families.get(name)
+        if not isinstance(family, HistogramMetricFamily):
+            family = self._families[name] = HistogramMetricFamily(name, help_, labels=["model_name"])
         buckets = [(_bound(bound), count) for bound, count in histogram.cumulative()]
         family.add_metric([self._model], buckets, histogram.total)
-        self._families[name] = family
 
     def collect(self) -> Iterator[Metric]:
         """What `prometheus_client` asks of a collector."""

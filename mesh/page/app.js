@@ -34,6 +34,7 @@ function onStatus(status, nowMs) {
   const canSend = condition.kind === "good" || (condition.kind === "heal" && condition.word === "Healing");
   chat.setReady(canSend, condition.sentence ?? `The mesh is still busy: ${status.phase ?? "starting"}.`);
   chat.setContext(status.model?.context ?? null);
+  chat.setModels(status.models ?? []);
   showPanel(status, recent, condition);
 }
 

@@ -7,12 +7,15 @@ import { AnswerTurn, costOf, userTurn } from "./turn.js";
 const STARTERS = ["Who are you?", "Name three rivers and where they end.", "Write a haiku about the sea."];
 // Nearer to the end than this, the view follows the answer.
 const NEAR_PX = 80;
+// What the server calls the model that it was started with, whatever its name.
+const FIRST = "default";
 
 export class Chat {
   #messages = [];
   #running = null;
   #isReady = false;
   #context = null;
+  #models = [];
   #onLocked;
 
   constructor({ onLocked }) {
@@ -43,6 +46,19 @@ export class Chat {
   /** Tokens that a session holds: an answer must be asked to be shorter. */
   setContext(context) {
     this.#context = context;
+  }
+
+  /** What the mesh serves; where that is one model there is no choice. */
+  setModels(models) {
+    const [choice, chosen] = [byId("model-choice"), this.#chosen()];
+    const named = ({ name }, index) => ({ value: index ? name : FIRST, name });
+    const isSame = models.length === this.#models.length && models.every(({ name }, index) => name === this.#models[index].name);
+    this.#models = models;
+    if (isSame) return;
+    const options = models.map(named);
+    choice.replaceChildren(...options.map(({ value, name }) => el("option", { value }, name)));
+    choice.value = options.some(({ value }) => value === chosen) ? chosen : FIRST;
+    byId("models").hidden = models.length < 2;
   }
 
   /** Whether the mesh answers; while it heals, answers wait. */
@@ -114,14 +130,20 @@ export class Chat {
     }
   }
 
+  #chosen() {
+    return byId("model-choice").value || FIRST;
+  }
+
   #request() {
+    const model = this.#chosen();
+    const context = this.#models.find(({ name }) => name === model)?.model?.context ?? this.#context;
     const asked = {
-      model: "default",
+      model,
       messages: this.#messages,
       stream: true,
       stream_options: { include_usage: true },
       temperature: Number(byId("temperature").value),
-      max_tokens: Math.min((this.#context ?? Infinity) - 1, Math.max(1, Math.round(Number(byId("max-tokens").value)) || 512)),
+      max_tokens: Math.min((context ?? Infinity) - 1, Math.max(1, Math.round(Number(byId("max-tokens").value)) || 512)),
     };
     if (!byId("speculate").checked) asked.speculation = { mode: "off" };
     return asked;

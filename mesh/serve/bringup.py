@@ -1,4 +1,4 @@
-"""From an open head to a served model, step by step."""
+"""From an open head to a served model, step by step; and whatever keeps it whole."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from mesh.replanner import NewStage, Replan
 from mesh.serve.announce import print_join_line
 from mesh.serve.blame import note_trouble
 from mesh.serve.crew import make_crew
-from mesh.serve.departures import Departures
 from mesh.serve.first_plan import FirstPlan
-from mesh.serve.fleet import Fleet, Seat
+from mesh.serve.fleet import Seat
 from mesh.serve.last_words import LastWords
 from mesh.serve.mesh_keys import new_mesh_keys
 from mesh.serve.placer import Placer
@@ -29,17 +28,17 @@ from spanmesh_proto.errors import StageFailed
 from stages.numerics import numerics_for
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from mesh.coordinator import StageAddress
     from mesh.planner import Plan, StagePlacement
+    from mesh.serve.departures import Departures
     from mesh.serve.head import Head
+    from mesh.serve.head_state import KeptRing
+    from mesh.serve.ledger import Ledger
     from mesh.serve.mesh_keys import MeshKeys
-    from mesh.serve.options import ServeOptions
-    from mesh.serve.preflight import Preflight
     from mesh.serve.proposers import Proposers
-    from mesh.serve.state import MeshState
-    from mesh.serve.succession import Succession
+    from mesh.serve.served_model import ServedModel
     from mesh.topology import Topology
     from stages.cutting import StageCache
 
@@ -50,40 +49,55 @@ class Bringup:
     """Hosts, plan, stage files, actors, ring; then whatever keeps it whole.
 
     Args:
-        options: What the user says.
-        known: What was found out beforehand.
-        state: Kept up to date; its engine answers once the ring is connected.
+        model: Its state is kept up to date; its engine answers once the ring is connected.
         head: Open.
         cache: Of this host.
+        ledger: Of all models; this one has its account there while it runs.
+        departures: Hosts that are to leave.
         proposers: Who proposes for a request; None if nobody does.
-        succession: What the head before left, and this one leaves.
+        former: What the head before left of this model, if anything can be taken over.
+        term: Of this head.
+        before_planning: Awaited unless stages are taken over: whoever has precedence.
     """
 
     def __init__(
         self,
-        options: ServeOptions,
-        known: Preflight,
-        state: MeshState,
+        model: ServedModel,
         head: Head,
         cache: StageCache,
+        ledger: Ledger,
+        departures: Departures,
         *,
         proposers: Proposers | None,
-        succession: Succession,
+        former: KeptRing | None,
+        term: int,
+        before_planning: Callable[[], Awaitable[None]],
     ) -> None:
+        options, known = model.options, model.known
+        self._model = model
         self._options = options
         self._known = known
-        self._state = state
+        self._state = model.state
         self._head = head
+        self._ledger = ledger
+        self._departures = departures
         self._proposers = proposers
-        self._fleet = Fleet()
-        self._planning = FirstPlan(options, known, head, self._say)
-        self._maker = StageMaker(options, known, head, cache, state.transfers)
-        self._placer = Placer(self._maker, self._fleet, head.members)
-        self._succession = succession
-        self._term = succession.term
+        self._fleet = model.fleet
+        self._account = ledger.open(
+            model.name,
+            model.fleet,
+            draft_bytes=known.draft_bytes,
+            most_threads=None if model.order is None else model.order.threads,
+        )
+        self._planning = FirstPlan(options, known, head, self._account, self._say)
+        self._maker = StageMaker(options, known, head, cache, model.state.transfers)
+        self._placer = Placer(self._maker, self._account, head.members)
+        self._former = former
+        self._term = term
+        self._before_planning = before_planning
 
     async def run(self, on_served: Callable[[], None]) -> NoReturn:
-        """All steps, then stay until cancelled.
+        """All steps, then stay until cancelled. Afterwards nothing of the model is left on any host.
 
         Args:
             on_served: Called when requests are answered.
@@ -92,21 +106,26 @@ class Bringup:
             MeshError: If a step fails. Once requests are answered, what fails is repaired.
         """
         try:
-            await first_of(self._run(on_served), self._succession.note(self._head, self._fleet))
+            await self._run(on_served)
         finally:
             await self._fleet.stop()
+            self._ledger.close(self._account)
+            if self._model.order is not None:
+                self._tell_layers()
         raise StageFailed("the mesh ended by itself")
 
     async def _run(self, on_served: Callable[[], None]) -> None:
         if not await self._take_over():
             await self._gather_hosts()
+            await self._before_planning()
             placed = await self._planning.make()
+            self._fleet.intended = placed.stages
             self._note_plan(placed.stages, placed.reason)
             await first_of(self._load(placed), self._watch_hosts(placed))
         await self._serve(on_served)
 
     async def _take_over(self) -> bool:
-        former = self._head.former
+        former = self._former
         if former is None:
             return False
         self._say("taking over")
@@ -115,8 +134,8 @@ class Bringup:
             self._head,
             self._maker,
             self._fleet,
-            self._succession.setup,
-            capacity_of=self._planning.capacity_of,
+            self._model.setup,
+            capacity_of=self._account.capacity_of,
         )
         if not await takeover.run(former):
             return False
@@ -150,6 +169,7 @@ class Bringup:
         self._say("loading")
         everything = Replan(tuple(NewStage(stage) for stage in placed.stages), (), placed.reason)
         self._fleet.seats = await self._placer.fill(everything, wires, note_trouble)
+        self._fleet.intended = ()
 
     async def _serve(self, on_served: Callable[[], None]) -> None:
         head, fleet, state = self._head, self._fleet, self._state
@@ -164,7 +184,7 @@ class Bringup:
                 self._placer,
                 coordinator,
                 term=self._term,
-                capacity_of=self._planning.capacity_of,
+                capacity_of=self._account.capacity_of,
                 incidents=state.incidents,
                 on_failure=lambda *what: last_words.look_up(state.incidents, *what),
                 on_plan=self._note_plan,
@@ -176,24 +196,18 @@ class Bringup:
                 self._maker,
                 head.members,
                 crew.sizes,
-                capacity_of=crew.capacity_of,
+                capacity_of=self._account.capacity_for_copies,
+                threads_of=self._account.threads_of,
                 clock_s=time.monotonic,
                 are_wanted=self._options.topology is None,
             )
             state.fleet = fleet
-            state.departures = departures = Departures(
-                head.members,
-                head.service,
-                fleet,
-                state.incidents,
-                on_new_token=self._tell_new_token,
-                clock_s=time.monotonic,
-            )
+            state.departures = self._departures
             state.engine.coordinator = coordinator
             self._say("serving")
             on_served()
             try:
-                await Tending(crew, spares, departures).run()
+                await Tending(crew, spares, self._departures).run()
             finally:
                 await crew.switch.close()
 
@@ -233,30 +247,38 @@ class Bringup:
             present = {member.name for member in self._head.members.ready}
             for stage in placed.stages:
                 if stage.host not in present:
+                    command = "mesh serve" if self._model.order is None else "mesh load"
                     raise StageFailed(
                         f"host {stage.host}, which was to hold layers {stage.layers}, left the mesh; start "
-                        "`mesh serve` again"
+                        f"`{command}` again"
                     )
             await self._head.members.changed()
 
     def _note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         self._state.note_plan(stages, reason)
+        self._account.noted = tuple(stages)
+        self._tell_layers()
         layers: dict[str, list[str]] = {member.name: [] for member in self._head.members}
         for stage in stages:
             layers.setdefault(stage.host, []).append(str(stage.layers))
+        log.info("planned", stages=len(stages), reason=reason, hosts=layers, **self._which)
+
+    def _tell_layers(self) -> None:
+        """Every host hears when what it holds has changed, of any model."""
         for member in self._head.members:
-            held = ", ".join(layers[member.name])
+            held = self._ledger.layers_on(member.name)
             if held != member.layers:
                 self._head.members.update(member.name, layers=held)
                 self._head.service.announce(member.name, f"layers {held}" if held else "no layers")
-        log.info("planned", stages=len(stages), reason=reason, hosts=layers)
 
-    def _tell_new_token(self) -> None:
-        print_join_line(self._head.token)
-        self._head.write_token(self._head.token)
+    @property
+    def _which(self) -> dict[str, str]:
+        """For the log: which model, where it is not the first."""
+        return {} if self._model.order is None else {"model": self._model.name}
 
     def _say(self, phase: str) -> None:
         if phase != self._state.phase:
             self._state.phase = phase
-            log.info("phase", phase=phase)
-            self._head.service.announce_to_all(phase)
+            log.info("phase", phase=phase, **self._which)
+            told = phase if self._model.order is None else f"{self._model.name}: {phase}"
+            self._head.service.announce_to_all(told)

@@ -11,7 +11,7 @@ from mesh.serve.switch import Switch
 from mesh.stage_sizes import StageSizes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from mesh.cluster.members import Member, Members
     from mesh.coordinator import Coordinator
@@ -60,6 +60,28 @@ class Crew:
     say: Callable[[str], None]
     clock_s: Callable[[], float]
     replan: Callable[..., Replan] = replan
+
+    def decide(
+        self, lost: Collection[int], hosts: Sequence[HostCapacity], *, may_start_over: bool = True
+    ) -> Replan:
+        """Where lost stages go; nobody else counts on that room from now on. See `mesh.replanner.replan`.
+
+        Raises:
+            ModelDoesNotFit: With what is needed and what each host has left.
+            NotEnoughHosts: If there is no host for what is lost.
+        """
+        fleet = self.fleet
+        fleet.intended = ()
+        decision = self.replan(
+            self.sizes,
+            fleet.placements,
+            lost,
+            hosts,
+            fleet.copy_list(),
+            may_start_over=may_start_over,
+        )
+        fleet.intend(decision)
+        return decision
 
     def wires(self, decision: Replan) -> tuple[HiddenType, ...]:
         """How hidden states travel in a ring to be: as they did behind the same layers."""

@@ -11,7 +11,7 @@ from mesh.serve.stage_handle import StageLoss
 from spanmesh_proto.errors import ClusterError, JoinError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from mesh.cluster.members import Member, Members
     from mesh.cluster.membership_server import MembershipService
@@ -31,8 +31,8 @@ class Departures:
     Args:
         members: Hosts.
         service: Tells them.
-        fleet: Loses the stages of evicted hosts.
-        incidents: Notes that.
+        fleets: Gives those of all models, each with what notes its losses; they lose the stages of evicted
+            hosts.
         on_new_token: Called when the join token was replaced.
         clock_s: Monotonic, seconds.
     """
@@ -41,16 +41,14 @@ class Departures:
         self,
         members: Members,
         service: MembershipService,
-        fleet: Fleet,
-        incidents: Incidents,
+        fleets: Callable[[], Iterable[tuple[Fleet, Incidents]]],
         *,
         on_new_token: Callable[[], None],
         clock_s: Callable[[], float],
     ) -> None:
         self._members = members
         self._service = service
-        self._fleet = fleet
-        self._incidents = incidents
+        self._fleets = fleets
         self._on_new_token = on_new_token
         self._clock_s = clock_s
         self._drains: dict[str, asyncio.Future[None]] = {}
@@ -84,11 +82,11 @@ class Departures:
             JoinError: If no such host has joined.
         """
         self._service.evict(name)
-        fleet = self._fleet
-        for index, seat in enumerate(fleet.seats):
-            if seat.handle is not None and seat.handle.member.name == name:
-                fleet.lose(index)
-                self._incidents.failed(name, str(seat.placement.layers), _EVICTED.reason)
+        for fleet, incidents in self._fleets():
+            for index, seat in enumerate(fleet.seats):
+                if seat.handle is not None and seat.handle.member.name == name:
+                    fleet.lose(index)
+                    incidents.failed(name, str(seat.placement.layers), _EVICTED.reason)
         self.drop_copies(name)
         self._finish(name)
         self._on_new_token()
@@ -96,8 +94,18 @@ class Departures:
 
     def drop_copies(self, name: str) -> None:
         """End what a host has loaded ahead."""
-        for copy in [copy for copy in self._fleet.copies if copy.member.name == name]:
-            self._fleet.drop_copy(copy)
+        for fleet, _incidents in self._fleets():
+            for copy in [copy for copy in fleet.copies if copy.member.name == name]:
+                fleet.drop_copy(copy)
+
+    def let_go_if_free(self, member: Member) -> None:
+        """Let a host go once no model has layers there, or is about to."""
+        if not any(
+            any(seat.is_on(member) for seat in fleet.seats)
+            or any(placement.host == member.name for placement in fleet.intended)
+            for fleet, _incidents in self._fleets()
+        ):
+            self.let_go(member, "nothing of the mesh is left on this host: goodbye")
 
     def let_go(self, member: Member, state: str) -> None:
         """A host holds nothing any more, or has waited for too long: it may leave. Once is enough."""

@@ -9,7 +9,7 @@ import structlog
 from mesh.cluster.links import LinkWish
 from mesh.serve.link_order import has_an_order, hosts_of, ordered_by_links
 from mesh.serve.measured_links import HIDDEN_VALUE_BYTES
-from mesh.serve.preflight import own_capacity, placed
+from mesh.serve.preflight import placed
 from mesh.serve.wires import planned_wires
 from mesh.stage_sizes import StageSizes
 from stages.hidden_codec import HiddenType
@@ -17,9 +17,9 @@ from stages.hidden_codec import HiddenType
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.cluster.members import Member
     from mesh.planner import HostCapacity, Plan
     from mesh.serve.head import Head
+    from mesh.serve.ledger import Account
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
 
@@ -38,15 +38,22 @@ class FirstPlan:
         options: What the user says.
         known: What was found out beforehand.
         head: Open.
+        account: What hosts have left for the model.
         say: Tells everybody what is going on.
     """
 
     def __init__(
-        self, options: ServeOptions, known: Preflight, head: Head, say: Callable[[str], None]
+        self,
+        options: ServeOptions,
+        known: Preflight,
+        head: Head,
+        account: Account,
+        say: Callable[[str], None],
     ) -> None:
         self._options = options
         self._known = known
         self._head = head
+        self._account = account
         self._say = say
 
     async def make(self) -> Plan:
@@ -57,22 +64,19 @@ class FirstPlan:
             UncuttableModel: If the model cannot be cut as the user wants.
             NotEnoughHosts: If there is no host.
         """
-        hosts = [self.capacity_of(member) for member in self._head.members.ready]
+        hosts = self._hosts()
         idle = [host.name for host in hosts if host.uses_gpus]
         if idle and self._options.is_exact:
             log.warning("gpus_idle", hosts=idle, reason="--exact computes on processors alone")
-        return await self._ordered_by_links(hosts, self._placed(hosts))
+        return await self._ordered_by_links(self._placed(hosts))
 
-    def capacity_of(self, member: Member) -> HostCapacity:
-        """A host as the planner sees it."""
-        if member.ray_node_name == self._head.own.ray_node_name:
-            return own_capacity(member.name, self._known)
-        return member.facts.capacity(member.name)
+    def _hosts(self) -> list[HostCapacity]:
+        return [self._account.capacity_of(member) for member in self._head.members.ready]
 
     def _placed(self, hosts: Sequence[HostCapacity]) -> Plan:
         return placed(self._options, self._known, hosts)
 
-    async def _ordered_by_links(self, hosts: Sequence[HostCapacity], as_joined: Plan) -> Plan:
+    async def _ordered_by_links(self, as_joined: Plan) -> Plan:
         """The plan again with its hosts in the order that makes a token's round shortest."""
         survey = self._head.survey
         if self._options.topology is not None or not has_an_order(as_joined, survey.head):
@@ -80,6 +84,9 @@ class FirstPlan:
         self._say("measuring links")
         hidden_bytes = self._known.model.hidden_width * HIDDEN_VALUE_BYTES
         links = await survey.measure(LinkWish(hidden_bytes, _NUM_PROBES))
+        # Other models may have taken some of the room meanwhile.
+        hosts = self._hosts()
+        as_joined = self._placed(hosts)
         ordered = ordered_by_links(hosts, as_joined, self._placed, survey.head, links)
         if ordered is None:
             log.warning("links_unknown", consequence="stages stay in the order of joining")
@@ -104,7 +111,10 @@ class FirstPlan:
         choices = planned_wires(
             chosen,
             StageSizes(self._known.model, self._known.workload),
-            {member.name: self.capacity_of(member).fastest_gb_per_s for member in self._head.members},
+            {
+                member.name: self._account.capacity_of(member).fastest_gb_per_s
+                for member in self._head.members
+            },
             links,
         )
         log.info("wires_chosen", links=[choice.as_dict() for choice in choices if choice is not None])

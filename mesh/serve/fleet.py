@@ -12,6 +12,7 @@ from spanmesh_proto.errors import StageFailed
 if TYPE_CHECKING:
     from mesh.cluster.members import Member
     from mesh.planner import StagePlacement
+    from mesh.replanner import Replan
     from mesh.serve.stage_handle import StageHandle
     from stages.hidden_codec import HiddenType
     from stages.layers import LayerRange
@@ -37,16 +38,24 @@ class Seat:
 
 
 class Fleet:
-    """Changed by one task at a time: see `mesh.serve.tending`.
+    """Of one model. Changed by one task at a time: see `mesh.serve.tending`.
+
+    Only copies may go at any time, when layers of another model need their room.
 
     Attributes:
         seats: The ring, in pipeline order.
         copies: Stages loaded ahead.
+        intended: What was decided on and is not in the ring yet: nobody else may count on its room.
+        loading: Stages that are being loaded for the ring.
+        coming: Copies that are being loaded.
     """
 
     def __init__(self) -> None:
         self.seats: tuple[Seat, ...] = ()
         self.copies: list[StageHandle] = []
+        self.intended: tuple[StagePlacement, ...] = ()
+        self.loading: tuple[StageHandle, ...] = ()
+        self.coming: list[StageHandle] = []
 
     @property
     def handles(self) -> tuple[StageHandle, ...]:
@@ -57,6 +66,19 @@ class Fleet:
     def placements(self) -> tuple[StagePlacement, ...]:
         """The ring's layers."""
         return tuple(seat.placement for seat in self.seats)
+
+    def intend(self, decision: Replan) -> None:
+        """Note what is to be loaded, or to become a stage, before anybody else decides."""
+        self.intended = tuple(new.placement for new in decision.stages if new.kept is None)
+
+    def held_on(self, host: str) -> tuple[StagePlacement, ...]:
+        """Stages that a host holds, or soon will; copies are left out."""
+        seated = (seat.placement for seat in self.seats if seat.handle is not None)
+        return tuple(placement for placement in (*seated, *self.intended) if placement.host == host)
+
+    def copies_on(self, host: str) -> tuple[StageHandle, ...]:
+        """Copies that a host has loaded, or is loading."""
+        return tuple(copy for copy in (*self.copies, *self.coming) if copy.member.name == host)
 
     def copy_list(self) -> tuple[Copy, ...]:
         """What the planner must know of the copies."""
@@ -74,11 +96,16 @@ class Fleet:
                 return handle
         raise StageFailed(f"the copy of layers {copy.layers} on {copy.host} is gone")
 
+    def release(self, copy: StageHandle) -> None:
+        """It is no copy any more; whoever says so ends it."""
+        for among in (self.copies, self.coming):
+            if copy in among:
+                among.remove(copy)
+
     def drop_copy(self, copy: StageHandle) -> None:
-        """End a copy; one that was dropped before stays so."""
+        """End a copy, or the loading of one; one that was dropped before stays so."""
         copy.kill()
-        if copy in self.copies:
-            self.copies.remove(copy)
+        self.release(copy)
 
     def lose(self, index: int) -> None:
         """Note that a stage of the ring is gone, and see to it that it is: it may only be frozen."""
@@ -103,5 +130,5 @@ class Fleet:
     async def stop(self) -> None:
         """End every stage."""
         handles = (*self.handles, *self.copies)
-        self.seats, self.copies = (), []
+        self.seats, self.copies, self.intended = (), [], ()
         await asyncio.gather(*(handle.stop() for handle in handles))

@@ -13,7 +13,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 import structlog
 
@@ -49,6 +49,39 @@ class KeptStage:
     address: str | None
 
 
+class KeptRing(Protocol):
+    """What may be taken over of one model."""
+
+    @property
+    def setup(self) -> str:
+        """Fingerprint of all that its stages were loaded with; see `fingerprint`."""
+
+    @property
+    def stages(self) -> tuple[KeptStage, ...]:
+        """The ring, in pipeline order; none before the first time that it served."""
+
+    @property
+    def copies(self) -> tuple[KeptStage, ...]:
+        """Stages that spare hosts have loaded ahead."""
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """A model that was loaded beside the first.
+
+    Attributes:
+        order: What was asked for, see `mesh.serve.load_order`.
+        setup: See `KeptRing`.
+        stages: Likewise.
+        copies: Likewise.
+    """
+
+    order: dict[str, Any]
+    setup: str
+    stages: tuple[KeptStage, ...] = ()
+    copies: tuple[KeptStage, ...] = ()
+
+
 @dataclass(frozen=True)
 class HeadState:
     """One head at one time.
@@ -64,6 +97,7 @@ class HeadState:
         setup: Fingerprint of all that stages were loaded with; see `fingerprint`.
         stages: The ring, in pipeline order; none before the first time that the mesh served.
         copies: Stages that spare hosts have loaded ahead.
+        models: Those that were loaded beside the first, in the order in which they came.
     """
 
     term: int
@@ -76,6 +110,7 @@ class HeadState:
     setup: str
     stages: tuple[KeptStage, ...] = ()
     copies: tuple[KeptStage, ...] = ()
+    models: tuple[KeptModel, ...] = ()
 
 
 def fingerprint(**setup: object) -> str:
@@ -160,6 +195,11 @@ def _from_json(fields: Any) -> HeadState:
     if fields.pop("format") != _FORMAT:
         raise ValueError("written by another version")
     fields["ray"] = RayNodeRecord(**fields["ray"])
-    for name in ("stages", "copies"):
-        fields[name] = tuple(KeptStage(**stage) for stage in fields[name])
-    return HeadState(**fields)
+    fields["models"] = tuple(KeptModel(**_with_stages(model)) for model in fields.get("models", ()))
+    return HeadState(**_with_stages(fields))
+
+
+def _with_stages(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields | {
+        name: tuple(KeptStage(**stage) for stage in fields[name]) for name in ("stages", "copies")
+    }

@@ -8,11 +8,11 @@ from mesh.serve.examination import Examination
 from mesh.serve.rehearsals import Rehearsals
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mesh.cluster.members import Members
     from mesh.cluster.ray_driver import RayDriver
-    from mesh.serve.state import MeshState
+    from mesh.serve.fleet import Fleet
 
 
 class Inspection:
@@ -21,13 +21,13 @@ class Inspection:
     Args:
         driver: Starts processes on hosts.
         members: Hosts.
-        state: Knows which files hosts should have.
+        fleets: Gives those of all models: the files that hosts should have are theirs.
     """
 
-    def __init__(self, driver: RayDriver, members: Members, state: MeshState) -> None:
+    def __init__(self, driver: RayDriver, members: Members, fleets: Callable[[], Iterable[Fleet]]) -> None:
         self._rehearsals = Rehearsals(driver, members)
         self._examination = Examination(driver, members)
-        self._state = state
+        self._fleets = fleets
 
     async def rehearse(self, wanted: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
         """See `Rehearsals.run`."""
@@ -36,9 +36,8 @@ class Inspection:
     async def examine(self) -> list[dict[str, Any]]:
         """See `Examination.run`."""
         files: dict[str, list[str]] = {}
-        fleet = self._state.fleet
-        handles = () if fleet is None else (*fleet.handles, *fleet.copies)
-        for handle in handles:
-            if handle.config.whole is None:
-                files.setdefault(handle.member.name, []).append(handle.config.sha256)
+        for fleet in self._fleets():
+            for handle in (*fleet.handles, *fleet.copies):
+                if handle.config.whole is None:
+                    files.setdefault(handle.member.name, []).append(handle.config.sha256)
         return await self._examination.run({host: sorted(set(hashes)) for host, hashes in files.items()})

@@ -22,11 +22,13 @@ class PendingEngine:
 
     Attributes:
         coordinator: None until the ring is connected.
+        ended: Why it answers no more, once the model was unloaded.
     """
 
     def __init__(self, context_length: int) -> None:
         self.context_length = context_length
         self.coordinator: Coordinator | None = None
+        self.ended: MeshError | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -43,7 +45,10 @@ class PendingEngine:
 
         Raises:
             ClusterError: While the model is loading.
+            MeshError: Once it was unloaded.
         """
+        if self.ended is not None:
+            raise self.ended
         if self.coordinator is None:
             raise ClusterError("the model is still loading: try again in a moment", retry_after_s=2)
         return self.coordinator.generate(request)

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+import structlog
+
 from mesh.interruption import first_of
 from mesh.replanner import Copy
 from mesh.serve.fleet import Seat
@@ -19,10 +21,13 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member, Members
     from mesh.replanner import NewStage, Replan
     from mesh.serve.blame import Blame
-    from mesh.serve.fleet import Fleet
+    from mesh.serve.ledger import Account, InTheWay
     from mesh.serve.stage_handle import StageHandle
     from mesh.serve.stage_maker import StageMaker
     from stages.hidden_codec import HiddenType
+
+
+log = structlog.get_logger()
 
 
 class Placer:
@@ -30,13 +35,14 @@ class Placer:
 
     Args:
         maker: Makes stages.
-        fleet: What there is.
+        account: What there is, and what hosts have left for it.
         members: Hosts.
     """
 
-    def __init__(self, maker: StageMaker, fleet: Fleet, members: Members) -> None:
+    def __init__(self, maker: StageMaker, account: Account, members: Members) -> None:
         self._maker = maker
-        self._fleet = fleet
+        self._account = account
+        self._fleet = account.fleet
         self._members = members
 
     async def fill(
@@ -61,24 +67,30 @@ class Placer:
             MeshError: If a host or a process is gone, has no room, or does not answer.
         """
         fleet = self._fleet
-        await self._make_room(decision)
-        await self._maker.describe(
-            (new.placement.host, new.placement.layers) for new in decision.stages if _is_fresh(new)
-        )
-        fresh = self._fresh(decision, wires)
+        fleet.intend(decision)
+        fresh: dict[int, StageHandle] = {}
         try:
-            await first_of(load_all(tuple(fresh.values()), blame), self._watch(tuple(fresh.values())))
+            await self._make_room(decision)
+            await self._maker.describe(
+                (new.placement.host, new.placement.layers) for new in decision.stages if _is_fresh(new)
+            )
+            fresh = self._fresh(decision, wires)
+            fleet.loading = tuple(fresh.values())
+            await first_of(load_all(fleet.loading, blame), self._watch(fleet.loading))
+            return tuple(
+                Seat(new.placement, wire, fresh.get(index) or self._old(new))
+                for index, (new, wire) in enumerate(zip(decision.stages, wires, strict=True))
+            )
         except BaseException:
             for handle in fresh.values():
                 if handle.is_loaded:
                     fleet.copies.append(handle)
                 else:
                     handle.kill()
+            fleet.intended = ()
             raise
-        return tuple(
-            Seat(new.placement, wire, fresh.get(index) or self._old(new))
-            for index, (new, wire) in enumerate(zip(decision.stages, wires, strict=True))
-        )
+        finally:
+            fleet.loading = ()
 
     async def _watch(self, handles: Sequence[StageHandle]) -> NoReturn:
         """Raise when a host leaves that something is being loaded on: its processes may be out of reach."""
@@ -117,7 +129,7 @@ class Placer:
                 member,
                 wire=wire,
                 # They spin: stages of one host share out what of its threads nobody has.
-                num_threads=max(1, (member.facts.num_threads - staying[host]) // sharing[host]),
+                num_threads=max(1, (self._account.threads_of(member) - staying[host]) // sharing[host]),
                 beside=[
                     other.placement.memory
                     for other in decision.stages
@@ -137,7 +149,23 @@ class Placer:
             fleet.seats = tuple(
                 replace(seat, handle=None) if seat in given_up else seat for seat in fleet.seats
             )
+        for way in self._of_other_models(decision):
+            log.info("copy_gives_way", host=way.copy.member.name, layers=str(way.copy.config.layers))
+            way.fleet.release(way.copy)
+            if way.copy.is_loaded:
+                going.append(way.copy)
+            else:
+                way.copy.kill()
         await asyncio.gather(*(handle.stop() for handle in going))
+
+    def _of_other_models(self, decision: Replan) -> list[InTheWay]:
+        hosts = {new.placement.host for new in decision.stages if _is_fresh(new)}
+        return [
+            way
+            for member in self._members
+            if member.name in hosts
+            for way in self._account.in_the_way(member)
+        ]
 
 
 def _is_fresh(new: NewStage) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -25,7 +25,7 @@ from stages.hidden_codec import HiddenType
 from stages.kv_types import check_kv_type
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mesh.serve.options import ServeOptions
 
@@ -75,6 +75,62 @@ def check(options: ServeOptions) -> Preflight:
             "will join",
             param="--wait-for",
         )
+    check_numbers(options)
+    check_port_free(options.host, options.port, "--port")
+    check_port_free(options.advertise, options.join_port, "--join-port")
+    check_name(options.name)
+    known = check_model(
+        options,
+        lambda: read_host_facts(
+            memory_bytes=options.memory_bytes,
+            num_threads=options.num_threads,
+            gpu_layers=0 if options.is_exact else options.gpu_layers,
+        ),
+    )
+    known = replace(known, api_keys=api_keys)
+    if options.num_hosts == 0:
+        placed(options, known, [own_capacity(options.name, known)])
+    return known
+
+
+def check_model(
+    options: ServeOptions, facts_of_host: Callable[[], HostFacts], *, taken_bytes: int = 0
+) -> Preflight:
+    """Look at the model and at what is wanted of it.
+
+    Args:
+        options: What the user says.
+        facts_of_host: Reads those of this host; asked last, since it takes a while.
+        taken_bytes: What other models hold of this host's memory.
+
+    Raises:
+        InvalidModel: If the model is no GGUF, truncated, or carries no vocabulary.
+        UncuttableModel: If it cannot be cut as the user wants.
+        ModelDoesNotFit: If this host is too small for the draft.
+        ClusterError: If options contradict one another, or the model.
+    """
+    check_numbers(options)
+    model = read_model_facts(options.model)
+    options = fitted_to(options, model)
+    ctx_size = ctx_size_for(options.ctx_size, model.n_ctx_train)
+    if ctx_size > model.n_ctx_train:
+        log.warning("context_beyond_training", ctx_size=ctx_size, trained_for=model.n_ctx_train)
+    check_kv_type(options.kv_type, model.name, model.head_widths, option="--kv-type")
+    workload = Workload(ctx_size, options.num_slots, options.kv_type, options.is_exact)
+    check_stages(model, num_stages=options.num_stages, split=options.split)
+    if options.topology is not None:
+        options.topology.check(model)
+    facts = facts_of_host()
+    draft_bytes = _draft_bytes(options, workload, facts.memory_bytes - taken_bytes)
+    return Preflight(model, Tokenizer(options.model), None, workload, facts, draft_bytes)
+
+
+def check_numbers(options: ServeOptions) -> None:
+    """Refuse what the exact mode cannot promise.
+
+    Raises:
+        ClusterError: Naming the option.
+    """
     if options.is_exact and options.wire is not HiddenType.F32:
         raise ClusterError(
             "--exact promises the same text in one stage or in many, which "
@@ -83,30 +139,6 @@ def check(options: ServeOptions) -> Preflight:
         )
     if options.is_exact:
         check_gpu_layers(options.gpu_layers, (), is_exact=True)
-    check_port_free(options.host, options.port, "--port")
-    check_port_free(options.advertise, options.join_port, "--join-port")
-    model = read_model_facts(options.model)
-    options = fitted_to(options, model)
-    ctx_size = ctx_size_for(options.ctx_size, model.n_ctx_train)
-    if ctx_size > model.n_ctx_train:
-        log.warning("context_beyond_training", ctx_size=ctx_size, trained_for=model.n_ctx_train)
-    check_kv_type(options.kv_type, model.name, model.head_widths, option="--kv-type")
-    workload = Workload(ctx_size, options.num_slots, options.kv_type, options.is_exact)
-    check_name(options.name)
-    check_stages(model, num_stages=options.num_stages, split=options.split)
-    if options.topology is not None:
-        options.topology.check(model)
-    facts = read_host_facts(
-        memory_bytes=options.memory_bytes,
-        num_threads=options.num_threads,
-        gpu_layers=0 if options.is_exact else options.gpu_layers,
-    )
-    known = Preflight(
-        model, Tokenizer(options.model), api_keys, workload, facts, _draft_bytes(options, workload, facts)
-    )
-    if options.num_hosts == 0:
-        placed(options, known, [own_capacity(options.name, known)])
-    return known
 
 
 def placed(options: ServeOptions, known: Preflight, hosts: Sequence[HostCapacity]) -> Plan:
@@ -127,7 +159,7 @@ def own_capacity(name: str, known: Preflight) -> HostCapacity:
     return known.facts.capacity(name, draft_bytes=known.draft_bytes)
 
 
-def _draft_bytes(options: ServeOptions, workload: Workload, facts: HostFacts) -> int:
+def _draft_bytes(options: ServeOptions, workload: Workload, free_bytes: int) -> int:
     """What the draft model will take of this host, if one is wanted.
 
     Raises:
@@ -139,11 +171,11 @@ def _draft_bytes(options: ServeOptions, workload: Workload, facts: HostFacts) ->
         return 0
     limits = wanted.draft_options(ctx_size=workload.ctx_size, num_slots=workload.num_slots)
     needed = draft_memory_bytes(wanted.draft_path, limits)
-    if needed > facts.memory_bytes:
+    if needed > free_bytes:
         raise ModelDoesNotFit(
             f"the draft model {wanted.draft_path.name} needs {format_size(needed)} of this host with "
             f"{workload.num_slots} x {workload.ctx_size} positions in {limits.kv_type}; free are "
-            f"{format_size(facts.memory_bytes)}; lower --ctx-size or --parallel, or leave out --draft",
+            f"{format_size(max(0, free_bytes))}; lower --ctx-size or --parallel, or leave out --draft",
             param="--draft",
         )
     return needed

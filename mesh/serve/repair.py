@@ -79,16 +79,13 @@ class Repair:
             self._bury(index, lost)
         for copy in survivors.dead_copies:
             crew.fleet.drop_copy(copy)
-        return crew.replan(
-            crew.sizes,
-            crew.fleet.placements,
+        return crew.decide(
             crew.fleet.lost,
             [
                 crew.capacity_of(member)
                 for member in crew.members.ready
                 if member.name in survivors.hosts and self._strikes[member.name] < _MOST_STRIKES
             ],
-            crew.fleet.copy_list(),
         )
 
     def _bury(self, index: int, loss: StageLoss) -> None:

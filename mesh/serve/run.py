@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, NoReturn
 from mesh.api import create_app, serve_api
 from mesh.cluster.discovery import announced, head_found
 from mesh.interruption import first_of
-from mesh.serve.announce import print_served
+from mesh.serve.announce import print_join_line, print_served
 from mesh.serve.bringup import Bringup
+from mesh.serve.catalogue import Catalogue
+from mesh.serve.departures import Departures
 from mesh.serve.head import Head, open_head
 from mesh.serve.inspection import Inspection
+from mesh.serve.ledger import Ledger
 from mesh.serve.measured_links import measured_links
-from mesh.serve.pending import PendingEngine
+from mesh.serve.models import Models
 from mesh.serve.preflight import check
 from mesh.serve.proposers import open_proposers
+from mesh.serve.served_model import new_model
 from mesh.serve.speculation_fit import fitted_to
 from mesh.serve.stage_counts import stage_counts
-from mesh.serve.state import MeshState
+from mesh.serve.strangers import end_strangers
 from mesh.serve.succession import open_succession
 from mesh.tracing import closing, open_tracer
 from spanmesh_proto.errors import ClusterError
@@ -27,8 +31,19 @@ from stages.cutting import StageCache
 from stages.cutting.gguf_parts import model_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fastapi import FastAPI
+
+    from mesh.api.backend import ModelOrders
     from mesh.interruption import Interruption
+    from mesh.serve.fleet import Fleet
+    from mesh.serve.incidents import Incidents
     from mesh.serve.options import ServeOptions
+    from mesh.serve.proposers import Proposers
+    from mesh.serve.served_model import ServedModel
+    from mesh.serve.succession import Succession
+    from mesh.tracing import RequestTracer
 
 
 async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
@@ -43,21 +58,139 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
     """
     known = check(options)
     options = fitted_to(options, known.model)
-    engine = PendingEngine(known.workload.ctx_size)
-    state = MeshState(
-        known.model,
-        engine,
-        numeric_mode="exact" if options.is_exact else "fast",
-        speculation_mode=options.speculation.mode,
-    )
+    first = new_model(model_name(options.model), options, known)
+    orders: list[ModelOrders] = []
     cache = StageCache()
     tracer = open_tracer()
-    app = create_app(
+    app = _app(first, lambda: orders[0] if orders else None, tracer)
+    await asyncio.to_thread(app.state.backends.first.chat_template.try_out)
+    with (
+        closing(tracer),
+        open_proposers(options, known) as proposers,
+        open_succession(options) as succession,
+    ):
+        async with (
+            serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
+            open_head(options, known.facts, cache, interruption, succession.former) as head,
+            announced(head_found(options.name, head.service.token), is_wanted=options.is_discoverable),
+        ):
+            mesh = _Mesh(
+                first,
+                head,
+                cache,
+                Catalogue(app.state.backends),
+                succession=succession,
+                proposers=proposers,
+            )
+
+            def on_served() -> None:
+                mesh.models.first_serves()
+                orders.append(mesh.models)
+                print_served(options, first.state, url, head)
+
+            await mesh.run(on_served)
+
+
+class _Mesh:
+    """All models on one head.
+
+    Args:
+        first: The model that `mesh serve` was started with.
+        head: Open.
+        cache: Of this host.
+        catalogue: What the API answers for.
+        succession: What the head before left, and this one leaves.
+        proposers: Who proposes for the first model's requests.
+    """
+
+    def __init__(
+        self,
+        first: ServedModel,
+        head: Head,
+        cache: StageCache,
+        catalogue: Catalogue,
+        *,
+        succession: Succession,
+        proposers: Proposers | None,
+    ) -> None:
+        former = succession.former
+        kept = () if former is None else former.models
+        if head.former is not None:
+            end_strangers(head.driver, head.former)
+        self._first = first
+        self._head = head
+        self._succession = succession
+        ledger = Ledger(head.is_own)
+        departures = Departures(
+            head.members,
+            head.service,
+            self._fleets,
+            on_new_token=self._tell_new_token,
+            clock_s=time.monotonic,
+        )
+        # The first account is the first model's.
+        self._bringup = Bringup(
+            first,
+            head,
+            cache,
+            ledger,
+            departures,
+            proposers=proposers,
+            former=head.former,
+            term=succession.term,
+            before_planning=lambda: self.models.settled(),  # noqa: PLW0108 - there are none yet
+        )
+        self.models = Models(
+            first,
+            head,
+            cache,
+            ledger,
+            departures,
+            term=succession.term,
+            catalogue=catalogue,
+            former=kept,
+            can_adopt=head.former is not None,
+        )
+        state = first.state
+        state.members, state.survey, state.ledger = head.members, head.survey, ledger
+        state.inspection = Inspection(
+            head.driver, head.members, lambda: (fleet for fleet, _incidents in self._fleets())
+        )
+
+    async def run(self, on_served: Callable[[], None]) -> None:
+        """Until cancelled, or until the first model or Ray ends.
+
+        Args:
+            on_served: Called when the first model answers.
+
+        Raises:
+            MeshError: Whatever the first model's bringing up raises, or if Ray ended.
+        """
+        await first_of(
+            self._bringup.run(on_served),
+            self.models.run(),
+            self._succession.note(self._head, self._first, lambda: self.models.noted),
+            _watch_ray(self._head),
+        )
+
+    def _fleets(self) -> Iterator[tuple[Fleet, Incidents]]:
+        return ((model.fleet, model.state.incidents) for model in (self._first, *self.models))
+
+    def _tell_new_token(self) -> None:
+        print_join_line(self._head.token)
+        self._head.write_token(self._head.token)
+
+
+def _app(
+    first: ServedModel, orders: Callable[[], ModelOrders | None], tracer: RequestTracer | None
+) -> FastAPI:
+    options, engine, state = first.options, first.engine, first.state
+    return create_app(
         engine=engine,
-        tokenizer=known.tokenizer,
-        model_id=model_name(options.model),
+        tokenizer=first.known.tokenizer,
+        model_id=first.name,
         created=int(time.time()),
-        api_keys=known.api_keys,
+        api_keys=first.known.api_keys,
         cors_origins=options.cors_origins,
         status=state.as_dict,
         ready=lambda: engine.coordinator is not None,
@@ -67,23 +200,9 @@ async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
         measure_links=lambda num_probes, bulk_bytes: measured_links(state, num_probes, bulk_bytes),
         departures=lambda: state.departures,
         look_into_hosts=lambda: state.inspection,
+        model_orders=orders,
         tracer=tracer,
     )
-    await asyncio.to_thread(app.state.backend.chat_template.try_out)
-    with (
-        closing(tracer),
-        open_proposers(options, known) as proposers,
-        open_succession(options, known) as succession,
-    ):
-        async with (
-            serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
-            open_head(options, known.facts, cache, interruption, succession.former) as head,
-            announced(head_found(options.name, head.service.token), is_wanted=options.is_discoverable),
-        ):
-            state.members, state.survey = head.members, head.survey
-            state.inspection = Inspection(head.driver, head.members, state)
-            bringup = Bringup(options, known, state, head, cache, proposers=proposers, succession=succession)
-            await first_of(bringup.run(lambda: print_served(options, state, url, head)), _watch_ray(head))
 
 
 async def _watch_ray(head: Head) -> NoReturn:

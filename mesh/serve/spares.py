@@ -44,7 +44,8 @@ class Spares:
         maker: Makes stages.
         members: Hosts.
         sizes: Of the model's stages.
-        capacity_of: What a host gives, as the planner sees it.
+        capacity_of: What a host gives to copies, as the planner sees it.
+        threads_of: How many of a host's threads a copy is to compute with.
         clock_s: Monotonic, seconds.
         are_wanted: Whether copies are of use: not if layers are locked to their hosts.
     """
@@ -58,6 +59,7 @@ class Spares:
         *,
         capacity_of: Callable[[Member], HostCapacity],
         clock_s: Callable[[], float],
+        threads_of: Callable[[Member], int] = lambda member: member.facts.num_threads,
         are_wanted: bool = True,
     ) -> None:
         self._fleet = fleet
@@ -65,6 +67,7 @@ class Spares:
         self._members = members
         self._sizes = sizes
         self._capacity_of = capacity_of
+        self._threads_of = threads_of
         self._clock_s = clock_s
         self._are_wanted = are_wanted
         self._not_before_s: dict[str, float] = {}
@@ -95,19 +98,22 @@ class Spares:
         member = self._members.find(copy.host)
         if member is None:
             return
-        held = [other for other in self._fleet.copy_list() if other.host == copy.host]
-        left = left_beside(self._sizes, self._capacity_of(member), held)
-        memory = memory_on(self._sizes, copy.layers, left) or self._sizes.memory(copy.layers)
-        placement = StagePlacement(copy.host, copy.layers, memory)
         handle: StageHandle | None = None
         try:
             await self._maker.describe([(copy.host, copy.layers)])
+            held = [other for other in self._fleet.copy_list() if other.host == copy.host]
+            left = left_beside(self._sizes, self._capacity_of(member), held)
+            memory = memory_on(self._sizes, copy.layers, left)
+            if memory is None:
+                return  # meanwhile another model took the room
+            placement = StagePlacement(copy.host, copy.layers, memory)
             handle = self._maker.make(
                 placement,
                 member,
                 wire=self._fleet.wire_behind(copy.layers),
-                num_threads=member.facts.num_threads,
+                num_threads=self._threads_of(member),
             )
+            self._fleet.coming.append(handle)
             await load_all([handle], lambda _handle, _error: None)
             await handle.serve()
             self._fleet.copies.append(handle)
@@ -115,6 +121,8 @@ class Spares:
             log.warning("copy_failed", host=copy.host, layers=str(copy.layers), reason=error.message)
             self._not_before_s[member.ray_node_name] = self._clock_s() + _RETRY_S
         finally:
+            if handle is not None and handle in self._fleet.coming:
+                self._fleet.coming.remove(handle)
             if handle is not None and handle not in self._fleet.copies:
                 handle.kill()
         log.info("copies", hosts=[f"{each.host} {each.layers}" for each in self._fleet.copy_list()])

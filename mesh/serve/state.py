@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mesh.serve.departures import Departures
     from mesh.serve.fleet import Fleet
     from mesh.serve.inspection import Inspection
+    from mesh.serve.ledger import Ledger
     from mesh.serve.pending import PendingEngine
     from stages.cutting import ModelFacts
     from stages.weights.transfer import Transfer
@@ -46,6 +47,7 @@ class MeshState:
         departures: Hosts that are to leave, likewise.
         inspection: Looks into hosts, once the head is open.
         transfers: What was brought to hosts.
+        ledger: What all models hold of the hosts, once the head is open.
     """
 
     model: ModelFacts
@@ -61,6 +63,7 @@ class MeshState:
     departures: Departures | None = None
     inspection: Inspection | None = None
     transfers: Transfers = field(default_factory=Transfers)
+    ledger: Ledger | None = None
 
     def note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         """Who holds what from now on."""
@@ -84,7 +87,9 @@ class MeshState:
             "ready": self.engine.is_ready,
             "plan": self.plan.reason if self.plan is not None else None,
             "hosts": [
-                _host_as_dict(member, self._copies_on(member), self.transfers.of(member.name))
+                _host_as_dict(
+                    member, self._copies_on(member), self.transfers.of(member.name), self._held_bytes(member)
+                )
                 for member in self.members or ()
             ],
             **self.incidents.as_dict(),
@@ -99,12 +104,17 @@ class MeshState:
         }
         return status
 
+    def _held_bytes(self, member: Member) -> int:
+        return 0 if self.ledger is None else self.ledger.held_bytes(member)
+
     def _copies_on(self, member: Member) -> list[str]:
+        if self.ledger is not None:
+            return self.ledger.copies_on(member.name)
         copies = () if self.fleet is None else self.fleet.copy_list()
         return [str(copy.layers) for copy in copies if copy.host == member.name]
 
 
-def _host_as_dict(member: Member, copies: list[str], transfer: Transfer) -> dict[str, Any]:
+def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_bytes: int) -> dict[str, Any]:
     facts = member.facts
     return {
         "name": member.name,
@@ -117,6 +127,8 @@ def _host_as_dict(member: Member, copies: list[str], transfer: Transfer) -> dict
         # What was brought there since this head was started: what the host had itself, and what was sent.
         "weights": asdict(transfer),
         "memory_bytes": facts.memory_bytes,
+        # Of that, by all models: stages, copies, draft models.
+        "held_bytes": held_bytes,
         "threads": facts.num_threads,
         "speed_gb_per_s": round(facts.speed_gb_per_s, 1),
         "gpus": [

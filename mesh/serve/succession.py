@@ -9,18 +9,26 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import structlog
 
-from mesh.serve.head_state import HeadState, HeadStateFile, KeptStage, default_state_path, fingerprint
+from mesh.serve.head_state import (
+    HeadState,
+    HeadStateFile,
+    KeptModel,
+    KeptStage,
+    default_state_path,
+    fingerprint,
+)
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from stages.cutting.gguf_parts import part_paths
 from stages.weights.file_stamp import stamps_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from mesh.serve.fleet import Fleet
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
+    from mesh.serve.served_model import ServedModel
     from mesh.serve.stage_handle import StageHandle
 
 log = structlog.get_logger()
@@ -34,21 +42,27 @@ class Succession:
     Args:
         file: Where; None if nobody is to take over.
         former: What a head that crashed has left.
-        setup: Fingerprint of all that stages are loaded with now.
         term: Of this head.
     """
 
-    def __init__(self, file: HeadStateFile | None, former: HeadState | None, setup: str, term: int) -> None:
+    def __init__(self, file: HeadStateFile | None, former: HeadState | None, term: int) -> None:
         self._file = file
         self.former = former
-        self.setup = setup
         self.term = term
 
-    async def note(self, head: Head, fleet: Fleet) -> NoReturn:
-        """Keep the file up to date until cancelled."""
+    async def note(
+        self, head: Head, first: ServedModel, others: Callable[[], Iterable[ServedModel]]
+    ) -> NoReturn:
+        """Keep the file up to date until cancelled.
+
+        Args:
+            head: Open.
+            first: The model that `mesh serve` was started with.
+            others: Gives those that were loaded beside it and answer by now.
+        """
         noted = None
         while True:
-            state = self._state(head, fleet)
+            state = self._state(head, first, tuple(others()))
             if self._file is not None and state != noted:
                 try:
                     # Not in a thread: that would go on after this was cancelled, and the file was cleared.
@@ -58,7 +72,7 @@ class Succession:
                 noted = state
             await asyncio.sleep(_LOOK_S)
 
-    def _state(self, head: Head, fleet: Fleet) -> HeadState:
+    def _state(self, head: Head, first: ServedModel, others: Iterable[ServedModel]) -> HeadState:
         token = head.service.token
         return HeadState(
             term=self.term,
@@ -68,10 +82,23 @@ class Succession:
             join_port=int(token.addresses[0].rpartition(":")[2]),
             certificate_pem=head.certificate.certificate_pem.decode(),
             private_key_pem=head.certificate.private_key_pem.decode(),
-            setup=self.setup,
-            stages=tuple(_kept(handle) for handle in fleet.handles if handle.serves_at is not None),
-            copies=tuple(_kept(handle) for handle in fleet.copies),
+            setup=first.setup,
+            stages=_ring(first.fleet),
+            copies=_copies(first.fleet),
+            models=tuple(
+                KeptModel(model.order.as_dict(), model.setup, _ring(model.fleet), _copies(model.fleet))
+                for model in others
+                if model.order is not None
+            ),
         )
+
+
+def _ring(fleet: Fleet) -> tuple[KeptStage, ...]:
+    return tuple(_kept(handle) for handle in fleet.handles if handle.serves_at is not None)
+
+
+def _copies(fleet: Fleet) -> tuple[KeptStage, ...]:
+    return tuple(_kept(handle) for handle in fleet.copies)
 
 
 def _kept(handle: StageHandle) -> KeptStage:
@@ -89,14 +116,12 @@ def _kept(handle: StageHandle) -> KeptStage:
 
 
 @contextmanager
-def open_succession(options: ServeOptions, known: Preflight) -> Iterator[Succession]:
+def open_succession(options: ServeOptions) -> Iterator[Succession]:
     """Read what a former head has left; afterwards nothing is left, unless this process is killed.
 
     Args:
         options: What the user says.
-        known: What was found out beforehand.
     """
-    setup = _setup(options, known)
     # Grows from one start to the next even if nothing was left, as long as the clock does.
     term = time.time_ns() // 1_000_000
     path = options.state_path or default_state_path(options.name, options.advertise, options.join_port)
@@ -106,7 +131,7 @@ def open_succession(options: ServeOptions, known: Preflight) -> Iterator[Success
         log.warning("no_successor", reason=f"{path} cannot be used: {error}")
         file = None
     if file is None:
-        yield Succession(None, None, setup, term)
+        yield Succession(None, None, term)
         return
     with file:
         former = file.load()
@@ -114,12 +139,13 @@ def open_succession(options: ServeOptions, known: Preflight) -> Iterator[Success
             log.info("former_head_found", term=former.term, stages=len(former.stages))
             term = max(term, former.term + 1)
         try:
-            yield Succession(file, former, setup, term)
+            yield Succession(file, former, term)
         finally:
             file.clear()
 
 
-def _setup(options: ServeOptions, known: Preflight) -> str:
+def setup_of(options: ServeOptions, known: Preflight) -> str:
+    """A fingerprint of all that the stages of a model are loaded with."""
     return fingerprint(
         model=str(options.model.resolve()),
         files=[(stamp.size_bytes, stamp.mtime_ns) for stamp in stamps_of(part_paths(options.model))],

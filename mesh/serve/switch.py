@@ -55,7 +55,7 @@ class Switch:
             MeshError: If a stage is gone or out of reach; sessions stay suspended.
         """
         before = self._fleet.handles
-        self._fleet.seats = seats
+        self._fleet.seats, self._fleet.intended = seats, ()
         after = self._fleet.handles
         self._coordinator.pause(reason)
         try:

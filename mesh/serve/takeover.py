@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mesh.host_capacity import HostCapacity
     from mesh.serve.fleet import Fleet
     from mesh.serve.head import Head
-    from mesh.serve.head_state import HeadState, KeptStage
+    from mesh.serve.head_state import KeptRing, KeptStage
     from mesh.serve.preflight import Preflight
     from mesh.serve.stage_handle import StageHandle
     from mesh.serve.stage_maker import StageMaker
@@ -63,11 +63,11 @@ class Takeover:
         self._setup = setup
         self._capacity_of = capacity_of
 
-    async def run(self, former: HeadState) -> bool:
+    async def run(self, former: KeptRing) -> bool:
         """Take over what is whole; end what is not.
 
         Args:
-            former: What the former head wrote down.
+            former: What the former head wrote down of the model.
 
         Returns:
             Whether the ring is there again.
@@ -78,6 +78,8 @@ class Takeover:
         if not former.stages:
             return False
         if former.setup == self._setup:
+            # Until it is known whether they live, their memory is theirs.
+            self._fleet.intended = tuple(map(self._placement, former.stages))
             await self._maker.describe(
                 (stage.host, LayerRange(stage.start, stage.stop))
                 for stage in (*former.stages, *former.copies)
@@ -92,6 +94,7 @@ class Takeover:
                     Seat(self._placement(stage), HiddenType(stage.wire), handle)
                     for stage, handle in zip(former.stages, handles, strict=True)
                 )
+                self._fleet.intended = ()
                 log.info("stages_taken_over", stages=len(ring), copies=len(self._fleet.copies))
                 return True
             # What there is helps the plan to come as little as any other host's copy: away with it.

@@ -55,7 +55,7 @@ class Tending:
         try:
             while not (self._crew.fleet.lost or self._to_move()):
                 for member in self._departures.leaving:
-                    self._departures.let_go(member, "nothing of the mesh is left on this host: goodbye")
+                    self._departures.let_go_if_free(member)
                 if spares.done():
                     spares.result()
                 await self._crew.members.change_within(_LOOK_S)
@@ -82,12 +82,9 @@ class Tending:
         if not to_move:
             return None
         try:
-            decision = crew.replan(
-                crew.sizes,
-                crew.fleet.placements,
+            decision = crew.decide(
                 to_move,
                 [crew.capacity_of(member) for member in crew.members.ready],
-                crew.fleet.copy_list(),
                 may_start_over=False,
             )
         except (ModelDoesNotFit, NotEnoughHosts) as error:
@@ -115,6 +112,7 @@ class Tending:
     def _keep_as_copies(self, seats: Iterable[Seat]) -> None:
         """What was loaded for a ring that did not come to be helps the repair."""
         fleet = self._crew.fleet
+        fleet.intended = ()
         for seat in seats:
             if seat.handle is not None and seat.handle not in fleet.handles:
                 fleet.copies.append(seat.handle)

@@ -43,6 +43,10 @@ class RequestSpan:
         finally:
             _CURRENT.reset(token)
 
+    def asks(self, model: str) -> None:
+        """The request means another model than the first."""
+        self._span.set_attribute("gen_ai.request.model", model)
+
     def event(self, name: str, **counts: int) -> None:
         """Something happened now."""
         self._span.add_event(name, {f"spanmesh.{key}": value for key, value in counts.items()})

@@ -11,7 +11,7 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import Deleted, ResponseAnswer
 from mesh.api.auth import key_name_of
-from mesh.api.backend import Backend, backend_of
+from mesh.api.backends import backend_of, backends_of
 from mesh.api.body import read_body
 from mesh.api.conversation import Conversation, thinking_variables, write_down
 from mesh.api.document import answers, takes
@@ -27,6 +27,7 @@ from spanmesh_proto.errors import InvalidRequest, NotFound
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from mesh.api.backend import Backend
 router = APIRouter()
 
 
@@ -38,12 +39,11 @@ router = APIRouter()
 )
 async def create_response(request: Request) -> Response:
     """Continue a conversation, given as items or by the id of an answer that is kept."""
-    backend = backend_of(request)
+    backends = backends_of(request)
     body = await read_body(
-        request, ResponsesBody, backend.unknown_fields, context_length=backend.engine.context_length
+        request, ResponsesBody, backends.unknown_fields, context_length=backends.context_length
     )
-    backend.require_ready()
-    backend.require_model(body.model)
+    backend = backends.ready(body.model)
     turn = await asyncio.to_thread(_turn, backend, body, key_name_of(request.scope))
     return await respond(request, backend, body, turn)
 

@@ -1,0 +1,134 @@
+"""`mesh load`: serve a model beside those that a mesh serves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from mesh.commands.ask_head import ask_head
+from mesh.commands.head_options import head_options, key_of
+from mesh.commands.model_argument import local_model
+from mesh.commands.one_model import (
+    SESSION_FLAGS,
+    SPECULATION_FLAGS,
+    check_stage_options,
+    one_model_options,
+)
+from mesh.commands.sections import SectionedCommand
+from spanmesh_proto.errors import MeshError
+from stages.byte_size import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Weights may have to travel for hours.
+_TIMEOUT_S: Final = 86400.0
+_LOOK_S: Final = 1.0
+_SECTIONS: Final = {
+    "Head": ("--url", "--api-key-file"),
+    "API": ("--name", "--max-waiting"),
+    "Placement": ("--stages", "--split", "--threads"),
+    "Sessions": SESSION_FLAGS,
+    "Speculation": SPECULATION_FLAGS,
+}
+
+
+@click.command(cls=SectionedCommand, sections=_SECTIONS)
+@click.argument("model", type=click.Path(path_type=Path))
+@head_options
+@click.option("--name", help="What clients call it.  [default: the name of its file]")
+@click.option(
+    "--threads",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Threads of each host for it.  [default: those that no other model computes with, at least one]",
+)
+@one_model_options
+def load(
+    model: Path,
+    url: str,
+    api_key_file: Path | None,
+    *,
+    stages: int | None,
+    split: tuple[int, ...] | None,
+    draft_path: Path | None,
+    replay_path: Path | None,
+    **options: Any,
+) -> None:
+    """Serve MODEL too, on the hosts of a running mesh, beside what it serves.
+
+    To be run on the head. MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT. It
+    is placed on what memory is left; if that is too little, nothing changes and this says what is missing.
+    Returns when it answers. Ctrl-C here lets it go on: `mesh unload` takes it back.
+    """
+    check_stage_options(stages, split)
+    order = {
+        **options,
+        "model": _whole(local_model(model).path),
+        "stages": stages,
+        "split": split,
+        "draft_path": _whole(draft_path),
+        "replay_path": _whole(replay_path),
+    }
+    head, key = url.rstrip("/"), key_of(api_key_file)
+    answer = _watched(head, key, order)
+    for stage in answer["stages"]:
+        threads = "one thread" if stage["threads"] == 1 else f"{stage['threads']} threads"
+        size = format_size(stage["bytes"])
+        click.echo(f"  {stage['host']}: layers {stage['layers']}, {size}, {threads}")
+    name = answer["model"]
+    click.echo(f'{name} is served at {head}/v1 ({answer["plan"]}): send "model": "{name}".')
+
+
+def _watched(head: str, key: str | None, order: Mapping[str, Any]) -> dict[str, Any]:
+    """What came of it; tells meanwhile what goes on."""
+    import threading  # noqa: PLC0415 - keeps --help quick
+
+    outcome: list[dict[str, Any] | MeshError] = []
+
+    def ask() -> None:
+        try:
+            outcome.append(
+                ask_head(f"{head}/mesh/load", key, method="POST", body=order, timeout_s=_TIMEOUT_S)
+            )
+        except MeshError as error:
+            outcome.append(error)
+
+    # Ctrl-C does not wait for it.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    name, said = order["name"] or _served_name(order["model"]), ""
+    while asking.is_alive():
+        asking.join(_LOOK_S)
+        phase = _phase(head, key, name) if asking.is_alive() else ""
+        if phase and phase != said:
+            said = phase
+            click.echo(f"{name}: {phase}", err=True)
+    (found,) = outcome
+    if isinstance(found, MeshError):
+        raise found
+    return found
+
+
+def _phase(head: str, key: str | None, name: str) -> str:
+    try:
+        models = ask_head(f"{head}/mesh/status", key).get("models", ())
+    except MeshError:
+        # Too many requests for the key, perhaps: what was asked for goes on.
+        time.sleep(_LOOK_S)
+        return ""
+    return next((str(model.get("phase", "")) for model in models if model["name"] == name), "")
+
+
+def _served_name(model: str) -> str:
+    from stages.cutting.gguf_parts import model_name  # noqa: PLC0415 - keeps --help quick
+
+    return model_name(Path(model))
+
+
+def _whole(path: Path | None) -> str | None:
+    """The head may run in another folder."""
+    return None if path is None else str(path.resolve())

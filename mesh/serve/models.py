@@ -1,0 +1,350 @@
+"""The models that are served beside the first: loaded, unloaded, loaded again after a crash of the head."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import structlog
+
+from mesh.serve.bringup import Bringup
+from mesh.serve.entering import entered_in_thread
+from mesh.serve.load_order import order_of
+from mesh.serve.preflight import check_model
+from mesh.serve.proposers import open_proposers
+from mesh.serve.served_model import new_model
+from mesh.serve.speculation_fit import fitted_to
+from spanmesh_proto.errors import (
+    ClusterError,
+    InvalidRequest,
+    MeshError,
+    ModelDoesNotFit,
+    ModelNotFound,
+    StageFailed,
+)
+from stages.cancellable_work import CancellableWork
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from mesh.serve.catalogue import Catalogue
+    from mesh.serve.departures import Departures
+    from mesh.serve.head import Head
+    from mesh.serve.head_state import KeptModel
+    from mesh.serve.ledger import Ledger
+    from mesh.serve.load_order import LoadOrder
+    from mesh.serve.preflight import Preflight
+    from mesh.serve.served_model import ServedModel
+    from stages.cutting import StageCache
+
+log = structlog.get_logger()
+
+_LOOK_S: Final = 0.1
+_RETRY_AFTER_S: Final = 2
+# What a former head had loaded and finds no room is tried again when hosts change, or after so long.
+_TRY_AGAIN_S: Final = 10.0
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One model's place here.
+
+    Attributes:
+        order: What was asked for.
+        is_restored: Whether a head that crashed had loaded it.
+        former: What that one has left of it, if it may live still.
+        model: Once its file was looked at.
+        task: Loads it and keeps it whole.
+        settled: Done once it answers; before, it fails with what went wrong.
+        has_decided: Set once it is known whether its former stages live on.
+        is_noted: Whether the next head is to load it again.
+    """
+
+    order: LoadOrder
+    is_restored: bool = False
+    former: KeptModel | None = None
+    model: ServedModel | None = None
+    task: asyncio.Task[None] | None = None
+    settled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    has_decided: asyncio.Event = field(default_factory=asyncio.Event)
+    is_noted: bool = False
+
+
+class Models:
+    """Those beside the first. What happens to one of them is nothing to the others.
+
+    Args:
+        first: The model that `mesh serve` was started with.
+        head: Open.
+        cache: Of this host.
+        ledger: Of all models.
+        departures: Hosts that are to leave.
+        term: Of this head.
+        catalogue: What the API answers for.
+        former: Models that a head which crashed had loaded.
+        can_adopt: Whether their stages may live still.
+    """
+
+    def __init__(
+        self,
+        first: ServedModel,
+        head: Head,
+        cache: StageCache,
+        ledger: Ledger,
+        departures: Departures,
+        *,
+        term: int,
+        catalogue: Catalogue,
+        former: Sequence[KeptModel] = (),
+        can_adopt: bool = False,
+    ) -> None:
+        self._first = first
+        self._head = head
+        self._cache = cache
+        self._ledger = ledger
+        self._departures = departures
+        self._term = term
+        self._catalogue = catalogue
+        self._former = former
+        self._can_adopt = can_adopt
+        self._slots: dict[str, _Slot] = {}
+        self._first_serves = asyncio.Event()
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        """Those whose file was looked at, in the order in which they came."""
+        return iter([slot.model for slot in self._slots.values() if slot.model is not None])
+
+    @property
+    def noted(self) -> list[ServedModel]:
+        """Those that a next head is to load again."""
+        return [slot.model for slot in self._slots.values() if slot.model is not None and slot.is_noted]
+
+    def first_serves(self) -> None:
+        """The first model answers: from now on others may be loaded."""
+        self._first_serves.set()
+
+    async def run(self) -> NoReturn:
+        """Load what a former head had loaded, then stay until cancelled; in the end every model is ended."""
+        try:
+            for kept in self._former:
+                self._restore(kept)
+            await asyncio.Event().wait()
+        finally:
+            tasks = [slot.task for slot in self._slots.values() if slot.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        raise StageFailed("the models ended by themselves")
+
+    async def settled(self) -> None:
+        """Wait until it is known of each former model whether its stages live on: they hold memory."""
+        for kept in self._former:
+            slot = self._slots.get(order_of(kept.order).served_name)
+            if slot is not None:
+                await slot.has_decided.wait()
+
+    async def load(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Serve a model beside those that are served; returns when it answers.
+
+        Args:
+            fields: Of a `LoadOrder`, checked by the API.
+
+        Returns:
+            Where its stages are; fit for JSON.
+
+        Raises:
+            InvalidRequest: If its name is taken, or none.
+            ClusterError: If the first model is still loading, or hosts fail meanwhile.
+            ModelDoesNotFit: With what is needed and what each host has left.
+            ModelError: If it is no model, or cannot be cut as wanted.
+        """
+        if not self._first_serves.is_set():
+            raise ClusterError(
+                "the first model is still loading: try again in a moment", retry_after_s=_RETRY_AFTER_S
+            )
+        order = order_of(dict(fields))
+        slot = self._begin(_Slot(order))
+        # Whoever asked may hang up: it goes on all the same.
+        await asyncio.shield(slot.settled)
+        model = slot.model
+        assert model is not None  # noqa: S101 - it answers
+        return {
+            "model": model.name,
+            "plan": None if model.state.plan is None else model.state.plan.reason,
+            "stages": [
+                {
+                    "host": handle.member.name,
+                    "layers": str(handle.config.layers),
+                    "threads": handle.config.options.num_threads,
+                    "bytes": handle.config.memory.total_bytes,
+                }
+                for handle in model.fleet.handles
+            ],
+        }
+
+    async def unload(self, name: str, wait_s: float) -> dict[str, Any]:
+        """Serve a model no more: new requests are refused at once, those that run have a while to end.
+
+        Args:
+            name: What clients call it.
+            wait_s: How long they have, in seconds.
+
+        Returns:
+            How many had to be ended; fit for JSON.
+
+        Raises:
+            InvalidRequest: If it is the first model.
+            ModelNotFound: If there is no such model.
+        """
+        if name == self._first.name:
+            raise InvalidRequest(
+                f"{name} is what `mesh serve` was started with, and goes when that ends: Ctrl-C there",
+                param="model",
+            )
+        slot = self._slots.get(name)
+        if slot is None or slot.task is None:
+            others = ", ".join(self._slots) or "none"
+            raise ModelNotFound(f"no model was loaded as {name!r}; loaded are: {others}", param="model")
+        log.info("model_unloads", model=name, wait_s=wait_s)
+        slot.is_noted = False
+        self._catalogue.remove(name)
+        num_ended = await self._drained(slot.model, wait_s)
+        slot.task.cancel()
+        await asyncio.gather(slot.task, return_exceptions=True)
+        return {"model": name, "unloaded": True, "ended": num_ended}
+
+    def _begin(self, slot: _Slot) -> _Slot:
+        name = slot.order.served_name
+        if name == self._first.name or name in self._slots:
+            raise InvalidRequest(
+                f"a model is served as {name!r} already: choose another --name", param="name"
+            )
+        self._slots[name] = slot
+        slot.task = asyncio.create_task(self._serve(name, slot))
+        return slot
+
+    def _restore(self, kept: KeptModel) -> None:
+        slot = _Slot(order_of(kept.order), is_restored=True, former=kept if self._can_adopt else None)
+        try:
+            self._begin(slot)
+        except MeshError as error:
+            log.warning("model_not_restored", model=kept.order.get("model"), reason=error.message)
+            self._end(kept)
+        else:
+            slot.is_noted = True
+
+    async def _serve(self, name: str, slot: _Slot) -> None:
+        """From the first look at its file to its last stage's end."""
+        try:
+            while True:
+                try:
+                    await self._serve_once(name, slot)
+                except (ModelDoesNotFit, ClusterError) as error:
+                    slot.has_decided.set()
+                    slot.former = None
+                    if not slot.is_restored:
+                        raise
+                    log.warning("model_waits", model=name, reason=error.message)
+                    await self._head.members.change_within(_TRY_AGAIN_S)
+        except asyncio.CancelledError:
+            _fail(slot, ClusterError(f"{name} was given up before it answered"))
+            raise
+        except MeshError as error:
+            log.warning("model_failed", model=name, reason=error.message)
+            _fail(slot, error)
+        except Exception as error:
+            log.exception("model_failed", model=name)
+            _fail(slot, StageFailed(f"loading {name} failed: {error!r}"))
+        finally:
+            slot.has_decided.set()
+            del self._slots[name]
+            log.info("model_ended", model=name)
+
+    async def _serve_once(self, name: str, slot: _Slot) -> None:
+        """Load it and keep it whole until that fails."""
+        order = slot.order
+        options = order.options(self._first.options)
+        known = await self._known(slot)
+        options = fitted_to(options, known.model)
+        slot.model = model = new_model(
+            name, options, known, order=order, transfers=self._first.state.transfers
+        )
+        async with entered_in_thread(open_proposers(options, known)) as proposers:
+            try:
+                await self._catalogue.add(model)
+                bringup = Bringup(
+                    model,
+                    self._head,
+                    self._cache,
+                    self._ledger,
+                    self._departures,
+                    proposers=proposers,
+                    former=slot.former,
+                    term=self._term,
+                    before_planning=lambda: self._turn(slot),
+                )
+                await bringup.run(lambda: self._on_served(slot))
+            finally:
+                self._catalogue.remove(name)
+
+    async def _known(self, slot: _Slot) -> Preflight:
+        """What can be found out before any work; in a thread, since other models answer meanwhile."""
+        options, first = slot.order.options(self._first.options), self._first.known
+        own = self._head.own
+        taken_bytes = self._ledger.held_bytes(own)
+        try:
+            return await CancellableWork().run(
+                lambda: check_model(options, lambda: first.facts, taken_bytes=taken_bytes)
+            )
+        except MeshError:
+            if slot.former is not None:
+                self._end(slot.former)
+            raise
+
+    async def _turn(self, slot: _Slot) -> None:
+        """Nothing can be taken over: the first model has precedence."""
+        slot.has_decided.set()
+        await self._first_serves.wait()
+
+    def _on_served(self, slot: _Slot) -> None:
+        slot.is_noted = True
+        slot.has_decided.set()
+        if not slot.settled.done():
+            slot.settled.set_result(None)
+        log.info("model_serves", model=slot.order.served_name)
+
+    def _end(self, kept: KeptModel) -> None:
+        """End what a former head has left of a model that will not be served."""
+        if not self._can_adopt:
+            return
+        for stage in (*kept.stages, *kept.copies):
+            try:
+                self._head.driver.kill(self._head.driver.find(stage.actor))
+            except MeshError as error:
+                log.debug("stage_had_ended", reason=error.message)
+
+    async def _drained(self, model: ServedModel | None, wait_s: float) -> int:
+        """Let requests end; returns how many did not in time, and had to."""
+        if model is None:
+            return 0
+        name, engine = model.name, model.engine
+        coordinator = engine.coordinator
+        if coordinator is None:
+            return 0
+        deadline_s = time.monotonic() + wait_s
+        while (num_left := coordinator.num_requests) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+        if num_left:
+            log.warning("requests_ended", model=name, requests=num_left, after_s=wait_s)
+        engine.ended = ModelNotFound(f"the model `{name}` was unloaded", param="model")
+        coordinator.give_up(StageFailed(f"the model {name} was unloaded"))
+        return num_left
+
+
+def _fail(slot: _Slot, error: MeshError) -> None:
+    if not slot.settled.done():
+        slot.settled.set_exception(error)
+        # Whoever asked may have hung up.
+        slot.settled.exception()
