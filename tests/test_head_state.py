@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from mesh.cluster.ray_node import RayNodeRecord
-from mesh.serve.head_state import HeadState, HeadStateFile, KeptStage, default_state_path, fingerprint
+from mesh.serve.head_state import (
+    HeadState,
+    HeadStateFile,
+    KeptModel,
+    KeptStage,
+    default_state_path,
+    fingerprint,
+)
+from mesh.serve.load_order import LoadOrder, order_of
+from mesh.serve.strangers import end_strangers
+from spanmesh_proto.errors import InvalidRequest, StageFailed
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from mesh.cluster.ray_driver import RayDriver
 
 STATE = HeadState(
     term=3,
@@ -25,6 +37,13 @@ STATE = HeadState(
     setup=fingerprint(model="abc", slots=8),
     stages=(KeptStage("stage-1", "b", "b.2", 0, 10, 2, "f32", "10.0.0.2:4000"),),
     copies=(KeptStage("stage-2", "c", "c.1", 0, 10, 1, "f32", None),),
+    models=(
+        KeptModel(
+            LoadOrder("/models/tiny.gguf", ctx_size=512).as_dict(),
+            fingerprint(model="tiny"),
+            stages=(KeptStage("stage-3", "b", "b.2", 0, 6, 1, "f32", "10.0.0.2:4001"),),
+        ),
+    ),
 )
 
 
@@ -64,3 +83,41 @@ def test_heads_of_other_names_and_places_have_other_files() -> None:
         for head in [("a", "10.0.0.1", 0), ("b", "10.0.0.1", 0), ("a", "10.0.0.2", 0), ("a", "10.0.0.1", 1)]
     }
     assert len(paths) == 4
+
+
+def test_what_was_written_before_there_were_several_models_is_read(tmp_path: Path) -> None:
+    with HeadStateFile(tmp_path / "head.json") as file:
+        file.save(STATE)
+        fields = json.loads((tmp_path / "head.json").read_text())
+        del fields["models"]
+        (tmp_path / "head.json").write_text(json.dumps(fields))
+        assert file.load() == dataclasses.replace(STATE, models=())
+
+
+def test_what_nobody_wrote_down_is_ended() -> None:
+    killed: list[str] = []
+
+    class Driver:
+        def names(self) -> list[str]:
+            return ["stage-1", "half-loaded", "stage-3", "gone", "stage-2"]
+
+        def find(self, name: str) -> str:
+            if name == "gone":
+                raise StageFailed("it has ended")
+            return name
+
+        def kill(self, actor: str) -> None:
+            killed.append(actor)
+
+    end_strangers(cast("RayDriver", Driver()), STATE)
+    assert killed == ["half-loaded"]
+
+
+def test_an_order_is_the_same_behind_json() -> None:
+    order = LoadOrder("/models/tiny-00001-of-00002.gguf", split=(2, 4), exact=True, draft_path="/d.gguf")
+    assert order_of(json.loads(json.dumps(order.as_dict()))) == order
+    assert order.served_name == "tiny"
+    assert dataclasses.replace(order, name="acme/tiny:Q4").served_name == "acme/tiny:Q4"
+    for name in ("default", "", "a b", "x" * 129, "-x"):
+        with pytest.raises(InvalidRequest, match="choose one with --name"):
+            _ = dataclasses.replace(order, name=name).served_name

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -20,6 +21,7 @@ from mesh.cli import run
 from mesh.cluster.addresses import free_port
 from mesh.commands.reference import leaf_commands, rewritten
 from spanmesh_proto import SOFTWARE_VERSION
+from tests.tiny_models import TinyModel
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
@@ -266,6 +268,25 @@ class TestDemo:
         )
         assert done.returncode == 0, done.stderr
         assert says in done.stdout
+
+    def test_another_model_comes_and_goes_as_told(self, served: Served, tmp_path: Path) -> None:
+        TinyModel("gemma3", head_size=32).write(tmp_path / "other.gguf")
+        asked = {"model": "other", "prompt": "The sea", "max_tokens": 4}
+        for command, says, status in (
+            ("mesh load", 'send "model": "other"', 200),
+            ("mesh unload", "nothing of it is left", 404),
+        ):
+            done = subprocess.run(
+                [*told(command), "--url", served.url],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=120,
+            )
+            assert done.returncode == 0, done.stderr
+            assert says in done.stdout
+            assert httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60).status_code == status
 
     def test_status_shows_the_stages(self, served: Served) -> None:
         done = subprocess.run(

@@ -1,0 +1,158 @@
+"""What models hold of hosts beside one another: memory, threads, copies that give way, and how it is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from mesh.cluster.host_facts import HostFacts, Versions
+from mesh.cluster.members import Member
+from mesh.gpu import Gpu
+from mesh.planner import StagePlacement
+from mesh.replanner import NewStage, Replan
+from mesh.serve.fleet import Fleet, Seat
+from mesh.serve.ledger import Ledger
+from stages.gpu_share import GpuShare
+from stages.hidden_codec import HiddenType
+from stages.layers import LayerRange
+from stages.stage_memory import StageMemory
+
+if TYPE_CHECKING:
+    from mesh.serve.stage_handle import StageHandle
+
+VERSIONS = Versions("1", "2", "3", "4", "5")
+
+
+def member(name: str, memory_bytes: int = 1000, gpus: tuple[Gpu, ...] = ()) -> Member:
+    facts = HostFacts(memory_bytes, 8, 20.0, VERSIONS, gpus=gpus)
+    return Member(name, "127.0.0.1", facts, f"{name}.1", is_ready=True)
+
+
+A, B = member("a"), member("b")
+
+
+def placement(host: Member, layers: LayerRange, num_bytes: int, on_gpu: int = 0) -> StagePlacement:
+    gpus = (GpuShare("CUDA0", 1, on_gpu, 0, 0),) if on_gpu else ()
+    return StagePlacement(host.name, layers, StageMemory(num_bytes + on_gpu, 0, 0, 0, gpus))
+
+
+def stage(host: Member, layers: LayerRange, num_bytes: int, threads: int = 2) -> StageHandle:
+    """As far as a ledger looks at it."""
+    memory = placement(host, layers, num_bytes).memory
+    config = SimpleNamespace(layers=layers, memory=memory, options=SimpleNamespace(num_threads=threads))
+    return cast("StageHandle", SimpleNamespace(member=host, config=config))
+
+
+def seat(host: Member, layers: LayerRange, num_bytes: int, threads: int = 2) -> Seat:
+    return Seat(placement(host, layers, num_bytes), HiddenType.F32, stage(host, layers, num_bytes, threads))
+
+
+FIRST, SECOND = LayerRange(0, 10), LayerRange(10, 20)
+
+
+def ledger(*fleets: Fleet, **draft: Any) -> tuple[Ledger, list[Any]]:
+    """Accounts `one`, `two` and so on; `a` is the head."""
+    found = Ledger(lambda host: host.name == "a")
+    names = ("one", "two", "three")
+    return found, [
+        found.open(name, fleet, **(draft if name == "two" else {}))
+        for name, fleet in zip(names, fleets, strict=False)
+    ]
+
+
+def test_alone_a_model_has_all_that_hosts_give() -> None:
+    fleet = Fleet()
+    _, (one,) = ledger(fleet)
+    before = one.capacity_of(A)
+    fleet.seats = (seat(A, FIRST, 400),)
+    fleet.copies = [stage(A, SECOND, 100)]
+    assert one.capacity_of(A) == one.capacity_for_copies(A) == before
+    assert one.threads_of(A) == 8
+    assert one.in_the_way(A) == ()
+
+
+def test_stages_of_others_and_what_they_intend_are_taken_and_copies_give_way() -> None:
+    theirs = Fleet()
+    theirs.seats = (seat(A, FIRST, 300, threads=5), Seat(placement(B, SECOND, 300), HiddenType.F32))
+    theirs.intended = (placement(A, SECOND, 200),)
+    theirs.copies = [stage(A, FIRST, 100)]
+    theirs.coming = [stage(A, SECOND, 50)]
+    _, (one, _two) = ledger(Fleet(), theirs, draft_bytes=30)
+    left = one.capacity_of(A)
+    assert (left.memory_bytes, left.others_bytes) == (1000 - 300 - 200 - 30, 530)
+    # Three models' stages would want its memory's bandwidth.
+    assert left.speed_gb_per_s == pytest.approx(20 / 3)
+    assert one.capacity_for_copies(A).memory_bytes == 1000 - 300 - 200 - 30 - 150
+    assert "470" in str(left)
+    assert "beside 530" in str(left)
+    # Drafts are on the head; a stage that is lost holds nothing.
+    assert one.capacity_of(B).memory_bytes == 1000
+    assert one.threads_of(A) == 3
+    assert one.threads_of(B) == 8
+
+
+def test_nobody_has_less_than_nothing() -> None:
+    theirs = Fleet()
+    theirs.seats = (seat(A, FIRST, 5000, threads=8),)
+    _, (one, _two) = ledger(Fleet(), theirs)
+    assert one.capacity_of(A).memory_bytes == 0
+    assert one.threads_of(A) == 1
+
+
+def test_what_is_on_a_gpu_is_taken_there() -> None:
+    theirs, gpu = Fleet(), Gpu("CUDA0", "", 2000, 2000, 200.0, shares_host_memory=False)
+    host = member("c", gpus=(gpu,))
+    theirs.intended = (placement(host, FIRST, 100, on_gpu=700),)
+    _, (one, _two) = ledger(Fleet(), theirs)
+    left = one.capacity_of(host)
+    assert (left.memory_bytes, left.gpus[0].free_bytes) == (900, 1300)
+
+
+def test_an_intention_holds_until_the_ring_is_there() -> None:
+    fleet = Fleet()
+    _, (_one, two) = ledger(fleet, Fleet())
+    new = NewStage(placement(A, FIRST, 600))
+    fleet.intend(Replan((new, NewStage(placement(B, SECOND, 600), kept=0)), (), ""))
+    assert two.capacity_of(A).memory_bytes == 400
+    assert two.capacity_of(B).memory_bytes == 1000
+
+
+def test_only_as_many_copies_of_others_go_as_must() -> None:
+    mine, theirs = Fleet(), Fleet()
+    small, large, coming = stage(A, FIRST, 100), stage(A, SECOND, 500), stage(A, FIRST, 350)
+    theirs.copies, theirs.coming = [small, large, stage(B, FIRST, 999)], [coming]
+    _, (one, _two) = ledger(mine, theirs)
+    mine.intended = (placement(A, FIRST, 500),)
+    assert [way.copy for way in one.in_the_way(A)] == [large]
+    # One's own copies are the planner's business: they stay, unless one becomes the stage.
+    mine.copies = [stage(A, SECOND, 300)]
+    assert [way.copy for way in one.in_the_way(A)] == [large, coming]
+    mine.copies = [stage(A, FIRST, 500)]
+    assert [way.copy for way in one.in_the_way(A)] == [large]
+    theirs.release(coming)
+    assert theirs.coming == []
+
+
+def test_threads_may_be_said() -> None:
+    found = Ledger(lambda _host: False)
+    assert found.open("one", Fleet(), most_threads=3).threads_of(A) == 3
+    assert found.open("two", Fleet(), most_threads=30).threads_of(A) == 8
+
+
+def test_hosts_are_told_by_the_models_names_but_for_the_first() -> None:
+    first, other = Fleet(), Fleet()
+    first.copies, other.copies = [stage(B, FIRST, 10)], [stage(B, SECOND, 20)]
+    other.seats = (seat(B, FIRST, 100),)
+    found, (one, two) = ledger(first, other, draft_bytes=7)
+    one.noted = (placement(A, FIRST, 1), placement(A, SECOND, 1))
+    two.noted = (placement(A, FIRST, 1), placement(B, SECOND, 1))
+    assert found.layers_on("a") == "[0, 10), [10, 20); two [0, 10)"
+    assert found.layers_on("b") == "two [10, 20)"
+    assert found.copies_on("b") == ["[0, 10)", "two [10, 20)"]
+    assert (found.held_bytes(A), found.held_bytes(B)) == (7, 130)
+    found.close(two)
+    found.close(two)
+    assert found.layers_on("b") == ""
+    assert found.held_bytes(A) == 0
