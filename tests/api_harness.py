@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from mesh.api import ApiKeys, create_app, serve_api
+from mesh.api import ApiKeys, Backends, create_app, serve_api
 from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
 from mesh.tokenizer import Tokenizer
 from stages.logprobs import TokenLogprobs
@@ -22,11 +22,12 @@ KEY = "sk-of-alice"
 
 @dataclass
 class Api:
-    """A running server and two ways to talk to it."""
+    """A running server, two ways to talk to it, and what models it answers for."""
 
     url: str
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
+    backends: Backends | None = None
 
 
 @asynccontextmanager
@@ -57,7 +58,7 @@ async def running_api(
         httpx.AsyncClient(base_url=url, timeout=60) as http,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60) as client,
     ):
-        yield Api(url, http, client)
+        yield Api(url, http, client, app.state.backends)
 
 
 @dataclass

@@ -31,10 +31,6 @@ HELLO: Any = [{"role": "user", "content": "Hello"}]
 OTHER = "acme/tiny"
 
 
-async def no_counts() -> list[dict[str, Any]]:
-    return []
-
-
 @asynccontextmanager
 async def two_models(
     tokenizer: Tokenizer, *, ready: bool = True, keys: ApiKeys | None = None, **hosts: Any
@@ -61,7 +57,7 @@ async def two_models(
             ready=lambda: ready,
             is_whole=lambda: True,
             refusal=lambda: None,
-            stage_counts=no_counts,
+            stage_counts=None,
         )
     )
     async with (

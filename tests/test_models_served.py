@@ -179,7 +179,7 @@ def test_two_models_are_served_healed_taken_over_and_one_is_unloaded(mesh: Mesh,
         "they do not heal",
     )
     assert (mesh.ask(first), mesh.ask("tiny")) == (alone, whole)
-    assert all(model["repairs"]["count"] == 1 for model in mesh.status()["models"])
+    assert all(model["repairs"]["count"] >= 1 for model in mesh.status()["models"])
 
     # Unloaded, nothing of it is left.
     held = mesh.status()["hosts"][0]["held_bytes"]

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 import pytest_asyncio
 
-from mesh.api import ApiKeys
+from mesh.api import ApiKeys, backend_beside
 from mesh.api.key_line import KeyRecord, digest_of
 from mesh.tokenizer import Tokenizer
 from tests.api_harness import KEY, ScriptedEngine, running_api
@@ -309,6 +309,45 @@ async def test_a_key_with_few_requests_is_not_used_up_by_looking(browser: Page, 
                 banner = "document.querySelector('#banner').textContent"
                 assert "1 requests a minute" in await browser.js(banner)
         await browser.js("sessionStorage.clear()")
+
+
+async def test_another_model_can_be_chosen_where_there_is_one(browser: Page, smollm2_path: Path) -> None:
+    tokenizer, choice = Tokenizer(smollm2_path), "document.querySelector('#model-choice')"
+    status = {"phase": "serving", "ready": True, "hosts": [], "model": {"name": "smollm2", "context": 64}}
+    browser.problems.clear()
+    await browser.show_as(1280, 820)
+    async with running_api(ScriptedEngine([(300,)]), tokenizer, status=lambda: status) as api:
+        assert api.backends is not None
+        await browser.open(f"{api.url}/")
+        await browser.until(state_is("Ready"))
+        assert await browser.js("document.querySelector('#models').hidden")
+        api.backends.add(
+            backend_beside(
+                api.backends.first,
+                engine=ScriptedEngine([(400,)]),
+                tokenizer=tokenizer,
+                model_id="tiny",
+                status=lambda: status | {"model": {"context": 32}},
+                ready=lambda: True,
+                is_whole=lambda: True,
+                refusal=lambda: None,
+                stage_counts=None,
+            )
+        )
+        await browser.until("!document.querySelector('#models').hidden")
+        assert await browser.js(f"[...{choice}.options].map(each => each.text).join()") == "smollm2,tiny"
+        for chosen, token in (("default", 300), ("tiny", 400)):
+            await browser.js(f"{choice}.value = '{chosen}'; document.querySelector('#prompt').focus()")
+            await browser.type("Hello")
+            await browser.press("Enter")
+            await browser.until(f"{LAST}?.getAttribute('aria-busy') === 'false'")
+            shown = await browser.js(f"{LAST}.querySelector('.text').textContent")
+            assert shown.strip() == tokenizer.piece(token).decode().strip()
+        # What is gone is chosen no more.
+        api.backends.remove("tiny")
+        await browser.until(f"{choice}.value === 'default'")
+        assert await browser.js("document.querySelector('#models').hidden")
+        assert browser.problems == []
 
 
 async def test_a_model_that_reasons_first_is_seen_to(page: Page) -> None:

@@ -118,7 +118,7 @@ def backend_beside(
     ready: Callable[[], bool],
     is_whole: Callable[[], bool],
     refusal: Callable[[], MeshError | None],
-    stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
+    stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None,
 ) -> Backend:
     """A backend for another model of the same server. What clients left there is shared by all.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -222,7 +223,8 @@ class Models:
                 f"a model is served as {name!r} already: choose another --name", param="name"
             )
         self._slots[name] = slot
-        slot.task = asyncio.create_task(self._serve(name, slot))
+        # It outlives the request that asked for it: what it logs is not that one's.
+        slot.task = asyncio.create_task(self._serve(name, slot), context=contextvars.Context())
         return slot
 
     def _restore(self, kept: KeptModel) -> None:

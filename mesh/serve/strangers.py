@@ -10,7 +10,7 @@ from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from mesh.cluster.ray_driver import RayDriver
-    from mesh.serve.head_state import HeadState
+    from mesh.serve.head_state import HeadState, KeptRing
 
 log = structlog.get_logger()
 
@@ -22,7 +22,7 @@ def end_strangers(driver: RayDriver, former: HeadState) -> None:
         driver: Connected to the former head's Ray; nothing was started by it yet.
         former: What that head wrote down.
     """
-    rings = (former, *former.models)
+    rings: tuple[KeptRing, ...] = (former, *former.models)
     kept = {stage.actor for ring in rings for stage in (*ring.stages, *ring.copies)}
     for name in driver.names():
         if name not in kept:
