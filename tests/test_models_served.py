@@ -39,11 +39,9 @@ class Mesh:
         self._port, self._join_port = free_port("127.0.0.1"), free_port("127.0.0.1")
         self._token = folder / "token"
         self._started: list[subprocess.Popen[bytes]] = []
-        self._num_heads = 0
         self.url = f"http://127.0.0.1:{self._port}"
 
     def start_head(self) -> subprocess.Popen[bytes]:
-        self._num_heads += 1
         places = ["--port", str(self._port), "--join-port", str(self._join_port), "--name", "alpha"]
         files = ["--token-file", str(self._token), "--state", str(self._folder / "state.json")]
         asked = [*OPTIONS, "--wait-for", "1", "--split", "15,15", "--linger", "60", "--memory", "3G"]
@@ -59,10 +57,12 @@ class Mesh:
     def log(self, number: int) -> str:
         return (self._folder / f"{number}.log").read_text()
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [MESH, *arguments, "--url", self.url], capture_output=True, text=True, check=False, timeout=120
-        )
+    def load(self, model: Path, **options: object) -> httpx.Response:
+        asked = {"model": str(model), "ctx_size": 256, "parallel": 2, "exact": True, **options}
+        return httpx.post(f"{self.url}/mesh/load", json=asked, timeout=120)
+
+    def unload(self, name: str) -> httpx.Response:
+        return httpx.post(f"{self.url}/mesh/unload?model={name}", timeout=120)
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = httpx.get(f"{self.url}/mesh/status", timeout=30).json()
@@ -130,20 +130,19 @@ def test_two_models_are_served_healed_taken_over_and_one_is_unloaded(mesh: Mesh,
 
     # What is no model, or does not fit, changes nothing.
     (tmp_path / "none.gguf").write_bytes(b"GGUF of nothing")
-    refused = mesh.run("load", str(tmp_path / "none.gguf"))
-    assert (refused.returncode, "error: " in refused.stderr) == (1, True)
-    refused = mesh.run("load", str(tiny), "--name", "huge", "--parallel", "64", "--ctx-size", "1000000")
-    assert refused.returncode == 1
-    assert "does not fit: it needs" in refused.stderr
-    assert "of other models" in refused.stderr
+    assert mesh.load(tmp_path / "none.gguf").json()["error"]["code"] == "invalid_model"
+    refused = mesh.load(tiny, name="huge", parallel=64, ctx_size=1_000_000).json()["error"]
+    assert refused["code"] == "model_does_not_fit"
+    assert "does not fit: it needs" in refused["message"]
+    assert "of other models" in refused["message"]
     assert [model["name"] for model in mesh.status()["models"]] == [first]
     assert {host["name"]: host["held_bytes"] for host in mesh.status()["hosts"]} == held_before
 
-    loaded = mesh.run("load", str(tiny), "--split", "3,3", "--ctx-size", "256", "--exact", "--parallel", "2")
-    assert loaded.returncode == 0, loaded.stderr
-    assert 'send "model": "tiny"' in loaded.stdout
-    taken = mesh.run("load", str(tiny))
-    assert "a model is served as 'tiny' already" in taken.stderr
+    loaded = mesh.load(tiny, split=[3, 3])
+    assert (loaded.status_code, loaded.json()["model"]) == (200, "tiny"), loaded.text
+    assert [stage["threads"] for stage in loaded.json()["stages"]] == [1, 1]
+    taken = mesh.load(tiny).json()["error"]
+    assert (taken["param"], "a model is served as 'tiny' already" in taken["message"]) == ("name", True)
     status = mesh.status()
     assert [model["name"] for model in status["models"]] == [first, "tiny"]
     assert {stage["host"] for stage in status["models"][1]["stages"]} == {"alpha", "beta"}
@@ -183,10 +182,9 @@ def test_two_models_are_served_healed_taken_over_and_one_is_unloaded(mesh: Mesh,
 
     # Unloaded, nothing of it is left.
     held = mesh.status()["hosts"][0]["held_bytes"]
-    kept = mesh.run("unload", first)
-    assert "is what `mesh serve` was started with" in kept.stderr
-    gone = mesh.run("unload", "tiny")
-    assert gone.returncode == 0, gone.stderr
+    kept = mesh.unload(first).json()["error"]
+    assert "is what `mesh serve` was started with" in kept["message"]
+    assert mesh.unload("tiny").json() == {"model": "tiny", "unloaded": True, "ended": 0}
     status = mesh.status()
     assert ([model["name"] for model in status["models"]], "tiny" in status["hosts"][0]["layers"]) == (
         [first],
@@ -195,7 +193,7 @@ def test_two_models_are_served_healed_taken_over_and_one_is_unloaded(mesh: Mesh,
     assert status["hosts"][0]["held_bytes"] < held
     unknown = httpx.post(f"{mesh.url}/v1/completions", json={"model": "tiny", "prompt": "x"}, timeout=60)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
-    assert mesh.run("unload", "tiny").returncode == 1
+    assert mesh.unload("tiny").status_code == 404
     assert mesh.ask(first) == alone
 
     # And in the end nothing of anything.

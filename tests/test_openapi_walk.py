@@ -39,7 +39,7 @@ COMPANIONS: dict[tuple[str, str], dict[str, Any]] = {
 BEYOND_SCHEMAS = (
     "context holds",
     "is not served here",
-    "holds the token id",
+    "ids go from",
     "does not have",
     "surrogate",
     "is not kept here",

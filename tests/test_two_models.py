@@ -87,5 +87,5 @@ async def test_a_host_is_let_go_when_neither_needs_it(smollm2_path: Path) -> Non
         assert [await answer(mesh) for mesh in (one, two)] == [wanted, wanted]
         for mesh in (one, two):
             assert set(mesh.hosts()) == {"a"}
-            (failure,) = mesh.incidents.as_dict()["failures"]
-            assert failure["reason"] == "its host was evicted"
+            reasons = {failure["reason"] for failure in mesh.incidents.as_dict()["failures"]}
+            assert reasons == {"its host was evicted"}
