@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import structlog
 
 from mesh.serve.bringup import Bringup
+from mesh.serve.draining import drained
 from mesh.serve.entering import entered_in_thread
 from mesh.serve.load_order import order_of
 from mesh.serve.preflight import check_model
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_LOOK_S: Final = 0.1
 _RETRY_AFTER_S: Final = 2
 # What a former head had loaded and finds no room is tried again when hosts change, or after so long.
 _TRY_AGAIN_S: Final = 10.0
@@ -211,7 +210,7 @@ class Models:
         log.info("model_unloads", model=name, wait_s=wait_s)
         slot.is_noted = False
         self._catalogue.remove(name)
-        num_ended = await self._drained(slot.model, wait_s)
+        num_ended = 0 if slot.model is None else await drained(slot.model, wait_s)
         slot.task.cancel()
         await asyncio.gather(slot.task, return_exceptions=True)
         return {"model": name, "unloaded": True, "ended": num_ended}
@@ -326,23 +325,6 @@ class Models:
                 self._head.driver.kill(self._head.driver.find(stage.actor))
             except MeshError as error:
                 log.debug("stage_had_ended", reason=error.message)
-
-    async def _drained(self, model: ServedModel | None, wait_s: float) -> int:
-        """Let requests end; returns how many did not in time, and had to."""
-        if model is None:
-            return 0
-        name, engine = model.name, model.engine
-        coordinator = engine.coordinator
-        if coordinator is None:
-            return 0
-        deadline_s = time.monotonic() + wait_s
-        while (num_left := coordinator.num_requests) and time.monotonic() < deadline_s:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)
-        if num_left:
-            log.warning("requests_ended", model=name, requests=num_left, after_s=wait_s)
-        engine.ended = ModelNotFound(f"the model `{name}` was unloaded", param="model")
-        coordinator.give_up(StageFailed(f"the model {name} was unloaded"))
-        return num_left
 
 
 def _fail(slot: _Slot, error: MeshError) -> None:

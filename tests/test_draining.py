@@ -1,0 +1,55 @@
+"""Requests to a model that is unloaded have a while to end, and no longer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from mesh.engine import GenerationRequest
+from mesh.serve.draining import drained
+from mesh.serve.pending import PendingEngine
+from spanmesh_proto.errors import ModelNotFound
+from tests.repairable_ring import RepairableRing, serving
+from tests.ring_harness import collect
+
+if TYPE_CHECKING:
+    from mesh.serve.served_model import ServedModel
+
+from mesh.coordinator import CoordinatorOptions
+from spanmesh_proto.errors import StageFailed
+
+OPTIONS = CoordinatorOptions(context_length=4096, num_slots=2, max_rows=8, n_vocab=1 << 24)
+SHORT, LONG = GenerationRequest((1, 2, 3), max_tokens=20), GenerationRequest((4, 5), max_tokens=4000)
+
+
+async def test_those_that_end_in_time_are_whole_and_the_others_are_ended() -> None:
+    async with serving(RepairableRing(), OPTIONS) as coordinator:
+        engine = PendingEngine(OPTIONS.context_length)
+        engine.coordinator = coordinator
+        model = cast("ServedModel", SimpleNamespace(name="tiny", engine=engine))
+        short, long = (asyncio.create_task(collect(coordinator, each)) for each in (SHORT, LONG))
+        async with asyncio.timeout(20):
+            while coordinator.num_requests < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        start_s = time.monotonic()
+        # As soon as both have ended, or after that long.
+        assert await drained(model, 0.5) == 1
+        assert time.monotonic() - start_s >= 0.5
+        assert len((await short)[0]) == SHORT.max_tokens
+        with pytest.raises(StageFailed, match="the model tiny was unloaded"):
+            await long
+        with pytest.raises(ModelNotFound):
+            engine.generate(SHORT)
+
+
+async def test_where_nothing_runs_nobody_waits() -> None:
+    async with serving(RepairableRing(), OPTIONS) as coordinator:
+        engine = PendingEngine(OPTIONS.context_length)
+        model = cast("ServedModel", SimpleNamespace(name="tiny", engine=engine))
+        assert await drained(model, 60) == 0
+        engine.coordinator = coordinator
+        assert await asyncio.wait_for(drained(model, 60), 5) == 0
