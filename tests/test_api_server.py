@@ -14,7 +14,7 @@ from mesh.api import ApiKeys, require_key_beyond_loopback
 from mesh.api.server import listen
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError, PortInUse
-from tests.api_harness import KEY, ScriptedEngine, running_api
+from tests.api_harness import KEY, MODEL, ScriptedEngine, running_api
 
 pytestmark = pytest.mark.model
 
@@ -80,6 +80,7 @@ async def test_status_comes_from_whoever_knows(engine: ScriptedEngine, tokenizer
         assert (await api.http.get("/mesh/status")).json() == {
             "hosts": 3,
             "tokens": {"prompt": 0, "generated": 0},
+            "models": [{"name": MODEL, "tokens": {"prompt": 0, "generated": 0}}],
         }
 
 

@@ -13,6 +13,7 @@ from mesh.engine import GenerationRequest
 from mesh.serve.draining import drained
 from mesh.serve.pending import PendingEngine
 from spanmesh_proto.errors import ModelNotFound
+from tests.fake_stage import FakeRuntime
 from tests.repairable_ring import RepairableRing, serving
 from tests.ring_harness import collect
 
@@ -22,12 +23,18 @@ if TYPE_CHECKING:
 from mesh.coordinator import CoordinatorOptions
 from spanmesh_proto.errors import StageFailed
 
-OPTIONS = CoordinatorOptions(context_length=4096, num_slots=2, max_rows=8, n_vocab=1 << 24)
-SHORT, LONG = GenerationRequest((1, 2, 3), max_tokens=20), GenerationRequest((4, 5), max_tokens=4000)
+OPTIONS = CoordinatorOptions(128, 2, FakeRuntime.max_rows, 64)
+SHORT, LONG = GenerationRequest((1, 2, 3), max_tokens=4), GenerationRequest((4, 5), max_tokens=120)
+WAIT_S, STEP_S = 2.0, 0.02
+
+
+def slowly(_stage: int, _spans: object) -> None:
+    """A batch of any stage takes as long as with a model: 120 tokens take seven seconds."""
+    time.sleep(STEP_S)
 
 
 async def test_those_that_end_in_time_are_whole_and_the_others_are_ended() -> None:
-    async with serving(RepairableRing(), OPTIONS) as coordinator:
+    async with serving(RepairableRing(slowly), OPTIONS) as coordinator:
         engine = PendingEngine(OPTIONS.context_length)
         engine.coordinator = coordinator
         model = cast("ServedModel", SimpleNamespace(name="tiny", engine=engine))
@@ -37,8 +44,8 @@ async def test_those_that_end_in_time_are_whole_and_the_others_are_ended() -> No
                 await asyncio.sleep(0.001)
         start_s = time.monotonic()
         # As soon as both have ended, or after that long.
-        assert await drained(model, 0.5) == 1
-        assert time.monotonic() - start_s >= 0.5
+        assert await drained(model, WAIT_S) == 1
+        assert time.monotonic() - start_s >= WAIT_S
         assert len((await short)[0]) == SHORT.max_tokens
         with pytest.raises(StageFailed, match="the model tiny was unloaded"):
             await long
