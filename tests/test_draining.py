@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from mesh.coordinator import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from mesh.serve.draining import drained
 from mesh.serve.pending import PendingEngine
-from spanmesh_proto.errors import ModelNotFound
+from spanmesh_proto.errors import ModelNotFound, StageFailed
 from tests.fake_stage import FakeRuntime
 from tests.repairable_ring import RepairableRing, serving
 from tests.ring_harness import collect
 
 if TYPE_CHECKING:
     from mesh.serve.served_model import ServedModel
-
-from mesh.coordinator import CoordinatorOptions
-from spanmesh_proto.errors import StageFailed
 
 OPTIONS = CoordinatorOptions(128, 2, FakeRuntime.max_rows, 64)
 SHORT, LONG = GenerationRequest((1, 2, 3), max_tokens=4), GenerationRequest((4, 5), max_tokens=120)

@@ -253,10 +253,11 @@ async def _served(
     service: MembershipService, certificate: Certificate, options: ServeOptions, port: int
 ) -> AsyncIterator[None]:
     server = MembershipServer(service, certificate)
-    address = join_address(options.advertise, await server.start(options.advertise, port))
-    service.listens_at(address)
-    log.info("membership_open", address=address, token_hours=options.token_hours)
     try:
+        # Ctrl-C may come when it listens already.
+        address = join_address(options.advertise, await server.start(options.advertise, port))
+        service.listens_at(address)
+        log.info("membership_open", address=address, token_hours=options.token_hours)
         yield
     finally:
         await server.stop()
