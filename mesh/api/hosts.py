@@ -12,8 +12,8 @@ from mesh.api.answer_schemas import Anything
 from mesh.api.backends import backend_of
 from mesh.api.document import answers
 from mesh.api.json_response import json_response
-from mesh.api.local_hosts import is_loopback
-from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError, Unauthorized
+from mesh.api.own_machine import require_own_machine
+from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError
 
 if TYPE_CHECKING:
     from mesh.api.backend import HostOrders
@@ -47,9 +47,7 @@ async def evict(request: Request) -> Response:
 
 def _orders(request: Request) -> HostOrders:
     """What carries it out. A key that opens the API from elsewhere does not open this."""
-    client = request.client
-    if client is None or not is_loopback(client.host):
-        raise Unauthorized("hosts are sent away from the head's own machine only: run the command there")
+    require_own_machine(request, "hosts are sent away")
     departures = backend_of(request).departures()
     if departures is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)

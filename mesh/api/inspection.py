@@ -13,9 +13,9 @@ from mesh.api.backends import backend_of
 from mesh.api.body import read_body
 from mesh.api.document import answers, takes
 from mesh.api.json_response import json_response
-from mesh.api.local_hosts import is_loopback
+from mesh.api.own_machine import require_own_machine
 from mesh.api.rehearsal_body import RehearsalBody
-from spanmesh_proto.errors import ClusterError, Unauthorized
+from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
     from mesh.api.backend import HostInspection
@@ -49,9 +49,7 @@ async def examine(request: Request) -> Response:
 
 def _inspection(request: Request) -> HostInspection:
     """What carries it out: processes start on hosts for it, so a key from elsewhere does not open this."""
-    client = request.client
-    if client is None or not is_loopback(client.host):
-        raise Unauthorized("hosts are inspected from the head's own machine only: run the command there")
+    require_own_machine(request, "hosts are inspected")
     inspection = backend_of(request).inspection()
     if inspection is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)

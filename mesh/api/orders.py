@@ -16,8 +16,8 @@ from mesh.api.body import read_body
 from mesh.api.document import answers, takes
 from mesh.api.json_response import json_response
 from mesh.api.load_body import LoadBody
-from mesh.api.local_hosts import is_loopback
-from spanmesh_proto.errors import ClusterError, InvalidRequest, Unauthorized
+from mesh.api.own_machine import require_own_machine
+from spanmesh_proto.errors import ClusterError, InvalidRequest
 
 if TYPE_CHECKING:
     from mesh.api.backend import ModelOrders
@@ -69,11 +69,7 @@ async def unload(request: Request) -> Response:
 
 def _orders(request: Request) -> ModelOrders:
     """What carries it out. A key that opens the API from elsewhere does not open this."""
-    client = request.client
-    if client is None or not is_loopback(client.host):
-        raise Unauthorized(
-            "models are loaded and unloaded from the head's own machine only: run the command there"
-        )
+    require_own_machine(request, "models are loaded and unloaded")
     orders = backends_of(request).first.model_orders()
     if orders is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
