@@ -16,9 +16,11 @@ serve: $(VENV)/.serving
 	$(BIN)/mesh serve $(ARGS)
 
 # Tests with several hosts follow one another in one process, the others run beside them: see tests/conftest.py.
-# What fails is tried once more and listed as RERUN: a machine that others use stands still for seconds at times.
+# What fails is tried once more at the end, with nothing beside it: a machine that others use stands still for
+# seconds at times.
 test: check
-	$(BIN)/pytest --reruns 1 -raR -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder || { \
+	  test $$? -eq 1 && $(BIN)/pytest --last-failed --last-failed-no-failures none; }
 
 # Every case of what `make test` takes a few of.
 sweep: $(VENV)/.testing
