@@ -25,7 +25,7 @@ class RingApi:
     runtimes: list[FakeRuntime]
     stages: list[RunningStage]
 
-    async def is_idle(self, *, within_s: float = 20.0) -> None:
+    async def is_idle(self, *, within_s: float = 60.0) -> None:
         """Wait until nothing runs, waits or is open anywhere."""
         async with asyncio.timeout(within_s):
             while self.num_anywhere():  # noqa: ASYNC110
