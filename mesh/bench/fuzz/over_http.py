@@ -27,6 +27,8 @@ _MESH_OPTIONS: Final = ("--stages", "1", "--threads", "1", "--ctx-size", "128", 
 # Requests of many prompts wait for one another; on a busy machine that takes its time.
 _TIMEOUT_S: Final = 180.0
 _NUM_SAMPLES: Final = 100
+# By then each sort of request has come, and what it loads and keeps for good is there.
+_NUM_WARM_UP: Final = 250
 _NOT_DONE_HERE: Final = 501
 # What the log says of an exception that nobody expected.
 _MARKS: Final = (b"Traceback (most recent call last)", b"_unexpectedly", b"Fatal error")
@@ -61,7 +63,7 @@ async def _feed(mesh: ServedMesh, options: FuzzOptions, key: str) -> FuzzReport:
         nonlocal left
         while left > 0 and mesh.is_running():
             left -= 1
-            if left % between == 0:
+            if left % between == 0 and tally.num_cases >= _NUM_WARM_UP:
                 tally.sample_memory(await asyncio.to_thread(mesh.own_bytes))
             await _one(mesh, tally, cases.next())
 
