@@ -43,7 +43,9 @@ async def test_both_heal_when_a_host_of_both_is_lost(smollm2_path: Path) -> None
         assert [await each for each in under_way] == [wanted, wanted]
         for mesh in (one, two):
             assert "b" not in mesh.hosts()
-            assert mesh.incidents.as_dict()["repairs"]["count"] == 1
+            # Whichever is noticed first: that the stage is lost, or that its host has left.
+            done = mesh.incidents.as_dict()["repairs"]
+            assert done["count"] + done["moves"] == 1
         # Nobody counted on the same room twice.
         for member in one.members:
             assert one.ledger.held_bytes(member) <= member.facts.memory_bytes
