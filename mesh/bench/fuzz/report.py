@@ -26,7 +26,8 @@ class FuzzReport:
         num_crashes: Inputs after which the process under test was gone, or raised what nobody expected.
         num_hangs: Inputs without an answer in time.
         num_faults: Bad inputs that were blamed on the server: an HTTP 5xx, a gRPC `INTERNAL` or `UNKNOWN`.
-        num_memory_samples: Of the process under test; 0 if each input had a process of its own.
+        num_memory_samples: Of the process under test; 0 if each input had a process of its own, or if the run
+            ended before it had warmed up.
         growth: Its memory after the warm-up and at the end; None if there were too few samples to tell.
         kept: Files with the first failing input of each sort.
         duration_s: Of the whole run.
@@ -91,7 +92,7 @@ def _memory(report: FuzzReport) -> str:
     """Before, after, and what that means."""
     growth = report.growth
     if not report.num_memory_samples:
-        return "nothing that could grow, each input had a process of its own"
+        return "not judged: each input had a process of its own, or the run was too short"
     if growth is None:
         return f"{report.num_memory_samples} samples, too few to tell"
     verdict = "flat" if growth.is_flat else "GROWS"
