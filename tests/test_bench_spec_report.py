@@ -28,6 +28,7 @@ COUNTS = DraftCounts(
 def results() -> Results:
     found = Results(
         Circumstances(
+            command="mesh bench spec m.gguf --tokens 11",
             model="m.gguf",
             draft_model="d.gguf",
             num_stages=3,
@@ -72,6 +73,7 @@ def test_the_page_says_what_was_found(results: Results, tmp_path: Path) -> None:
     write_report(report, tmp_path / "new" / "folder")
     page = (tmp_path / "new" / "folder" / "report.md").read_text()
     assert "5.10 for 5" in page
+    assert "```sh\nmesh bench spec m.gguf --tokens 11\n```" in page.partition("\n## ")[0]
     warnings = section(page, "Warnings")
     assert "stage 2 went away" in warnings
     assert "in exact mode the text differs: auto on writing 81" in warnings

@@ -14,6 +14,7 @@ from mesh.commands.bench_net import net
 from mesh.commands.bench_schemas import schemas
 from mesh.commands.bench_serve import serve
 from mesh.commands.bench_stress import stress
+from mesh.commands.command_line import command_line
 from mesh.commands.options import Numbers
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ def spec(
             seed=seed,
             output=output,
             logs=logs,
+            command=command_line(click.get_current_context(), without={"output", "logs"}),
         )
     )
     if report.lines:

@@ -90,6 +90,7 @@ def _circumstances(results: Results) -> str:
     found: Circumstances = results.circumstances
     hops = ", ".join(f"{hop:.2f} for {asked:g}" for asked, hop in sorted(results.hops_ms.items()))
     return (
+        f"```sh\n{found.command}\n```\n\n"
         f"{found.model}, draft model {found.draft_model or 'none'}, {found.num_stages} stage hosts and a "
         f"head without layers, {found.num_threads} thread(s) per stage, {found.num_tokens} tokens per "
         f"answer, {found.numeric_mode} mode, seed {found.seed}. {found.processor}, "

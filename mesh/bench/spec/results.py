@@ -15,6 +15,7 @@ class Circumstances:
     """What a figure depends on besides what is compared.
 
     Attributes:
+        command: The command line.
         model: File name.
         draft_model: File name, if there is one.
         num_stages: Hosts that hold layers; one more is the head.
@@ -27,6 +28,7 @@ class Circumstances:
         software: Version of ours, and of llama-cpp-python.
     """
 
+    command: str
     model: str
     draft_model: str | None
     num_stages: int

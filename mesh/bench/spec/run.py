@@ -75,6 +75,7 @@ class SpecOptions:
         seed: Of random prompts and of sampling.
         output: Folder for the report.
         logs: Folder for what the servers write; None throws it away.
+        command: The command line that says all this.
     """
 
     model: Path
@@ -94,6 +95,7 @@ class SpecOptions:
     seed: int
     output: Path
     logs: Path | None
+    command: str
 
 
 def run_spec(options: SpecOptions) -> Report:
@@ -197,6 +199,7 @@ def _peer_workloads(workloads: dict[str, Workload]) -> list[Workload]:
 
 def _circumstances(options: SpecOptions, draft_model: Path | None) -> Circumstances:
     return Circumstances(
+        command=options.command,
         model=options.model.name,
         draft_model=None if draft_model is None else draft_model.name,
         num_stages=_NUM_STAGES,

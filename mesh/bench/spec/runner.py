@@ -6,6 +6,7 @@ import itertools
 import secrets
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -20,7 +21,6 @@ from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from mesh.bench.client import Client, Reply
     from mesh.bench.rpc_system import RpcSystem
@@ -104,7 +104,8 @@ class Runner:
         log.info("phase", server=phase.server, trials=len(phase.trials), crowds=len(phase.crowds))
         self._num_failures = 0
         self._settled.clear()
-        self._results.servers[phase.server] = phase.options
+        # A draft model that was made for this run is gone after it, and folders are this machine's.
+        self._results.servers[phase.server] = tuple(_without_folder(option) for option in phase.options)
         folder = self._logs / phase.server.replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
         options = [*phase.options, "--ctx-size", str(self._options.ctx_size)]
@@ -271,3 +272,7 @@ class Runner:
 
 def _total_rate(reply: Reply) -> float:
     return sum(answer.num_tokens for answer in reply.answers) / (reply.wall_ms / 1e3)
+
+
+def _without_folder(option: str) -> str:
+    return Path(option).name if option.startswith("/") else option
