@@ -22,6 +22,7 @@ from mesh.cluster.addresses import free_port
 from mesh.commands.reference import leaf_commands, rewritten
 from spanmesh_proto import SOFTWARE_VERSION
 from tests.tiny_models import TinyModel
+from tests.walk_through import THREE_HOSTS, differences, steps_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
@@ -159,6 +160,9 @@ def test_model_commands_run_as_told(document: str, command: str, says: str, fold
     )
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
+    if ROOT / document == THREE_HOSTS:
+        (step,) = [step for step in steps_of(THREE_HOSTS) if step.command.startswith(command)]
+        assert differences(step.recorded, done.stdout) == []
     if command == "mesh slice":
         assert (folder / "share.gguf").read_bytes()[:4] == b"GGUF"
     if command == "mesh draft make":
