@@ -31,6 +31,7 @@ DOCUMENTS = (
     "CHANGELOG.md",
     "SECURITY.md",
     "examples/three_hosts.md",
+    "examples/speculation_report/report.md",
     "examples/coding_agents/README.md",
 )
 COMMANDS = tuple(leaf_commands())
