@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Final
 
 from starlette.middleware.cors import CORSMiddleware
 
 from mesh.api.errors import error_response
+from mesh.api.exposure import ANY_ORIGIN
 from mesh.api.own_page import is_own_origin
-from spanmesh_proto.errors import MeshError, Unauthorized
+from spanmesh_proto.errors import Unauthorized
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-ANY: Final = "*"
-_ORIGIN: Final = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d{1,5})?")
 _HARMLESS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _STRANGE_PAGE: Final = Unauthorized(
     "web pages may not use this server: name their origin with --cors-origin, or let it ask for API keys"
@@ -31,27 +29,6 @@ _READABLE: Final = (
         for what in ("Limit", "Remaining", "Reset")
     ),
 )
-
-
-def check_origins(origins: Sequence[str], *, has_keys: bool) -> None:
-    """Check what the user says of web pages.
-
-    Raises:
-        MeshError: If one is no origin, or all pages are let in and no key is asked for.
-    """
-    for origin in origins:
-        if origin == ANY and not has_keys:
-            raise MeshError(
-                "--cors-origin '*' lets every web page that is visited here use the model: name those that"
-                " may, or give --api-key-file",
-                param="--cors-origin",
-            )
-        if origin != ANY and not _ORIGIN.fullmatch(origin):
-            raise MeshError(
-                f"--cors-origin {origin!r} is no origin: write it as a browser does, in small letters and"
-                " without a path, such as https://chat.example.org",
-                param="--cors-origin",
-            )
 
 
 class Cors:
@@ -84,7 +61,7 @@ class Cors:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, by way of Starlette's middleware where the page may, or refuse."""
         origins = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"origin"]
-        is_open = any(origin in self._origins or ANY in self._origins for origin in origins)
+        is_open = any(origin in self._origins or ANY_ORIGIN in self._origins for origin in origins)
         if is_open:
             await self._open(scope, receive, send)
         elif origins and not self._may_change_things(scope, origins):

@@ -7,12 +7,12 @@ which a page cannot choose. Where keys are needed this is not: a page has none.
 
 from __future__ import annotations
 
-import ipaddress
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from mesh.api.errors import error_response
+from mesh.cluster.addresses import is_loopback
 from spanmesh_proto.errors import MisdirectedRequest
 
 if TYPE_CHECKING:
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _SHOWN_CHARS: Final = 100
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address means this machine, and no other can reach it by that."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def names_this_machine(host_header: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mesh.api.local_hosts import is_loopback
+from mesh.cluster.addresses import is_loopback
 from spanmesh_proto.errors import Unauthorized
 
 if TYPE_CHECKING:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Final
 import uvicorn
 
 from mesh.api.connection import PATIENCE_S, Connection, most_connections
-from mesh.api.local_hosts import LocalHosts, is_loopback
+from mesh.api.exposure import require_key_beyond_loopback
+from mesh.api.local_hosts import LocalHosts
 from mesh.api.uvicorn_log import route_uvicorn_log
+from mesh.cluster.addresses import is_loopback
 from spanmesh_proto.errors import MeshError, PortInUse
 
 if TYPE_CHECKING:
@@ -91,24 +93,6 @@ async def serve_api(
         app.state.backends.first.closing.set()
         server.should_exit = True
         await running
-
-
-def require_key_beyond_loopback(host: str, *, has_keys: bool, is_insecure: bool = False) -> None:
-    """Refuse an API that other machines can reach and that asks for no key.
-
-    Args:
-        host: Where it is to listen.
-        has_keys: Whether it asks for one.
-        is_insecure: Whether the user wants it all the same.
-
-    Raises:
-        MeshError: Naming the remedies.
-    """
-    if not has_keys and not is_insecure and not is_loopback(host):
-        raise MeshError(
-            f"--host {host} lets other machines use the model: give --api-key-file (`mesh keys add` makes"
-            " one), listen on 127.0.0.1, or let everybody in with --insecure"
-        )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -37,13 +37,11 @@ def primary_address(towards: str = _ELSEWHERE) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is reached from this machine only."""
-    if host == "localhost":
-        return True
+    """Whether a name or an address means this machine, and no other can reach it by that."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False
+        return host.lower() == "localhost"
 
 
 def split_address(address: str) -> tuple[str, int]:
