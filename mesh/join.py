@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ from spanmesh_proto.errors import ClusterError, JoinError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from mesh.cluster.ray_node import RayNodeConfig
     from mesh.home import Node
@@ -107,19 +105,3 @@ async def join_mesh(
                 return
     finally:
         home.close()
-
-
-def read_token(path: Path) -> str:
-    """The token in a file that `mesh serve --token-file` wrote.
-
-    Args:
-        path: The file; `-` is standard input.
-
-    Raises:
-        ClusterError: If it cannot be read.
-    """
-    try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ClusterError(f"cannot read the join token in {path}: {reason}", param="--token-file") from error

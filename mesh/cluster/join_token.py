@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+import sys
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgpack
 
 from mesh.cluster.addresses import split_address
 from spanmesh_proto.errors import ClusterError, InvalidJoinToken
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TOKEN_VERSION: Final = 1
 _MAX_TOKEN_CHARS: Final = 4096
@@ -111,3 +115,19 @@ def _malformed(word: str) -> InvalidJoinToken:
     return InvalidJoinToken(
         f"{shown!r} is not a join token; copy the whole `mesh join` line that the head printed"
     )
+
+
+def read_token(path: Path) -> str:
+    """The token in a file that `mesh serve --token-file` wrote.
+
+    Args:
+        path: The file; `-` is standard input.
+
+    Raises:
+        ClusterError: If it cannot be read.
+    """
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ClusterError(f"cannot read the join token in {path}: {reason}", param="--token-file") from error

@@ -57,9 +57,9 @@ def doctor(
     link both ways: round trips, bandwidth, clocks, and whether the stage files are what their hashes say.
     Each failure names what to do. Exits with 1 if anything failed.
     """
-    from mesh.doctor.check import exit_code  # noqa: PLC0415 - keeps --help quick
+    from mesh.cluster.join_token import read_token  # noqa: PLC0415 - keeps --help quick
+    from mesh.doctor.check import exit_code  # noqa: PLC0415
     from mesh.doctor.this_host import this_host_checks, token_checks  # noqa: PLC0415
-    from mesh.join import read_token  # noqa: PLC0415
 
     name = socket.gethostname()
     checks = [*this_host_checks(name, port=port, advertise=advertise, model=model)]

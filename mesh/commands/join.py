@@ -67,8 +67,7 @@ def join(
 
     Ctrl-C leaves it, after what is here has moved to another host; a second Ctrl-C leaves at once.
     """
-    from mesh.interruption import run_interruptible  # noqa: PLC0415 - keeps --help quick
-    from mesh.join import JoinOptions, join_mesh, read_token  # noqa: PLC0415
+    from mesh.cluster.join_token import decode, read_token  # noqa: PLC0415 - keeps --help quick
 
     if discover and token is None and token_file is None:
         return _list_heads()
@@ -79,6 +78,10 @@ def join(
             text = read_token(path)
         case _:
             raise click.UsageError("give the join token, or --token-file, and not both")
+    decode(text)
+    from mesh.interruption import run_interruptible  # noqa: PLC0415 - brings grpc, which a refusal needs not
+    from mesh.join import JoinOptions, join_mesh  # noqa: PLC0415
+
     keeping_from(models_dir=models_dir, cache_bytes=cache_bytes)
     options = JoinOptions(
         token=_with_found_addresses(text) if discover else text,
