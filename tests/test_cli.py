@@ -20,6 +20,26 @@ def test_help_names_every_command_without_importing_one(capsys: pytest.CaptureFi
     assert done.stdout.splitlines()[-1] == ""
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "missing.gguf"],
+        ["serve", "--host", "0.0.0.0"],
+        ["serve", "--draft", "missing.gguf"],
+        ["join", "rubbish"],
+        ["keys", "list", "--api-key-file", "missing"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_refused_costs_no_server(arguments: list[str]) -> None:
+    code = (
+        f"import sys; from mesh.cli import run; print(run({arguments!r}), "
+        "*(name for name in ('fastapi', 'uvicorn', 'pydantic', 'ray', 'grpc') if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["1"]
+
+
 @pytest.mark.parametrize("command", ["serve", "join", "status", "slice", "certify"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "--help"]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -20,6 +20,10 @@ from mesh.commands.options import GpuLayers, MemorySize
 from mesh.commands.sections import SectionedCommand
 from mesh.commands.speculation import speculation_from
 from mesh.commands.weights import weights_from, weights_options
+
+if TYPE_CHECKING:
+    from mesh.interruption import Interruption
+    from mesh.serve.options import ServeOptions
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 # Long enough for a person or systemd to start it again; hosts and their stages end after that.
@@ -176,7 +180,6 @@ def serve(
     from mesh.cluster.addresses import primary_address  # noqa: PLC0415 - keeps --help quick
     from mesh.interruption import run_interruptible  # noqa: PLC0415
     from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
-    from mesh.serve.run import serve_mesh  # noqa: PLC0415
     from mesh.topology import read_topology  # noqa: PLC0415
     from stages.hidden_codec import HiddenType  # noqa: PLC0415
 
@@ -226,7 +229,16 @@ def serve(
             hub_first=hub_first,
         ),
     )
-    return run_interruptible(lambda interruption: serve_mesh(options, interruption))
+    return run_interruptible(lambda interruption: _serve(options, interruption))
+
+
+async def _serve(options: ServeOptions, interruption: Interruption) -> None:
+    from mesh.serve.preflight import check  # noqa: PLC0415 - keeps --help quick
+
+    known = check(options)
+    from mesh.serve.run import serve_mesh  # noqa: PLC0415 - the server's libraries, which a refusal needs not
+
+    await serve_mesh(options, known, interruption)
 
 
 def _linger_s(wanted_s: float | None, num_hosts: int) -> float:

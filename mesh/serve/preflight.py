@@ -15,12 +15,14 @@ from mesh.draft.memory import draft_memory_bytes
 from mesh.gpu_layers import check_gpu_layers
 from mesh.planner import HostCapacity, Plan, check_stages, plan
 from mesh.serve.options import ctx_size_for
+from mesh.serve.recorded_answers import latest_answer
 from mesh.serve.speculation_fit import fitted_to
 from mesh.stage_sizes import StageSizes, Workload
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.byte_size import format_size
 from stages.cutting import ModelFacts, read_model_facts
+from stages.cutting.gguf_reader import read_header
 from stages.hidden_codec import HiddenType
 from stages.kv_types import check_kv_type
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mesh.serve.options import ServeOptions
+    from mesh.serve.speculation_options import SpeculationOptions
 
 log = structlog.get_logger()
 
@@ -58,11 +61,11 @@ def check(options: ServeOptions) -> Preflight:
 
     Raises:
         PortInUse: If another process listens where the API or the membership service is to.
-        InvalidModel: If the model is no GGUF, truncated, or carries no vocabulary.
+        InvalidModel: If the model is no GGUF, truncated, or carries no vocabulary, or the draft is none.
         UncuttableModel: If it cannot be cut as the user wants.
         ModelDoesNotFit: If no other host is to join and this one is too small, or too small for the draft.
         JoinError: If this host's name is none.
-        ClusterError: If options contradict one another, or the model.
+        ClusterError: If options contradict one another, or the model, or recorded answers cannot be read.
         MeshError: If the API would be open to other machines without a key.
     """
     api_keys = ApiKeys.from_file(options.api_key_path) if options.api_key_path is not None else None
@@ -104,10 +107,10 @@ def check_model(
         taken_bytes: What other models hold of this host's memory.
 
     Raises:
-        InvalidModel: If the model is no GGUF, truncated, or carries no vocabulary.
+        InvalidModel: If the model is no GGUF, truncated, or carries no vocabulary, or the draft is none.
         UncuttableModel: If it cannot be cut as the user wants.
         ModelDoesNotFit: If this host is too small for the draft.
-        ClusterError: If options contradict one another, or the model.
+        ClusterError: If options contradict one another, or the model, or recorded answers cannot be read.
     """
     check_numbers(options)
     model = read_model_facts(options.model)
@@ -120,6 +123,7 @@ def check_model(
     check_stages(model, num_stages=options.num_stages, split=options.split)
     if options.topology is not None:
         options.topology.check(model)
+    _check_proposals(options.speculation)
     facts = facts_of_host()
     draft_bytes = _draft_bytes(options, workload, facts.memory_bytes - taken_bytes)
     return Preflight(model, Tokenizer(options.model), None, workload, facts, draft_bytes)
@@ -157,6 +161,19 @@ def placed(options: ServeOptions, known: Preflight, hosts: Sequence[HostCapacity
 def own_capacity(name: str, known: Preflight) -> HostCapacity:
     """This host as the planner sees it."""
     return known.facts.capacity(name, draft_bytes=known.draft_bytes)
+
+
+def _check_proposals(wanted: SpeculationOptions) -> None:
+    """Look at the files that proposals come from.
+
+    Raises:
+        InvalidModel: If the draft is no GGUF, or truncated.
+        ClusterError: If the recorded answers cannot be read.
+    """
+    if wanted.mode != "off" and wanted.replay_path is not None:
+        latest_answer(wanted.replay_path)
+    if wanted.needs_draft and wanted.draft_path is not None:
+        read_header(wanted.draft_path)
 
 
 def _draft_bytes(options: ServeOptions, workload: Workload, free_bytes: int) -> int:

@@ -72,15 +72,12 @@ def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposer
     """What the options ask for; None if nothing may be proposed.
 
     Raises:
-        InvalidModel: If the draft is no GGUF, has another vocabulary or cannot draft.
-        ClusterError: If the recorded answers cannot be read.
+        InvalidModel: If the draft has another vocabulary or cannot draft.
     """
     wanted = options.speculation
     if wanted.mode == "off":
         yield None
         return
-    if wanted.replay_path is not None:
-        latest_answer(wanted.replay_path)
     draft = None
     if wanted.needs_draft and wanted.draft_path is not None:
         limits = wanted.draft_options(ctx_size=known.workload.ctx_size, num_slots=known.workload.num_slots)

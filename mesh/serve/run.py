@@ -1,4 +1,4 @@
-"""`mesh serve` from its first check to its last goodbye."""
+"""`mesh serve` from its checks to its last goodbye."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from mesh.serve.inspection import Inspection
 from mesh.serve.ledger import Ledger
 from mesh.serve.measured_links import measured_links
 from mesh.serve.models import Models
-from mesh.serve.preflight import check
 from mesh.serve.proposers import open_proposers
 from mesh.serve.served_model import new_model
 from mesh.serve.speculation_fit import fitted_to
@@ -40,23 +39,24 @@ if TYPE_CHECKING:
     from mesh.serve.fleet import Fleet
     from mesh.serve.incidents import Incidents
     from mesh.serve.options import ServeOptions
+    from mesh.serve.preflight import Preflight
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
     from mesh.serve.succession import Succession
     from mesh.tracing import RequestTracer
 
 
-async def serve_mesh(options: ServeOptions, interruption: Interruption) -> None:
+async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Interruption) -> None:
     """Serve until interrupted. However it ends, nothing that it started is left.
 
     Args:
         options: What the user says.
+        known: What checking them found.
         interruption: What cancels this.
 
     Raises:
         MeshError: If anything stands in the way; the message says what, and what to do.
     """
-    known = check(options)
     options = fitted_to(options, known.model)
     first = new_model(model_name(options.model), options, known)
     orders: list[ModelOrders] = []
