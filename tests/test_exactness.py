@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampling
 from tests.proposers import Parrot
 from tests.ring_harness import RunningStage, running_coordinator, running_stages
+from tests.short_models import short_smollm2_path  # noqa: F401 - a fixture
 from tests.whole_model_engine import WholeModelEngine
 
 pytestmark = pytest.mark.model
@@ -45,16 +47,30 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
     return Tokenizer(smollm2_path)
 
 
-@pytest.fixture
-async def stages(smollm2_path: Path, stage_cache_dir: Path) -> AsyncIterator[list[RunningStage]]:
-    options = RuntimeOptions(num_slots=NUM_SLOTS, ctx_size=CTX_SIZE, exact=True)
-    async with running_stages(smollm2_path, (10, 20), options, stage_cache_dir) as running:
-        yield running
+@dataclass(frozen=True)
+class Model:
+    path: Path
+    cuts: tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
-def whole(smollm2_path: Path) -> Iterator[WholeModelEngine]:
-    engine = WholeModelEngine(smollm2_path, context_length=CTX_SIZE, num_slots=1)
+def model(request: pytest.FixtureRequest) -> Model:
+    """In three stages. Most tests have a few layers of it: what they ask is the same of any number."""
+    if request.param == "whole":
+        return Model(request.getfixturevalue("smollm2_path"), (10, 20))
+    return Model(request.getfixturevalue("short_smollm2_path"), (2, 4))
+
+
+@pytest.fixture
+async def stages(model: Model, stage_cache_dir: Path) -> AsyncIterator[list[RunningStage]]:
+    options = RuntimeOptions(num_slots=NUM_SLOTS, ctx_size=CTX_SIZE, exact=True)
+    async with running_stages(model.path, model.cuts, options, stage_cache_dir) as running:
+        yield running
+
+
+@pytest.fixture
+def whole(model: Model) -> Iterator[WholeModelEngine]:
+    engine = WholeModelEngine(model.path, context_length=CTX_SIZE, num_slots=1)
     yield engine
     engine.close()
 
@@ -129,14 +145,19 @@ async def answers(
 
 
 @pytest.mark.parametrize(
-    ("sampling", "ways"),
+    ("model", "sampling", "ways"),
     [
         # Drawing through filters is the harder case of drawing; the other is left to the sweep. So are the
-        # ways that the other of these two goes.
-        pytest.param("greedy", (0, 1, 2, 4), id="greedy"),
-        pytest.param("filtered", (3, 5), id="filtered"),
-        *(pytest.param(name, range(6), id=f"{name}, all", marks=pytest.mark.sweep) for name in SAMPLINGS),
+        # ways that the other of these two goes, and all but the hardest with all layers.
+        pytest.param("whole", "greedy", (3,), id="all layers"),
+        pytest.param("short", "greedy", (0, 1, 2, 4), id="greedy"),
+        pytest.param("short", "filtered", (3, 5), id="filtered"),
+        *(
+            pytest.param("whole", name, range(6), id=f"{name}, all", marks=pytest.mark.sweep)
+            for name in SAMPLINGS
+        ),
     ],
+    indirect=["model"],
 )
 async def test_one_seed_one_text(
     whole: WholeModelEngine,
@@ -172,6 +193,12 @@ async def test_one_seed_one_text(
         assert (sum(report.num_voided_windows for report in reports) > 0) == (depth > 1)
 
 
+EITHER = pytest.mark.parametrize(
+    "model", ["short", pytest.param("whole", marks=pytest.mark.sweep)], indirect=True
+)
+
+
+@EITHER
 async def test_seeds_differ(stages: list[RunningStage], tokenizer: Tokenizer) -> None:
     texts = []
     for seed in (1, 2):
@@ -180,12 +207,13 @@ async def test_seeds_differ(stages: list[RunningStage], tokenizer: Tokenizer) ->
     assert texts[0] != texts[1]
 
 
+@EITHER
 async def test_tokens_come_with_the_model_s_own_probabilities(
-    smollm2_path: Path, stages: list[RunningStage], tokenizer: Tokenizer
+    model: Model, stages: list[RunningStage], tokenizer: Tokenizer
 ) -> None:
     """First tokens of many seeds through the ring, against the softmax of the whole model's logits."""
-    prompt = tuple(tokenizer.encode("My favourite colour is", add_special=False, parse_special=False))
-    runtime = StageRuntime(smollm2_path, RuntimeOptions(num_slots=1, ctx_size=64, exact=True))
+    prompt = tuple(tokenizer.encode("Music of the", add_special=False, parse_special=False))
+    runtime = StageRuntime(model.path, RuntimeOptions(num_slots=1, ctx_size=64, exact=True))
     logits = runtime.decode([Span(0, 0, prompt, num_outputs=1)])[0][-1].astype(np.float64)
     runtime.close()
     shares = np.exp(logits - logits.max())

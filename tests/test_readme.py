@@ -21,6 +21,7 @@ from mesh.cli import run
 from mesh.cluster.addresses import free_port
 from mesh.commands.reference import leaf_commands, rewritten
 from spanmesh_proto import SOFTWARE_VERSION
+from tests.short_models import write_short
 from tests.tiny_models import TinyModel
 from tests.walk_through import THREE_HOSTS, differences, steps_of
 
@@ -140,8 +141,8 @@ def told(command: str, *, document: str = "README.md") -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, smollm2_path: Path) -> Path:
-    """Where a user has put a `model.gguf`."""
-    (tmp_path / "model.gguf").symlink_to(smollm2_path)
+    """Where a user has put a `model.gguf`; its layers are as many as the documents' cuts need."""
+    write_short(smollm2_path, 16, tmp_path / "model.gguf")
     return tmp_path
 
 
