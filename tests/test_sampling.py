@@ -185,8 +185,16 @@ LEFT: dict[str, tuple[Sampling, Callable[[NDArray[np.float64]], NDArray[np.bool_
 }
 
 
-@pytest.mark.parametrize("case", LEFT)
-@pytest.mark.parametrize("over", ["positions", "seeds"])
+@pytest.mark.parametrize(
+    ("case", "over"),
+    [
+        *((case, "positions") for case in LEFT),
+        # Where the noise comes from is one thing, and which tokens it is given to another.
+        ("no filter", "seeds"),
+        ("top-p", "seeds"),
+        *(pytest.param(case, "seeds", marks=pytest.mark.sweep) for case in ("hot", "top-k", "min-p")),
+    ],
+)
 def test_tokens_come_as_often_as_their_probabilities_say(case: str, over: str) -> None:
     sampling, kept = LEFT[case]
     # 600 ids are three blocks, the last one short; 12 of them share most of the probability.
