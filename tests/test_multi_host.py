@@ -130,7 +130,7 @@ def assert_nothing_is_left(lab: Lab) -> None:
 @pytest.mark.parametrize(
     "questions",
     [
-        pytest.param(Questions(CHAT_PROMPTS[::3], 48), id="a few"),
+        pytest.param(Questions(CHAT_PROMPTS[::4], 48), id="a few"),
         pytest.param(Questions(CHAT_PROMPTS, 128), id="all", marks=pytest.mark.sweep),
     ],
 )
