@@ -264,6 +264,16 @@ class StageActor:
             raise ClusterError(f"stage {self._config.stage_index} was connected before it was started")
         await self._service.connect(next_address, next_host)
 
+    async def follow(self, address: str, host: str, mesh_id: str, mesh_key: str, term: int) -> None:
+        """Keep up with a stage that this one is a copy of; see `StageService.follow`.
+
+        Raises:
+            ClusterError: If it does not serve.
+        """
+        if self._service is None:
+            raise ClusterError(f"the copy of {self._config.layers} was to follow before it was started")
+        await self._service.follow(address, host, mesh_id, mesh_key, term)
+
     async def stop(self) -> None:
         """Stop serving and free all memory."""
         if self._orphan_watch is not None and self._orphan_watch is not asyncio.current_task():

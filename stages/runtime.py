@@ -14,6 +14,7 @@ from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, 
 from stages.batch import Batch
 from stages.gpu_placing import GpuPlacing
 from stages.handover import Handover
+from stages.kv_rows import KvRows
 from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange
 from stages.llama import init_backend, last_complaint
@@ -143,6 +144,8 @@ class StageRuntime:
         self.info = self._read_info()
         self._tap = self._make_tap()
         self._lengths = [0] * options.num_slots
+        # llama.cpp copies the rows of a slot when it next computes, not when it is told to.
+        self._has_copies_to_come = False
         try:
             self._context = self._make_context()
         except BaseException:
@@ -280,8 +283,55 @@ class StageRuntime:
         self._forget(slot, 0)
         # Between caches of their own llama.cpp copies whole ones only.
         llama_cpp.llama_memory_seq_cp(self._memory, source, slot, -1, -1)
+        self._has_copies_to_come = True
         self._lengths[slot] = self._lengths[source]
         self.trim(slot, num_positions)
+
+    def kv_rows(self, slot: int) -> KvRows:
+        """What the KV cache holds of a slot that is not empty, for a stage with the same layers.
+
+        Raises:
+            UncuttableModel: If llama.cpp keeps it in a form that has no rows, or has yet to copy them.
+        """
+        if self._has_copies_to_come:
+            raise UncuttableModel("llama.cpp has yet to copy rows from slot to slot")
+        saved = np.empty(self.num_kv_bytes(slot), np.uint8)
+        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        num_bytes = llama_cpp.llama_state_seq_get_data(self._context, pointer, saved.size, slot)
+        rows = KvRows.from_bytes(saved[:num_bytes])
+        if (rows.start, rows.stop) != (0, self._lengths[slot]):
+            raise UncuttableModel(
+                f"the KV cache has positions {rows.start} to {rows.stop} of {self._lengths[slot]}"
+            )
+        return rows
+
+    def num_kv_bytes(self, slot: int) -> int:
+        """What `kv_rows` takes of the memory, in bytes."""
+        return int(llama_cpp.llama_state_seq_get_size(self._context, slot))
+
+    def put_kv_rows(self, slot: int, rows: KvRows) -> None:
+        """Have a slot hold rows that another stage computed, behind those that it holds before them.
+
+        Raises:
+            InvalidWindow: If the slot does not exist or ends before them, or the context does.
+            UncuttableModel: If they are of another model.
+            StageFailed: If llama.cpp does not take them; the slot is empty then.
+        """
+        if not 0 <= slot < self._options.num_slots:
+            raise InvalidWindow(f"slot {slot} of {self._options.num_slots} does not exist")
+        if not rows.start <= self._lengths[slot] or rows.stop > self._options.ctx_size:
+            raise InvalidWindow(
+                f"rows {rows.start} to {rows.stop} for slot {slot}, which ends at {self._lengths[slot]} of "
+                f"{self._options.ctx_size}"
+            )
+        whole = self.kv_rows(slot).cut(0, rows.start).followed_by(rows) if rows.start else rows
+        saved = np.frombuffer(whole.to_bytes(), np.uint8)
+        pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if not llama_cpp.llama_state_seq_set_data(self._context, pointer, saved.size, slot):
+            self._forget(slot, 0)
+            self._lengths[slot] = 0
+            raise StageFailed(f"llama.cpp does not take rows of another stage: {last_complaint()}")
+        self._lengths[slot] = whole.stop
 
     def close(self) -> None:
         """Give all memory back. The runtime is unusable afterwards."""
@@ -459,6 +509,7 @@ class StageRuntime:
 
     def _run(self) -> None:
         status = llama_cpp.llama_decode(self._context, self._batch.struct)
+        self._has_copies_to_come = False
         if status != 0:
             # What llama.cpp kept of the batch is unknown: trust nothing of these slots.
             raise StageFailed(f"llama_decode failed with status {status}: {last_complaint()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError, StageFailed
 from stages.channels import KeyCheck, abort
+from stages.follower import Follower, pause_s
 from stages.hidden_codec import HiddenType
 from stages.link import MOST_BUNDLED_WINDOWS, StageLink
 from stages.ring_place import RingPlace
@@ -47,6 +49,7 @@ class StageService(rpc.StageServicer):
         identity: What it shows the next stage, asked at each connection; None if that is in this process.
         term: Of the coordinator that it is for; one of a lower term is refused.
         most_sent_bytes: How much of what it sent on it keeps, to send it again after a repair.
+        pause_s: How long it waits before it tells copies more, see `stages.follower.pause_s`.
 
     Attributes:
         key_check: What its server must ask first.
@@ -64,7 +67,9 @@ class StageService(rpc.StageServicer):
         identity: Callable[[], Identity] | None = None,
         term: int = 0,
         most_sent_bytes: int = LEAST_SENT_BYTES,
+        pause_s: Callable[[float], float] = pause_s,
     ) -> None:
+        self._pause_s = pause_s
         self.strangers = Strangers()
         self.key_check = KeyCheck(mesh_key, self.strangers.called)
         self._info = runtime.info
@@ -80,6 +85,8 @@ class StageService(rpc.StageServicer):
         )
         self._links: set[asyncio.Task[Any]] = set()
         self._verdicts: set[asyncio.Queue[wire.VerdictBundle | None]] = set()
+        self._leaving: set[asyncio.Event] = set()
+        self._follower: Follower | None = None
         self._controls: dict[asyncio.Queue[wire.ControlReply | None], asyncio.Task[None]] = {}
         self._idle_since_s: float | None = time.monotonic()
         self._is_closed = False
@@ -119,6 +126,48 @@ class StageService(rpc.StageServicer):
             )
         self._path.next = link
 
+    async def follow(self, address: str, host: str, mesh_id: str, mesh_key: str, term: int) -> None:
+        """Keep up with a stage of a ring that this one is a copy of, until it takes a place in a ring itself.
+
+        Args:
+            address: `host:port` of that stage. One that is followed already is left as it is.
+            host: Name of the host that must answer there.
+            mesh_id: Which ring it is in.
+            mesh_key: Of that ring.
+            term: Of the coordinator that orders this.
+
+        Raises:
+            ProtocolError: If a coordinator of a higher term was here meanwhile.
+        """
+        if term < self._place.term:
+            raise self._place.stale(f"the coordinator of the copy of stage {self._place.stage_index}", term)
+        self._place = replace(self._place, term=term)
+        former = self._follower
+        if former is not None and not former.is_over and former.leads_to(address, mesh_id):
+            return
+        await self._let_go()
+        hello = wire.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            software_version=SOFTWARE_VERSION,
+            mesh_id=mesh_id,
+            sender=f"a copy of stage {self._place.stage_index}",
+            term=term,
+        )
+        self._follower = Follower(
+            address,
+            host,
+            hello,
+            mesh_key,
+            None if self._identity is None else self._identity(),
+            held=self._path.held,
+            take=self._path.take_news,
+        )
+
+    async def _let_go(self) -> None:
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            await follower.close()
+
     async def rejoin(
         self,
         stage_index: int,
@@ -146,6 +195,7 @@ class StageService(rpc.StageServicer):
         path, former = self._path, self._place
         if term < former.term:
             raise former.stale(f"the coordinator that moves stage {former.stage_index}", term)
+        await self._let_go()
         self._place = RingPlace(stage_index, mesh_id, mesh_key, term)
         path.stage_index = stage_index
         self.key_check.replace(mesh_key)
@@ -155,6 +205,8 @@ class StageService(rpc.StageServicer):
             task.cancel()
         for bundles in self._verdicts:
             bundles.put_nowait(None)
+        for leaving in self._leaving:
+            leaving.set()
         path.close_all(forgotten=term != former.term)
         following, path.next = path.next, None
         if following is not None:
@@ -170,6 +222,7 @@ class StageService(rpc.StageServicer):
     async def close(self) -> None:
         """Stop computing and free the memory."""
         self._is_closed = True
+        await self._let_go()
         await self._path.stop()
 
     def stats(self) -> wire.StageStats:
@@ -243,6 +296,31 @@ class StageService(rpc.StageServicer):
                 yield bundle
         finally:
             self._verdicts.discard(bundles)
+
+    async def Follow(  # noqa: N802
+        self,
+        request: wire.FollowRequest,
+        context: grpc.aio.ServicerContext[wire.FollowRequest, wire.SlotRows],
+    ) -> AsyncIterator[wire.SlotRows]:
+        """What the sessions here have in the KV cache, to a copy of this stage."""
+        self.strangers.called(context.peer())
+        hello = request.hello if request is not None and request.HasField("hello") else None
+        await self._greet(hello, context)
+        if request is None or not self._place.is_of(request.hello):
+            return
+        leaving = asyncio.Event()
+        self._leaving.add(leaving)
+        marks = await self._path.follow(request.held)
+        try:
+            while not leaving.is_set():
+                started_s = time.monotonic()
+                async for news in self._path.news(marks):
+                    yield news
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(leaving.wait(), self._pause_s(time.monotonic() - started_s))
+        finally:
+            self._leaving.discard(leaving)
+            self._path.unfollow(marks)
 
     def _answer(self, verdicts: list[wire.Verdict]) -> None:
         for bundles in self._verdicts:

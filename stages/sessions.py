@@ -6,10 +6,16 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
 from stages.opening import NOTHING_RESUMED
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
     from stages.judge import Judge
     from stages.opening import Resumed
 
@@ -26,6 +32,7 @@ class StageSession:
         judge: Draws for it at the tail.
         epoch: Windows of a lower epoch are void.
         num_resumed: First positions that its slot may hold from before a repair.
+        told: The tokens at these positions, if this stage did not compute them but was told of them.
     """
 
     id: int
@@ -33,6 +40,22 @@ class StageSession:
     judge: Judge
     epoch: int = 0
     num_resumed: int = 0
+    told: NDArray[np.int64] | None = None
+
+    def confirm(self, start: int, tokens: Sequence[int]) -> None:
+        """Give up what the slot holds from here on if it is of other tokens than the session's.
+
+        What a stage tells its copy may be a proposal, which it rejected without having told that yet.
+
+        Args:
+            start: Position of the first.
+            tokens: The session's.
+        """
+        if self.told is None or start >= self.num_resumed:
+            return
+        known = self.told[start : min(start + len(tokens), self.num_resumed)]
+        if not np.array_equal(known, np.asarray(tokens, np.int64)[: len(known)]):
+            self.num_resumed = start
 
 
 @dataclass
@@ -48,6 +71,8 @@ class SessionTable:
     _owner: dict[int, int] = field(default_factory=dict)
     # Of each slot the session that had it last, also when that is over.
     _latest: dict[int, int] = field(default_factory=dict)
+    # Of slots that hold what this stage was told of: the tokens.
+    _told: dict[int, NDArray[np.int64]] = field(default_factory=dict)
     _closed: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
@@ -71,7 +96,10 @@ class SessionTable:
         if evicted is not None:
             self.close(evicted)
         num_resumed = resumed.num_positions if resumed.session == self._latest.get(slot) else 0
-        entry = StageSession(session, slot, judge, num_resumed=num_resumed)
+        told = self._told.pop(slot, None)
+        if told is not None:
+            num_resumed = min(num_resumed, len(told))
+        entry = StageSession(session, slot, judge, num_resumed=num_resumed, told=told)
         self._open[session] = entry
         self._owner[slot] = self._latest[slot] = session
         return entry
@@ -95,6 +123,27 @@ class SessionTable:
     def forget(self) -> None:
         """Let no session go on with another's slot: ids of the next coordinator mean other sessions."""
         self._latest.clear()
+        self._told.clear()
+
+    def let_go(self, slot: int) -> None:
+        """Let no session go on with this slot, as it is about to hold something else."""
+        self._latest.pop(slot, None)
+        self._told.pop(slot, None)
+
+    def adopt(self, slot: int, session: int, tokens: NDArray[np.int64]) -> None:
+        """Note that a slot holds what a session computed at another stage.
+
+        Args:
+            slot: The slot.
+            session: Its id there.
+            tokens: At the positions from 0 on, int64.
+        """
+        self._latest[slot], self._told[slot] = session, tokens
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """The slot of each open session, by its id."""
+        return {entry.id: entry.slot for entry in self._open.values()}
 
     def cancel(self, session: int, epoch: int) -> None:
         """Void the session's windows below `epoch`."""

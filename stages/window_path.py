@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
@@ -18,17 +19,21 @@ from stages.resident_memory import resident_bytes
 from stages.runtime import Span, StageRuntime
 from stages.sent_rows import SentRows
 from stages.sessions import SessionTable
+from stages.stage_slots import StageSlots
 from stages.wakefulness import Wakefulness
 from stages.window_queue import Begun, Passed, QueuedWindow, WindowQueue
 from stages.worker import StageWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from stages.hidden_codec import HiddenType
     from stages.link import StageLink
+    from stages.slot_tokens import Marks
 
 log = structlog.get_logger()
+
+Result = TypeVar("Result")
 
 # A coordinator has a few dozen windows of a session under way: whoever sends so many ahead means no good.
 _MOST_QUEUED_PER_SLOT: Final = 512
@@ -76,12 +81,13 @@ class WindowPath:
         self._sessions = SessionTable(runtime.num_slots)
         self._grammars = Grammars(runtime.info.n_vocab)
         self._queue = WindowQueue(runtime.max_rows, self._sessions.is_live, takes_runs=runtime.computes_runs)
+        self._slots = StageSlots(runtime, SentRows(runtime.num_slots, most_sent_bytes))
         self._worker = StageWorker(
             runtime,
             self._queue,
             clock_us=monotonic_us,
             hidden_type=hidden_type,
-            sent=SentRows(runtime.num_slots, most_sent_bytes),
+            slots=self._slots,
             on_windows=self._from_worker(self._send_on),
             on_verdicts=self._from_worker(self._answer),
             on_failures=self._from_worker(self._report),
@@ -97,6 +103,7 @@ class WindowPath:
                 opening.require_vocabulary(self._info.n_vocab)
             judge = Judge.of(opening, self._grammars)
             session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
+            session.confirm(0, opening.cached)
             # What cannot go back to a position cannot go on from one before its end either.
             num_resumed = session.num_resumed if self._info.can_trim else 0
             self._queue.change(
@@ -124,6 +131,7 @@ class WindowPath:
                 raise InvalidWindow(f"{self._most_queued} windows wait at this stage: it takes no more")
             span = Span(session.slot, window.start, list(window.tokens), num_outputs=window.verify_rows)
             hidden = None if self._info.is_first else EncodedHidden.of_window(window, self._info.n_embd)
+            session.confirm(span.start, span.tokens)
         except MeshError as error:
             self._report([_failure(window.session, window.epoch, window.id, error)])
             return
@@ -185,9 +193,40 @@ class WindowPath:
 
     async def drained(self) -> None:
         """Return when the batch that computes now is done: nothing of closed sessions leaves after that."""
-        passed = asyncio.Event()
-        self._queue.change(Passed(lambda: self._loop.call_soon_threadsafe(passed.set)))
-        await passed.wait()
+        await self._in_worker(lambda: None)
+
+    async def held(self) -> list[wire.HeldSlot]:
+        """What the slots have, for a stage that this one is to follow."""
+        return await self._in_worker(self._slots.held)
+
+    async def follow(self, held: Sequence[wire.HeldSlot]) -> Marks:
+        """Keep marks for a copy of this stage, until `unfollow`; see `StageSlots.follow`."""
+        return await self._in_worker(lambda: self._slots.follow(tuple(held)))
+
+    def unfollow(self, marks: Marks) -> None:
+        """Keep them no more."""
+        self._queue.change(Passed(lambda: self._slots.unfollow(marks)))
+
+    async def news(self, marks: Marks) -> AsyncIterator[wire.SlotRows]:
+        """What a copy has not been told of the open sessions, one slot after the other.
+
+        Windows are computed between two of them.
+        """
+        for session, slot in self._sessions.slots.items():
+            tell = functools.partial(self._slots.news, slot, session, marks, self._worker.sent_row_bytes)
+            for message in await self._in_worker(tell):
+                yield message
+
+    async def take_news(self, news: wire.SlotRows) -> None:
+        """Hold what the stage that this one follows has computed.
+
+        Raises:
+            MeshError: If that is not of this stage.
+        """
+        # Until it is known to hold all of it the slot is nobody's.
+        self._sessions.let_go(news.slot)
+        tokens = await self._in_worker(lambda: self._slots.take(news))
+        self._sessions.adopt(news.slot, news.session, tokens)
 
     def stats(self) -> wire.StageStats:
         """Counts since the start."""
@@ -211,6 +250,28 @@ class WindowPath:
         self._queue.close()
         self._wakefulness.update(0)
         await asyncio.to_thread(self._worker.join)
+
+    async def _in_worker(self, work: Callable[[], Result]) -> Result:
+        """Have the thread that computes do something between two batches."""
+        done: asyncio.Future[Result] = self._loop.create_future()
+
+        def settle(result: Result | None, error: BaseException | None) -> None:
+            if done.cancelled():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(result)  # type: ignore[arg-type]  # no error: it is there
+
+        def run() -> None:
+            try:
+                result, error = work(), None
+            except Exception as raised:  # noqa: BLE001 - whatever it is, it is for whoever waits
+                result, error = None, raised
+            self._loop.call_soon_threadsafe(settle, result, error)
+
+        self._queue.change(Passed(run))
+        return await done
 
     def _pass_on(self, message: wire.Open) -> None:
         if self.next is not None and self._sessions.is_open(message.session):

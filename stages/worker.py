@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.runtime import Span, StageRuntime
-    from stages.sent_rows import SentRows
+    from stages.runtime import StageRuntime
+    from stages.stage_slots import StageSlots
     from stages.window_queue import Begun, Change, QueuedWindow, WindowQueue
 
 log = structlog.get_logger()
@@ -53,7 +53,7 @@ class StageWorker(threading.Thread):
         queue: Where windows come from.
         clock_us: Monotonic, microseconds.
         hidden_type: How hidden states travel to the next stage.
-        sent: Keeps them, to send them again after a repair. Belongs to this thread as well.
+        slots: What it holds, to send it again after a repair. Belongs to this thread as well.
         on_windows: Gets windows for the next stage; called in this thread.
         on_verdicts: Gets the tail's answers; called in this thread.
         on_failures: Gets windows that could not be computed; called in this thread.
@@ -66,7 +66,7 @@ class StageWorker(threading.Thread):
         *,
         clock_us: Callable[[], int],
         hidden_type: HiddenType,
-        sent: SentRows,
+        slots: StageSlots,
         on_windows: Callable[[list[wire.Window]], None],
         on_verdicts: Callable[[list[wire.Verdict]], None],
         on_failures: Callable[[list[wire.Failure]], None],
@@ -76,7 +76,7 @@ class StageWorker(threading.Thread):
         self._queue = queue
         self._clock_us = clock_us
         self._hidden_type = hidden_type
-        self._sent = sent
+        self._slots = slots
         self._on_windows = on_windows
         self._on_verdicts = on_verdicts
         self._on_failures = on_failures
@@ -107,20 +107,15 @@ class StageWorker(threading.Thread):
         slot, num_positions = begun.slot, begun.num_positions
         try:
             if begun.is_copied:
-                self._runtime.copy(begun.source, slot, num_positions)
-                self._sent.copy(begun.source, slot, num_positions)
+                self._slots.copy(begun.source, slot, num_positions)
             else:
-                self._trim(slot, num_positions)
+                self._slots.trim(slot, num_positions)
         except MeshError as error:
             # What the slot holds now is another session's: no window may find that and go on with it.
-            self._trim(slot, 0)
+            self._slots.trim(slot, 0)
             if begun.num_cached:
                 failure = wire.Failure(session=begun.session, code=wire_of(error).code, message=error.message)
                 self._on_failures([failure])
-
-    def _trim(self, slot: int, num_positions: int) -> None:
-        self._sent.trim(slot, num_positions)
-        self._runtime.trim(slot, num_positions)
 
     def _without_held(self, windows: tuple[QueuedWindow, ...], started_us: int) -> list[QueuedWindow]:
         """The windows that are to be computed: what is there from before a repair is sent again at once."""
@@ -143,7 +138,7 @@ class StageWorker(threading.Thread):
                 _stamp(window, verdict, queue_us=max(0, started_us - window.arrived_us))
                 self._on_verdicts([verdict])
             return True
-        rows = self._sent.find(span.slot, span.start, len(span.tokens), self._row_bytes)
+        rows = self._slots.find_sent(span, self.sent_row_bytes)
         if rows is None:
             return False
         onward = self._onward(window, rows)
@@ -152,7 +147,8 @@ class StageWorker(threading.Thread):
         return True
 
     @property
-    def _row_bytes(self) -> int:
+    def sent_row_bytes(self) -> int:
+        """What a row of hidden states takes that leaves now."""
         return self._hidden_type.row_bytes(self._runtime.info.n_embd)
 
     def _without_invalid(self, windows: list[QueuedWindow]) -> list[QueuedWindow]:
@@ -171,12 +167,14 @@ class StageWorker(threading.Thread):
     def _compute(self, windows: list[QueuedWindow], started_us: int) -> None:
         try:
             outputs = self._runtime.decode([window.span for window in windows])
+            for window in windows:
+                self._slots.computed(window.span)
             self._hand_on(windows, outputs, started_us)
         except Exception as error:
             known = error if isinstance(error, MeshError) else StageFailed(f"stage failed: {error!r}")
             log.exception("windows_failed", num_windows=len(windows), reason=str(known))
             for window in windows:
-                self._trim(window.span.slot, 0)
+                self._slots.trim(window.span.slot, 0)
             self._on_failures([failure_of(window, known) for window in windows])
 
     def _hand_on(
@@ -197,12 +195,7 @@ class StageWorker(threading.Thread):
             self._on_windows([window for window in onward if window.hidden])
             # After they left: nobody waits for this.
             for window, sent in zip(windows, onward, strict=True):
-                self._keep(window.span, sent.hidden)
-
-    def _keep(self, span: Span, rows: bytes) -> None:
-        if rows:
-            # Of its own size: the type for the windows to come may be another by now.
-            self._sent.keep(span.slot, span.start, rows, len(rows) // len(span.tokens))
+                self._slots.sent_on(window.span, sent.hidden)
 
     def _stamp_all(
         self,
@@ -224,7 +217,7 @@ class StageWorker(threading.Thread):
         try:
             return self._judge(window, logits)
         except MeshError as error:
-            self._trim(window.span.slot, 0)
+            self._slots.trim(window.span.slot, 0)
             self._on_failures([failure_of(window, error)])
             return None
 
@@ -261,7 +254,7 @@ class StageWorker(threading.Thread):
         try:
             return encode(hidden, self._hidden_type)
         except MeshError as error:
-            self._trim(window.span.slot, 0)
+            self._slots.trim(window.span.slot, 0)
             self._on_failures([failure_of(window, error)])
             return b""
 

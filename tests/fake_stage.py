@@ -8,12 +8,14 @@ stage before it gave, so that holds at every stage.
 from __future__ import annotations
 
 import hashlib
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow
+from stages.kv_rows import KvRows
 from stages.layers import LayerRange
 from stages.runtime import Span, StageInfo
 
@@ -105,6 +107,27 @@ class FakeRuntime:
         self._cells[slot] = list(self._cells[source])
         self._lengths[slot] = self._lengths[source]
         self.trim(slot, num_positions)
+
+    def num_kv_bytes(self, slot: int) -> int:
+        return len(self.kv_rows(slot).to_bytes())
+
+    def kv_rows(self, slot: int) -> KvRows:
+        """One layer of keys, whose rows are the values, as llama.cpp would save them."""
+        cells = sorted(self._cells[slot], key=lambda cell: cell.position)
+        saved = struct.pack("<IiII", 7, slot, 1, len(cells))
+        saved += b"".join(struct.pack("<iIi", cell.position, 1, slot) for cell in cells)
+        saved += struct.pack("<IIiQ", 0, 1, 0, 8)
+        saved += b"".join(struct.pack("<q", cell.value) for cell in cells)
+        return KvRows.from_bytes(saved)
+
+    def put_kv_rows(self, slot: int, rows: KvRows) -> None:
+        if rows.start > self._lengths[slot]:
+            raise InvalidWindow(f"rows from {rows.start} on for a slot that ends at {self._lengths[slot]}")
+        self.trim(slot, rows.start)
+        values = np.frombuffer(rows.to_bytes(), "<i8", offset=16 + 12 * len(rows) + 20)
+        positions = range(rows.start, rows.stop)
+        self._cells[slot] += [Cell(*cell) for cell in zip(positions, values.tolist(), strict=True)]
+        self._lengths[slot] = rows.stop
 
     def close(self) -> None:
         pass

@@ -33,6 +33,7 @@ class RepairableRing:
         on_decode: Called before each batch with the index of the stage, in the thread that computes there.
         make_runtime: Loads a stage; None makes fake ones.
         most_sent_bytes: How much of what they sent on stages keep; a fake one's row takes 4.
+        news_s: If given, every stage has a copy that takes its place, and is told news so often.
 
     Attributes:
         coordinator: Set by `serving`.
@@ -44,7 +45,10 @@ class RepairableRing:
         on_decode: Callable[[int, Sequence[Span]], None] = lambda _index, _spans: None,
         make_runtime: Callable[[int], StageRuntime] | None = None,
         most_sent_bytes: int = LEAST_SENT_BYTES,
+        news_s: float | None = None,
     ) -> None:
+        self.copies: list[RunningStage | None] = [None] * NUM_STAGES
+        self._news_s = news_s
         self.coordinator: Coordinator
         self.num_repairs = 0
         self.stages: list[RunningStage | None] = [None] * NUM_STAGES
@@ -59,13 +63,19 @@ class RepairableRing:
         number = next(self._keys)
         self.mesh_id, self.mesh_key = f"ring {number}", f"key {number}"
         for index, stage in enumerate(self.stages):
-            if stage is None:
-                self.stages[index] = await self._start(index)
-            else:
+            copy = self.copies[index]
+            if stage is not None:
                 await stage.service.rejoin(index, self.mesh_id, self.mesh_key, 0)
+            elif copy is not None:
+                await copy.service.rejoin(index, self.mesh_id, self.mesh_key, 0)
+                self.stages[index], self.copies[index] = copy, None
+            else:
+                self.stages[index] = await self._start(index)
         stages = self.running
         for stage, following in itertools.pairwise(stages):
             await stage.service.connect(following.address.address)
+        if self._news_s is not None:
+            await self._follow()
         return [stage.address for stage in stages]
 
     @property
@@ -106,6 +116,15 @@ class RepairableRing:
     async def close(self) -> None:
         for index in range(NUM_STAGES):
             await self.kill(index)
+            if (copy := self.copies[index]) is not None:
+                await copy.server.stop(0)
+                await copy.service.close()
+
+    async def _follow(self) -> None:
+        for index, stage in enumerate(self.running):
+            copy = self.copies[index] or await self._start(index)
+            self.copies[index] = copy
+            await copy.service.follow(stage.address.address, "", self.mesh_id, self.mesh_key, 0)
 
     async def _start(self, index: int) -> RunningStage:
         runtime = self._make_runtime(index)
@@ -115,6 +134,7 @@ class RepairableRing:
             mesh_id=self.mesh_id,
             mesh_key=self.mesh_key,
             most_sent_bytes=self._most_sent_bytes,
+            pause_s=lambda _took_s: self._news_s or 0.0,
         )
         server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(service, server)

@@ -243,6 +243,7 @@ async def serving(
         identity=authority.own_identity(["coordinator"], "127.0.0.1"),
         term=7,
     )
+    fleet.keys = keys
     await coordinator.start()
 
     async def is_there(_member: Member, _timeout_s: float) -> bool:

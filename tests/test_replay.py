@@ -83,6 +83,7 @@ async def read(ring: RepairableRing, request: GenerationRequest) -> list[Committ
         ]
     ),
     most_sent_rows=st.sampled_from([0, 30, 80, 1000]),
+    news_s=st.sampled_from([None, 0.001, 0.01]),
 )
 def test_one_text_whenever_stages_die(
     *,
@@ -95,7 +96,9 @@ def test_one_text_whenever_stages_die(
     depth: int | None,
     sampling: Sampling,
     most_sent_rows: int,
+    news_s: float | None,
 ) -> None:
+    """Whether a lost stage is made anew, or a copy that followed it takes its place."""
     if proposer in {"oracle", "slow"}:
         prompts = prompts[:1]
     prompts = [[*common, *prompt] for prompt in prompts]
@@ -108,7 +111,7 @@ def test_one_text_whenever_stages_die(
 
     async def ask() -> list[list[Committed]]:
         dies = Deaths(deaths)
-        ring = dies.ring = RepairableRing(dies, most_sent_bytes=4 * most_sent_rows)
+        ring = dies.ring = RepairableRing(dies, most_sent_bytes=4 * most_sent_rows, news_s=news_s)
         controller = ControllerOptions(fixed_width=width, fixed_depth=depth)
         make_proposers = None if make is None else lambda _request: [make()]
         async with (

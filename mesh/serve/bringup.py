@@ -176,6 +176,7 @@ class Bringup:
         self._say("connecting")
         keys = new_mesh_keys(self._term)
         addresses = await wire_up(fleet.seats, keys, note_trouble)
+        fleet.keys = keys
         async with self._coordinator(addresses, keys) as coordinator, LastWords(head.driver) as last_words:
             crew = make_crew(
                 self._known,

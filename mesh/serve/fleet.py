@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member
     from mesh.planner import StagePlacement
     from mesh.replanner import Replan
+    from mesh.serve.mesh_keys import MeshKeys
     from mesh.serve.stage_handle import StageHandle
     from stages.hidden_codec import HiddenType
     from stages.layers import LayerRange
@@ -48,9 +49,11 @@ class Fleet:
         intended: What was decided on and is not in the ring yet: nobody else may count on its room.
         loading: Stages that are being loaded for the ring.
         coming: Copies that are being loaded.
+        keys: Of the ring; None until it is wired.
     """
 
     def __init__(self) -> None:
+        self.keys: MeshKeys | None = None
         self.seats: tuple[Seat, ...] = ()
         self.copies: list[StageHandle] = []
         self.intended: tuple[StagePlacement, ...] = ()
@@ -83,6 +86,10 @@ class Fleet:
     def copy_list(self) -> tuple[Copy, ...]:
         """What the planner must know of the copies."""
         return tuple(Copy(copy.member.name, copy.config.layers) for copy in self.copies)
+
+    def origin_of(self, copy: StageHandle) -> StageHandle | None:
+        """The stage of the ring with the layers of a copy; None if there is none."""
+        return next((stage for stage in self.handles if stage.config.layers == copy.config.layers), None)
 
     def take_copy(self, copy: Copy) -> StageHandle:
         """The stage that a copy stands for; it is no copy any more.

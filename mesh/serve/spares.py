@@ -1,4 +1,7 @@
-"""Hosts without a stage load copies of stages ahead, so that a repair need not wait for that."""
+"""Hosts without a stage load copies of stages ahead, so that a repair need not wait for that.
+
+A copy follows its stage: it is told what that computes, so that a repair has little to compute again either.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +77,11 @@ class Spares:
 
     async def run(self) -> NoReturn:
         """Load one copy after the other, and look after those that there are."""
+        await self._follow()
         await asyncio.sleep(_CALM_S)
         while True:
             await self._check()
+            await self._follow()
             copy = self._next()
             if copy is not None:
                 await self._load(copy)
@@ -126,6 +131,19 @@ class Spares:
             if handle is not None and handle not in self._fleet.copies:
                 handle.kill()
         log.info("copies", hosts=[f"{each.host} {each.layers}" for each in self._fleet.copy_list()])
+
+    async def _follow(self) -> None:
+        """Have every copy follow the stage whose layers it has; one that does already goes on."""
+        keys = self._fleet.keys
+        for copy in tuple(self._fleet.copies):
+            stage = self._fleet.origin_of(copy)
+            if stage is None or keys is None:
+                continue
+            try:
+                await copy.follow(stage, keys)
+            except MeshError as error:
+                # It is looked at again soon, and computes what it lacks if it is needed before.
+                log.warning("copy_does_not_follow", host=copy.member.name, reason=error.message)
 
     async def _check(self) -> None:
         """Drop copies that are gone, or whose host has left."""

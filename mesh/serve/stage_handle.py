@@ -199,6 +199,21 @@ class StageHandle:
         address = following.address
         await self._soon(self._process.connect.remote(address.address, address.host))
 
+    async def follow(self, stage: StageHandle, keys: MeshKeys) -> None:
+        """Have this copy of a stage keep up with what that computes.
+
+        Args:
+            stage: It serves in a ring.
+            keys: Of that ring.
+
+        Raises:
+            StageFailed: If it does not answer.
+        """
+        at = stage.address
+        await self._soon(
+            self._process.follow.remote(at.address, at.host, keys.mesh_id, keys.mesh_key, keys.term)
+        )
+
     async def loss(self, timeout_s: float) -> StageLoss | None:
         """Ask whether it lives.
 

@@ -61,6 +61,7 @@ class Switch:
         try:
             keys = new_mesh_keys(self._term)
             addresses = await wire_up(seats, keys, blame)
+            self._fleet.keys = keys
             await self._coordinator.reconnect(addresses, keys.mesh_id, keys.mesh_key)
         finally:
             for handle in before:

@@ -16,6 +16,40 @@ HIDDEN_TYPE_F32: HiddenType
 HIDDEN_TYPE_F16: HiddenType
 HIDDEN_TYPE_Q8: HiddenType
 
+class FollowRequest(_message.Message):
+    __slots__ = ("hello", "held")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    held: _containers.RepeatedCompositeFieldContainer[HeldSlot]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldSlot, _Mapping]]] = ...) -> None: ...
+
+class HeldSlot(_message.Message):
+    __slots__ = ("slot", "num_positions", "tokens_sha256")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    num_positions: int
+    tokens_sha256: bytes
+    def __init__(self, slot: _Optional[int] = ..., num_positions: _Optional[int] = ..., tokens_sha256: _Optional[bytes] = ...) -> None: ...
+
+class SlotRows(_message.Message):
+    __slots__ = ("slot", "session", "start", "tokens", "kv", "sent")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    session: int
+    start: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    kv: bytes
+    sent: bytes
+    def __init__(self, slot: _Optional[int] = ..., session: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., kv: _Optional[bytes] = ..., sent: _Optional[bytes] = ...) -> None: ...
+
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "software_version", "mesh_id", "sender", "term")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class StageStub:
                 request_serializer=spanmesh__proto_dot_windows__pb2.Hello.SerializeToString,
                 response_deserializer=spanmesh__proto_dot_windows__pb2.VerdictBundle.FromString,
                 _registered_method=True)
+        self.Follow = channel.unary_stream(
+                '/spanmesh.windows.Stage/Follow',
+                request_serializer=spanmesh__proto_dot_windows__pb2.FollowRequest.SerializeToString,
+                response_deserializer=spanmesh__proto_dot_windows__pb2.SlotRows.FromString,
+                _registered_method=True)
 
 
 class StageServicer:
@@ -75,6 +80,13 @@ class StageServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Follow(self, request, context):
+        """A copy of this stage, loaded ahead on another host: what the sessions here have in the KV cache, as it comes to be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_StageServicer_to_server(servicer, server):
                     servicer.Verdicts,
                     request_deserializer=spanmesh__proto_dot_windows__pb2.Hello.FromString,
                     response_serializer=spanmesh__proto_dot_windows__pb2.VerdictBundle.SerializeToString,
+            ),
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=spanmesh__proto_dot_windows__pb2.FollowRequest.FromString,
+                    response_serializer=spanmesh__proto_dot_windows__pb2.SlotRows.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +192,33 @@ class Stage:
             '/spanmesh.windows.Stage/Verdicts',
             spanmesh__proto_dot_windows__pb2.Hello.SerializeToString,
             spanmesh__proto_dot_windows__pb2.VerdictBundle.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/spanmesh.windows.Stage/Follow',
+            spanmesh__proto_dot_windows__pb2.FollowRequest.SerializeToString,
+            spanmesh__proto_dot_windows__pb2.SlotRows.FromString,
             options,
             channel_credentials,
             insecure,

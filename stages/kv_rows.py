@@ -1,0 +1,247 @@
+"""The KV cache of one sequence as rows by position, taken from what llama.cpp saves of it. Pure.
+
+llama.cpp saves a sequence whole (`llama_state_seq_get_data`). A copy of a stage on another host wants only
+the positions that are new to it, so the saved bytes are taken apart here: cut to a range of positions, they
+are again bytes that llama.cpp would take, and two such ranges put together are too.
+
+What is saved (from llama.cpp's source as llama-cpp-python 0.3.36 brings it, `llama_kv_cache::state_write`),
+all little-endian: u32 magic, i32 sequence, then of each cache of the model's, one after the other:
+
+    u32 streams; for each: u32 cells, and if there are any
+        for each cell: i32 position, u32 1, in models that look at more than positions 12 bytes, i32 sequence
+        u32 whether values are transposed, u32 layers
+        for each layer's keys: i32 type, u64 bytes of a row, the rows
+        for each layer's values, if there are any: the same;
+            transposed: i32 type, u32 bytes of an element, u32 elements of a row, for each of them all cells
+
+Nothing of it is taken on trust: whatever does not fit this to the last byte, or has positions that do not
+follow one another, is refused. So are sliding windows that have begun to slide, whose first positions are not
+saved, and recurrent state.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from spanmesh_proto.errors import UncuttableModel
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_U32: Final = struct.Struct("<I")
+_HEAD_BYTES: Final = 8
+_ROWS_HEAD: Final = struct.Struct("<iQ")
+_TRANSPOSED_HEAD: Final = struct.Struct("<iII")
+# Of a cell without those 12 bytes, and with them.
+_CELL_BYTES: Final = (12, 24)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Keys or values of one layer.
+
+    Attributes:
+        head: Its types and sizes, as saved.
+        values: uint8; (cells, bytes of a row), transposed (elements, cells, bytes of an element).
+    """
+
+    head: bytes
+    values: NDArray[np.uint8]
+
+    @property
+    def cell_axis(self) -> int:
+        return self.values.ndim - 2
+
+    def cut(self, start: int, stop: int) -> _Part:
+        if self.cell_axis == 0:
+            return replace(self, values=self.values[start:stop])
+        return replace(self, values=self.values[:, start:stop])
+
+    def followed_by(self, other: _Part) -> _Part:
+        return replace(self, values=np.concatenate([self.values, other.values], axis=self.cell_axis))
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """One cache of the sequence's.
+
+    Attributes:
+        num_streams: Of the cache; the sequence has cells in one of them.
+        stream: That one.
+        cells: uint8 (cells, bytes of a cell's record).
+        is_transposed: Whether values are.
+        num_layers: With keys.
+        parts: Keys of all layers, then values.
+    """
+
+    num_streams: int
+    stream: int
+    cells: NDArray[np.uint8]
+    is_transposed: bool
+    num_layers: int
+    parts: tuple[_Part, ...]
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What two ranges of the same model have in common."""
+        heads = tuple(part.head for part in self.parts)
+        return self.num_streams, self.cells.shape[1], self.is_transposed, self.num_layers, heads
+
+    def cut(self, start: int, stop: int) -> _Cache:
+        parts = tuple(part.cut(start, stop) for part in self.parts)
+        return replace(self, cells=self.cells[start:stop], parts=parts)
+
+    def followed_by(self, other: _Cache) -> _Cache:
+        if self.layout != other.layout:
+            raise _unknown("two ranges have different types or sizes")
+        parts = tuple(one.followed_by(two) for one, two in zip(self.parts, other.parts, strict=True))
+        return replace(self, cells=np.concatenate([self.cells, other.cells]), parts=parts)
+
+    def to_bytes(self) -> list[bytes]:
+        zero = _U32.pack(0)
+        pieces = [_U32.pack(self.num_streams), zero * self.stream, _U32.pack(len(self.cells))]
+        pieces += [self.cells.tobytes(), _U32.pack(self.is_transposed), _U32.pack(self.num_layers)]
+        for part in self.parts:
+            pieces += [part.head, part.values.tobytes()]
+        return [*pieces, zero * (self.num_streams - self.stream - 1)]
+
+
+@dataclass(frozen=True)
+class KvRows:
+    """Consecutive positions of one sequence, at least one.
+
+    Attributes:
+        start: The first position.
+        stop: Behind the last one.
+    """
+
+    start: int
+    stop: int
+    _head: bytes
+    _caches: tuple[_Cache, ...]
+
+    @classmethod
+    def from_bytes(cls, saved: bytes | bytearray | memoryview | NDArray[np.uint8]) -> KvRows:
+        """Read what llama.cpp saved of a sequence, or `to_bytes` gave. Nothing is copied.
+
+        Args:
+            saved: All of it.
+
+        Raises:
+            UncuttableModel: If it is anything else than rows of consecutive positions.
+        """
+        data = np.frombuffer(saved, np.uint8)
+        for cell_bytes in _CELL_BYTES:
+            for has_values in (True, False):
+                try:
+                    return cls._read(data, cell_bytes, has_values=has_values)
+                except (struct.error, ValueError):
+                    continue
+        raise _unknown("what it saves of a sequence has another form")
+
+    @classmethod
+    def _read(cls, data: NDArray[np.uint8], cell_bytes: int, *, has_values: bool) -> KvRows:
+        reader = _Reader(data)
+        head = reader.take(_HEAD_BYTES).tobytes()
+        caches = [reader.cache(cell_bytes, has_values=has_values)]
+        while not reader.is_at_end:
+            caches.append(reader.cache(cell_bytes, has_values=has_values))
+        start, count = caches[0].cells[0, :4].view("<i4")[0], len(caches[0].cells)
+        for cache in caches:
+            positions = np.ascontiguousarray(cache.cells[:, :4]).view("<i4")[:, 0]
+            if not np.array_equal(positions, np.arange(start, start + count)):
+                raise ValueError("positions are not consecutive")
+        return cls(int(start), int(start) + count, head, tuple(caches))
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, start: int, stop: int) -> KvRows:
+        """Those of its positions from `start` to before `stop`.
+
+        Raises:
+            ValueError: If they are none, or not all here.
+        """
+        if not self.start <= start < stop <= self.stop:
+            raise ValueError(f"positions {start} to {stop} of {self.start} to {self.stop}")
+        first, last = start - self.start, stop - self.start
+        return KvRows(start, stop, self._head, tuple(cache.cut(first, last) for cache in self._caches))
+
+    def followed_by(self, other: KvRows) -> KvRows:
+        """These positions and those right behind them.
+
+        Raises:
+            UncuttableModel: If the other ones are not those, or not of this model.
+        """
+        if other.start != self.stop or len(other._caches) != len(self._caches):
+            raise _unknown(f"positions from {other.start} do not follow those before {self.stop}")
+        pairs = zip(self._caches, other._caches, strict=True)
+        caches = tuple(one.followed_by(two) for one, two in pairs)
+        return KvRows(self.start, other.stop, self._head, caches)
+
+    def to_bytes(self) -> bytes:
+        """As llama.cpp saves it."""
+        return b"".join([self._head, *(piece for cache in self._caches for piece in cache.to_bytes())])
+
+
+class _Reader:
+    """Raises struct.error or ValueError wherever bytes are missing or are none of these."""
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self._data = data
+        self._offset = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._offset == self._data.size
+
+    def cache(self, cell_bytes: int, *, has_values: bool) -> _Cache:
+        num_streams = self._number()
+        filled = None
+        for stream in range(num_streams):
+            if (num_cells := self._number()) == 0:
+                continue
+            if filled is not None:
+                raise ValueError("a sequence in two streams")
+            cells = self.take(num_cells * cell_bytes).reshape(num_cells, cell_bytes)
+            if not (cells[:, 4:8] == (1, 0, 0, 0)).all():
+                raise ValueError("a cell of several sequences")
+            is_transposed, num_layers = bool(self._number()), self._number()
+            keys = [self._rows(num_cells) for _ in range(num_layers)]
+            values = [
+                self._transposed(num_cells) if is_transposed else self._rows(num_cells)
+                for _ in range(num_layers if has_values else 0)
+            ]
+            filled = _Cache(num_streams, stream, cells, is_transposed, num_layers, (*keys, *values))
+        if filled is None:
+            raise ValueError("a cache without the sequence")
+        return filled
+
+    def _number(self) -> int:
+        number: int = _U32.unpack(self.take(4).tobytes())[0]
+        return number
+
+    def _rows(self, num_cells: int) -> _Part:
+        head = self.take(_ROWS_HEAD.size).tobytes()
+        _, row_bytes = _ROWS_HEAD.unpack(head)
+        return _Part(head, self.take(num_cells * row_bytes).reshape(num_cells, row_bytes))
+
+    def _transposed(self, num_cells: int) -> _Part:
+        head = self.take(_TRANSPOSED_HEAD.size).tobytes()
+        _, element_bytes, num_elements = _TRANSPOSED_HEAD.unpack(head)
+        values = self.take(num_elements * num_cells * element_bytes)
+        return _Part(head, values.reshape(num_elements, num_cells, element_bytes))
+
+    def take(self, count: int) -> NDArray[np.uint8]:
+        if count > self._data.size - self._offset:
+            raise ValueError("bytes are missing")
+        self._offset += count
+        return self._data[self._offset - count : self._offset]
+
+
+def _unknown(why: str) -> UncuttableModel:
+    return UncuttableModel(f"llama.cpp's KV cache cannot be taken apart by positions: {why}")

@@ -1,0 +1,254 @@
+"""Copies that follow their stages: what they are told spares computing, and never changes a text."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mesh.coordinator import Coordinator, CoordinatorOptions
+from mesh.engine import GenerationRequest
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto.errors import MeshError, ProtocolError, UncuttableModel
+from stages.cutting import StageCache, read_model_facts
+from stages.follower import pause_s
+from stages.judge import Judge
+from stages.layers import ranges_from_cuts
+from stages.opening import Resumed
+from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.sampling import Sampling
+from stages.sent_rows import SentRows
+from stages.sessions import SessionTable
+from stages.stage_slots import StageSlots
+from tests.fake_stage import FakeRuntime
+from tests.repairable_ring import NUM_STAGES, RepairableRing, serving
+from tests.ring_harness import collect
+
+OPTIONS = CoordinatorOptions(128, 4, FakeRuntime.max_rows, 64)
+
+
+async def until_told(ring: RepairableRing, num_positions: int) -> None:
+    """All copies have been told so much of every slot that is in use."""
+    stages = ring.running
+    while True:
+        slots = list(stages[0].service._path._sessions.slots.values())
+        held = [copy.service._path._slots._tokens for copy in ring.copies if copy is not None]
+        if slots and all(tokens.length(slot) >= num_positions for tokens in held for slot in slots):
+            return
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("lost", range(NUM_STAGES))
+async def test_what_a_copy_was_told_is_not_computed_again(lost: int) -> None:
+    rows = [0] * NUM_STAGES
+
+    def count(index: int, spans: Sequence[Span]) -> None:
+        rows[index] += sum(len(span.tokens) for span in spans)
+
+    ring = RepairableRing(count, news_s=0.001)
+    request = GenerationRequest(tuple(range(3, 53)), 40)
+    async with serving(ring, OPTIONS) as coordinator, asyncio.timeout(60):
+        undisturbed, _ = await collect(coordinator, request)
+        parts = coordinator.generate(request)
+        said = list((await anext(parts)).tokens)
+        await until_told(ring, len(request.prompt))
+        num_before = len(said)
+        before = list(rows)
+        await ring.kill(lost)
+        async for part in parts:
+            said += part.tokens
+        assert ring.num_repairs == 1
+    assert said == undisturbed
+    again = [after - early for after, early in zip(rows, before, strict=True)]
+    # The prompt's last chunk ends where the copy's may not.
+    assert max(again) <= len(undisturbed) - num_before + FakeRuntime.max_rows + 3
+
+
+async def test_a_copy_goes_on_following_where_it_left_off() -> None:
+    """In a ring that was made anew it is told only what it does not have."""
+    ring = RepairableRing(news_s=0.001)
+    request = GenerationRequest(tuple(range(3, 53)), 60)
+    async with serving(ring, OPTIONS) as coordinator, asyncio.timeout(60):
+        undisturbed, _ = await collect(coordinator, request)
+        parts = coordinator.generate(request)
+        said = list((await anext(parts)).tokens)
+        await until_told(ring, len(request.prompt))
+        taken: list[tuple[int, int]] = []
+        copies = [copy for copy in ring.copies if copy is not None]
+        for copy in copies:
+            slots = copy.service._path._slots
+
+            def take(news: wire.SlotRows, slots: StageSlots = slots) -> object:
+                taken.append((news.start, len(news.tokens)))
+                return StageSlots.take(slots, news)
+
+            slots.take = take  # type: ignore[method-assign,assignment]
+        coordinator.pause("the ring is made anew")
+        await ring.repair()
+        async for part in parts:
+            said += part.tokens
+    assert said == undisturbed
+    assert taken
+    assert min(start for start, count in taken if count) >= len(request.prompt)
+
+
+def told_table(tokens: Sequence[int]) -> SessionTable:
+    table = SessionTable(2)
+    table.adopt(0, 5, np.array(tokens, np.int64))
+    return table
+
+
+def test_what_is_of_other_tokens_is_not_gone_on_with() -> None:
+    def resumed(num_positions: int, *windows: tuple[int, list[int]]) -> int:
+        entry = told_table(range(10, 20)).open(6, 0, Judge(Sampling()), Resumed(5, num_positions))
+        for start, tokens in windows:
+            entry.confirm(start, tokens)
+        return entry.num_resumed
+
+    assert resumed(30) == 10
+    assert resumed(7) == 7
+    assert resumed(30, (0, [10, 11, 12]), (3, [13, 14])) == 10
+    assert resumed(30, (8, [18, 19, 99])) == 10
+    assert resumed(30, (0, [10, 11, 12]), (3, [13, 77]), (5, [15])) == 3
+    assert resumed(30, (0, [9])) == 0
+    table = told_table(range(10, 20))
+    assert table.open(6, 0, Judge(Sampling()), Resumed(4, 9)).num_resumed == 0, "another session's"
+    table = told_table(range(10, 20))
+    table.let_go(0)
+    assert table.open(6, 0, Judge(Sampling()), Resumed(5, 9)).num_resumed == 0
+    table = told_table(range(10, 20))
+    table.forget()
+    assert table.open(6, 0, Judge(Sampling()), Resumed(5, 9)).num_resumed == 0
+
+
+def slots_of(num_rows: int = 0) -> StageSlots:
+    runtime = FakeRuntime(0, 3)
+    slots = StageSlots(runtime, SentRows(4, 1000))  # type: ignore[arg-type]  # a fake has all that is used
+    if num_rows:
+        span = Span(1, 0, list(range(1, num_rows + 1)))
+        runtime.decode([span])
+        slots.computed(span)
+        slots.sent_on(span, bytes(4 * num_rows))
+    return slots
+
+
+def test_news_are_what_has_changed() -> None:
+    stage, copy = slots_of(9), slots_of()
+    marks = stage.follow(())
+
+    def tell(session: int = 5) -> list[tuple[int, list[int], int]]:
+        news = stage.news(1, session, marks, 4)
+        for one in news:
+            assert copy.take(one)[one.start :].tolist() == list(one.tokens)
+        return [(one.start, list(one.tokens), len(one.sent)) for one in news]
+
+    assert tell() == [(0, list(range(1, 10)), 36)]
+    assert tell() == []
+    assert tell(session=6) == [(9, [], 0)]
+    stage.trim(1, 4)
+    # Nothing to tell of that: whoever goes on there looks at the tokens.
+    assert tell(session=6) == []
+    assert tell(session=7) == [(4, [], 0)]
+    assert stage.held() == copy.held()
+    assert stage.follow(tuple(copy.held())).told == [0, 4, 0, 0]
+    other = wire.HeldSlot(slot=1, num_positions=4, tokens_sha256=bytes(32))
+    assert stage.follow((other,)).told == [0, 0, 0, 0]
+    assert stage.follow((wire.HeldSlot(slot=1, num_positions=5),)).told == [0, 0, 0, 0]
+    assert stage.follow((wire.HeldSlot(slot=9, num_positions=1),)).told == [0, 0, 0, 0]
+    stage.copy(1, 2, 3)
+    assert [one.start for one in stage.news(2, 7, marks, 4)] == [0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slot": 4},
+        {"start": 1},
+        {"tokens": [1, 2]},
+        {"tokens": []},
+        {"kv": b"no rows"},
+        {"kv": b""},
+    ],
+)
+def test_news_that_cannot_be_meant_are_refused(change: dict[str, object]) -> None:
+    stage, copy = slots_of(3), slots_of()
+    (news,) = stage.news(1, 5, stage.follow(()), 4)
+    changed = wire.SlotRows(
+        **{"slot": 1, "session": 5, "start": 0, "tokens": news.tokens, "kv": news.kv, **change}  # type: ignore[arg-type]
+    )
+    if change == {"tokens": []}:
+        assert copy.take(changed).tolist() == [], "only the session is another"
+        return
+    with pytest.raises((ProtocolError, UncuttableModel)):
+        copy.take(changed)
+    assert copy.held() == []
+
+
+async def test_a_copy_of_another_ring_is_told_nothing() -> None:
+    ring = RepairableRing(news_s=0.001)
+    await ring.fill()
+    stage, copy = ring.running[0], ring.copies[1]
+    assert copy is not None
+    followed = copy.service._follower
+    assert followed is not None
+    for mesh_id, mesh_key in (("another ring", ring.mesh_key), (ring.mesh_id, "another key")):
+        await copy.service.follow(stage.address.address, "", mesh_id, mesh_key, 0)
+        follower = copy.service._follower
+        assert follower is not None
+        async with asyncio.timeout(10):
+            while not follower.is_over:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert followed.is_over
+    await copy.service.follow(stage.address.address, "", ring.mesh_id, ring.mesh_key, 3)
+    with pytest.raises(ProtocolError, match="is of term 2, stage 1 serves term 3"):
+        await copy.service.follow(stage.address.address, "", ring.mesh_id, ring.mesh_key, 2)
+    await ring.close()
+
+
+def test_telling_takes_a_tenth_of_the_time_at_most() -> None:
+    assert pause_s(0.0) == pause_s(0.01) == 0.5
+    assert pause_s(0.2) == pytest.approx(2.0)
+
+
+@pytest.fixture
+async def real_ring(
+    smollm2_path: Path, stage_cache_dir: Path
+) -> AsyncIterator[tuple[RepairableRing, Coordinator]]:
+    cache = StageCache(stage_cache_dir)
+    ranges = ranges_from_cuts((10, 20), read_model_facts(smollm2_path).n_layers)
+    files = [cache.cut(smollm2_path, layers).path for layers in ranges]
+    runtime_options = RuntimeOptions(num_slots=4, ctx_size=512, exact=True)
+    ring = RepairableRing(make_runtime=lambda index: StageRuntime(files[index], runtime_options), news_s=0.05)
+    async with serving(ring, CoordinatorOptions(512, 4, 63, 49152)) as coordinator:
+        yield ring, coordinator
+
+
+@pytest.mark.model
+async def test_real_stages_go_on_from_what_their_copies_were_told(
+    real_ring: tuple[RepairableRing, Coordinator],
+) -> None:
+    ring, coordinator = real_ring
+    requests = [
+        GenerationRequest(tuple(range(100, 100 + length)), 40, sampling=Sampling(0.8, seed=length))
+        for length in (20, 90, 150)
+    ]
+    undisturbed = [(await collect(coordinator, request))[0] for request in requests]
+
+    async def read(request: GenerationRequest) -> list[int]:
+        try:
+            return (await collect(coordinator, request))[0]
+        except MeshError as error:
+            raise AssertionError(error) from error
+
+    async with asyncio.timeout(200):
+        answers = [asyncio.create_task(read(request)) for request in requests]
+        for lost in (1, 0, 2):
+            target = ring.furthest() + 8
+            while ring.furthest() < target or not coordinator.is_ready:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            num_rows = ring.copies[lost].service.stats().num_rows  # type: ignore[union-attr]
+            assert num_rows == 0, "a copy computes nothing itself"
+            await ring.kill(lost)
+        assert await asyncio.gather(*answers) == undisturbed
+    assert ring.num_repairs == 3
