@@ -104,6 +104,14 @@ class WindowPath:
             judge = Judge.of(opening, self._grammars)
             session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
             session.confirm(0, opening.cached)
+            if session.told is not None:
+                log.info(
+                    "session_goes_on",
+                    stage=self.stage_index,
+                    session=session.id,
+                    num_told=len(session.told),
+                    num_resumed=session.num_resumed,
+                )
             # What cannot go back to a position cannot go on from one before its end either.
             num_resumed = session.num_resumed if self._info.can_trim else 0
             self._queue.change(
