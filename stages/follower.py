@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -25,19 +25,6 @@ if TYPE_CHECKING:
     from stages.identity import Identity
 
 log = structlog.get_logger()
-
-_NEWS_S: Final = 0.5
-# What it costs the stage, its host's processor and the link, of the time.
-_SHARE: Final = 0.1
-
-
-def pause_s(took_s: float) -> float:
-    """How long a stage waits before it tells a copy more.
-
-    Args:
-        took_s: How long it took to tell the latest, until the copy had taken all but the last of it.
-    """
-    return max(_NEWS_S, took_s / _SHARE)
 
 
 class Follower:

@@ -15,8 +15,9 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError, StageFailed
 from stages.channels import KeyCheck, abort
-from stages.follower import Follower, pause_s
+from stages.follower import Follower
 from stages.hidden_codec import HiddenType
+from stages.leading import Leading, pause_s
 from stages.link import MOST_BUNDLED_WINDOWS, StageLink
 from stages.ring_place import RingPlace
 from stages.sent_rows import LEAST_SENT_BYTES
@@ -49,7 +50,7 @@ class StageService(rpc.StageServicer):
         identity: What it shows the next stage, asked at each connection; None if that is in this process.
         term: Of the coordinator that it is for; one of a lower term is refused.
         most_sent_bytes: How much of what it sent on it keeps, to send it again after a repair.
-        pause_s: How long it waits before it tells copies more, see `stages.follower.pause_s`.
+        pause_s: How long it waits before it tells copies more, see `stages.leading.pause_s`.
 
     Attributes:
         key_check: What its server must ask first.
@@ -69,7 +70,6 @@ class StageService(rpc.StageServicer):
         most_sent_bytes: int = LEAST_SENT_BYTES,
         pause_s: Callable[[float], float] = pause_s,
     ) -> None:
-        self._pause_s = pause_s
         self.strangers = Strangers()
         self.key_check = KeyCheck(mesh_key, self.strangers.called)
         self._info = runtime.info
@@ -85,7 +85,7 @@ class StageService(rpc.StageServicer):
         )
         self._links: set[asyncio.Task[Any]] = set()
         self._verdicts: set[asyncio.Queue[wire.VerdictBundle | None]] = set()
-        self._leaving: set[asyncio.Event] = set()
+        self._leading = Leading(self._path, runtime.num_slots, pause_s)
         self._follower: Follower | None = None
         self._controls: dict[asyncio.Queue[wire.ControlReply | None], asyncio.Task[None]] = {}
         self._idle_since_s: float | None = time.monotonic()
@@ -205,8 +205,7 @@ class StageService(rpc.StageServicer):
             task.cancel()
         for bundles in self._verdicts:
             bundles.put_nowait(None)
-        for leaving in self._leaving:
-            leaving.set()
+        self._leading.let_go()
         path.close_all(forgotten=term != former.term)
         following, path.next = path.next, None
         if following is not None:
@@ -308,19 +307,11 @@ class StageService(rpc.StageServicer):
         await self._greet(hello, context)
         if request is None or not self._place.is_of(request.hello):
             return
-        leaving = asyncio.Event()
-        self._leaving.add(leaving)
-        marks = await self._path.follow(request.held)
-        try:
-            while not leaving.is_set():
-                started_s = time.monotonic()
-                async for news in self._path.news(marks):
-                    yield news
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(leaving.wait(), self._pause_s(time.monotonic() - started_s))
-        finally:
-            self._leaving.discard(leaving)
-            self._path.unfollow(marks)
+        if (refusal := self._leading.refusal(request)) is not None:
+            await self._blame(context, refusal)
+        async with contextlib.aclosing(self._leading.news(request)) as told:
+            async for news in told:
+                yield news
 
     def _answer(self, verdicts: list[wire.Verdict]) -> None:
         for bundles in self._verdicts:

@@ -12,9 +12,9 @@ from mesh.engine import GenerationRequest
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError, UncuttableModel
 from stages.cutting import StageCache, read_model_facts
-from stages.follower import pause_s
 from stages.judge import Judge
 from stages.layers import ranges_from_cuts
+from stages.leading import pause_s
 from stages.opening import Resumed
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampling

@@ -16,6 +16,7 @@ from mesh.bench.fuzz.options import FuzzOptions
 from mesh.bench.fuzz.over_grpc import fuzz_grpc
 from mesh.bench.fuzz.small_model import small_layout, write_layout
 from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.channels import key_metadata
 from stages.link import MOST_BUNDLED_WINDOWS
 from stages.runtime import RuntimeOptions
@@ -69,7 +70,12 @@ async def test_bytes_that_are_no_message_are_the_peer_s_fault(stages: list[Runni
     link_hello = wire.Frame(hello=hello()).SerializeToString()
     control_hello = wire.ControlRequest(hello=hello()).SerializeToString()
     async with grpc.aio.insecure_channel(stages[1].address.address) as channel:
-        for method, greeting in (("Link", link_hello), ("Control", control_hello), ("Verdicts", None)):
+        for method, greeting in (
+            ("Link", link_hello),
+            ("Control", control_hello),
+            ("Verdicts", None),
+            ("Follow", None),
+        ):
             for messages in ((b"\xff\xff",), *([(greeting, b"\xff\xff")] if greeting else [])):
                 code, details = await raw(channel, method, *messages)
                 assert code is grpc.StatusCode.INVALID_ARGUMENT, (method, details)
@@ -83,6 +89,24 @@ async def test_long_words_in_a_greeting_still_get_a_short_answer(stages: list[Ru
             assert code is grpc.StatusCode.FAILED_PRECONDITION
             assert len(details) < 400
             assert "\n" not in details
+
+
+async def test_a_copy_tells_of_no_more_slots_than_there_are_and_few_copies_follow(
+    stages: list[RunningStage],
+) -> None:
+    async with grpc.aio.insecure_channel(stages[1].address.address) as channel:
+        follow, key = rpc.StageStub(channel).Follow, key_metadata(MESH_KEY)
+        many = wire.FollowRequest(hello=hello(), held=[wire.HeldSlot(num_positions=2**32 - 1)] * 10_000)
+        code, details = await end_of(follow(many, metadata=key))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details == f"a copy tells of 10000 slots, {OPTIONS.num_slots} exist"
+        calls = [follow(wire.FollowRequest(hello=hello()), metadata=key) for _ in range(9)]
+        done, waiting = await asyncio.wait([asyncio.create_task(end_of(call)) for call in calls], timeout=2)
+        assert len(done) == 1
+        assert done.pop().result()[0] is grpc.StatusCode.INVALID_ARGUMENT
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_a_frame_holds_no_more_windows_than_peers_ever_send(stages: list[RunningStage]) -> None:

@@ -96,6 +96,22 @@ class HostilePeer:
         )
         return self._damaged_perhaps(request.SerializeToString())
 
+    def follow(self, hello: wire.Hello) -> bytes:
+        """A request of a copy, serialised.
+
+        Args:
+            hello: One that the stage takes; most requests begin with it.
+        """
+        random, shape = self.random, self.shape
+        request = wire.FollowRequest(hello=random.choice((hello, hello, hello, self._hello())))
+        for _ in range(random.choice((0, 1, shape.num_slots, shape.num_slots + 1, 2000))):
+            request.held.add(
+                slot=random.choice((0, shape.num_slots, _U32)),
+                num_positions=random.choice((0, 1, 4, shape.ctx_size, _U32)),
+                tokens_sha256=random.randbytes(random.choice((0, 31, 32, 1000))),
+            )
+        return self._damaged_perhaps(request.SerializeToString())
+
     def _damaged_perhaps(self, data: bytes) -> bytes:
         return damaged(data, self.random) if self.random.random() < 0.2 else data
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _LINK: Final = "/spanmesh.windows.Stage/Link"
 _CONTROL: Final = "/spanmesh.windows.Stage/Control"
+_FOLLOW: Final = "/spanmesh.windows.Stage/Follow"
 _HELLO: Final = wire.Hello(protocol_version=PROTOCOL_VERSION, mesh_id=MESH_ID, sender="fuzz", term=TERM)
 _GREETINGS: Final = {
     _LINK: wire.Frame(hello=_HELLO).SerializeToString(),
@@ -41,6 +42,8 @@ _GREETINGS: Final = {
 }
 _EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
 _PATIENCE_S: Final = 20.0
+# A copy is told at once what there is, and then waits for more.
+_FOLLOWED_S: Final = 0.1
 # Frames of one stream; and of every so many messages one goes to Control instead of the Link.
 _STREAM_FRAMES: Final = 100
 _CONTROL_EVERY: Final = 8
@@ -126,18 +129,35 @@ class _Siege:
         return min(looks)
 
     async def _stream(self, stage: Served, num_frames: int) -> None:
-        """Some frames over one Link, and requests over one Control beside it."""
+        """Some frames over one Link, requests over one Control beside it, and a copy at the end."""
         peer = HostilePeer(stage.shape, self._random)
         channel = self._channels[stage.address]
         link, control = await self._open(channel, _LINK), await self._open(channel, _CONTROL)
-        for number in range(num_frames):
+        for number in range(num_frames - 1):
             if number % _CONTROL_EVERY == _CONTROL_EVERY - 1:
                 control = await self._feed(channel, control, _CONTROL, peer.control())
             else:
                 link = await self._feed(channel, link, _LINK, peer.frame())
+        await self._follow(channel, peer.follow(_HELLO))
         for call in (link, control):
             await call.done_writing()
             await self._ended(call)
+
+    async def _follow(self, channel: Any, data: bytes) -> None:
+        """One copy, that asks and leaves."""
+        self._latest = data
+        call = channel.unary_stream(_FOLLOW)(data, metadata=key_metadata(MESH_KEY))
+        try:
+            async with asyncio.timeout(_FOLLOWED_S):
+                while await call.read() is not _EOF:
+                    pass
+        except TimeoutError:
+            call.cancel()
+            self._tally.count("taken")
+        except grpc.aio.AioRpcError:
+            self._tally.count(await self._ended(call))
+        else:
+            self._tally.count(await self._ended(call))
 
     async def _feed(self, channel: Any, call: Any, method: str, data: bytes) -> Any:
         """One message; the call to go on with, a new one if the message ended it."""
