@@ -125,10 +125,19 @@ class SessionTable:
         self._latest.clear()
         self._told.clear()
 
-    def let_go(self, slot: int) -> None:
-        """Let no session go on with this slot, as it is about to hold something else."""
-        self._latest.pop(slot, None)
-        self._told.pop(slot, None)
+    def keep(self, slot: int, session: int, num_positions: int) -> None:
+        """Note that a slot is about to hold something else behind its first positions.
+
+        Args:
+            slot: The slot.
+            session: Whose it is at another stage, those positions included.
+            num_positions: How many.
+        """
+        told = self._told.pop(slot, np.empty(0, np.int64))
+        if num_positions <= len(told):
+            self.adopt(slot, session, told[:num_positions])
+        else:
+            self._latest.pop(slot, None)
 
     def adopt(self, slot: int, session: int, tokens: NDArray[np.int64]) -> None:
         """Note that a slot holds what a session computed at another stage.

@@ -231,8 +231,8 @@ class WindowPath:
         Raises:
             MeshError: If that is not of this stage.
         """
-        # Until it is known to hold all of it the slot is nobody's.
-        self._sessions.let_go(news.slot)
+        # Should this one become a stage meanwhile, that much counts.
+        self._sessions.keep(news.slot, news.session, news.start)
         tokens = await self._in_worker(lambda: self._slots.take(news))
         self._sessions.adopt(news.slot, news.session, tokens)
 

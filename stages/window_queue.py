@@ -39,6 +39,8 @@ class QueuedWindow:
         most_together: Windows that may share its batch, itself included; 0: as many as fit.
         hidden: Hidden states of its rows, unless the stage is the first.
         num_resumed: What the slot holds of the session's first positions may be used as it is, up to here.
+        num_held: How many of its first rows are there so, and need not be computed.
+        held: What they were sent on as; nothing at the tail.
     """
 
     session: int
@@ -51,6 +53,17 @@ class QueuedWindow:
     most_together: int = 0
     hidden: EncodedHidden | None = None
     num_resumed: int = 0
+    num_held: int = 0
+    held: bytes = b""
+
+    @property
+    def to_compute(self) -> Span:
+        """The rows that are not held."""
+        span, num_held = self.span, self.num_held
+        if not num_held:
+            return span
+        hidden = None if span.hidden is None else span.hidden[num_held:]
+        return replace(span, start=span.start + num_held, tokens=span.tokens[num_held:], hidden=hidden)
 
     def decoded(self) -> QueuedWindow:
         """The same, with its hidden states in the span."""

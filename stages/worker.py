@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -118,33 +118,41 @@ class StageWorker(threading.Thread):
                 self._on_failures([failure])
 
     def _without_held(self, windows: tuple[QueuedWindow, ...], started_us: int) -> list[QueuedWindow]:
-        """The windows that are to be computed: what is there from before a repair is sent again at once."""
-        return [
-            window for window in windows if not (self._holds(window) and self._send_again(window, started_us))
-        ]
+        """The windows that are to be computed, or their rest: what is there from before is sent again."""
+        left = []
+        for whole in windows:
+            window = self._with_held(whole)
+            if window.num_held and window.num_held == len(window.span.tokens):
+                self._send_again(window, started_us)
+            else:
+                left.append(window)
+        return left
 
-    def _holds(self, window: QueuedWindow) -> bool:
-        """Whether the rows are in the slot as the session means them, and nothing is asked of them."""
+    def _with_held(self, window: QueuedWindow) -> QueuedWindow:
+        """Look how many rows are in the slot as the session means them, and nothing is asked of them."""
         span = window.span
-        held = min(window.num_resumed, self._runtime.length(span.slot))
-        return not span.num_outputs and span.start + len(span.tokens) <= held
+        stop = min(window.num_resumed, self._runtime.length(span.slot), span.start + len(span.tokens))
+        num_held = min(stop - span.start, len(span.tokens) - span.num_outputs)
+        if num_held <= 0:
+            return window
+        if self._runtime.info.is_tail:
+            return replace(window, num_held=num_held)
+        held = self._slots.find_sent(replace(span, tokens=span.tokens[:num_held]), self.sent_row_bytes)
+        # What left the first time may not be there any more.
+        return window if held is None else replace(window, num_held=num_held, held=held)
 
-    def _send_again(self, window: QueuedWindow, started_us: int) -> bool:
-        """Answer without computing; False if what left the first time is not there any more."""
-        span = window.span
+    def _send_again(self, window: QueuedWindow, started_us: int) -> None:
+        """Answer without computing."""
+        queue_us = max(0, started_us - window.arrived_us)
         if self._runtime.info.is_tail:
             verdict = self._verdict(window, np.empty((0, self._runtime.info.n_vocab), np.float32))
             if verdict is not None:
-                _stamp(window, verdict, queue_us=max(0, started_us - window.arrived_us))
+                _stamp(window, verdict, queue_us=queue_us)
                 self._on_verdicts([verdict])
-            return True
-        rows = self._slots.find_sent(span, self.sent_row_bytes)
-        if rows is None:
-            return False
-        onward = self._onward(window, rows)
-        _stamp(window, onward, queue_us=max(0, started_us - window.arrived_us))
-        self._on_windows([onward])
-        return True
+        else:
+            onward = self._onward(window, b"")
+            _stamp(window, onward, queue_us=queue_us)
+            self._on_windows([onward])
 
     @property
     def sent_row_bytes(self) -> int:
@@ -157,7 +165,7 @@ class StageWorker(threading.Thread):
         for queued in windows:
             window = queued.decoded()
             try:
-                self._runtime.check(window.span)
+                self._runtime.check(window.to_compute)
             except MeshError as error:
                 self._on_failures([failure_of(window, error)])
             else:
@@ -166,9 +174,9 @@ class StageWorker(threading.Thread):
 
     def _compute(self, windows: list[QueuedWindow], started_us: int) -> None:
         try:
-            outputs = self._runtime.decode([window.span for window in windows])
+            outputs = self._runtime.decode([window.to_compute for window in windows])
             for window in windows:
-                self._slots.computed(window.span)
+                self._slots.computed(window.to_compute)
             self._hand_on(windows, outputs, started_us)
         except Exception as error:
             known = error if isinstance(error, MeshError) else StageFailed(f"stage failed: {error!r}")
@@ -183,19 +191,20 @@ class StageWorker(threading.Thread):
         pairs = list(zip(windows, outputs, strict=True))
         counts = self.counts
         counts.num_windows += len(windows)
-        counts.num_rows += sum(len(window.span.tokens) for window in windows)
+        counts.num_rows += _num_rows(windows)
         counts.num_decodes += 1
         if self._runtime.info.is_tail:
             verdicts = [self._verdict(window, logits) for window, logits in pairs]
             counts.compute_us += self._stamp_all(windows, verdicts, started_us)
             self._on_verdicts([verdict for verdict in verdicts if verdict is not None])
         else:
-            onward = [self._onward(window, self._encoded(window, hidden)) for window, hidden in pairs]
+            computed = [self._encoded(window, hidden) for window, hidden in pairs]
+            onward = [self._onward(*pair) for pair in zip(windows, computed, strict=True)]
             counts.compute_us += self._stamp_all(windows, onward, started_us)
-            self._on_windows([window for window in onward if window.hidden])
+            self._on_windows([window for window, rows in zip(onward, computed, strict=True) if rows])
             # After they left: nobody waits for this.
-            for window, sent in zip(windows, onward, strict=True):
-                self._slots.sent_on(window.span, sent.hidden)
+            for window, rows in zip(windows, computed, strict=True):
+                self._slots.sent_on(window.to_compute, rows)
 
     def _stamp_all(
         self,
@@ -205,7 +214,7 @@ class StageWorker(threading.Thread):
     ) -> int:
         """Write into each message how long this stage and those before it took; returns its own time."""
         compute_us = self._clock_us() - started_us
-        num_rows = sum(len(window.span.tokens) for window in windows)
+        num_rows = _num_rows(windows)
         for window, message in zip(windows, messages, strict=True):
             if message is not None:
                 queue_us = max(0, started_us - window.arrived_us)
@@ -235,7 +244,7 @@ class StageWorker(threading.Thread):
         )
 
     def _onward(self, window: QueuedWindow, rows: bytes) -> wire.Window:
-        """The window for the next stage."""
+        """The window for the next stage, with what is held and these rows."""
         span = window.span
         return wire.Window(
             session=window.session,
@@ -244,7 +253,7 @@ class StageWorker(threading.Thread):
             start=span.start,
             tokens=span.tokens,
             verify_rows=span.num_outputs,
-            hidden=rows,
+            hidden=window.held + rows,
             hidden_type=TO_WIRE[self._hidden_type],
             most_together=window.most_together,
         )
@@ -257,6 +266,10 @@ class StageWorker(threading.Thread):
             self._slots.trim(window.span.slot, 0)
             self._on_failures([failure_of(window, error)])
             return b""
+
+
+def _num_rows(windows: Sequence[QueuedWindow]) -> int:
+    return sum(len(window.to_compute.tokens) for window in windows)
 
 
 def _stamp(

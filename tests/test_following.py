@@ -33,8 +33,8 @@ async def until_told(ring: RepairableRing, num_positions: int) -> None:
     stages = ring.running
     while True:
         slots = list(stages[0].service._path._sessions.slots.values())
-        held = [copy.service._path._slots._tokens for copy in ring.copies if copy is not None]
-        if slots and all(tokens.length(slot) >= num_positions for tokens in held for slot in slots):
+        told = [copy.service._path._sessions._told for copy in ring.copies if copy is not None]
+        if slots and all(len(by_slot.get(slot, ())) >= num_positions for by_slot in told for slot in slots):
             return
         await asyncio.sleep(0.002)
 
@@ -115,8 +115,11 @@ def test_what_is_of_other_tokens_is_not_gone_on_with() -> None:
     table = told_table(range(10, 20))
     assert table.open(6, 0, Judge(Sampling()), Resumed(4, 9)).num_resumed == 0, "another session's"
     table = told_table(range(10, 20))
-    table.let_go(0)
-    assert table.open(6, 0, Judge(Sampling()), Resumed(5, 9)).num_resumed == 0
+    table.keep(0, 7, 4)
+    assert table.open(6, 0, Judge(Sampling()), Resumed(7, 9)).num_resumed == 4, "the latest is on its way"
+    table = told_table(range(10, 20))
+    table.keep(0, 5, 11)
+    assert table.open(6, 0, Judge(Sampling()), Resumed(5, 9)).num_resumed == 0, "something is missing"
     table = told_table(range(10, 20))
     table.forget()
     assert table.open(6, 0, Judge(Sampling()), Resumed(5, 9)).num_resumed == 0

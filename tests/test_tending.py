@@ -9,6 +9,7 @@ import pytest
 
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ClusterError, StageFailed
+from stages.layers import LayerRange
 from tests.ring_harness import collect
 from tests.serve_harness import Serving, host, serving
 
@@ -65,6 +66,24 @@ async def test_a_warm_spare_takes_over_and_another_is_prepared(smollm2_path: Pat
         await mesh.until(lambda: "b" in {copy.member.name for copy in mesh.fleet.copies})
         assert mesh.driver.num_created > num_created
         assert await answer(mesh) == wanted
+
+
+async def test_a_copy_that_followed_computes_only_what_it_was_not_told(smollm2_path: Path) -> None:
+    async with serving(smollm2_path, ROOMY | {"spare": 9.0}) as mesh:
+        wanted = await answer(mesh)
+        await mesh.until(lambda: len(mesh.fleet.copies) == 3)
+        copy = next(copy for copy in mesh.fleet.copies if copy.config.layers == LayerRange(10, 20))
+        service = copy._actor.stage._service
+        told = service._path._sessions._told
+        under_way = await some_way(mesh)
+        num_told = len(REQUEST.prompt) + 10
+        await mesh.until(lambda: max(map(len, told.values()), default=0) >= num_told)
+        assert service.stats().num_rows == 0
+        mesh.kill(1)
+        assert await under_way == wanted
+        assert mesh.hosts() == ["a", "spare", "c"]
+        num_rows = service.stats().num_rows
+    assert 0 < num_rows <= len(REQUEST.prompt) + len(wanted) - num_told
 
 
 async def test_a_host_that_leaves_keeps_its_layers_until_another_has_them(smollm2_path: Path) -> None:
