@@ -83,7 +83,8 @@ async def test_a_copy_that_followed_computes_only_what_it_was_not_told(smollm2_p
         assert await under_way == wanted
         assert mesh.hosts() == ["a", "spare", "c"]
         num_rows = service.stats().num_rows
-    assert 0 < num_rows <= len(REQUEST.prompt) + len(wanted) - num_told
+    # What it was told of and nobody knew to be computed at the tail is computed again too.
+    assert 0 < num_rows <= len(REQUEST.prompt) + len(wanted) - num_told + 3
 
 
 async def test_a_host_that_leaves_keeps_its_layers_until_another_has_them(smollm2_path: Path) -> None:
