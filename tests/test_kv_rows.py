@@ -19,6 +19,9 @@ from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 
 NUM_ROWS = 60
+SLIDING = {"gpt-oss", "gemma4", "gemma4-e"}
+RECURRENT = {"mamba2", "falcon-h1", "qwen3next", "nemotron_h", "granitehybrid"}
+WITHOUT_ROWS = SLIDING | RECURRENT
 HEAD = b"GGSQ" + struct.pack("<i", 1)
 TEXT = [int(token) for token in np.random.default_rng(3).integers(3, 300, NUM_ROWS + 8)]
 
@@ -97,12 +100,17 @@ def test_positions_out_of_order_are_refused() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "granite", "deepseek2", "qwen3moe"])
+@pytest.mark.parametrize(
+    ("name", "kv_type"),
+    [
+        ("llama", "f16"),
+        ("qwen3", "q8_0"),
+        ("granite", "q4_0"),
+        *((name, "f16") for name in TINY_FAMILIES if name not in WITHOUT_ROWS),
+    ],
+)
 def test_a_stage_goes_on_from_another_s_rows(name: str, kv_type: str, tmp_path: Path) -> None:
     """In pieces, into whatever slot, with other sequences beside it; bit-equal to the stage that computed."""
-    if name in TINY_FAMILIES and kv_type != "f16":
-        pytest.skip("a head is no multiple of the 32 values that this type takes together")
     options = RuntimeOptions(num_slots=3, ctx_size=128, exact=True, kv_type=kv_type)
     path = stage_of(name, tmp_path)
     with closing(StageRuntime(path, options)) as runtime, closing(StageRuntime(path, options)) as copy:
@@ -152,10 +160,10 @@ def test_rows_that_do_not_belong_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-def test_a_window_that_slides_has_no_rows(tmp_path: Path) -> None:
-    with closing(
-        StageRuntime(stage_of("gpt-oss", tmp_path), RuntimeOptions(ctx_size=128, exact=True))
-    ) as runtime:
+@pytest.mark.parametrize("name", sorted(WITHOUT_ROWS))
+def test_what_has_no_rows_is_refused(name: str, tmp_path: Path) -> None:
+    """States, and windows that have begun to slide."""
+    with closing(StageRuntime(stage_of(name, tmp_path), RuntimeOptions(ctx_size=128, exact=True))) as runtime:
         runtime.decode([Span(0, 0, TEXT[:NUM_ROWS])])
         with pytest.raises(UncuttableModel, match="what it saves of a sequence has another form"):
             runtime.kv_rows(0)
