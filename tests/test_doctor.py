@@ -160,7 +160,13 @@ def test_this_host_names_a_port_that_is_taken_and_an_address_that_is_not_its_own
             check.what: check
             for check in this_host_checks("me", port=port, advertise="192.0.2.77", model=smollm2_path)
         }
+        url = f"http://127.0.0.1:{port}"
+        ours = {
+            check.what: check
+            for check in this_host_checks("me", port=port, advertise="127.0.0.1", model=None, url=url)
+        }
     assert checks[f"port {port}"].outcome is Outcome.WARN
+    assert ours[f"port {port}"].outcome is Outcome.OK, "it is that of the mesh that is looked at"
     assert checks["address"].outcome is Outcome.FAIL
     assert "llama, 30 layers, 29 places to cut at; sha256 " in checks[f"model {smollm2_path.name}"].detail
     broken = tmp_path / "broken.gguf"

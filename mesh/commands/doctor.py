@@ -62,7 +62,7 @@ def doctor(
     from mesh.doctor.this_host import this_host_checks, token_checks  # noqa: PLC0415
 
     name = socket.gethostname()
-    checks = [*this_host_checks(name, port=port, advertise=advertise, model=model)]
+    checks = [*this_host_checks(name, port=port, advertise=advertise, model=model, url=url)]
     if token_file is not None:
         checks += token_checks(name, read_token(token_file))
     if url is not None:

@@ -11,8 +11,16 @@ import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
-from mesh.cluster.addresses import LOOPBACK, check_port_free, free_port, join_address, primary_address
+from mesh.cluster.addresses import (
+    LOOPBACK,
+    check_port_free,
+    free_port,
+    is_loopback,
+    join_address,
+    primary_address,
+)
 from mesh.doctor.check import Check, fail, ok, warn
 from mesh.doctor.host_checks import host_checks
 from mesh.inherited import inherited_environment
@@ -27,7 +35,9 @@ _CONNECT_TIMEOUT_S: Final = 2.0
 _GPU_DEVICES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
-def this_host_checks(name: str, *, port: int, advertise: str | None, model: Path | None) -> Iterator[Check]:
+def this_host_checks(
+    name: str, *, port: int, advertise: str | None, model: Path | None, url: str | None = None
+) -> Iterator[Check]:
     """All that can be known without a mesh.
 
     Args:
@@ -35,6 +45,7 @@ def this_host_checks(name: str, *, port: int, advertise: str | None, model: Path
         port: Where the API would listen.
         advertise: Where others would reach this host, or None for the address towards the default route.
         model: A model to look at, too.
+        url: Of a mesh that is looked at besides, or None: it may well be what has the port.
     """
     yield _packages(name)
     look = _look()
@@ -43,7 +54,7 @@ def this_host_checks(name: str, *, port: int, advertise: str | None, model: Path
     else:
         has_gpu = any(device.exists() for device in _GPU_DEVICES)
         yield from host_checks(name, look, has_gpu_hardware=has_gpu)
-    yield _api_port(name, port)
+    yield _api_port(name, port, url)
     yield _address(name, advertise)
     if model is not None:
         yield from _model(name, model, None if isinstance(look, str) else look["free_disk_bytes"])
@@ -117,8 +128,10 @@ def _look() -> dict[str, Any] | str:
     return found
 
 
-def _api_port(name: str, port: int) -> Check:
+def _api_port(name: str, port: int, url: str | None) -> Check:
     what = f"port {port}"
+    if url is not None and _is_here(url, port):
+        return ok(name, what, f"is that of the mesh at {url}")
     try:
         check_port_free(LOOPBACK, port, "--port")
     except MeshError as error:
@@ -126,6 +139,12 @@ def _api_port(name: str, port: int) -> Check:
             name, what, error.message, "if that is a mesh of yours, look at it with --url; else end it"
         )
     return ok(name, what, "is free for the API")
+
+
+def _is_here(url: str, port: int) -> bool:
+    """Whether a URL is that of a server on this host, at this port."""
+    parts = urlsplit(url)
+    return parts.port == port and is_loopback(parts.hostname or "")
 
 
 def _address(name: str, advertise: str | None) -> Check:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 from typing import TYPE_CHECKING, Final
 
 import click
 import structlog
 
+from mesh.cluster.addresses import join_address, split_address
 from mesh.cluster.join_token import decode
 from stages.cutting.gguf_parts import model_name
 
@@ -34,11 +36,12 @@ def print_join_line(token: str) -> None:
 
 
 def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) -> None:
-    """Where the model answers, and a line to try it."""
-    num_stages = len(state.plan.stages) if state.plan is not None else 0
+    """Where the model answers, and a line to try it, from any of the hosts that reach it."""
+    log.info("serving", url=url, model=model_name(options.model), stages=_num_stages(state))
+    url = reachable(url, head.own.address)
+    num_stages = _num_stages(state)
     reason = state.plan.reason if state.plan is not None else ""
     auth = ' -H "Authorization: Bearer $MESH_API_KEY"' if options.api_key_path is not None else ""
-    log.info("serving", url=url, model=model_name(options.model), stages=num_stages)
     _say(f"\n{model_name(options.model)} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
     _say(
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n"
@@ -47,6 +50,23 @@ def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) 
     if options.num_hosts == 0:
         print_join_line(head.token)
     _say("Ctrl-C stops it.")
+
+
+def reachable(url: str, address: str) -> str:
+    """A URL that leads to the server: one that listens at 0.0.0.0 is not to be found there.
+
+    Args:
+        url: Where it listens.
+        address: Where other hosts reach its host.
+    """
+    listens_at, port = split_address(url.removeprefix("http://"))
+    if not ipaddress.ip_address(listens_at).is_unspecified:
+        return url
+    return f"http://{join_address(address, port)}"
+
+
+def _num_stages(state: MeshState) -> int:
+    return 0 if state.plan is None else len(state.plan.stages)
 
 
 def _say(text: str) -> None:
