@@ -38,6 +38,10 @@ class Follower:
         identity: What this process shows there; None if both ends are in one process.
         held: What the copy has from before.
         take: Called with everything that arrives, in order.
+
+    Attributes:
+        is_unfit: Whether the copy could not take what the stage has: on other hardware llama.cpp may keep it
+            in another form.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Follower:
         self._held = held
         self._take = take
         self._channel = open_channel(address, host, identity)
+        self.is_unfit = False
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -65,9 +70,10 @@ class Follower:
         """Whether nothing more will arrive."""
         return self._task.done()
 
-    def leads_to(self, address: str, mesh_id: str) -> bool:
-        """Whether it follows the stage that serves there, in that ring."""
-        return (address, mesh_id) == (self._address, self._mesh_id)
+    def does_for(self, address: str, mesh_id: str) -> bool:
+        """Whether there is no use in another one for the stage that serves there, in that ring."""
+        is_same = (address, mesh_id) == (self._address, self._mesh_id)
+        return is_same and (self.is_unfit or not self.is_over)
 
     async def close(self) -> None:
         """Let go of the stage; nothing is taken after that."""
@@ -84,6 +90,7 @@ class Follower:
         except grpc.aio.AioRpcError as error:
             log.info("stage_lost", address=self._address, reason=explain(error, self._address).message)
         except MeshError as error:
+            self.is_unfit = True
             log.warning("stage_not_followed", address=self._address, reason=error.message)
         finally:
             with contextlib.suppress(asyncio.CancelledError):

@@ -130,7 +130,7 @@ class StageService(rpc.StageServicer):
         """Keep up with a stage of a ring that this one is a copy of, until it takes a place in a ring itself.
 
         Args:
-            address: `host:port` of that stage. One that is followed already is left as it is.
+            address: `host:port` of that stage. One that is followed already, or could not be, is left alone.
             host: Name of the host that must answer there.
             mesh_id: Which ring it is in.
             mesh_key: Of that ring.
@@ -142,8 +142,7 @@ class StageService(rpc.StageServicer):
         if term < self._place.term:
             raise self._place.stale(f"the coordinator of the copy of stage {self._place.stage_index}", term)
         self._place = replace(self._place, term=term)
-        former = self._follower
-        if former is not None and not former.is_over and former.leads_to(address, mesh_id):
+        if self._follower is not None and self._follower.does_for(address, mesh_id):
             return
         await self._let_go()
         hello = wire.Hello(

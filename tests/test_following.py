@@ -209,6 +209,34 @@ async def test_a_copy_of_another_ring_is_told_nothing() -> None:
     await ring.close()
 
 
+async def test_a_copy_that_cannot_take_what_there_is_is_not_told_again_and_again() -> None:
+    ring = RepairableRing(news_s=0.001)
+    request = GenerationRequest(tuple(range(3, 53)), 60)
+    async with serving(ring, OPTIONS) as coordinator, asyncio.timeout(60):
+        undisturbed, _ = await collect(coordinator, request)
+        copy, stage = ring.copies[1], ring.running[1]
+        assert copy is not None
+        num_tried = 0
+
+        def refuse(_news: wire.SlotRows) -> None:
+            nonlocal num_tried
+            num_tried += 1
+            raise UncuttableModel("kept in another form")
+
+        copy.service._path._slots.take = refuse  # type: ignore[method-assign,assignment]
+        answer = asyncio.create_task(collect(coordinator, request))
+        follower = copy.service._follower
+        assert follower is not None
+        while not follower.is_over:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        await copy.service.follow(stage.address.address, "", ring.mesh_id, ring.mesh_key, 0)
+        assert copy.service._follower is follower
+        assert (await answer)[0] == undisturbed
+        await ring.kill(1)
+        assert (await collect(coordinator, request))[0] == undisturbed
+    assert num_tried == 1
+
+
 def test_telling_takes_a_tenth_of_the_time_at_most() -> None:
     assert pause_s(0.0) == pause_s(0.01) == 0.5
     assert pause_s(0.2) == pytest.approx(2.0)
