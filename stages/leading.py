@@ -58,8 +58,9 @@ class Leading:
         """What the copy does not have, round by round, until `let_go`. Ask for a `refusal` first."""
         leaving = asyncio.Event()
         self._leaving.add(leaving)
-        marks = await self._path.follow(request.held)
+        marks = None
         try:
+            marks = await self._path.follow(request.held)
             while not leaving.is_set():
                 started_s = time.monotonic()
                 async for news in self._path.news(marks):
@@ -68,7 +69,8 @@ class Leading:
                     await asyncio.wait_for(leaving.wait(), self._pause_s(time.monotonic() - started_s))
         finally:
             self._leaving.discard(leaving)
-            self._path.unfollow(marks)
+            if marks is not None:
+                self._path.unfollow(marks)
 
     def let_go(self) -> None:
         """End with everybody."""
