@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import ProtocolError
+from stages.slot_tokens import Marks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -58,9 +59,9 @@ class Leading:
         """What the copy does not have, round by round, until `let_go`. Ask for a `refusal` first."""
         leaving = asyncio.Event()
         self._leaving.add(leaving)
-        marks = None
+        marks = Marks(self._num_slots)
         try:
-            marks = await self._path.follow(request.held)
+            await self._path.follow(marks, request.held)
             while not leaving.is_set():
                 started_s = time.monotonic()
                 async for news in self._path.news(marks):
@@ -69,8 +70,7 @@ class Leading:
                     await asyncio.wait_for(leaving.wait(), self._pause_s(time.monotonic() - started_s))
         finally:
             self._leaving.discard(leaving)
-            if marks is not None:
-                self._path.unfollow(marks)
+            self._path.unfollow(marks)
 
     def let_go(self) -> None:
         """End with everybody."""

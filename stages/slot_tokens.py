@@ -56,11 +56,9 @@ class SlotTokens:
         """Have a slot hold the first tokens of another, and nothing else."""
         self.write(slot, 0, self._records[source].before(num_positions).tolist())
 
-    def follow(self) -> Marks:
-        """Keep marks for somebody who is told of every slot, until `unfollow`."""
-        marks = Marks(len(self._records))
+    def follow(self, marks: Marks) -> None:
+        """Keep the marks of somebody who is told of every slot, until `unfollow`."""
         self._marks.append(marks)
-        return marks
 
     def unfollow(self, marks: Marks) -> None:
         """Keep them no more."""

@@ -13,6 +13,8 @@ from stages.kv_rows import KvRows
 from stages.slot_tokens import SlotTokens
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -68,18 +70,18 @@ class StageSlots:
         """What left at these positions; None if not all of it is here in this size."""
         return self._sent.find(span.slot, span.start, len(span.tokens), row_bytes)
 
-    def follow(self, held: tuple[wire.HeldSlot, ...]) -> Marks:
-        """Keep marks for a copy of this stage, until `unfollow`.
+    def follow(self, marks: Marks, held: Sequence[wire.HeldSlot]) -> None:
+        """Keep the marks of a copy of this stage, until `unfollow`.
 
         Args:
+            marks: New ones.
             held: What the copy has from before; what the slot here holds by now counts as told.
         """
-        marks = self._tokens.follow()
+        self._tokens.follow(marks)
         for one in held:
             if one.slot < self._runtime.num_slots and one.num_positions <= self._tokens.length(one.slot):
                 digest = self._tokens.digest(one.slot, one.num_positions)
                 marks.told[one.slot] = one.num_positions if digest == one.tokens_sha256 else 0
-        return marks
 
     def unfollow(self, marks: Marks) -> None:
         """Keep them no more."""

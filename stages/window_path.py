@@ -207,9 +207,9 @@ class WindowPath:
         """What the slots have, for a stage that this one is to follow."""
         return await self._in_worker(self._slots.held)
 
-    async def follow(self, held: Sequence[wire.HeldSlot]) -> Marks:
-        """Keep marks for a copy of this stage, until `unfollow`; see `StageSlots.follow`."""
-        return await self._in_worker(lambda: self._slots.follow(tuple(held)))
+    async def follow(self, marks: Marks, held: Sequence[wire.HeldSlot]) -> None:
+        """Keep the marks of a copy of this stage, until `unfollow`; see `StageSlots.follow`."""
+        await self._in_worker(lambda: self._slots.follow(marks, held))
 
     def unfollow(self, marks: Marks) -> None:
         """Keep them no more."""

@@ -20,6 +20,7 @@ from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampling
 from stages.sent_rows import SentRows
 from stages.sessions import SessionTable
+from stages.slot_tokens import Marks
 from stages.stage_slots import StageSlots
 from tests.fake_stage import FakeRuntime
 from tests.repairable_ring import NUM_STAGES, RepairableRing, serving
@@ -136,9 +137,15 @@ def slots_of(num_rows: int = 0) -> StageSlots:
     return slots
 
 
+def followed(stage: StageSlots, *held: wire.HeldSlot) -> Marks:
+    marks = Marks(4)
+    stage.follow(marks, held)
+    return marks
+
+
 def test_news_are_what_has_changed() -> None:
     stage, copy = slots_of(9), slots_of()
-    marks = stage.follow(())
+    marks = followed(stage)
 
     def tell(session: int = 5) -> list[tuple[int, list[int], int]]:
         news = stage.news(1, session, marks, 4)
@@ -154,11 +161,11 @@ def test_news_are_what_has_changed() -> None:
     assert tell(session=6) == []
     assert tell(session=7) == [(4, [], 0)]
     assert stage.held() == copy.held()
-    assert stage.follow(tuple(copy.held())).told == [0, 4, 0, 0]
+    assert followed(stage, *copy.held()).told == [0, 4, 0, 0]
     other = wire.HeldSlot(slot=1, num_positions=4, tokens_sha256=bytes(32))
-    assert stage.follow((other,)).told == [0, 0, 0, 0]
-    assert stage.follow((wire.HeldSlot(slot=1, num_positions=5),)).told == [0, 0, 0, 0]
-    assert stage.follow((wire.HeldSlot(slot=9, num_positions=1),)).told == [0, 0, 0, 0]
+    assert followed(stage, other).told == [0, 0, 0, 0]
+    assert followed(stage, wire.HeldSlot(slot=1, num_positions=5)).told == [0, 0, 0, 0]
+    assert followed(stage, wire.HeldSlot(slot=9, num_positions=1)).told == [0, 0, 0, 0]
     stage.copy(1, 2, 3)
     assert [one.start for one in stage.news(2, 7, marks, 4)] == [0]
 
@@ -176,7 +183,7 @@ def test_news_are_what_has_changed() -> None:
 )
 def test_news_that_cannot_be_meant_are_refused(change: dict[str, object]) -> None:
     stage, copy = slots_of(3), slots_of()
-    (news,) = stage.news(1, 5, stage.follow(()), 4)
+    (news,) = stage.news(1, 5, followed(stage), 4)
     changed = wire.SlotRows(
         **{"slot": 1, "session": 5, "start": 0, "tokens": news.tokens, "kv": news.kv, **change}  # type: ignore[arg-type]
     )
