@@ -129,6 +129,9 @@ def test_a_damaged_request_may_be_met_with_silence_and_never_with_a_fault() -> N
     assert blame(case, Reply(405, "application/json", ERROR, is_over=True)) is None
     assert "status 501" in str(blame(case, Reply(501, "application/json", ERROR, is_over=True)))
     assert "status 502" in str(blame(case, Reply(502, "", b"", is_over=True)))
+    declined = HttpCase(b"", is_whole=True, undamaged=frozenset({501}))
+    assert blame(declined, Reply(501, "application/json", ERROR, is_over=True)) is None
+    assert "status 500" in str(blame(declined, Reply(500, "application/json", ERROR, is_over=True)))
 
 
 @pytest.mark.parametrize(

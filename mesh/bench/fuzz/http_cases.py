@@ -38,11 +38,13 @@ class HttpCase:
         data: Its bytes, as they go out.
         is_whole: Whether a server need not wait for more of it.
         statuses: Those that the document has for it; empty if it says nothing of such a request.
+        undamaged: Those that it has for the request that this one was made of.
     """
 
     data: bytes
     is_whole: bool
     statuses: frozenset[int] = frozenset()
+    undamaged: frozenset[int] = frozenset()
 
 
 class HttpCases:
@@ -96,7 +98,7 @@ class HttpCases:
             data = damaged(data, random)
         if random.random() < 0.05:
             data *= random.randint(2, 4)
-        return HttpCase(data, is_whole=is_whole(data))
+        return HttpCase(data, is_whole=is_whole(data), undamaged=statuses)
 
     def _body(self, operation: Mapping[str, Any], *, is_damaged: bool) -> bytes:
         random = self._random
