@@ -32,7 +32,8 @@ class StageSession:
         judge: Draws for it at the tail.
         epoch: Windows of a lower epoch are void.
         num_resumed: First positions that its slot may hold from before a repair.
-        told: The tokens at these positions, if this stage did not compute them but was told of them.
+        told: The tokens at these positions as long as it is not known that they are the session's: this stage
+            did not compute them, but was told of them.
     """
 
     id: int
@@ -48,14 +49,17 @@ class StageSession:
         What a stage tells its copy may be a proposal, which it rejected without having told that yet.
 
         Args:
-            start: Position of the first.
+            start: Position of the first; what is before it was confirmed.
             tokens: The session's.
         """
-        if self.told is None or start >= self.num_resumed:
+        if self.told is None or start >= len(self.told):
             return
-        known = self.told[start : min(start + len(tokens), self.num_resumed)]
+        known = self.told[start : start + len(tokens)]
         if not np.array_equal(known, np.asarray(tokens, np.int64)[: len(known)]):
-            self.num_resumed = start
+            # Until the window is computed the slot holds what is wrong: whoever resumes must know.
+            self.num_resumed, self.told = start, self.told[:start]
+        elif start + len(known) == len(self.told):
+            self.told = None
 
 
 @dataclass
@@ -71,7 +75,7 @@ class SessionTable:
     _owner: dict[int, int] = field(default_factory=dict)
     # Of each slot the session that had it last, also when that is over.
     _latest: dict[int, int] = field(default_factory=dict)
-    # Of slots that hold what this stage was told of: the tokens.
+    # Of slots that hold what this stage was told of, and nobody has confirmed: the tokens.
     _told: dict[int, NDArray[np.int64]] = field(default_factory=dict)
     _closed: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
@@ -99,6 +103,7 @@ class SessionTable:
         told = self._told.pop(slot, None)
         if told is not None:
             num_resumed = min(num_resumed, len(told))
+            told = told[:num_resumed] if num_resumed else None
         entry = StageSession(session, slot, judge, num_resumed=num_resumed, told=told)
         self._open[session] = entry
         self._owner[slot] = self._latest[slot] = session
@@ -113,6 +118,8 @@ class SessionTable:
         if entry is None:
             return None
         del self._owner[entry.slot]
+        if entry.told is not None:
+            self._told[entry.slot] = entry.told
         return entry.slot
 
     def close_all(self) -> None:

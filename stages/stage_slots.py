@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # llama.cpp gives a slot's rows only all together, for which there has to be memory.
 _MOST_KV_BYTES: Final = 64 * 2**20
 _MOST_MESSAGE_BYTES: Final = 8 * 2**20
+# As many proposals are seldom under way.
+_NUM_LEFT_OUT: Final = 32
 
 
 class StageSlots:
@@ -87,13 +89,17 @@ class StageSlots:
         """Keep them no more."""
         self._tokens.unfollow(marks)
 
-    def held(self) -> list[wire.HeldSlot]:
-        """What the slots here have, for `follow` of the stage that this one is a copy of."""
-        lengths = [self._tokens.length(slot) for slot in range(self._runtime.num_slots)]
+    def held(self, num_left_out: int = _NUM_LEFT_OUT) -> list[wire.HeldSlot]:
+        """What the slots here have, for `follow` of the stage that this one is a copy of.
+
+        Args:
+            num_left_out: Positions of each that are not spoken of: the stage may have gone back on them.
+        """
+        lengths = [self._tokens.length(slot) - num_left_out for slot in range(self._runtime.num_slots)]
         return [
             wire.HeldSlot(slot=slot, num_positions=length, tokens_sha256=self._tokens.digest(slot, length))
             for slot, length in enumerate(lengths)
-            if length
+            if length > 0
         ]
 
     def news(self, slot: int, session: int, marks: Marks, sent_row_bytes: int) -> list[wire.SlotRows]:
