@@ -147,13 +147,16 @@ class StageSlots:
         slot, start = news.slot, news.start
         if slot >= self._runtime.num_slots or start > self._tokens.length(slot):
             raise ProtocolError(f"rows from {start} on for slot {slot}, which does not reach so far")
+        sent_row_bytes, rest = divmod(len(news.sent), len(news.tokens) or 1)
+        if rest or (news.sent and not news.tokens):
+            raise ProtocolError(f"{len(news.sent)} bytes sent on of {len(news.tokens)} tokens")
         try:
             if news.tokens:
                 self._runtime.put_kv_rows(slot, _rows_of(news))
             self._sent.trim(slot, start)
             self._tokens.write(slot, start, news.tokens)
             if news.sent:
-                self._sent.keep(slot, start, news.sent, len(news.sent) // len(news.tokens))
+                self._sent.keep(slot, start, news.sent, sent_row_bytes)
             self._runtime.trim(slot, start + len(news.tokens))
         except BaseException:
             self.trim(slot, 0)

@@ -233,7 +233,11 @@ class WindowPath:
         """
         # Should this one become a stage meanwhile, that much counts.
         self._sessions.keep(news.slot, news.session, news.start)
-        tokens = await self._in_worker(lambda: self._slots.take(news))
+        try:
+            tokens = await self._in_worker(lambda: self._slots.take(news))
+        except MeshError:
+            self._sessions.keep(news.slot, news.session, 0)
+            raise
         self._sessions.adopt(news.slot, news.session, tokens)
 
     def stats(self) -> wire.StageStats:

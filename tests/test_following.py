@@ -214,6 +214,8 @@ def test_news_are_what_has_changed() -> None:
         {"tokens": []},
         {"kv": b"no rows"},
         {"kv": b""},
+        {"sent": b"12345678901234"},
+        {"tokens": [], "sent": b"1234"},
     ],
 )
 def test_news_that_cannot_be_meant_are_refused(change: dict[str, object]) -> None:
