@@ -103,13 +103,7 @@ class StageService(rpc.StageServicer):
             StageFailed: If the stage was closed or left its ring meanwhile.
         """
         place = self._place
-        hello = wire.Hello(
-            protocol_version=PROTOCOL_VERSION,
-            software_version=SOFTWARE_VERSION,
-            mesh_id=place.mesh_id,
-            sender=f"stage {place.stage_index}",
-            term=place.term,
-        )
+        hello = _hello(place.mesh_id, f"stage {place.stage_index}", place.term)
         link = StageLink(
             next_address,
             hello,
@@ -145,13 +139,7 @@ class StageService(rpc.StageServicer):
         if self._follower is not None and self._follower.does_for(address, mesh_id):
             return
         await self._let_go()
-        hello = wire.Hello(
-            protocol_version=PROTOCOL_VERSION,
-            software_version=SOFTWARE_VERSION,
-            mesh_id=mesh_id,
-            sender=f"a copy of stage {self._place.stage_index}",
-            term=term,
-        )
+        hello = _hello(mesh_id, f"a copy of stage {self._place.stage_index}", term)
         self._follower = Follower(
             address,
             host,
@@ -390,6 +378,16 @@ class StageService(rpc.StageServicer):
                         sent_us=request.ping.sent_us, stats=self.stats(), stage_us=monotonic_us()
                     )
                     replies.put_nowait(wire.ControlReply(pong=pong))
+
+
+def _hello(mesh_id: str, sender: str, term: int) -> wire.Hello:
+    return wire.Hello(
+        protocol_version=PROTOCOL_VERSION,
+        software_version=SOFTWARE_VERSION,
+        mesh_id=mesh_id,
+        sender=sender,
+        term=term,
+    )
 
 
 def _require_session(session: int) -> None:

@@ -29,10 +29,10 @@ class SlotTokens:
         """Positions that a slot holds."""
         return len(self._records[slot])
 
-    def tokens(self, slot: int, start: int = 0) -> NDArray[np.int64]:
-        """Its token ids from a position on, int64; a view that the next `write` may change."""
+    def tokens(self, slot: int) -> NDArray[np.int64]:
+        """Its token ids, int64; a view that the next `write` may change."""
         record = self._records[slot]
-        return record.before(len(record))[start:]
+        return record.before(len(record))
 
     def digest(self, slot: int, num_positions: int) -> bytes:
         """A hash of its first token ids: slots of two stages with the same one hold the same there."""
