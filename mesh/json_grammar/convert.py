@@ -4,7 +4,8 @@ What is fixed where a schema leaves a choice: properties come in the order of th
 left out; objects with `properties` have no others unless `additionalProperties` asks for them, nor tuples
 without `items`; each alternative of an `anyOf` holds alone; a schema without `type` means the types that its
 keywords speak of; numbers within bounds have no exponent; formats are written in one of their forms; between
-tokens there is at most a space, or a line's end and 20 blanks.
+tokens there is at most a space, or a line's end and 20 blanks. How often a schema may stand within itself is
+the grammar's matter (stages/grammar/recursion.py).
 """
 
 from __future__ import annotations

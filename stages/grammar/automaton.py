@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from stages.grammar.graph import END, Graph, Kind
-from stages.grammar.limits import MAX_CONFIGS, MAX_DRAW_WORK, MAX_STATES, MAX_TABLE_CELLS, refusal
+from stages.grammar.limits import (
+    MAX_CONFIGS,
+    MAX_DRAW_WORK,
+    MAX_RECURSION,
+    MAX_STATES,
+    MAX_TABLE_CELLS,
+    refusal,
+)
+from stages.grammar.recursion import recursion_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +43,10 @@ class Automaton:
 
     Args:
         graph: Without left recursion.
+        most_recursion: How many calls that count (see `recursion_of`) may be open within each other.
+
+    Raises:
+        InvalidRequest: If no text of it ends within these.
 
     Attributes:
         start: The state before any text.
@@ -43,13 +55,17 @@ class Automaton:
         most_work: Beyond so many it refuses to go on; whoever asks raises it first.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, *, most_recursion: int = MAX_RECURSION) -> None:
         self._graph = graph
         self.class_of_byte, members = _byte_classes(graph.sets)
         self._num_classes = len(members)
         self._members = members
+        self._recursion = recursion_of(graph)
+        self._most_recursion = most_recursion
         self._frames: list[Config] = [(END, _BOTTOM)]
-        self._frame_ids: dict[Config, int] = {}
+        self._frame_ids: dict[tuple[int, int, bool], int] = {}
+        # Of each frame: how many calls that count are open.
+        self._depths: list[int] = [0]
         # Of each state: the sets of bytes that it reads, and where each leads.
         self._readings: list[list[tuple[int, list[Config]]]] = []
         self._may_end: list[bool] = []
@@ -58,7 +74,10 @@ class Automaton:
         self._most_states = min(MAX_STATES, MAX_TABLE_CELLS // self._num_classes)
         self.work = 0
         self.most_work = MAX_DRAW_WORK
-        self.start = self._state_of([(graph.entries[graph.root], _BOTTOM)])
+        start = (graph.entries[graph.root], _BOTTOM)
+        if not self._can_end(start):
+            raise refusal(f"no text of it ends, or none that nests at most {most_recursion} deep")
+        self.start = self._state_of([start])
 
     @property
     def is_half_full(self) -> bool:
@@ -135,7 +154,7 @@ class Automaton:
                 more = [(target, frame) for target in graph.branches[payloads[node]]]
             elif kind is Kind.CALL:
                 following = followings[node]
-                inner = frame if following == END else self._frame(following, frame)
+                inner = frame if following == END else self._frame(node, frame)
                 more = [(graph.entries[payloads[node]], inner)]
             elif frame == _BOTTOM:
                 may_end = True
@@ -143,7 +162,7 @@ class Automaton:
             else:
                 more = [self._frames[frame]]
             for config in more:
-                if config not in seen:
+                if config not in seen and self._can_end(config):
                     seen.add(config)
                     todo.append(config)
             self._count(len(more))
@@ -174,14 +193,20 @@ class Automaton:
             groups.setdefault(graph.payloads[node], []).append((graph.followings[node], frame))
         return list(groups.items())
 
-    def _frame(self, following: int, below: int) -> int:
-        key = (following, below)
+    def _can_end(self, config: Config) -> bool:
+        node, frame = config
+        return self._depths[frame] + self._recursion.needs[node] <= self._most_recursion
+
+    def _frame(self, call: int, below: int) -> int:
+        following, nests = self._graph.followings[call], self._recursion.nests[call]
+        key = (following, below, nests)
         frame = self._frame_ids.get(key)
         if frame is None:
             frame = self._frame_ids[key] = len(self._frames)
             if frame >= MAX_STATES:
                 raise refusal(f"it nests in more than {MAX_STATES} ways: make it simpler")
-            self._frames.append(key)
+            self._frames.append((following, below))
+            self._depths.append(self._depths[below] + nests)
         return frame
 
     def _count(self, num_steps: int) -> None:

@@ -50,6 +50,7 @@ class Graph:
         branches: Targets of SPLITs.
         entries: First node of each rule.
         names: Of the rules; those that were made for a repetition have the name of their rule.
+        callers: The rule that each CALL stands in, by node.
         root: The rule that a text must match.
     """
 
@@ -60,6 +61,7 @@ class Graph:
     branches: list[tuple[int, ...]]
     entries: list[int]
     names: list[str]
+    callers: dict[int, int]
     root: int
 
 
@@ -91,11 +93,19 @@ class _Builder:
         self._entries = [END] * len(names)
         # Equal steps to the same place are one step.
         self._bytes: dict[tuple[int, int], int] = {}
+        self._callers: dict[int, int] = {}
         self._current = ROOT
+        # As `_current`, but for rules that are made for a repetition within it.
+        self._caller = 0
 
     def add_rule(self, name: str, expression: Expression) -> None:
         self._current = name
-        self._entries[self._rules[name]] = self._build(expression, END)
+        self._add_fragment(self._rules[name], expression)
+
+    def _add_fragment(self, rule: int, expression: Expression) -> None:
+        outer, self._caller = self._caller, rule
+        self._entries[rule] = self._build(expression, END)
+        self._caller = outer
 
     def graph(self) -> Graph:
         return Graph(
@@ -106,6 +116,7 @@ class _Builder:
             self._branches,
             self._entries,
             self._names,
+            self._callers,
             self._rules[ROOT],
         )
 
@@ -120,7 +131,9 @@ class _Builder:
             case Ref(name):
                 if name not in self._rules:
                     raise refusal(f"the rule `{self._current}` refers to `{name[:64]}`, which is not there")
-                return self._add(Kind.CALL, self._rules[name], following)
+                node = self._add(Kind.CALL, self._rules[name], following)
+                self._callers[node] = self._caller
+                return node
             case Sequence(items):
                 for item in reversed(items):
                     following = self._build(item, following)
@@ -163,7 +176,7 @@ class _Builder:
         self._rules[name] = len(self._names)
         self._names.append(self._current)
         self._entries.append(END)
-        self._entries[self._rules[name]] = self._build(item, END)
+        self._add_fragment(self._rules[name], item)
         return Ref(name)
 
     def _byte(self, members: int, following: int) -> int:

@@ -15,6 +15,8 @@ MAX_RULES: Final = 8192
 MAX_NODES: Final = 100_000
 MAX_REPEATS: Final = 16_384
 MAX_NESTING: Final = 64
+# How many times what a grammar describes may stand within itself, as objects in objects do: see recursion.py.
+MAX_RECURSION: Final = 16
 
 # Ways in which the text so far can be read, at once.
 MAX_CONFIGS: Final = 4096
