@@ -21,12 +21,14 @@ settings.register_profile(SWEEP, deadline=None)
 settings.load_profile("spanmesh")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where tests run in several processes, one of them begins with those that start hosts, one by one.
 
     Another begins with those whose mesh has no clock to beat, and may have company.
     """
-    if not config.getoption("numprocesses", None):
+    # Set by xdist where tests are run; `-n` itself is only told to the process that hands them out.
+    if not hasattr(config, "workerinput"):
         return
 
     def rank(item: pytest.Item) -> int:
@@ -37,6 +39,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         item.add_marker(pytest.mark.xdist_group("hosts" if rank(item) == 0 else item.path.name))
     items.sort(key=rank)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse an xdist that does not heed the groups, as with pytest 9.2: hosts would meet and take longer."""
+    is_grouped = hasattr(session.config, "workerinput") and session.config.getvalue("loadgroup")
+    if is_grouped and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("xdist did not group the tests: is it made for this pytest?")
 
 
 @pytest.fixture
