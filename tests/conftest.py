@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     is_grouped = hasattr(session.config, "workerinput") and session.config.getvalue("loadgroup")
     if is_grouped and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("xdist did not group the tests: is it made for this pytest?")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Call tests by their names alone: with xdist's groups behind them, `--last-failed` knows none again."""
+    if hasattr(report, "node"):  # which worker it comes from: here is not one
+        report.nodeid = re.sub(r"@(hosts|test_\w+\.py)$", "", report.nodeid)
 
 
 @pytest.fixture
