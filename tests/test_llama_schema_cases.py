@@ -1,7 +1,7 @@
 """llama.cpp's own cases for JSON Schema to grammar, read from its source where that is: none is copied here.
 
-`SPANMESH_LLAMA_CPP` names a folder with llama.cpp's source; `python -m mesh.bench.compare_rpc` unpacks one in
-the user's cache. Without either these tests are skipped.
+`SPANMESH_LLAMA_CPP` names a folder with llama.cpp's source: `make test` unpacks one. So does, in the user's
+cache, `python -m mesh.bench.compare_rpc`. Without either these tests are skipped.
 """
 
 import json
@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -18,6 +17,7 @@ from typing import Any, Self
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
+from mesh.bench.llama_rpc import unpacked_source
 from mesh.json_grammar import schema_grammar
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import Automaton
@@ -51,11 +51,10 @@ class LlamaCase:
 
 
 def source() -> Path | None:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spanmesh"
-    unpacked = cache / f"llama-rpc-{version('llama-cpp-python')}" / "source" / "vendor" / "llama.cpp"
-    folder = Path(os.environ.get("SPANMESH_LLAMA_CPP") or unpacked)
-    path = folder / "tests" / "test-json-schema-to-grammar.cpp"
-    return path if path.is_file() else None
+    named = os.environ.get("SPANMESH_LLAMA_CPP")
+    folder = Path(named) if named else unpacked_source()
+    path = None if folder is None else folder / "tests" / "test-json-schema-to-grammar.cpp"
+    return path if path is not None and path.is_file() else None
 
 
 def cases() -> Iterator[LlamaCase]:
