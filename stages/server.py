@@ -135,7 +135,7 @@ class StageService(rpc.StageServicer):
         """
         if term < self._place.term:
             raise self._place.stale(f"the coordinator of the copy of stage {self._place.stage_index}", term)
-        self._place = replace(self._place, term=term)
+        self._serve(term)
         if self._follower is not None and self._follower.does_for(address, mesh_id):
             return
         await self._let_go()
@@ -149,6 +149,12 @@ class StageService(rpc.StageServicer):
             held=self._path.held,
             take=self._path.take_news,
         )
+
+    def _serve(self, term: int) -> None:
+        """Be for the coordinator of this term: if it is a new one, its session ids mean other sessions."""
+        if term > self._place.term:
+            self._path.close_all(forgotten=True)
+            self._place = replace(self._place, term=term)
 
     async def _let_go(self) -> None:
         follower, self._follower = self._follower, None
@@ -244,7 +250,7 @@ class StageService(rpc.StageServicer):
         yield wire.ControlReply(welcome=await self._greet(hello, context))
         if hello is None or not self._place.is_of(hello):
             return
-        self._place = replace(self._place, term=max(self._place.term, hello.term))
+        self._serve(hello.term)
         reader = asyncio.create_task(self._read_control(request_iterator, replies))
         reader.add_done_callback(lambda _reader: replies.put_nowait(None))
         self._controls[replies] = reader

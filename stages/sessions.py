@@ -6,16 +6,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
 from stages.opening import NOTHING_RESUMED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from stages.judge import Judge
     from stages.opening import Resumed
 
@@ -32,8 +26,6 @@ class StageSession:
         judge: Draws for it at the tail.
         epoch: Windows of a lower epoch are void.
         num_resumed: First positions that its slot may hold from before a repair.
-        told: The tokens at these positions as long as it is not known that they are the session's: this stage
-            did not compute them, but was told of them.
     """
 
     id: int
@@ -41,25 +33,6 @@ class StageSession:
     judge: Judge
     epoch: int = 0
     num_resumed: int = 0
-    told: NDArray[np.int64] | None = None
-
-    def confirm(self, start: int, tokens: Sequence[int]) -> None:
-        """Give up what the slot holds from here on if it is of other tokens than the session's.
-
-        What a stage tells its copy may be a proposal, which it rejected without having told that yet.
-
-        Args:
-            start: Position of the first; what is before it was confirmed.
-            tokens: The session's.
-        """
-        if self.told is None or start >= len(self.told):
-            return
-        known = self.told[start : start + len(tokens)]
-        if not np.array_equal(known, np.asarray(tokens, np.int64)[: len(known)]):
-            # Until the window is computed the slot holds what is wrong: whoever resumes must know.
-            self.num_resumed, self.told = start, self.told[:start]
-        elif start + len(known) == len(self.told):
-            self.told = None
 
 
 @dataclass
@@ -75,15 +48,17 @@ class SessionTable:
     _owner: dict[int, int] = field(default_factory=dict)
     # Of each slot the session that had it last, also when that is over.
     _latest: dict[int, int] = field(default_factory=dict)
-    # Of slots that hold what this stage was told of, and nobody has confirmed: the tokens.
-    _told: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    # Ids that are over. A `Close` comes out of band and may overtake its `Open`.
     _closed: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
         return len(self._open)
 
     def open(self, session: int, slot: int, judge: Judge, resumed: Resumed = NOTHING_RESUMED) -> StageSession:
-        """Give the slot to the session; whoever had it must leave.
+        """Give the slot to the session; the session that had it ends.
+
+        A session that was closed before it was opened is over at once: it takes the slot from the session
+        before it, as every stage must, and leaves it free.
 
         Args:
             session: Its id.
@@ -100,13 +75,11 @@ class SessionTable:
         if evicted is not None:
             self.close(evicted)
         num_resumed = resumed.num_positions if resumed.session == self._latest.get(slot) else 0
-        told = self._told.pop(slot, None)
-        if told is not None:
-            num_resumed = min(num_resumed, len(told))
-            told = told[:num_resumed] if num_resumed else None
-        entry = StageSession(session, slot, judge, num_resumed=num_resumed, told=told)
-        self._open[session] = entry
-        self._owner[slot] = self._latest[slot] = session
+        entry = StageSession(session, slot, judge, num_resumed=num_resumed)
+        self._latest[slot] = session
+        if session not in self._closed:
+            self._open[session] = entry
+            self._owner[slot] = session
         return entry
 
     def close(self, session: int) -> int | None:
@@ -118,8 +91,6 @@ class SessionTable:
         if entry is None:
             return None
         del self._owner[entry.slot]
-        if entry.told is not None:
-            self._told[entry.slot] = entry.told
         return entry.slot
 
     def close_all(self) -> None:
@@ -128,33 +99,19 @@ class SessionTable:
             self.close(session)
 
     def forget(self) -> None:
-        """Let no session go on with another's slot: ids of the next coordinator mean other sessions."""
+        """End every session and forget its id: those of the next coordinator mean other sessions."""
+        self.close_all()
         self._latest.clear()
-        self._told.clear()
+        self._closed.clear()
 
-    def keep(self, slot: int, session: int, num_positions: int) -> None:
-        """Note that a slot is about to hold something else behind its first positions.
-
-        Args:
-            slot: The slot.
-            session: Whose it is at another stage, those positions included.
-            num_positions: How many.
-        """
-        told = self._told.pop(slot, np.empty(0, np.int64))
-        if num_positions <= len(told):
-            self.adopt(slot, session, told[:num_positions])
-        else:
-            self._latest.pop(slot, None)
-
-    def adopt(self, slot: int, session: int, tokens: NDArray[np.int64]) -> None:
-        """Note that a slot holds what a session computed at another stage.
+    def adopt(self, slot: int, session: int) -> None:
+        """Note that a slot is to hold what a session computed at another stage, as far as it is told.
 
         Args:
             slot: The slot.
             session: Its id there.
-            tokens: At the positions from 0 on, int64.
         """
-        self._latest[slot], self._told[slot] = session, tokens
+        self._latest[slot] = session
 
     @property
     def slots(self) -> dict[int, int]:

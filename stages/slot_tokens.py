@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from stages.token_record import TokenRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
 
@@ -33,6 +34,18 @@ class SlotTokens:
         """Its token ids, int64; a view that the next `write` may change."""
         record = self._records[slot]
         return record.before(len(record))
+
+    def num_same(self, slot: int, start: int, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, a slot holds at the positions from `start` on.
+
+        A slot that does not exist holds none.
+        """
+        if not 0 <= slot < len(self._records):
+            return 0
+        stop = start + len(tokens)
+        held = self._records[slot].before(stop)[start:]
+        differs = np.flatnonzero(held != np.asarray(tokens, np.int64)[: len(held)])
+        return int(differs[0]) if len(differs) else len(held)
 
     def digest(self, slot: int, num_positions: int) -> bytes:
         """A hash of its first token ids: slots of two stages with the same one hold the same there."""

@@ -8,15 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import ProtocolError, UncuttableModel
+from spanmesh_proto.errors import PrefixMismatch, ProtocolError, UncuttableModel
 from stages.kv_rows import KvRows
 from stages.slot_tokens import SlotTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from stages.runtime import Span, StageRuntime
     from stages.sent_rows import SentRows
@@ -48,15 +45,45 @@ class StageSlots:
         self._tokens.trim(slot, num_positions)
         self._runtime.trim(slot, num_positions)
 
-    def copy(self, source: int, slot: int, num_positions: int) -> None:
-        """Have a slot hold the first positions of another, and nothing else.
+    def begin(self, slot: int, source: int, cached: Sequence[int], num_resumed: int) -> None:
+        """Have a slot hold what a session begins with, and nothing else.
+
+        The coordinator names the tokens, this stage compares them with what the slots hold: a wrong belief
+        costs time, never a wrong answer.
+
+        Args:
+            slot: The session's.
+            source: The slot that holds its first tokens, perhaps the same one.
+            cached: These tokens' ids.
+            num_resumed: How many positions of `slot` are kept although they are not among `cached`: they may
+                be the session's from before a repair, which `num_same` tells.
 
         Raises:
-            InvalidWindow: If a slot does not exist, or the source holds fewer positions.
+            PrefixMismatch: If neither slot holds these tokens.
+            UncuttableModel: If a slot's memory has no positions to go back to.
         """
-        self._runtime.copy(source, slot, num_positions)
-        self._sent.copy(source, slot, num_positions)
-        self._tokens.copy(source, slot, num_positions)
+        if self._tokens.num_same(slot, 0, cached) == len(cached):
+            self.trim(slot, max(len(cached), num_resumed))
+        elif source != slot and self._tokens.num_same(source, 0, cached) == len(cached):
+            self._runtime.copy(source, slot, len(cached))
+            self._sent.copy(source, slot, len(cached))
+            self._tokens.copy(source, slot, len(cached))
+        else:
+            raise PrefixMismatch(
+                f"a session is to begin in slot {slot} with {len(cached)} tokens of slot {source}, which has "
+                f"the first {self._tokens.num_same(source, 0, cached)} of them: compute them anew"
+            )
+
+    def num_same(self, span: Span) -> int:
+        """How many of the span's tokens, from the first on, its slot holds at these positions."""
+        return self._tokens.num_same(span.slot, span.start, span.tokens)
+
+    def give_up(self, slot: int, start: int) -> None:
+        """Forget a slot's positions from `start` on, or all if its memory cannot go back to one."""
+        try:
+            self.trim(slot, start)
+        except UncuttableModel:
+            self.trim(slot, 0)
 
     def computed(self, span: Span) -> None:
         """Note what the runtime has computed."""
@@ -134,11 +161,8 @@ class StageSlots:
             for first in range(start, stop, num_rows)
         ]
 
-    def take(self, news: wire.SlotRows) -> NDArray[np.int64]:
+    def take(self, news: wire.SlotRows) -> None:
         """Hold what the stage that this one is a copy of has computed.
-
-        Returns:
-            All token ids of the slot by now.
 
         Raises:
             ProtocolError: If the message cannot be meant for what the slot holds.
@@ -161,7 +185,6 @@ class StageSlots:
         except BaseException:
             self.trim(slot, 0)
             raise
-        return self._tokens.tokens(slot).copy()
 
     def _rows(self, slot: int, session: int, rows: KvRows, sent_row_bytes: int) -> wire.SlotRows:
         return wire.SlotRows(

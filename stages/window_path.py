@@ -103,19 +103,14 @@ class WindowPath:
                 opening.require_vocabulary(self._info.n_vocab)
             judge = Judge.of(opening, self._grammars)
             session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
-            session.confirm(0, opening.cached)
-            if session.told is not None:
-                log.info(
-                    "session_goes_on",
-                    stage=self.stage_index,
-                    session=session.id,
-                    num_told=len(session.told),
-                    num_resumed=session.num_resumed,
-                )
             # What cannot go back to a position cannot go on from one before its end either.
             num_resumed = session.num_resumed if self._info.can_trim else 0
+            if num_resumed:
+                log.info(
+                    "session_goes_on", stage=self.stage_index, session=session.id, num_resumed=num_resumed
+                )
             self._queue.change(
-                Begun(session.id, opening.source_slot, session.slot, len(opening.cached), num_resumed)
+                Begun(session.id, opening.source_slot, session.slot, opening.cached, num_resumed)
             )
             # Not before the windows that bring what a later stage is to copy.
             self._queue.change(Passed(lambda: self._loop.call_soon_threadsafe(self._pass_on, message)))
@@ -139,7 +134,6 @@ class WindowPath:
                 raise InvalidWindow(f"{self._most_queued} windows wait at this stage: it takes no more")
             span = Span(session.slot, window.start, list(window.tokens), num_outputs=window.verify_rows)
             hidden = None if self._info.is_first else EncodedHidden.of_window(window, self._info.n_embd)
-            session.confirm(span.start, span.tokens)
         except MeshError as error:
             self._report([_failure(window.session, window.epoch, window.id, error)])
             return
@@ -184,9 +178,10 @@ class WindowPath:
         Args:
             forgotten: Their ids may come again: those of another coordinator begin anew.
         """
-        self._sessions.close_all()
         if forgotten:
             self._sessions.forget()
+        else:
+            self._sessions.close_all()
         self._wakefulness.update(0)
 
     def send_as(self, hidden_type: HiddenType) -> None:
@@ -231,14 +226,9 @@ class WindowPath:
         Raises:
             MeshError: If that is not of this stage.
         """
-        # Should this one become a stage meanwhile, that much counts.
-        self._sessions.keep(news.slot, news.session, news.start)
-        try:
-            tokens = await self._in_worker(lambda: self._slots.take(news))
-        except MeshError:
-            self._sessions.keep(news.slot, news.session, 0)
-            raise
-        self._sessions.adopt(news.slot, news.session, tokens)
+        # Should this one become a stage meanwhile, what it was told so far counts: its tokens are compared.
+        self._sessions.adopt(news.slot, news.session)
+        await self._in_worker(lambda: self._slots.take(news))
 
     def stats(self) -> wire.StageStats:
         """Counts since the start."""
@@ -286,7 +276,8 @@ class WindowPath:
         return await done
 
     def _pass_on(self, message: wire.Open) -> None:
-        if self.next is not None and self._sessions.is_open(message.session):
+        # Even if the session is over by now: later ones count on what its slot holds at every stage.
+        if self.next is not None:
             self.next.send(message)
 
     def _from_worker(self, handler: Any) -> Any:

@@ -80,30 +80,21 @@ class Begun:
         session: Its id.
         source: The slot that holds the session's first positions, perhaps its own.
         slot: The slot that is to hold them, and nothing else.
-        num_cached: How many of them `source` holds, or will once the windows that came before are computed.
-        num_resumed: How many `slot` itself may hold from before a repair.
+        cached: Ids of the tokens there, which `source` holds, or will once the windows that came before are
+            computed.
+        num_resumed: How many positions `slot` itself may hold from before a repair.
     """
 
     session: int
     source: int
     slot: int
-    num_cached: int
+    cached: tuple[int, ...]
     num_resumed: int = 0
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether `source` is another slot that holds more."""
-        return self.source != self.slot and self.num_cached > self.num_resumed
-
-    @property
-    def num_positions(self) -> int:
-        """How many positions `slot` is to hold."""
-        return max(self.num_cached, self.num_resumed)
 
     def follows(self, window: QueuedWindow) -> bool:
         """Whether a window that came before brings something that is cached: here, or at a stage behind."""
         span = window.span
-        return span.slot == self.source != self.slot and span.start < self.num_cached
+        return span.slot == self.source != self.slot and span.start < len(self.cached)
 
 
 @dataclass(frozen=True)

@@ -104,16 +104,12 @@ class StageWorker(threading.Thread):
             self._begin(change)
 
     def _begin(self, begun: Begun) -> None:
-        slot, num_positions = begun.slot, begun.num_positions
         try:
-            if begun.is_copied:
-                self._slots.copy(begun.source, slot, num_positions)
-            else:
-                self._slots.trim(slot, num_positions)
+            self._slots.begin(begun.slot, begun.source, begun.cached, begun.num_resumed)
         except MeshError as error:
             # What the slot holds now is another session's: no window may find that and go on with it.
-            self._slots.trim(slot, 0)
-            if begun.num_cached:
+            self._slots.trim(begun.slot, 0)
+            if begun.cached:
                 failure = wire.Failure(session=begun.session, code=wire_of(error).code, message=error.message)
                 self._on_failures([failure])
 
@@ -135,7 +131,9 @@ class StageWorker(threading.Thread):
         num_held = min(stop - span.start, len(span.tokens) - span.num_outputs)
         if num_held <= 0:
             return window
-        if self._runtime.info.is_tail:
+        # A proposal may be there that was rejected, or what another session computed.
+        num_held = self._slots.num_same(replace(span, tokens=span.tokens[:num_held]))
+        if not num_held or self._runtime.info.is_tail:
             return replace(window, num_held=num_held)
         held = self._slots.find_sent(replace(span, tokens=span.tokens[:num_held]), self.sent_row_bytes)
         # What left the first time may not be there any more.
@@ -226,7 +224,7 @@ class StageWorker(threading.Thread):
         try:
             return self._judge(window, logits)
         except MeshError as error:
-            self._slots.trim(window.span.slot, 0)
+            self._slots.give_up(window.span.slot, window.span.start)
             self._on_failures([failure_of(window, error)])
             return None
 
@@ -263,7 +261,7 @@ class StageWorker(threading.Thread):
         try:
             return encode(hidden, self._hidden_type)
         except MeshError as error:
-            self._slots.trim(window.span.slot, 0)
+            self._slots.give_up(window.span.slot, window.span.start)
             self._on_failures([failure_of(window, error)])
             return b""
 

@@ -8,6 +8,7 @@ import itertools
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import grpc
 
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 MESH_ID = "test-mesh"
 MESH_KEY = "test-key"
+
+# Each coordinator counts its sessions from 1: what is late of one must not be taken for the next one's. In a
+# mesh each has a term of its own as well.
+_coordinators_before: WeakKeyDictionary[StageService, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,7 @@ async def running_services(
 
 
 async def _emptied(stages: Iterable[RunningStage]) -> None:
-    """Wait until stages have seen the end of a coordinator's sessions.
-
-    Each coordinator here counts its sessions from 1, in the same ring: what is late of one must not be taken
-    for the next one's.
-    """
+    """Wait until stages have seen the end of a coordinator's sessions."""
     with contextlib.suppress(TimeoutError):  # stages that are closed see nothing
         async with asyncio.timeout(2):
             while any(  # noqa: ASYNC110 - stages tell nobody
@@ -123,7 +124,10 @@ async def running_coordinator(
     clock_s: Callable[[], float] = time.monotonic,
     token_texts: TokenTexts | None = None,
 ) -> AsyncIterator[Coordinator]:
-    """A coordinator connected to `stages`."""
+    """A coordinator connected to `stages`: the next one, if they had others before."""
+    first = stages[0].service
+    term = _coordinators_before.get(first, 0)
+    _coordinators_before[first] = term + 1
     options = CoordinatorOptions(
         context_length,
         num_slots,
@@ -145,6 +149,7 @@ async def running_coordinator(
         mesh_key=mesh_key,
         make_proposers=make_proposers if make_proposer is None else lambda _request: [make_proposer()],
         clock_s=clock_s,
+        term=term,
     )
     await coordinator.start()
     try:

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mesh.coordinator import Coordinator, CoordinatorOptions
@@ -19,7 +18,7 @@ from stages.opening import Resumed
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampling
 from stages.sent_rows import SentRows
-from stages.sessions import SessionTable, StageSession
+from stages.sessions import SessionTable
 from stages.slot_tokens import Marks
 from stages.stage_slots import StageSlots
 from tests.fake_stage import FakeRuntime
@@ -34,8 +33,8 @@ async def until_told(ring: RepairableRing, num_positions: int) -> None:
     stages = ring.running
     while True:
         slots = list(stages[0].service._path._sessions.slots.values())
-        told = [copy.service._path._sessions._told for copy in ring.copies if copy is not None]
-        if slots and all(len(by_slot.get(slot, ())) >= num_positions for by_slot in told for slot in slots):
+        told = [copy.service._path._slots._tokens for copy in ring.copies if copy is not None]
+        if slots and all(tokens.length(slot) >= num_positions for tokens in told for slot in slots):
             return
         await asyncio.sleep(0.002)
 
@@ -80,9 +79,9 @@ async def test_a_copy_goes_on_following_where_it_left_off() -> None:
         for copy in copies:
             slots = copy.service._path._slots
 
-            def take(news: wire.SlotRows, slots: StageSlots = slots) -> object:
+            def take(news: wire.SlotRows, slots: StageSlots = slots) -> None:
                 taken.append((news.start, len(news.tokens)))
-                return StageSlots.take(slots, news)
+                StageSlots.take(slots, news)
 
             slots.take = take  # type: ignore[method-assign,assignment]
         coordinator.pause("the ring is made anew")
@@ -95,69 +94,18 @@ async def test_a_copy_goes_on_following_where_it_left_off() -> None:
     assert min(start for start, count in taken if count) >= len(request.prompt) - 32
 
 
-def told_table(tokens: Sequence[int]) -> SessionTable:
+def test_a_session_goes_on_in_a_slot_that_was_told_to_be_its_own() -> None:
+    def resumed(session: int) -> int:
+        table = SessionTable(2)
+        table.adopt(0, 5)
+        return table.open(6, 0, Judge(Sampling()), Resumed(session, 9)).num_resumed
+
+    assert resumed(5) == 9
+    assert resumed(4) == 0, "another session's"
     table = SessionTable(2)
-    table.adopt(0, 5, np.array(tokens, np.int64))
-    return table
-
-
-def test_what_is_of_other_tokens_is_not_gone_on_with() -> None:
-    def resumed(num_positions: int, *windows: tuple[int, list[int]]) -> int:
-        entry = told_table(range(10, 20)).open(6, 0, Judge(Sampling()), Resumed(5, num_positions))
-        for start, tokens in windows:
-            entry.confirm(start, tokens)
-        return entry.num_resumed
-
-    assert resumed(30) == 10
-    assert resumed(7) == 7
-    assert resumed(30, (0, [10, 11, 12]), (3, [13, 14])) == 10
-    assert resumed(30, (8, [18, 19, 99])) == 10
-    assert resumed(30, (0, [10, 11, 12]), (3, [13, 77]), (5, [15])) == 3
-    assert resumed(30, (0, [9])) == 0
-    table = told_table(range(10, 20))
-    assert table.open(6, 0, Judge(Sampling()), Resumed(4, 9)).num_resumed == 0, "another session's"
-    table = told_table(range(10, 20))
-    table.keep(0, 7, 4)
-    assert table.open(6, 0, Judge(Sampling()), Resumed(7, 9)).num_resumed == 4, "the latest is on its way"
-    table = told_table(range(10, 20))
-    table.keep(0, 5, 11)
-    assert table.open(6, 0, Judge(Sampling()), Resumed(5, 9)).num_resumed == 0, "something is missing"
-    table = told_table(range(10, 20))
+    table.adopt(0, 5)
     table.forget()
-    assert table.open(6, 0, Judge(Sampling()), Resumed(5, 9)).num_resumed == 0
-
-
-def test_what_was_not_confirmed_before_the_next_loss_is_looked_at_again() -> None:
-    table = told_table(range(10, 20))
-
-    def go_on(session: int) -> StageSession:
-        table.close_all()
-        return table.open(session, 0, Judge(Sampling()), Resumed(session - 1, 30))
-
-    entry = go_on(6)
-    entry.confirm(0, [10, 11, 12])
-    entry = go_on(7)
-    assert entry.num_resumed == 10, "the ring broke before all of it was confirmed"
-    entry.confirm(0, [10, 11])
-    entry.confirm(2, [12, 99])
-    entry.confirm(4, [14, 15])
-    assert entry.num_resumed == 2
-    entry = go_on(8)
-    assert entry.num_resumed == 2, "nobody knows whether the rest was computed"
-    entry.confirm(0, [10, 11, 50])
-    assert entry.num_resumed == 2
-    assert go_on(9).num_resumed == 30, "all that it holds is its own"
-
-
-def test_what_was_wrong_from_the_beginning_is_not_trusted_later() -> None:
-    table = told_table(range(10, 20))
-    table.open(6, 0, Judge(Sampling()), Resumed(5, 30)).confirm(0, [9])
-    table.close_all()
-    assert table.open(7, 0, Judge(Sampling()), Resumed(6, 30)).num_resumed == 0
-    table = told_table([])
-    assert table.open(6, 0, Judge(Sampling()), Resumed(5, 30)).num_resumed == 0
-    table.close_all()
-    assert table.open(7, 0, Judge(Sampling()), Resumed(6, 30)).num_resumed == 30, "it began empty"
+    assert table.open(6, 0, Judge(Sampling()), Resumed(5, 9)).num_resumed == 0, "another coordinator's"
 
 
 def slots_of(num_rows: int = 0) -> StageSlots:
@@ -184,7 +132,8 @@ def test_news_are_what_has_changed() -> None:
     def tell(session: int = 5) -> list[tuple[int, list[int], int]]:
         news = stage.news(1, session, marks, 4)
         for one in news:
-            assert copy.take(one)[one.start :].tolist() == list(one.tokens)
+            copy.take(one)
+            assert copy._tokens.tokens(1)[one.start :].tolist() == list(one.tokens)
         return [(one.start, list(one.tokens), len(one.sent)) for one in news]
 
     assert tell() == [(0, list(range(1, 10)), 36)]
@@ -201,7 +150,7 @@ def test_news_are_what_has_changed() -> None:
     assert followed(stage, other).told == [0, 0, 0, 0]
     assert followed(stage, wire.HeldSlot(slot=1, num_positions=5)).told == [0, 0, 0, 0]
     assert followed(stage, wire.HeldSlot(slot=9, num_positions=1)).told == [0, 0, 0, 0]
-    stage.copy(1, 2, 3)
+    stage.begin(2, 1, (1, 2, 3), 0)
     assert [one.start for one in stage.news(2, 7, marks, 4)] == [0]
 
 
@@ -225,7 +174,8 @@ def test_news_that_cannot_be_meant_are_refused(change: dict[str, object]) -> Non
         **{"slot": 1, "session": 5, "start": 0, "tokens": news.tokens, "kv": news.kv, **change}  # type: ignore[arg-type]
     )
     if change == {"tokens": []}:
-        assert copy.take(changed).tolist() == [], "only the session is another"
+        copy.take(changed)
+        assert copy.held(0) == [], "only the session is another"
         return
     with pytest.raises((ProtocolError, UncuttableModel)):
         copy.take(changed)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from mesh.coordinator.coordinator import Coordinator
 from mesh.engine import GenerationRequest
@@ -253,5 +254,142 @@ async def test_who_copies_from_a_session_that_fails_begins_anew() -> None:
             async for _ in source:
                 pass
         tokens, last = await copier
+    assert tokens == alone(request)
+    assert last.stats.num_replays == 1
+
+
+class Held:
+    """Holds the next batch of a stage until it is let go."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        self.is_held = asyncio.Event()
+        self._runtime = runtime
+        self._loop = asyncio.get_running_loop()
+        self._goes_on = threading.Event()
+        runtime.on_decode = self._hold
+
+    def let_go(self) -> None:
+        self._runtime.on_decode = lambda _spans: None
+        self._goes_on.set()
+
+    def _hold(self, _spans: object) -> None:
+        self._loop.call_soon_threadsafe(self.is_held.set)
+        assert self._goes_on.wait(60)
+
+
+async def given_up(task: asyncio.Task[object]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def idle(stages: Sequence[RunningStage]) -> None:
+    """No session is open at any stage."""
+    async with asyncio.timeout(10):
+        while any(stage.service.stats().num_open_sessions for stage in stages):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_a_hang_up_before_the_first_stage_is_free_leaves_no_slot_that_others_go_wrong_in() -> None:
+    """The next request with the same beginning is not computed on what another key left at later stages."""
+    runtimes = fake_ring()
+    first, second = PROMPT, tuple(range(32, 2, -1))
+    request = GenerationRequest((*first, 40), 6, client="xena")
+    async with running_services(runtimes) as stages, serving(stages) as coordinator:
+        await collect(coordinator, GenerationRequest(second, 3, client="zoe"))
+        running = coordinator.generate(GenerationRequest(first, 60, client="xena"))
+        await anext(running)
+        for _ in range(3):
+            held = Held(runtimes[0])
+            await held.is_held.wait()
+            hanging_up = asyncio.create_task(collect(coordinator, request))
+            async with asyncio.timeout(10):
+                while stages[0].service.stats().num_open_sessions < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            await given_up(hanging_up)
+            async with asyncio.timeout(10):
+                while stages[0].service.stats().num_open_sessions > 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            held.let_go()
+            tokens, _ = await collect(coordinator, request)
+            assert tokens == alone(request)
+            await collect(coordinator, GenerationRequest(second, 3, client="zoe"))
+        await running.aclose()
+        await idle(stages)
+
+
+async def test_a_session_that_is_given_up_is_opened_at_every_stage() -> None:
+    runtimes = fake_ring()
+    request = GenerationRequest((*PROMPT, 40), 6)
+    async with running_services(runtimes) as stages, serving(stages) as coordinator:
+        running = coordinator.generate(GenerationRequest(PROMPT, 60))
+        await anext(running)
+        held = Held(runtimes[0])
+        await held.is_held.wait()
+        hanging_up = asyncio.create_task(collect(coordinator, request))
+        await asyncio.sleep(0)
+        await given_up(hanging_up)
+        held.let_go()
+        # In the slot after the one that runs.
+        tokens = [stage.service._path._slots._tokens for stage in stages]
+        async with asyncio.timeout(10):
+            while any(each.tokens(1).tolist() != list(PROMPT) for each in tokens):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert not coordinator._slots.prefixes._expected, "it is over"
+        assert 1 not in coordinator._slots.prefixes._kept, "no verdict has confirmed it"
+        await running.aclose()
+        await idle(stages)
+
+
+@pytest.mark.parametrize("num_more", [3, 70], ids=["own slot", "copied"])
+@pytest.mark.parametrize("stale", range(3))
+async def test_what_a_slot_does_not_hold_is_computed_anew(stale: int, num_more: int) -> None:
+    """Whatever the coordinator believes, and whichever stage finds that out."""
+    runtimes = fake_ring()
+    request = GenerationRequest((*PROMPT, 40, 41), 6)
+    async with running_services(runtimes) as stages, serving(stages) as coordinator:
+        # Of a long text the common part is copied, of a short one its slot taken.
+        await collect(coordinator, GenerationRequest(PROMPT, num_more))
+        path = stages[stale].service._path
+        await path._in_worker(lambda: path._slots.trim(0, 20))
+        with capture_logs() as logs:
+            tokens, last = await collect(coordinator, request)
+        assert tokens == alone(request)
+        assert last.stats.num_replays == 1
+        (event,) = [each for each in logs if each["event"] == "prefix_mismatch"]
+        assert event["reason"] == (
+            f"stage {stale}: a session is to begin in slot {int(num_more == 70)} with 30 tokens of slot 0, "
+            "which has the first 20 of them: compute them anew"
+        )
+        assert coordinator.status()["prefix_mismatches"] == 1
+        await idle(stages)
+        tokens, last = await collect(coordinator, request)
+        assert tokens == alone(request)
+        assert last.stats.num_cached >= len(PROMPT), "known again"
+        assert coordinator.status()["prefix_mismatches"] == 1
+
+
+async def test_a_void_window_that_fails_costs_time_only() -> None:
+    """The stage has emptied the slot for it: no later window of the session could be computed there."""
+    runtimes = fake_ring()
+    request = GenerationRequest(PROMPT, 40)
+    num_failed = 0
+    async with running_services(runtimes) as stages, serving(stages) as coordinator:
+
+        def fail(_spans: object) -> None:
+            nonlocal num_failed
+            sessions = [*coordinator._sessions.values()]
+            if num_failed or not sessions:
+                return
+            epoch, until_s = sessions[0]._epoch, time.monotonic() + 0.05
+            while time.monotonic() < until_s:
+                if sessions[0]._epoch > epoch:
+                    num_failed += 1
+                    raise InvalidWindow("a row went missing")
+                time.sleep(0.001)
+
+        runtimes[1].on_decode = fail
+        tokens, last = await collect(coordinator, request)
+    assert num_failed == 1
     assert tokens == alone(request)
     assert last.stats.num_replays == 1

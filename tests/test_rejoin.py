@@ -214,6 +214,23 @@ async def test_another_coordinator_s_sessions_are_not_gone_on_with() -> None:
     assert said == [0, 4, 0, 4]
 
 
+async def test_a_copy_that_followed_for_the_next_coordinator_knows_none_of_the_ids_before() -> None:
+    ring = RepairableRing()
+    await ring.fill()
+    service = ring.running[0].service
+    sampling = wire.Sampling(top_p=1, repetition_penalty=1)
+    service._path.open(wire.Open(session=1, sampling=sampling))
+    service._path.close(1)
+    await service.follow(ring.running[1].address.address, "", ring.mesh_id, ring.mesh_key, 1)
+    await service.rejoin(0, ring.mesh_id, ring.mesh_key, 1)
+    service._path.open(wire.Open(session=1, sampling=sampling, resumed_session=1, num_resumed=4))
+    num_open = service.stats().num_open_sessions
+    entry = service._path._sessions._open[1]
+    await ring.close()
+    assert num_open == 1
+    assert entry.num_resumed == 0
+
+
 async def test_a_slot_begins_with_what_its_session_had_there_and_nothing_else(ring: RepairableRing) -> None:
     stage = ring.running[0]
     runtime = stage.service._path._worker._runtime

@@ -53,6 +53,26 @@ def test_a_session_goes_on_with_its_own_slot_only() -> None:
     assert table.open(6, 0, Judge(Sampling()), Resumed(3, 40)).num_resumed == 0
 
 
+def test_a_session_that_was_closed_before_it_was_opened_is_over_at_once() -> None:
+    table = SessionTable(num_slots=2)
+    table.open(1, 0, Judge(Sampling()))
+    assert table.close(2) is None
+    table.open(2, 0, Judge(Sampling()))
+    assert not table.is_open(1), "its slot is another's"
+    assert not table.is_open(2)
+    assert len(table) == 0
+    assert table.admit(2, 0) is None
+    table.open(3, 0, Judge(Sampling()))
+    assert table.slots == {3: 0}
+    # The next coordinator's ids begin at 1 again.
+    table.forget()
+    assert len(table) == 0
+    table.open(2, 0, Judge(Sampling()))
+    assert table.slots == {2: 0}
+    with pytest.raises(UnknownSession, match="session 3"):
+        table.admit(3, 0)
+
+
 def test_windows_of_an_older_epoch_are_void() -> None:
     table = SessionTable(num_slots=1)
     table.open(1, 0, Judge(Sampling()))
@@ -181,16 +201,16 @@ def taken_with_changes(queue: WindowQueue) -> tuple[list[int], list[tuple[int, i
 
 def test_a_slot_is_copied_once_what_is_copied_is_computed() -> None:
     queue = WindowQueue(64, lambda _session, _epoch: True)
-    queue.change(Begun(1, 1, 1, 0))
+    queue.change(Begun(1, 1, 1, ()))
     queue.put(chunk(1, 0))
     queue.put(window(1, 10, id=1, start=20, num_outputs=1))
     queue.put(window(1, 2, id=2, start=30))
     # These begin with the first 25 positions of session 1, of which none is computed yet. Here the second has
     # them itself, but a stage behind this one may not.
     for session in (2, 3):
-        queue.change(Begun(session, 1, session, 25, num_resumed=40 * (session == 3)))
+        queue.change(Begun(session, 1, session, (1,) * 25, num_resumed=40 * (session == 3)))
         queue.put(window(session, 2, start=25))
-    queue.change(Begun(4, 4, 4, 0))
+    queue.change(Begun(4, 4, 4, ()))
     queue.put(window(4, 2))
     queue.put(window(5, 2))
     assert taken_with_changes(queue) == ([1], [(5, 0)])
@@ -204,7 +224,7 @@ def test_nobody_waits_for_what_will_never_be_computed() -> None:
     void: set[int] = set()
     queue = WindowQueue(64, lambda session, _epoch: session not in void)
     queue.put(chunk(1, 0))
-    queue.change(Begun(2, 1, 2, 10))
+    queue.change(Begun(2, 1, 2, (1,) * 10))
     queue.put(window(2, 1, start=10))
     void.add(1)
     assert taken_with_changes(queue) == ([2], [(2, 0)])
@@ -232,7 +252,7 @@ def test_changes_come_in_order_behind_what_they_copy(steps: list[tuple[str, int,
             before[number] |= {each for each in changes if steps[each][1] == session}
             windows[number] = (session, start)
         else:
-            queue.change(Begun(session, other, session, start, number % 50))
+            queue.change(Begun(session, other, session, (1,) * start, number % 50))
             before[number] = set(changes)
             if other != session:
                 before[number] |= {

@@ -74,10 +74,10 @@ async def test_a_copy_that_followed_computes_only_what_it_was_not_told(smollm2_p
         await mesh.until(lambda: len(mesh.fleet.copies) == 3)
         copy = next(copy for copy in mesh.fleet.copies if copy.config.layers == LayerRange(10, 20))
         service = copy._actor.stage._service
-        told = service._path._sessions._told
+        told = service._path._slots._tokens
         under_way = await some_way(mesh)
         num_told = len(REQUEST.prompt) + 10
-        await mesh.until(lambda: max(map(len, told.values()), default=0) >= num_told)
+        await mesh.until(lambda: max(map(told.length, range(len(told._records)))) >= num_told)
         assert service.stats().num_rows == 0
         mesh.kill(1)
         assert await under_way == wanted

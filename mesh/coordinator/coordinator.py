@@ -20,7 +20,7 @@ from mesh.coordinator.session import Session
 from mesh.coordinator.slots import SlotPool
 from mesh.coordinator.speculators import Speculators
 from mesh.speculation_report import SpeculationReport
-from spanmesh_proto.errors import MeshError, StageFailed, from_code
+from spanmesh_proto.errors import MeshError, PrefixMismatch, StageFailed, from_code
 from stages.opening import Opening
 from stages.wakefulness import Wakefulness
 
@@ -89,6 +89,7 @@ class Coordinator:
         self._reconnecting = asyncio.Lock()
         self._revival: Revival | None = None
         self._num_reconnects = 0
+        self._num_prefix_mismatches = 0
         self._is_whole = False
         self._incarnation = self._incarnation_of(stages, mesh_id, mesh_key)
 
@@ -195,6 +196,7 @@ class Coordinator:
             prefixes, slot, client = self._slots.prefixes, beginning.slot, request.client
             try:
                 session.start(request.prompt)
+                prefixes.expect(slot, client, request.prompt[: beginning.num_cached])
                 part = await session.next_part()
                 # Others may begin with the same prompt while this one still runs.
                 prefixes.keep(slot, client, session.computed[: len(request.prompt)])
@@ -203,7 +205,7 @@ class Coordinator:
                     part = await session.next_part()
                     yield part
             finally:
-                if session.is_failed:
+                if session.is_slot_unknown:
                     prefixes.forget(slot)
                 else:
                     prefixes.keep(slot, client, session.computed)
@@ -220,6 +222,7 @@ class Coordinator:
             "ready": self.is_ready,
             "lost": loss.reason if loss else refusal.message if refusal else None,
             "reconnects": self._num_reconnects,
+            "prefix_mismatches": self._num_prefix_mismatches,
             "sessions": {
                 "running": self._slots.num_busy,
                 "waiting": self._slots.num_waiting,
@@ -291,7 +294,7 @@ class Coordinator:
         def on_sent() -> None:
             if not session.is_over:
                 # The last may be still to be sent.
-                self._slots.prefixes.keep(session.slot, session.request.client, session.tokens[:-1])
+                self._slots.prefixes.expect(session.slot, session.request.client, session.tokens[:-1])
             on_replayed()
 
         beginning = self._beginning_again(session)
@@ -374,18 +377,17 @@ class Coordinator:
         error = from_code(failure.code, f"stage {stage_index}: {failure.message}")
         session = self._sessions.get(failure.session)
         if session is None:
-            # Its session is over, so nobody can say whose slot the stage has let go of.
+            # Its session is over, so it is not known whose slot the stage has emptied.
             self._slots.prefixes.forget_all()
-        elif session.concerns(failure.epoch):
-            if session.rests_on_copy:
-                # Whoever it copied from may have failed before a stage came to that.
-                log.info("session_begins_anew", session=session.id, reason=error.message)
-                self._slots.prefixes.forget_all()
-                session.suspend()
-                self._ring.close_session(session.id)
-                self._replay(session, lambda: None)
-            else:
-                session.fail(error)
+        elif session.on_failure(failure.epoch, error):
+            is_mismatch = isinstance(error, PrefixMismatch)
+            self._num_prefix_mismatches += is_mismatch
+            event = "prefix_mismatch" if is_mismatch else "session_begins_anew"
+            log.warning(event, session=session.id, slot=session.slot, reason=error.message)
+            self._slots.prefixes.forget_all()
+            session.suspend()
+            self._ring.close_session(session.id)
+            self._replay(session, lambda: None)
 
     def _on_lost(self, ring: Ring) -> None:
         if self._is_whole and ring is self._ring:

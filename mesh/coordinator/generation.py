@@ -71,7 +71,7 @@ class Generation:
         # What comes before the first decoded token: the prompt, in a replay the answer so far as well.
         self._prefix = request.prompt
         self._num_prefilled = num_cached
-        self._num_computed = num_cached
+        self._num_computed = 0
         self._num_resumable = 0
         self._last = request.prompt[-1]
         self._in_flight: deque[WindowPlan] = deque()
@@ -88,12 +88,12 @@ class Generation:
 
     @property
     def computed(self) -> tuple[int, ...]:
-        """The tokens, from position 0 on, that every stage is known to hold."""
+        """The tokens, from position 0 on, that every stage holds by a verdict since the latest `Open`."""
         return self.tokens[: self._num_computed]
 
     @property
     def num_resumable(self) -> int:
-        """After `rewind`: first positions that were computed by all stages before it."""
+        """After `rewind`: first positions that all stages held before it, or were believed to."""
         return self._num_resumable
 
     @property
@@ -165,7 +165,7 @@ class Generation:
         """Begin again at position 0, with prompt and answer so far as the prompt; returns what flew."""
         self._prefix = self.tokens
         # In a ring that breaks while it replays, no more is known than before.
-        self._num_resumable = max(self._num_resumable, self._num_computed)
+        self._num_resumable = max(self._num_resumable, self._num_computed, self.num_cached)
         self.skip(0)
         return self._void()
 
@@ -175,7 +175,8 @@ class Generation:
         Args:
             num_cached: How many; not the last.
         """
-        self.num_cached = self._num_prefilled = self._num_computed = num_cached
+        self.num_cached = self._num_prefilled = num_cached
+        self._num_computed = 0
 
     def commit(self, sampled: Sequence[int]) -> Step | None:
         """Take the verdict on the oldest window: the tail's ids up to the first that was not proposed.

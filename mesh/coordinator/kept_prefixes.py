@@ -41,7 +41,9 @@ class _Kept:
 class KeptPrefixes:
     """Token ids whose positions every stage has in its KV cache, slot by slot.
 
-    Or will have by the time that anything sent from now on arrives.
+    What a slot is known to hold is what a verdict has confirmed since the slot's latest `Open`: until then
+    its session may be given up with nothing computed. What it is expected to hold counts as well while its
+    session runs. Stages compare tokens before they use a slot: what was expected in vain costs time only.
 
     A client is given its own only: how long an answer takes to begin tells what is cached.
 
@@ -53,6 +55,7 @@ class KeptPrefixes:
 
     def __init__(self, num_slots: int, *, can_trim: bool = True) -> None:
         self._kept: dict[int, _Kept] = {}
+        self._expected: dict[int, _Kept] = {}
         self._num_slots = num_slots
         self._can_trim = can_trim
         self._num_uses = 0
@@ -62,7 +65,8 @@ class KeptPrefixes:
 
         The last token of the prompt is always left to compute: its row gives the first token of the answer.
         A free slot that shares most of what it holds is taken over. From any other, be it in use, the common
-        part is copied into the free slot that was used least recently.
+        part is copied into the free slot that was used least recently. The slot that is chosen holds nothing
+        that is known from now on.
 
         Args:
             prompt: Token ids.
@@ -72,7 +76,7 @@ class KeptPrefixes:
         wanted = np.asarray(prompt[:-1], np.int64)
         common = {
             slot: num_common(wanted, kept.tokens)
-            for slot, kept in self._kept.items()
+            for slot, kept in (self._kept | self._expected).items()
             if kept.client == client
         }
         if not self._can_trim:
@@ -89,21 +93,44 @@ class KeptPrefixes:
             return Beginning(slot, slot, 0)
         if source in free and 2 * num_cached >= len(self._kept[source].tokens):
             slot = source
-        self.keep(slot, client, prompt[:num_cached])
+        self.forget(slot)
         return Beginning(slot, source, num_cached)
 
+    def expect(self, slot: int, client: str | None, tokens: Sequence[int]) -> None:
+        """Note what a running session's slot will hold by the time that anything sent from now on arrives.
+
+        Args:
+            slot: The session's: counts until the next `keep` or `forget`.
+            client: Whose it is.
+            tokens: Ids, from position 0 on, of which everything has been sent.
+        """
+        self._expected[slot] = self._used_now(client, tokens)
+
     def keep(self, slot: int, client: str | None, tokens: Sequence[int]) -> None:
-        """Note what every stage has computed for the slot's session, from position 0 on."""
-        self._num_uses += 1
-        self._kept[slot] = _Kept(client, np.asarray(tokens, np.int64), self._num_uses)
+        """Note what verdicts have confirmed since the slot's latest `Open`.
+
+        Args:
+            slot: The slot.
+            client: Whose it is.
+            tokens: Ids that every stage has computed, from position 0 on.
+        """
+        self.forget(slot)
+        if tokens:
+            self._kept[slot] = self._used_now(client, tokens)
 
     def forget(self, slot: int) -> None:
-        """Note that nobody knows what the slot holds."""
+        """Note that it is not known what the slot holds."""
         self._kept.pop(slot, None)
+        self._expected.pop(slot, None)
 
     def forget_all(self) -> None:
-        """Note that nobody knows what any slot holds."""
+        """Note that it is not known what any slot holds."""
         self._kept.clear()
+        self._expected.clear()
+
+    def _used_now(self, client: str | None, tokens: Sequence[int]) -> _Kept:
+        self._num_uses += 1
+        return _Kept(client, np.asarray(tokens, np.int64), self._num_uses)
 
     def _used(self, slot: int) -> int:
         kept = self._kept.get(slot)

@@ -65,7 +65,7 @@ class Session:
         telemetry: Counts and times up to now.
         suspicion: Whether stages crash on it.
         was_under_way: Whether a window was, when it was suspended.
-        is_failed: Whether it ended with an error: then nobody knows what the stages hold.
+        is_slot_unknown: Whether a stage has failed on it: then it is not known what its slot holds.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Session:
         self._is_woken = False
         self.suspicion = Suspicion()
         self.was_under_way = False
-        self.is_failed = False
+        self.is_slot_unknown = False
 
     @property
     def id(self) -> int:
@@ -200,6 +200,7 @@ class Session:
         self._on_replayed = on_replayed
         self._is_on_trial = is_on_trial
         self._is_suspended = False
+        self.is_slot_unknown = False
         if self._is_over:
             self._note_replayed()
             return
@@ -253,18 +254,29 @@ class Session:
             if self._is_on_trial:
                 self._note_replayed()
 
-    @property
-    def rests_on_copy(self) -> bool:
-        """Whether it began with what another slot held, and none of its windows has come back yet."""
-        return self._generation.num_cached == len(self._generation.computed) > 0
+    def on_failure(self, epoch: int, error: MeshError) -> bool:
+        """A stage could not compute a window, or begin with what was cached.
 
-    def concerns(self, epoch: int) -> bool:
-        """Whether it matters that a window of that epoch failed: nobody waits for a void one."""
-        return epoch >= self._epoch and not self._is_still
+        Args:
+            epoch: The window's.
+            error: What the stage says.
+
+        Returns:
+            Whether to begin anew with nothing cached: what was cached was not there, or the window was void
+            and the stage may have emptied the slot for it. If not, the answer has ended with `error`.
+        """
+        self.is_slot_unknown = True
+        if self._is_still:
+            return False
+        is_cached_unconfirmed = self._generation.num_cached and not self._generation.computed
+        if is_cached_unconfirmed or epoch < self._epoch:
+            return True
+        self.fail(error)
+        return False
 
     def fail(self, error: MeshError) -> None:
         """End the answer with `error`."""
-        self.is_failed = True
+        self.is_slot_unknown = True
         if not self._is_over:
             self._is_over = True
             # Behind the tokens that were committed before and are still to be told.

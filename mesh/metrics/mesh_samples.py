@@ -19,6 +19,12 @@ def add_model(sheet: Sheet, status: Mapping[str, Any]) -> None:
     """
     if "ready" in status:
         sheet.gauge("mesh_ready", "Whether requests are answered at once.", int(status["ready"]))
+    if "prefix_mismatches" in status:
+        sheet.counter(
+            "mesh_prefix_mismatches",
+            "Sessions that began anew: a slot did not hold the tokens that it was believed to.",
+            status["prefix_mismatches"],
+        )
     if (repairs := status.get("repairs")) is not None:
         sheet.counter("mesh_stage_losses", "Stages that were lost.", repairs["losses"])
         sheet.counter("mesh_repairs", "Repairs of the ring.", repairs["count"])

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 SOFTWARE_VERSION: Final = "0.1.0"
 
 __all__ = ["PROTOCOL_VERSION", "SOFTWARE_VERSION"]

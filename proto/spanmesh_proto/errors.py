@@ -11,6 +11,7 @@ The tree, with one line on what each leaf means::
     ├── ProtocolError               a peer said something that the windows protocol does not allow
     │   ├── ProtocolVersionMismatch the two ends speak different versions
     │   ├── InvalidWindow           wrong sizes, positions or session in a window
+    │   ├── PrefixMismatch          a slot does not hold the tokens that a session begins with
     │   └── UnknownSession          a window for a session that is not open here
     ├── JoinError                   a host could not become part of the mesh
     │   ├── InvalidJoinToken        the token is malformed, wrong or expired
@@ -95,6 +96,10 @@ class ProtocolVersionMismatch(ProtocolError):
 
 class InvalidWindow(ProtocolError):
     """Wrong sizes, positions or session in a window."""
+
+
+class PrefixMismatch(ProtocolError):
+    """A slot does not hold the tokens that a session begins with."""
 
 
 class UnknownSession(ProtocolError):
@@ -200,6 +205,7 @@ WIRE: Final[dict[type[MeshError], Wire]] = {
     ProtocolError: Wire("protocol_error", "INVALID_ARGUMENT", 500, "server_error"),
     ProtocolVersionMismatch: Wire("protocol_version_mismatch", "FAILED_PRECONDITION", 500, "server_error"),
     InvalidWindow: Wire("invalid_window", "INVALID_ARGUMENT", 500, "server_error"),
+    PrefixMismatch: Wire("prefix_mismatch", "FAILED_PRECONDITION", 500, "server_error"),
     UnknownSession: Wire("unknown_session", "NOT_FOUND", 500, "server_error"),
     JoinError: Wire("join_failed", "FAILED_PRECONDITION", 500, "server_error"),
     InvalidJoinToken: Wire("invalid_join_token", "UNAUTHENTICATED", 401, "authentication_error"),
