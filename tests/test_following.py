@@ -83,7 +83,7 @@ async def test_a_copy_goes_on_following_where_it_left_off() -> None:
                 taken.append((news.start, len(news.tokens)))
                 StageSlots.take(slots, news)
 
-            slots.take = take  # type: ignore[method-assign,assignment]
+            slots.take = take  # type: ignore[method-assign]
         coordinator.pause("the ring is made anew")
         await ring.repair()
         async for part in parts:
