@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -143,6 +144,63 @@ async def test_markup_in_a_message_or_an_answer_stays_text(page: Page) -> None:
     assert "<code>&lt;script&gt;x&lt;/script&gt;</code></pre>" in shown
     assert '<ol start="1"><li>e</li></ol>' in shown
     assert "<em>f</em> &lt;u&gt;g&lt;/u&gt;" in shown
+
+
+GROWING = """# A
+
+b `c`
+``d ` e`` and **f** *g*
+- h
+- i
+
+1. j
+2. k
+l
+```py
+m
+
+n
+```
+o
+```p q
+
+r **s `t
+"""
+
+
+async def test_a_growing_answer_is_shown_as_the_whole_one_and_what_is_settled_is_drawn_once(
+    page: Page,
+) -> None:
+    unlike, is_kept = await page.js(
+        f"""import('/page/markdown.js').then(({{markdown, GrowingMarkdown}}) => {{
+        const text = {json.dumps(GROWING)};
+        const whole = document.createElement('div'), grown = document.createElement('div');
+        const growing = new GrowingMarkdown(grown);
+        const unlike = [];
+        let first = null, isKept = true;
+        for (let at = 1; at <= text.length; at += 1) {{
+          growing.add(text[at - 1]);
+          growing.draw();
+          whole.replaceChildren(...markdown(text.slice(0, at)));
+          if (whole.innerHTML !== grown.innerHTML) unlike.push(text.slice(0, at));
+          if (grown.children.length === 3) first = grown.firstChild;
+          if (grown.children.length > 3) isKept &&= grown.firstChild === first;
+        }}
+        return [unlike, isKept && grown.children.length > 5]; }})"""
+    )
+    assert unlike == []
+    assert is_kept
+
+
+async def test_runs_of_backticks_take_no_longer_than_their_length(page: Page) -> None:
+    """Each run of another length: none closes another. A search from each of them would take minutes."""
+    shown = await page.js(
+        "import('/page/markdown.js').then(({markdown}) => {"
+        "const text = Array.from({length: 2000}, (_, length) => '`'.repeat(length + 3)).join('a');"
+        "return markdown(text + ' ``b`` `c` ``d').map((each) => each.innerHTML.slice(-60)); })"
+    )
+    assert len(shown) == 1
+    assert shown[0].endswith("<code>b</code> <code>c</code> ``d")
 
 
 async def test_everything_has_a_name_and_the_order_of_the_keyboard_is_that_of_the_eye(page: Page) -> None:

@@ -2,7 +2,7 @@
 
 import { ms, number } from "./format.js";
 import { el } from "./dom.js";
-import { markdown } from "./markdown.js";
+import { GrowingMarkdown } from "./markdown.js";
 
 /** What the user said. */
 export function userTurn(text) {
@@ -12,6 +12,7 @@ export function userTurn(text) {
 /** An answer that grows. */
 export class AnswerTurn {
   #text = el("div", { class: "text" });
+  #markdown = new GrowingMarkdown(this.#text);
   #foot = el("p", { class: "foot", hidden: true });
   #isDrawn = true;
 
@@ -36,6 +37,7 @@ export class AnswerTurn {
   /** More text came; drawn once a frame at most. */
   add(text) {
     this.said += text;
+    this.#markdown.add(text);
     this.#foot.hidden = true;
     if (!this.#isDrawn) return;
     this.#isDrawn = false;
@@ -59,7 +61,7 @@ export class AnswerTurn {
 
   #draw() {
     this.#isDrawn = true;
-    this.#text.replaceChildren(...markdown(this.said));
+    this.#markdown.draw();
   }
 }
 
