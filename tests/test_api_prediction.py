@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from mesh.api import ApiKeys
+from mesh.api.key_line import digest_of
 from mesh.tokenizer import Tokenizer
 from tests import api_harness
 from tests.api_harness import KEY, MODEL, Api, ScriptedEngine, running_api
@@ -110,12 +111,13 @@ async def test_openai_s_client_sends_predictions(
 
 async def test_a_history_and_a_turn_belong_to_a_key(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     keys = ApiKeys.from_plain({"alice": KEY, "bob": "sk-of-bob"})
+    identities = [digest_of(key).hex() for key in (KEY, "sk-of-bob")]
     async with running_api(engine, tokenizer, keys=keys) as api:
         await api.openai.completions.create(model=MODEL, prompt="Hello")
         async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="sk-of-bob", max_retries=0) as bob:
             await bob.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hello"}])
-    assert [request.history_key for request in engine.requests] == ["alice", "bob"]
-    assert [request.client for request in engine.requests] == ["alice", "bob"]
+    assert [request.history_key for request in engine.requests] == identities
+    assert [request.client for request in engine.requests] == identities
 
 
 async def test_an_open_api_keeps_no_history(api: Api, engine: ScriptedEngine) -> None:

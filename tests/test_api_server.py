@@ -70,7 +70,7 @@ async def test_each_key_opens_and_the_log_has_its_name_only(
         with pytest.raises(openai.AuthenticationError):
             await api.openai.with_options(api_key="sk-wrong").models.list()
     requests = [event for event in events if event["event"] == "request"]
-    assert [event["key"] for event in requests] == ["alice", "key-4", None, None]
+    assert [event["key"] for event in requests] == ["alice", "key-5dacf57f7782", None, None]
     assert [event["status"] for event in requests] == [200, 200, 401, 200]
     assert "sk-" not in str(events)
 

@@ -24,20 +24,26 @@ MOMENTS = st.none() | st.integers(0, 2**33).map(lambda seconds: dt.datetime.from
     requests=LIMITS,
     tokens=LIMITS,
     expires=MOMENTS,
+    concurrent=LIMITS,
 )
 def test_a_key_is_read_as_it_was_written(
-    name: str, digest: bytes, requests: int | None, tokens: int | None, expires: dt.datetime | None
+    name: str,
+    digest: bytes,
+    requests: int | None,
+    tokens: int | None,
+    expires: dt.datetime | None,
+    concurrent: int | None,
 ) -> None:
     check_key_name(name)
-    record = KeyRecord(name, digest, requests, tokens, expires)
-    assert parse_key_line(format_key_line(record), 1) == record
+    record = KeyRecord(name, digest, requests, tokens, expires, max_concurrent=concurrent)
+    assert parse_key_line(format_key_line(record)) == record
 
 
 @given(line=st.text(max_size=200))
 def test_any_line_is_a_key_or_an_error_of_ours(line: str) -> None:
     said = ""
     try:
-        parse_key_line(line, 3)
+        parse_key_line(line)
     except MeshError as error:
         said = error.message
     assert not any(word in said for word in line.split() if len(word) > 8)
@@ -49,6 +55,7 @@ def test_any_line_is_a_key_or_an_error_of_ours(line: str) -> None:
         ("sha256:00", "64 small hexadecimal digits"),
         (f"sha256:{'0' * 64} tokens-per-minute=0", "no number from 1"),
         (f"sha256:{'0' * 64} tokens-per-minute=1e9", "no number from 1"),
+        (f"sha256:{'0' * 64} concurrent=0", "no number from 1"),
         (f"sha256:{'0' * 64} expires=tomorrow", "no date such as"),
         (f"sha256:{'0' * 64} colour=red", "no setting of a key"),
         (f"sha256:{'0' * 64} expires=2030-01-01 expires=2030-01-01", "says something twice"),
@@ -73,7 +80,7 @@ def test_the_command_makes_lists_and_removes_keys(
     assert key.startswith("sk-mesh-")
     assert path.stat().st_mode & 0o777 == 0o600
     assert key not in path.read_text()
-    assert run(["keys", "add", "bob"]) == 0
+    assert run(["keys", "add", "bob", "--concurrent", "9"]) == 0
     assert capsys.readouterr().out.strip() != key
 
     found = ApiKeys.from_file(path).find(key)
@@ -85,6 +92,8 @@ def test_the_command_makes_lists_and_removes_keys(
 
     assert run(["keys", "list"]) == 0
     shown = capsys.readouterr().out
+    assert ["all slots but one" in line for line in shown.splitlines() if "alice" in line] == [True]
+    assert [line.replace("│", " ").split()[-2] for line in shown.splitlines() if "bob" in line] == ["9"]
     assert [line.split()[1] for line in shown.splitlines() if "no limit" in line] == ["alice", "bob"]
     assert key not in shown
     assert run(["keys", "rm", "alice"]) == 0
@@ -101,6 +110,7 @@ def test_the_command_makes_lists_and_removes_keys(
         (["add", "bob", "--expires", "soon"], 2, "neither a time such as 12h"),
         (["add", "bob", "--expires", "2001-01-01"], 2, "is past"),
         (["add", "bob", "--tokens-per-minute", "0"], 2, "--tokens-per-minute"),
+        (["add", "bob", "--concurrent", "0"], 2, "--concurrent"),
         (["rm", "bob"], 1, "has no key bob"),
     ],
 )
@@ -122,7 +132,7 @@ def test_other_lines_stay_as_they_are(tmp_path: Path) -> None:
     remove_key(path, "alice")
     lines = path.read_text().splitlines()
     assert lines[:4] == ["# mine", "", "plain open-sesame", "nameless-key-of-old"]
-    assert [record.name for record in read_key_file(path)] == ["plain", "key-4", "bob"]
+    assert [record.name for record in read_key_file(path)] == ["plain", "key-68b17e020bcc", "bob"]
 
 
 def test_two_who_edit_at_once_lose_nothing(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from mesh.api.token_bucket import TokenBucket
+from mesh.coordinator.hold_times import HoldTimes
 from spanmesh_proto.errors import RateLimited
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from starlette.types import Scope
 
@@ -20,31 +21,87 @@ VISIT: Final = "spanmesh.visit"
 _EPSILON: Final = 1e-6
 
 
-class Allowance:
-    """The buckets of one key: requests and tokens, each where it is limited."""
+class Places:
+    """How many answers of a key may be under way at once, how many are, and how long they took lately.
 
-    def __init__(self, record: KeyRecord, now_s: float) -> None:
-        requests, tokens = record.requests_per_minute, record.tokens_per_minute
-        self.limits = (requests, tokens)
-        self.requests = None if requests is None else TokenBucket(requests, now_s)
-        self.tokens = None if tokens is None else TokenBucket(tokens, now_s)
+    Attributes:
+        num_taken: Answers under way.
+    """
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        self._most = 0
+        self._hold_times = HoldTimes(1)
+
+    def num_free(self, most: int) -> int:
+        """How many more may be.
+
+        Args:
+            most: At once, as of now.
+        """
+        if most != self._most:
+            self._most, self._hold_times = most, HoldTimes(most)
+        return max(0, most - self.num_taken)
+
+    def release(self, held_s: float) -> None:
+        """One is over after so long."""
+        self.num_taken -= 1
+        self._hold_times.add(held_s)
+
+    def retry_after_s(self) -> int:
+        """Whole seconds until one of them is over."""
+        return self._hold_times.retry_after_s(1)
+
+
+class Allowance:
+    """What one key has left: requests and tokens, each where it is limited, and answers at once.
+
+    Attributes:
+        requests: Of this minute, or None for no limit.
+        tokens: Likewise.
+    """
+
+    def __init__(self) -> None:
+        self.requests: TokenBucket | None = None
+        self.tokens: TokenBucket | None = None
+        self._limits: tuple[int | None, int | None] = (None, None)
+        self._places: dict[str | None, Places] = {}
+
+    def heed(self, record: KeyRecord, now_s: float) -> None:
+        """Take the limits that the key has now; where they are others than before, buckets begin anew."""
+        requests, tokens = limits = (record.requests_per_minute, record.tokens_per_minute)
+        if limits != self._limits:
+            self._limits = limits
+            self.requests = None if requests is None else TokenBucket(requests, now_s)
+            self.tokens = None if tokens is None else TokenBucket(tokens, now_s)
+
+    def places(self, model_id: str | None) -> Places:
+        """Those of the key at a model, or where one number counts for all models, by None."""
+        return self._places.setdefault(model_id, Places())
 
 
 class Visit:
-    """One request on the account of its key. Tokens are reserved when it is admitted and settled at its end.
+    """One request on the account of its key.
+
+    Tokens and places are reserved when it is admitted. Places are given back as its answers end, all that is
+    left at its end.
 
     Args:
-        name: Of the key.
+        record: Of the key.
         allowance: Of the key.
         now_s: A steady clock, in seconds.
     """
 
-    def __init__(self, name: str, allowance: Allowance, now_s: Callable[[], float]) -> None:
-        self._name = name
+    def __init__(self, record: KeyRecord, allowance: Allowance, now_s: Callable[[], float]) -> None:
+        self._name = record.name
+        self._max_concurrent = record.max_concurrent
         self._allowance = allowance
         self._now_s = now_s
         self._num_reserved = 0
         self._num_spent = 0
+        self._places = Places()
+        self._num_places = 0
+        self._since_s = 0.0
 
     def begin(self) -> None:
         """Count the request.
@@ -53,6 +110,52 @@ class Visit:
             RateLimited: If the key has had its requests of this minute.
         """
         self._draw(self._allowance.requests, 1, "requests")
+
+    def occupy(self, num_wanted: int, model_id: str, num_slots: int | None) -> int:
+        """Take places for answers that are to be made at once: one at least, fewer than wanted if need be.
+
+        Args:
+            num_wanted: Answers that could be made at once, at least 1.
+            model_id: Who makes them.
+            num_slots: How many the model makes at once, or None if that is not known.
+
+        Returns:
+            How many may be made at once.
+
+        Raises:
+            RateLimited: If the key has as many under way as it may have.
+        """
+        most = self._max_concurrent
+        is_default = most is None
+        if most is None:
+            if num_slots is None:
+                return num_wanted
+            most = max(1, num_slots - 1)
+        places = self._allowance.places(model_id if is_default else None)
+        num_free = places.num_free(most)
+        if not num_free:
+            seconds = places.retry_after_s()
+            whose = f" (every slot of {model_id} but one)" if is_default and most > 1 else ""
+            raise RateLimited(
+                f"the API key {self._name} may have {most} answers under way at once{whose} and has"
+                f" {places.num_taken}: try again in {seconds} s, or have it allowed more, by"
+                " `concurrent=N` in its line of the key file, which `mesh keys add --concurrent N` writes",
+                retry_after_s=seconds,
+            )
+        self._places, self._num_places = places, min(num_wanted, num_free)
+        places.num_taken += self._num_places
+        self._since_s = self._now_s()
+        return self._num_places
+
+    def vacate(self, num_left: int) -> None:
+        """Give back the places that answers still to come do not need.
+
+        Args:
+            num_left: Answers that are not over.
+        """
+        while self._num_places > num_left:
+            self._num_places -= 1
+            self._places.release(self._now_s() - self._since_s)
 
     def reserve(self, num_tokens: int) -> None:
         """Set aside what the request may come to: its prompt, and the longest answer that it allows.
@@ -68,7 +171,8 @@ class Visit:
         self._num_spent += num_tokens
 
     def settle(self) -> None:
-        """Give back what was reserved and not spent."""
+        """Give back what was reserved and not spent, and all places."""
+        self.vacate(0)
         if self._allowance.tokens is not None:
             self._allowance.tokens.draw(self._num_spent - self._num_reserved, self._now_s())
         self._num_reserved = self._num_spent = 0
@@ -106,7 +210,7 @@ class Visit:
 
 
 class Allowances:
-    """Every key's, kept from request to request; one that is given other limits begins anew.
+    """Every key's, kept from request to request.
 
     Args:
         now_s: A steady clock, in seconds.
@@ -114,15 +218,18 @@ class Allowances:
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
-        self._by_name: dict[str, Allowance] = {}
+        self._by_identity: dict[str, Allowance] = {}
 
     def visit(self, record: KeyRecord) -> Visit:
         """A new request of a key."""
-        known = self._by_name.get(record.name)
-        fresh = Allowance(record, self._now_s())
-        if known is None or known.limits != fresh.limits:
-            known = self._by_name[record.name] = fresh
-        return Visit(record.name, known, self._now_s)
+        allowance = self._by_identity.setdefault(record.identity, Allowance())
+        allowance.heed(record, self._now_s())
+        return Visit(record, allowance, self._now_s)
+
+    def forget(self, identities: Collection[str]) -> None:
+        """Let go of what keys had that were removed."""
+        for identity in identities:
+            self._by_identity.pop(identity, None)
 
 
 def visit_of(scope: Scope) -> Visit | None:

@@ -13,7 +13,7 @@ from mesh.api.key_line import KeyRecord, digest_of
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
 log = structlog.get_logger()
@@ -44,6 +44,9 @@ class ApiKeys:
             where = "the server" if path is None else f"the API key file {path}"
             raise MeshError(f"{where} holds no key: make one with `mesh keys add NAME`")
         self._records = tuple(records)
+        # Of the records last read: of a file that cannot be read for a while no key counts as removed.
+        self._identities = _identities(records)
+        self._listeners: list[Callable[[Collection[str]], None]] = []
         self._path = path
         self._stamp = None if path is None else _stamp(path)
 
@@ -66,6 +69,10 @@ class ApiKeys:
         """Keys by their names, without limits."""
         return cls([KeyRecord(name, digest_of(key)) for name, key in keys.items()])
 
+    def on_removed(self, listener: Callable[[Collection[str]], None]) -> None:
+        """Have a function called with the identities of keys that were removed from the file."""
+        self._listeners.append(listener)
+
     def find(self, key: str) -> KeyRecord | None:
         """The record of a key, or None if it is not one of ours. Takes equally long whichever it is."""
         self._look_again()
@@ -84,12 +91,21 @@ class ApiKeys:
             return
         self._stamp = stamp
         try:
-            self._records = read_key_file(self._path)
+            records = read_key_file(self._path)
         except MeshError as error:
             self._records = ()
             log.error("api_keys_unreadable", reason=error.message, effect="nobody is let in")  # noqa: TRY400
         else:
-            log.info("api_keys_changed", names=[record.name for record in self._records])
+            log.info("api_keys_changed", names=[record.name for record in records])
+            self._records, before = records, self._identities
+            self._identities = _identities(records)
+            if removed := before - self._identities:
+                for listener in self._listeners:
+                    listener(removed)
+
+
+def _identities(records: Sequence[KeyRecord]) -> frozenset[str]:
+    return frozenset(record.identity for record in records)
 
 
 def _stamp(path: Path) -> _Stamp | None:

@@ -59,6 +59,7 @@ def create_app(
     tokenizer: Tokenizer,
     model_id: str,
     created: int,
+    num_slots: int | None = None,
     api_keys: ApiKeys | None,
     status: Callable[[], Mapping[str, Any]],
     ready: Callable[[], bool],
@@ -85,6 +86,8 @@ def create_app(
         tokenizer: The served model's.
         model_id: The id that clients see; they may also say `default`.
         created: When the model was loaded, Unix seconds.
+        num_slots: Answers that the engine makes at once; None if that is not known, then API keys without a
+            limit of their own have none.
         api_keys: Who may use it; None lets everybody in.
         status: What `/mesh/status` answers; must be fit for JSON.
         ready: Whether requests can be answered yet; until then they get 503.
@@ -124,6 +127,7 @@ def create_app(
         tokenizer=tokenizer,
         chat_template=chat_template_of(tokenizer, now=lambda: datetime.fromtimestamp(now_s()).astimezone()),
         model_id=model_id,
+        num_slots=num_slots,
         created=created,
         fingerprint=f"spanmesh-{version('spanmesh')}",
         status=status,
@@ -141,6 +145,8 @@ def create_app(
         model_orders=model_orders,
         statistics=statistics,
     )
+    if api_keys is not None:
+        api_keys.on_removed(first.responses.forget)
     app.state.backends = Backends(first)
     app.state.needs_key = api_keys is not None
     chats = (chat, completions, responses, tokens, elsewhere)

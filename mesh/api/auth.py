@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 OPEN_PATHS: Final = frozenset({"/health"})
 KEY_NAME: Final = "spanmesh.key_name"
+_CLIENT: Final = "spanmesh.client"
 
 
-def key_name_of(scope: Scope) -> str | None:
-    """The name of the key that a request came with; None where the API is open."""
-    name: str | None = scope.get(KEY_NAME)
-    return name
+def client_of(scope: Scope) -> str | None:
+    """Whose request it is: the identity of the key that it came with; None where the API is open."""
+    client: str | None = scope.get(_CLIENT)
+    return client
 
 
 class KeyGate:
@@ -47,6 +48,8 @@ class KeyGate:
         self._keys = keys
         self._now_s = now_s
         self._allowances = Allowances(steady_s)
+        if keys is not None:
+            keys.on_removed(self._allowances.forget)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check, then pass on or answer 401, or 429 if the key has used up its share."""
@@ -58,7 +61,7 @@ class KeyGate:
         except RequestError as error:
             await error_response(error)(scope, receive, send)
             return
-        scope[KEY_NAME] = record.name
+        scope[KEY_NAME], scope[_CLIENT] = record.name, record.identity
         scope[VISIT] = visit = self._allowances.visit(record)
 
         async def send_with_limits(message: Message) -> None:

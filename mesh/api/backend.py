@@ -72,6 +72,7 @@ class Backend:
             still be refused.
         refusal: Why none are answered for now, if somebody knows.
         now_s: Unix seconds.
+        num_slots: Answers that it makes at once, or None if that is not known.
         steady_s: A steady clock, in seconds.
         random_bits: Random numbers of so many bits: ids and seeds.
         ping_interval_s: A stream that has been silent this long sends a comment.
@@ -97,6 +98,7 @@ class Backend:
     now_s: Callable[[], float]
     random_bits: Callable[[int], int]
     ping_interval_s: float
+    num_slots: int | None = None
     steady_s: Callable[[], float] = time.monotonic
     is_whole: Callable[[], bool] = lambda: True
     refusal: Callable[[], MeshError | None] = lambda: None

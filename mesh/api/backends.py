@@ -114,6 +114,7 @@ def backend_beside(
     engine: Engine,
     tokenizer: Tokenizer,
     model_id: str,
+    num_slots: int | None = None,
     status: Callable[[], Mapping[str, Any]],
     ready: Callable[[], bool],
     is_whole: Callable[[], bool],
@@ -127,6 +128,7 @@ def backend_beside(
         engine: See `create_app`; so with the rest.
         tokenizer: Likewise.
         model_id: The id that clients see.
+        num_slots: See `create_app`.
         status: Likewise.
         ready: Likewise.
         is_whole: Likewise.
@@ -141,6 +143,7 @@ def backend_beside(
         tokenizer=tokenizer,
         chat_template=chat_template_of(tokenizer, now=lambda: datetime.fromtimestamp(now_s()).astimezone()),
         model_id=model_id,
+        num_slots=num_slots,
         created=int(now_s()),
         status=status,
         ready=ready,

@@ -12,7 +12,7 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import ChatCompletion
-from mesh.api.auth import key_name_of
+from mesh.api.auth import client_of
 from mesh.api.backends import backends_of
 from mesh.api.body import read_body
 from mesh.api.call_ids import CallIds
@@ -51,15 +51,15 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody, backends.unknown_fields, context_length=backends.context_length)
     backend = backends.ready(body.model)
     # A long conversation takes a while, during which other answers must go on.
-    jobs = await asyncio.to_thread(_jobs, backend, body, key_name_of(request.scope))
+    jobs = await asyncio.to_thread(_jobs, backend, body, client_of(request.scope))
     return await respond(request, backend, body, ChatShape(backend), jobs)
 
 
-def _jobs(backend: Backend, body: ChatBody, key_name: str | None) -> list[Job]:
+def _jobs(backend: Backend, body: ChatBody, client: str | None) -> list[Job]:
     conversation = conversation_of(body)
     splits_reasoning = body.reasoning_format != "none"
     prompt = write_down(backend, replace(conversation, splits_reasoning=splits_reasoning))
-    job = make_job(backend, body, prompt.tokens, prompt_param="messages", client=key_name, chat=prompt)
+    job = make_job(backend, body, prompt.tokens, prompt_param="messages", client=client, chat=prompt)
     return several([job], body.num_choices)
 
 

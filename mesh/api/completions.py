@@ -11,7 +11,7 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import TextCompletion
-from mesh.api.auth import key_name_of
+from mesh.api.auth import client_of
 from mesh.api.backends import backends_of
 from mesh.api.body import read_body
 from mesh.api.document import answers, takes
@@ -51,13 +51,13 @@ async def completions(request: Request) -> Response:
         request, CompletionBody, backends.unknown_fields, context_length=backends.context_length
     )
     backend = backends.ready(body.model)
-    key_name = key_name_of(request.scope)
-    jobs = [await asyncio.to_thread(_job, backend, body, prompt, key_name) for prompt in body.prompt]
+    client = client_of(request.scope)
+    jobs = [await asyncio.to_thread(_job, backend, body, prompt, client) for prompt in body.prompt]
     jobs = several(jobs, body.num_choices)
     return await respond(request, backend, body, CompletionShape(backend.tokenizer), jobs)
 
 
-def _job(backend: Backend, body: CompletionBody, prompt: Prompt, key_name: str | None) -> Job:
+def _job(backend: Backend, body: CompletionBody, prompt: Prompt, client: str | None) -> Job:
     tokenizer = backend.tokenizer
     if isinstance(prompt, str):
         refuse_hopeless_length(
@@ -74,7 +74,7 @@ def _job(backend: Backend, body: CompletionBody, prompt: Prompt, key_name: str |
         body,
         tokens,
         prompt_param="prompt",
-        client=key_name,
+        client=client,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         echo=echo if body.echo else "",
     )

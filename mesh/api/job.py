@@ -69,7 +69,7 @@ def make_job(
         body: The checked body.
         prompt: Token ids.
         prompt_param: The field that the prompt came from, for errors.
-        client: The name of the caller's API key, or None. It has turns of its own, and a history.
+        client: The identity of the caller's API key, or None. It has turns of its own, and a history.
         default_max_tokens: The limit if the request names none; None is all the room there is.
         echo: Text that goes before the answer.
         chat: What it is the prompt of; without one all of the answer is text.

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mesh.api.key_line import KeyRecord, check_key_name, format_key_line, parse_key_line
+from mesh.api.key_line import (
+    OWN_NAME_DIGITS,
+    KeyRecord,
+    check_key_name,
+    format_key_line,
+    own_name,
+    parse_key_line,
+)
 from mesh.private_file import write_private_file
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
 _MAX_BYTES: Final = 4 * 2**20
+# `key-` alone names no key, though every key without a name begins so.
+_SHORTEST: Final = len("key-")
 
 
 def default_key_file() -> Path:
@@ -43,16 +54,11 @@ def parse_key_file(path: Path, text: str) -> tuple[KeyRecord, ...]:
         MeshError: Naming the line that is wrong.
     """
     records: dict[str, KeyRecord] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            record = parse_key_line(line, number)
-        except MeshError as error:
-            raise MeshError(f"line {number} of the API key file {path} {error.message}") from None
-        if record is None:
-            continue
-        if record.name in records:
+    for number, record in _by_line(path, text).items():
+        known = records.setdefault(record.name, record)
+        # The same key without a name once more changes nothing.
+        if known is not record and (known.is_named or record.is_named):
             raise MeshError(f"line {number} of the API key file {path} names {record.name} a second time")
-        records[record.name] = record
     return tuple(records.values())
 
 
@@ -75,25 +81,71 @@ def add_key(path: Path, record: KeyRecord) -> None:
         write_private_file(path, f"{text}{format_key_line(record)}\n")
 
 
-def remove_key(path: Path, name: str) -> None:
+def remove_key(path: Path, name: str) -> str:
     """Remove a key; every other line stays as it is.
 
+    Args:
+        path: The file.
+        name: The key's, or as many digits of the name of one without a name as tell it from the others.
+
+    Returns:
+        The whole name.
+
     Raises:
-        MeshError: If there is no key of that name, or the file cannot be read or written.
+        MeshError: If there is no key of that name, or several, or the file cannot be read or written.
     """
     with _editing(path):
         text = _read(path)
-        parse_key_file(path, text)
-        lines = text.splitlines(keepends=True)
-        kept = [line for number, line in enumerate(lines, start=1) if _name_of(line, number) != name]
-        if len(kept) == len(lines):
-            raise MeshError(f"{path} has no key {name}: `mesh keys list` shows those that there are")
-        write_private_file(path, "".join(kept))
+        found = _called(path, parse_key_file(path, text), name)
+        gone = {number for number, record in _by_line(path, text).items() if record.name == found}
+        lines = enumerate(text.splitlines(keepends=True), start=1)
+        write_private_file(path, "".join(line for number, line in lines if number not in gone))
+        return found
 
 
-def _name_of(line: str, number: int) -> str | None:
-    record = parse_key_line(line, number)
-    return None if record is None else record.name
+def _called(path: Path, records: Sequence[KeyRecord], name: str) -> str:
+    if any(record.name == name for record in records):
+        return name
+    found = [
+        record.name
+        for record in records
+        if not record.is_named and len(name) > _SHORTEST and own_name(record.digest, 64).startswith(name)
+    ]
+    if len(found) > 1:
+        raise MeshError(f"{name} may be each of {', '.join(found)} in {path}: give more of its digits")
+    if not found:
+        raise MeshError(f"{path} has no key {name}: `mesh keys list` shows those that there are")
+    return found[0]
+
+
+def _by_line(path: Path, text: str) -> dict[int, KeyRecord]:
+    """The key of each line that holds one, by the line's number, from 1."""
+    records: dict[int, KeyRecord] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            record = parse_key_line(line)
+        except MeshError as error:
+            raise MeshError(f"line {number} of the API key file {path} {error.message}") from None
+        if record is not None:
+            records[number] = record
+    names = _own_names({record.digest for record in records.values() if not record.is_named})
+    return {
+        number: record if record.is_named else replace(record, name=names[record.digest])
+        for number, record in records.items()
+    }
+
+
+def _own_names(digests: Collection[bytes]) -> dict[bytes, str]:
+    """Names of keys without one: longer than usual where two digests begin alike."""
+    names = {digest: own_name(digest) for digest in digests}
+    num_digits = OWN_NAME_DIGITS
+    while len(set(names.values())) < len(names):
+        num_digits += 1
+        counts = Counter(names.values())
+        for digest, name in names.items():
+            if counts[name] > 1:
+                names[digest] = own_name(digest, num_digits)
+    return names
 
 
 def _read(path: Path) -> str:

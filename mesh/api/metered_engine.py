@@ -19,17 +19,31 @@ if TYPE_CHECKING:
     from mesh.engine import Committed, Engine, GenerationRequest
 
 
-def metered(scope: Scope, backend: Backend, jobs: Sequence[Job]) -> Backend:
+def metered(
+    scope: Scope, backend: Backend, jobs: Sequence[Job], *, most_at_once: int = 1
+) -> tuple[Backend, int]:
     """The backend with an engine that counts for the API key of a request, if it came with one.
 
+    Args:
+        scope: Of the request.
+        backend: The served model.
+        jobs: What the request comes to, all of it.
+        most_at_once: How many of the jobs would run at once if there was no key.
+
+    Returns:
+        It, and how many of the jobs may run at once.
+
     Raises:
-        RateLimited: If the key has too few tokens left for what the jobs may come to.
+        RateLimited: If the key has as many answers under way as it may have, or too few tokens left for what
+            the jobs may come to.
     """
     visit = visit_of(scope)
+    num_at_once = min(most_at_once, len(jobs))
     if visit is None:
-        return backend
+        return backend, num_at_once
+    num_at_once = visit.occupy(num_at_once, backend.model_id, backend.num_slots)
     visit.reserve(sum(len(job.request.prompt) + job.request.max_tokens for job in jobs))
-    return replace(backend, engine=MeteredEngine(backend.engine, visit))
+    return replace(backend, engine=MeteredEngine(backend.engine, visit, len(jobs))), num_at_once
 
 
 class MeteredEngine:
@@ -40,11 +54,13 @@ class MeteredEngine:
     Args:
         engine: Makes the tokens.
         visit: Where they are noted.
+        num_answers: How many the request comes to.
     """
 
-    def __init__(self, engine: Engine, visit: Visit) -> None:
+    def __init__(self, engine: Engine, visit: Visit, num_answers: int) -> None:
         self._engine = engine
         self._visit = visit
+        self._num_left = num_answers
 
     @property
     def context_length(self) -> int:
@@ -65,3 +81,6 @@ class MeteredEngine:
             raise
         finally:
             self._visit.spend(num_prompt)
+            # Its slot is free by now, and its client does not yet know: the next request finds a place.
+            self._num_left -= 1
+            self._visit.vacate(self._num_left)

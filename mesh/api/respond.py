@@ -51,10 +51,10 @@ async def respond(
         jobs: One for each choice.
 
     Raises:
-        RateLimited: If the caller's API key has too few tokens left for now.
+        RateLimited: If the caller's API key has too few tokens left for now, or enough answers under way.
         MeshError: Whatever the engine raises before the response begins.
     """
-    backend = metered(request.scope, backend, jobs)
+    backend, num_at_once = metered(request.scope, backend, jobs, most_at_once=_MAX_JOBS_AT_ONCE)
     envelope = Envelope(
         shape=shape,
         answer_id=f"{shape.id_prefix}{backend.random_bits(_ID_BITS):032x}",
@@ -64,12 +64,12 @@ async def respond(
         null_usage=body.includes_usage,
     )
     if body.stream:
-        stream = _Stream(backend, envelope, jobs, includes_usage=body.includes_usage)
+        stream = _Stream(backend, envelope, jobs, num_at_once, includes_usage=body.includes_usage)
         return EventStream(
             stream.produce, backend.closing, backend.ping_interval_s, is_whole=backend.is_whole
         )
     siblings = Siblings(backend, jobs)
-    work = _run_all([_whole_answer(siblings, index) for index in range(len(jobs))])
+    work = _run_all([_whole_answer(siblings, index) for index in range(len(jobs))], num_at_once)
     try:
         answers = await unless_hung_up(work, request.receive, backend.closing)
     except ClientGoneError:
@@ -107,16 +107,23 @@ class _Stream:
     """
 
     def __init__(
-        self, backend: Backend, envelope: Envelope, jobs: Sequence[Job], *, includes_usage: bool
+        self,
+        backend: Backend,
+        envelope: Envelope,
+        jobs: Sequence[Job],
+        num_at_once: int,
+        *,
+        includes_usage: bool,
     ) -> None:
         self._siblings = Siblings(backend, jobs)
         self._envelope = envelope
         self._jobs = jobs
+        self._num_at_once = num_at_once
         self._includes_usage = includes_usage
 
     async def produce(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
         choices = [self._choice(index, job, emit) for index, job in enumerate(self._jobs)]
-        last_parts = await _run_all(choices)
+        last_parts = await _run_all(choices, self._num_at_once)
         if self._includes_usage:
             times = timings(self._jobs[0], last_parts[0]) if len(self._jobs) == 1 else None
             await emit(self._envelope.usage_event(usage(self._jobs, last_parts), times))
@@ -143,11 +150,11 @@ class _Stream:
         return part
 
 
-async def _run_all(works: Sequence[Coroutine[None, None, Result]]) -> list[Result]:
+async def _run_all(works: Sequence[Coroutine[None, None, Result]], num_at_once: int) -> list[Result]:
     """Results in order. The first failure cancels the rest and is raised as it is."""
     if len(works) == 1:
         return [await works[0]]
-    places = asyncio.Semaphore(_MAX_JOBS_AT_ONCE)
+    places = asyncio.Semaphore(num_at_once)
 
     async def in_turn(work: Coroutine[None, None, Result]) -> Result:
         async with places:

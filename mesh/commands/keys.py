@@ -71,6 +71,13 @@ def keys() -> None:
     metavar="N",
     help="Most tokens, of prompts and answers; no limit unless given.",
 )
+@click.option(
+    "--concurrent",
+    "max_concurrent",
+    type=_LIMIT,
+    metavar="N",
+    help="Most answers under way at once; all slots of a model but one unless given.",
+)
 @click.option("--expires", type=_Expiry(), metavar="WHEN", help="Such as 30d, 12h or 2027-01-31.")
 @_FILE
 def add(
@@ -78,13 +85,22 @@ def add(
     name: str,
     requests_per_minute: int | None,
     tokens_per_minute: int | None,
+    max_concurrent: int | None,
     expires: dt.datetime | None,
     path: Path | None,
 ) -> None:
     """Make a key called NAME and print it, this once: nobody can read it from the file."""
     path = path or default_key_file()
     key = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
-    add_key(path, KeyRecord(name, digest_of(key), requests_per_minute, tokens_per_minute, expires))
+    record = KeyRecord(
+        name,
+        digest_of(key),
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        expires_at=expires,
+        max_concurrent=max_concurrent,
+    )
+    add_key(path, record)
     click.echo(key)
     click.echo(f"the key {name} is in {path}, as a hash: keep what was printed", err=True)
 
@@ -97,14 +113,20 @@ def list_(*, path: Path | None) -> None:
     from rich.table import Table  # noqa: PLC0415
 
     now_s = dt.datetime.now(dt.UTC).timestamp()
-    table = Table("key", "requests/minute", "tokens/minute", "expires")
-    for record in read_key_file(path or default_key_file()):
+    records = read_key_file(path or default_key_file())
+    table = Table()
+    # `mesh keys rm` wants a whole name: the other columns give way on a narrow terminal.
+    table.add_column("key", min_width=max((len(record.name) for record in records), default=0))
+    for column in ("requests/minute", "tokens/minute", "at once", "expires"):
+        table.add_column(column)
+    for record in records:
         limits = (record.requests_per_minute, record.tokens_per_minute)
         when = "never" if record.expires_at is None else f"{record.expires_at:%Y-%m-%d %H:%M %Z}"
         if record.is_expired(now_s):
             when += ", expired"
         name = f"{record.name} (not hashed)" if record.is_plain else record.name
-        table.add_row(name, *("no limit" if limit is None else str(limit) for limit in limits), when)
+        at_once = "all slots but one" if record.max_concurrent is None else str(record.max_concurrent)
+        table.add_row(name, *("no limit" if limit is None else str(limit) for limit in limits), at_once, when)
     Console().print(table)
 
 
@@ -112,7 +134,10 @@ def list_(*, path: Path | None) -> None:
 @click.argument("name")
 @_FILE
 def rm(*, name: str, path: Path | None) -> None:
-    """Remove the key NAME: it opens nothing from the next request on."""
+    """Remove the key NAME: it opens nothing from the next request on.
+
+    A key without a name is called by its hash, such as key-3f1c92aa40b7; the first digits will do, if no
+    other begins so.
+    """
     path = path or default_key_file()
-    remove_key(path, name)
-    click.echo(f"the key {name} is gone from {path}", err=True)
+    click.echo(f"the key {remove_key(path, name)} is gone from {path}", err=True)

@@ -31,6 +31,7 @@ class Catalogue:
             engine=engine,
             tokenizer=model.known.tokenizer,
             model_id=model.name,
+            num_slots=model.known.workload.num_slots,
             status=model.state.as_dict,
             ready=lambda: engine.coordinator is not None,
             is_whole=lambda: engine.is_ready,

@@ -190,6 +190,7 @@ def _app(
         tokenizer=first.known.tokenizer,
         model_id=first.name,
         created=int(time.time()),
+        num_slots=first.known.workload.num_slots,
         api_keys=first.known.api_keys,
         cors_origins=options.cors_origins,
         status=state.as_dict,

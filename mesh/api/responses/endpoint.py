@@ -10,7 +10,7 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.answer_schemas import Deleted, ResponseAnswer
-from mesh.api.auth import key_name_of
+from mesh.api.auth import client_of
 from mesh.api.backends import backend_of, backends_of
 from mesh.api.body import read_body
 from mesh.api.conversation import Conversation, thinking_variables, write_down
@@ -44,14 +44,14 @@ async def create_response(request: Request) -> Response:
         request, ResponsesBody, backends.unknown_fields, context_length=backends.context_length
     )
     backend = backends.ready(body.model)
-    turn = await asyncio.to_thread(_turn, backend, body, key_name_of(request.scope))
+    turn = await asyncio.to_thread(_turn, backend, body, client_of(request.scope))
     return await respond(request, backend, body, turn)
 
 
 @router.get("/v1/responses/{response_id}", response_model=None, responses=answers(ResponseAnswer, 404))
 async def get_response(request: Request, response_id: str) -> Response:
     """One that is kept: of this API key's latest, unless it was sent with `store: false`."""
-    stored = backend_of(request).responses.get(key_name_of(request.scope), response_id)
+    stored = backend_of(request).responses.get(client_of(request.scope), response_id)
     if stored is None:
         raise _unknown(response_id)
     return json_response(stored.response)
@@ -60,7 +60,7 @@ async def get_response(request: Request, response_id: str) -> Response:
 @router.delete("/v1/responses/{response_id}", response_model=None, responses=answers(Deleted, 404))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget one that is kept."""
-    if not backend_of(request).responses.remove(key_name_of(request.scope), response_id):
+    if not backend_of(request).responses.remove(client_of(request.scope), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 

@@ -79,10 +79,11 @@ async def respond(request: Request, backend: Backend, body: ResponsesBody, turn:
         turn: What it comes to.
 
     Raises:
-        RateLimited: If the caller's API key has too few tokens left for now.
+        RateLimited: If the caller's API key has too few tokens left for now, or enough answers under way.
         MeshError: Whatever the engine raises before the response begins.
     """
-    making = _Making(metered(request.scope, backend, [turn.job]), body, turn)
+    backend, _num_at_once = metered(request.scope, backend, [turn.job])
+    making = _Making(backend, body, turn)
     if body.stream:
         return EventStream(
             making.produce,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.api.json_response import json_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 _MAX_RESPONSES: Final = 256
 _MAX_BYTES: Final = 16 * 2**20
@@ -45,7 +45,7 @@ class ResponseStore:
         """Keep one, and let go of the client's oldest where there is no room.
 
         Args:
-            client: The name of the API key, or None where nobody is told apart.
+            client: The identity of the API key, or None where nobody is told apart.
             id: Of the answer.
             stored: What to keep.
         """
@@ -58,6 +58,11 @@ class ResponseStore:
         """One of the client's own, if it is still there."""
         shelf = self._by_client.get(client)
         return None if shelf is None or id not in shelf.held else shelf.held[id][0]
+
+    def forget(self, clients: Collection[str]) -> None:
+        """Let go of all that clients have whose keys were removed."""
+        for client in clients:
+            self._by_client.pop(client, None)
 
     def remove(self, client: str | None, id: str) -> bool:
         """Forget one of the client's own; returns whether it was there."""
