@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mesh.api import own_machine
 from mesh.cli import run
 from mesh.cluster.links import Link
 from mesh.tokenizer import Tokenizer
@@ -14,6 +15,7 @@ from mesh.wire_choice import WireChoice
 from spanmesh_proto.errors import ClusterError, JoinError
 from stages.hidden_codec import HiddenType
 from tests.api_harness import ScriptedEngine, running_api, tokenizer
+from tests.raw_client import RawClient, request_bytes
 
 __all__ = ["tokenizer"]
 
@@ -67,6 +69,84 @@ async def test_links_are_measured_as_asked_for(tokenizer: Tokenizer) -> None:
             assert refused.json()["error"]["param"] == query.partition("=")[0]
     async with running_api(ScriptedEngine([]), tokenizer) as api:
         assert (await api.http.post("/mesh/links")).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("bulk_bytes=1", "bandwidths are measured (bulk_bytes) from the head's own machine only"),
+        ("probes=51", "more than 50 probes are sent from the head's own machine only"),
+    ],
+)
+async def test_from_elsewhere_only_a_few_probes_are_sent(tokenizer: Tokenizer, query: str, says: str) -> None:
+    async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring(NEAR)) as api:
+        elsewhere = {"X-Forwarded-For": "10.0.0.66"}
+        refused = await api.http.post(f"/mesh/links?{query}", headers=elsewhere)
+        assert refused.status_code == 401
+        assert says in refused.json()["error"]["message"]
+        assert (await api.http.post(f"/mesh/links?{query}")).status_code == 200
+        for few in ("", "?probes=50&bulk_bytes=0"):
+            assert (await api.http.post(f"/mesh/links{few}", headers=elsewhere)).status_code == 200
+
+
+class Slow:
+    """Measures until it is let."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+        self.begun, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, num_probes: int, bulk_bytes: int) -> Mapping[str, Any]:
+        self.begun.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.outcomes.append("cancelled")
+            raise
+        self.outcomes.append("measured")
+        return {}
+
+
+async def test_one_client_at_a_time_measures(tokenizer: Tokenizer) -> None:
+    slow = Slow()
+    async with running_api(ScriptedEngine([]), tokenizer, measure_links=slow) as api:
+        first = asyncio.create_task(api.http.post("/mesh/links"))
+        await slow.begun.wait()
+        refused = await api.http.post("/mesh/links")
+        assert refused.status_code == 429
+        assert "are being measured for another client" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) == 5
+        slow.gate.set()
+        assert (await first).status_code == 200
+        assert (await api.http.post("/mesh/links")).status_code == 200
+    assert slow.outcomes == ["measured"] * 2
+
+
+async def test_a_client_that_hangs_up_ends_its_run(tokenizer: Tokenizer) -> None:
+    slow = Slow()
+    async with running_api(ScriptedEngine([]), tokenizer, measure_links=slow) as api:
+        client = await RawClient.connect(api)
+        await client.send(request_bytes({}, "/mesh/links?probes=50&bulk_bytes=5"))
+        await slow.begun.wait()
+        client.hang_up()
+        async with asyncio.timeout(20):
+            while not slow.outcomes:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        slow.gate.set()
+        assert (await api.http.post("/mesh/links")).status_code == 200
+    assert slow.outcomes == ["cancelled", "measured"]
+
+
+async def test_the_command_says_where_bandwidths_are_measured(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if it ran on another machine.
+    monkeypatch.setattr(own_machine, "is_loopback", lambda _host: False)
+    async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring(NEAR)) as api:
+        assert await asyncio.to_thread(run, ["bench", "net", "--url", api.url]) == 1
+        said = capsys.readouterr().err
+        assert "error: bandwidths are measured (bulk_bytes) from the head's own machine only" in said
+        assert await asyncio.to_thread(run, ["bench", "net", "--url", api.url, "--megabytes", "0"]) == 0
 
 
 async def test_the_command_shows_every_link_and_the_better_order(

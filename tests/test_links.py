@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from mesh.cluster import link_probe
 from mesh.cluster.addresses import free_port
 from mesh.cluster.authority import Authority
 from mesh.cluster.certificate import make_certificate
@@ -151,6 +152,58 @@ async def test_a_host_that_leaves_in_the_middle_is_told_of(tmp_path: Path) -> No
     failures = {(link.source, link.target): link.failure for link in links.links}
     assert failures["studio", "head"] == "host studio left the mesh"
     assert not links.is_complete
+
+
+@asynccontextmanager
+async def silent() -> AsyncIterator[tuple[int, asyncio.Event]]:
+    """A port that takes connections and says nothing, and whether one came."""
+    came = asyncio.Event()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def take(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        came.set()
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0)
+    try:
+        yield int(server.sockets[0].getsockname()[1]), came
+    finally:
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("bulk_bytes", [0, 1000])
+async def test_a_run_that_is_cancelled_measures_no_further_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bulk_bytes: int
+) -> None:
+    monkeypatch.setattr(link_probe, "_CONNECT_TIMEOUT_S", 0.5)
+    async with head(tmp_path) as side, silent() as (attic, attic_asked), silent() as (head_port, head_asked):
+        own = dataclasses.replace(HOST, name="head", ray_node_name="head.1", echo_port=head_port)
+        identity = side.authority.own_identity(["head"], "127.0.0.1")
+        survey = LinkSurvey(own, side.members, side.service, "secret", identity)
+        other = dataclasses.replace(HOST, name="attic", ray_node_name="attic.1")
+        async with (
+            Membership(await find_head(side.token), "secret", HOST) as one,
+            Membership(await find_head(side.token), "secret", other) as two,
+        ):
+            await one.join()
+            await two.join()
+            two._echo_port = attic
+            await one.report_ready()
+            await two.report_ready()
+            await until(side.members, 2)
+            # The first is asked for its links to attic, then to the head; attic itself hears nothing.
+            listening = asyncio.create_task(listen(one))
+            measuring = asyncio.create_task(survey.measure(LinkWish(2304, 5, bulk_bytes)))
+            await attic_asked.wait()
+            measuring.cancel()
+            await asyncio.wait([measuring])
+            await asyncio.sleep(1.5)
+            assert not head_asked.is_set()
+            listening.cancel()
+            await asyncio.wait([listening])
 
 
 async def listen(member: Membership) -> list[str]:

@@ -139,7 +139,7 @@ def create_app(
         random_bits=random_bits,
         ping_interval_s=ping_interval_s,
         stage_counts=stage_counts,
-        measure_links=measure_links,
+        link_runs=None if measure_links is None else links.LinkRuns(measure_links),
         departures=departures,
         inspection=look_into_hosts,
         model_orders=model_orders,

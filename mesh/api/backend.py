@@ -15,6 +15,7 @@ from spanmesh_proto.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from mesh.api.links import LinkRuns
     from mesh.chat_template import ChatTemplate
     from mesh.engine import Engine
     from mesh.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ class Backend:
         random_bits: Random numbers of so many bits: ids and seeds.
         ping_interval_s: A stream that has been silent this long sends a comment.
         stage_counts: What the stages themselves count, in order; none where there are none.
-        measure_links: Measures the links between hosts, given round trips and bytes; None without hosts.
+        link_runs: Measures the links between hosts; None without hosts.
         departures: Gives what sends hosts away; None while, or where, there are none.
         inspection: Gives what looks into hosts; likewise.
         model_orders: Gives what loads models beside the first; likewise.
@@ -103,7 +104,7 @@ class Backend:
     is_whole: Callable[[], bool] = lambda: True
     refusal: Callable[[], MeshError | None] = lambda: None
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
-    measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None
+    link_runs: LinkRuns | None = None
     departures: Callable[[], HostOrders | None] = lambda: None
     inspection: Callable[[], HostInspection | None] = lambda: None
     model_orders: Callable[[], ModelOrders | None] = lambda: None

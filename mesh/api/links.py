@@ -1,25 +1,76 @@
-"""`POST /mesh/links`: measures the links between all hosts, for those with a key."""
+"""`POST /mesh/links`: measures the links between all hosts, for those with a key.
+
+It sends over every link, to every host: so a few small probes are for any key, and what would take bandwidth
+from the stages, many probes or data in bulk, is for the head's own machine. One run at a time is made, for as
+long as its client waits for it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import structlog
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
-from starlette.responses import Response  # noqa: TC002
+from starlette.responses import Response
 
 from mesh.api.answer_schemas import Anything
 from mesh.api.backends import backend_of
 from mesh.api.document import answers
+from mesh.api.hang_up import ClientGoneError, unless_hung_up
 from mesh.api.json_response import json_response
-from spanmesh_proto.errors import ClusterError, InvalidRequest
+from mesh.api.own_machine import require_own_machine
+from mesh.api.request_log import CLIENT_GONE_STATUS
+from spanmesh_proto.errors import ClusterError, InvalidRequest, Overloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+log = structlog.get_logger()
 
 router = APIRouter()
 
 MAX_PROBES: Final = 1000
+MAX_PROBES_OF_ANY_KEY: Final = 50
 MAX_BULK_BYTES: Final = 256 * 2**20
 _PROBES: Final = 20
 _MAX_DIGITS: Final = 18
+# Probes alone take about this long, over links of the length that a mesh can bear.
+_RETRY_AFTER_S: Final = 5
+
+
+class LinkRuns:
+    """Measures links for one client at a time.
+
+    Args:
+        measure: Given round trips and bytes.
+    """
+
+    def __init__(self, measure: Callable[[int, int], Awaitable[Mapping[str, Any]]]) -> None:
+        self._measure = measure
+        self._is_running = False
+
+    async def run(self, num_probes: int, bulk_bytes: int) -> Mapping[str, Any]:
+        """What was measured. Being cancelled ends it.
+
+        Args:
+            num_probes: Round trips of each size on each link.
+            bulk_bytes: Sent over each link to find its bandwidth; 0 leaves that out.
+
+        Raises:
+            Overloaded: If another run is not over.
+        """
+        if self._is_running:
+            raise Overloaded(
+                "the links are being measured for another client, and two at once would measure each other:"
+                f" try again in {_RETRY_AFTER_S} s",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._is_running = True
+        try:
+            return await self._measure(num_probes, bulk_bytes)
+        finally:
+            self._is_running = False
 
 
 def _parameter(name: str, least: int, most: int) -> dict[str, Any]:
@@ -36,12 +87,22 @@ def _parameter(name: str, least: int, most: int) -> dict[str, Any]:
 )
 async def measure_links(request: Request) -> Response:
     """Round trips, and bandwidth if `bulk_bytes` are to be sent, as `mesh bench net` shows them."""
-    measure = backend_of(request).measure_links
-    if measure is None:
+    backend = backend_of(request)
+    runs = backend.link_runs
+    if runs is None:
         raise ClusterError("there are no hosts here whose links could be measured")
     probes = _number(request, "probes", _PROBES, 1, MAX_PROBES)
     bulk_bytes = _number(request, "bulk_bytes", 0, 0, MAX_BULK_BYTES)
-    return json_response(dict(await measure(probes, bulk_bytes)))
+    if bulk_bytes:
+        require_own_machine(request, "bandwidths are measured (bulk_bytes)")
+    if probes > MAX_PROBES_OF_ANY_KEY:
+        require_own_machine(request, f"more than {MAX_PROBES_OF_ANY_KEY} probes are sent")
+    try:
+        found = await unless_hung_up(runs.run(probes, bulk_bytes), request.receive, backend.closing)
+    except ClientGoneError:
+        log.info("client_gone")
+        return Response(status_code=CLIENT_GONE_STATUS)
+    return json_response(dict(found))
 
 
 def _number(request: Request, name: str, default: int, least: int, most: int) -> int:

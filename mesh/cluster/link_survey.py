@@ -60,7 +60,8 @@ class LinkSurvey:
         """Of every host to every other, the head's among them.
 
         Round trips are measured by all hosts at the same time, one link of each at a time. If much data is to
-        be sent, one host measures after the other: two transfers over one wire would share it.
+        be sent, one host measures after the other: two transfers over one wire would share it. Each link is
+        an order of its own, so that no further one is measured once this is cancelled.
         """
         async with self._turn:
             hosts = {member.name: member for member in self._members}
@@ -78,13 +79,16 @@ class LinkSurvey:
         if not member.echo_port:
             # It runs a version that knows nothing of this.
             return []
-        targets = {
-            other.name: join_address(other.address, other.echo_port)
-            for other in hosts.values()
-            if other.name != member.name and other.echo_port
-        }
-        order = order_of(next(self._ids), targets, wish)
-        timeout_s = _REPORT_S + len(targets) * wish.patience_s
+        found: list[Link] = []
+        for other in hosts.values():
+            if other.name != member.name and other.echo_port:
+                found += await self._between(member, other, wish)
+        return found
+
+    async def _between(self, member: Member, other: Member, wish: LinkWish) -> list[Link]:
+        target = join_address(other.address, other.echo_port)
+        order = order_of(next(self._ids), {other.name: target}, wish)
+        timeout_s = _REPORT_S + wish.patience_s
         try:
             async with asyncio.timeout(timeout_s):
                 if member.ray_node_name == self._own.ray_node_name:
@@ -97,5 +101,5 @@ class LinkSurvey:
             reason = error.message
         else:
             return links_of(member.name, report)
-        log.warning("links_not_measured", host=member.name, reason=reason)
-        return [Link(member.name, name, failure=reason) for name in targets]
+        log.warning("links_not_measured", host=member.name, target=other.name, reason=reason)
+        return [Link(member.name, other.name, failure=reason)]

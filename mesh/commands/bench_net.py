@@ -24,7 +24,7 @@ _TIMEOUT_S = 600.0
     type=click.IntRange(1, 1000),
     default=50,
     show_default=True,
-    help="Round trips of each size on each link.",
+    help="Round trips of each size on each link; more than 50 on the head only.",
 )
 @click.option(
     "--megabytes",
@@ -32,7 +32,7 @@ _TIMEOUT_S = 600.0
     default=8,
     show_default=True,
     metavar="MB",
-    help="Sent over each link, twice, to find its bandwidth; 0 leaves that out.",
+    help="Sent over each link, twice, to find its bandwidth, on the head only; 0 leaves that out.",
 )
 @click.option("--json", "is_json", is_flag=True, help="Print the figures as JSON.")
 def net(url: str, api_key_file: Path | None, probes: int, megabytes: int, *, is_json: bool) -> None:
