@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
+from uvicorn.server import ServerState
 
+from mesh.api import connection
 from mesh.coordinator import outbox
 from mesh.coordinator.session import Session
 from mesh.engine import GenerationRequest
@@ -203,6 +206,81 @@ async def test_a_client_that_never_reads_on_is_cut_off(tokenizer: Tokenizer) -> 
         assert cut["unread_bytes"] > 0
         client.hang_up()
         assert (await ring_api.api.http.post(CHAT, json=SHORT)).status_code == 200
+
+
+class Clock:
+    """What a connection needs of an event loop: times at which something is called."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._due: dict[asyncio.TimerHandle, None] = {}
+
+    def time(self) -> float:
+        return self._now_s
+
+    def call_later(self, delay_s: float, call: Any, *args: Any) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(self._now_s + delay_s, call, args, self)  # type: ignore[arg-type]
+        self._due[handle] = None
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._due.pop(handle, None)
+
+    def get_debug(self) -> bool:
+        return False
+
+    def advance(self, by_s: float) -> None:
+        self._now_s += by_s
+        for handle in [each for each in self._due if each.when() <= self._now_s]:
+            del self._due[handle]
+            handle._run()
+
+
+class Backlog(asyncio.Transport):
+    """The end of a connection that has something to write."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.num_bytes = num_bytes
+        self.is_cut = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_bytes
+
+    def abort(self) -> None:
+        self.is_cut = True
+
+
+async def never(_scope: object, _receive: object, _send: object) -> None:
+    raise AssertionError("nothing was asked")
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_minute", "is_cut"),
+    [(0, True), (1, True), (4_000, True), (15_000, True), (15_360, False), (60_000, False)],
+)
+def test_what_waits_must_be_taken_at_a_pace(bytes_per_minute: int, *, is_cut: bool) -> None:
+    clock, backlog = Clock(), Backlog(2**20)
+    config = uvicorn.Config(never, lifespan="off", log_config=None)
+    settings = {"config": config, "server_state": ServerState(), "app_state": {}, "_loop": clock}
+    patient = connection.Connection(max_connections=9, patience_s=60.0, **settings)
+    patient.connection_made(backlog)
+    # A request has come, and its answer piles up.
+    patient._unset_keepalive_if_required()
+    patient.pause_writing()
+    for second in range(1, 600):
+        if second % 6 == 0:
+            backlog.num_bytes -= bytes_per_minute // 10
+        clock.advance(1.0)
+        if backlog.is_cut:
+            assert second == 60
+            break
+    assert backlog.is_cut is is_cut
+    if not is_cut:
+        # Once there is room again, and nothing waits, it is not looked at any more.
+        patient.resume_writing()
+        clock.advance(600.0)
+        assert not backlog.is_cut
 
 
 @pytest.mark.model

@@ -25,6 +25,8 @@ log = structlog.get_logger()
 PATIENCE_S: Final = 60.0
 # A request may take that much longer for each of its bytes: a quarter of an hour for the largest.
 _LEAST_BYTES_PER_S: Final = 16 * 1024
+# The events of one token a second: whoever takes less of what waits keeps a slot from others for little.
+_LEAST_READ_BYTES_PER_S: Final = 256
 _MOST_CONNECTIONS: Final = 1024
 _RETRY_AFTER_S: Final = 5
 
@@ -40,12 +42,14 @@ class Connection(H11Protocol):
 
     An answer is written as it is read: once the buffers between the two are full, writing waits, and with it
     the session that makes the answer. This puts an end to that wait; the request then ends as if the client
-    had hung up. A client that reads slowly keeps its connection: of what waits for it some must be gone after
-    `patience_s`, not all. A request that was begun has as long to arrive, and a little more for each byte.
+    had hung up. A client that reads slowly keeps its connection: of what waits for it 256 bytes a second must
+    be gone after `patience_s`, not all. A request that was begun has as long to arrive, and a little more for
+    each byte.
 
     Args:
         max_connections: At once, idle ones too; the next one's requests get 503.
-        patience_s: How long a client may take nothing while something waits for it, or say half a request.
+        patience_s: How long a client may take hardly anything while something waits for it, or say half a
+            request.
         uvicorn: What uvicorn gives a connection.
     """
 
@@ -116,21 +120,23 @@ class Connection(H11Protocol):
             self._cut()
 
     def _look_again(self) -> None:
-        # While writing is paused nothing is added, so a size that stays tells that nothing was taken.
+        # While writing is paused nothing is added, so that the size tells what was taken.
         num_bytes = self.transport.get_write_buffer_size()
         self._watch = self.loop.call_later(self._patience_s, self._look, num_bytes)
 
     def _look(self, num_bytes_before: int) -> None:
-        if self.transport.get_write_buffer_size() < num_bytes_before:
+        num_taken = num_bytes_before - self.transport.get_write_buffer_size()
+        if num_taken >= self._patience_s * _LEAST_READ_BYTES_PER_S:
             self._look_again()
         else:
-            self._cut()
+            self._cut(num_taken)
 
-    def _cut(self) -> None:
+    def _cut(self, num_taken: int = 0) -> None:
         log.warning(
             "reader_cut_off",
             reason="the client did not read its answer",
             unread_bytes=self.transport.get_write_buffer_size(),
+            taken_bytes=num_taken,
             patience_s=self._patience_s,
         )
         self.transport.abort()

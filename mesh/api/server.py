@@ -52,8 +52,8 @@ async def serve_api(
         host: Name or address to listen on.
         port: 0 takes any free one.
         max_connections: At once; None for what `most_connections` says.
-        patience_s: How long a client may take nothing while something waits for it, and how long a request
-            may take to arrive.
+        patience_s: How long a client may take hardly anything while something waits for it, and how long a
+            request may take to arrive.
         is_insecure: Whether other machines may use it without a key.
 
     Raises:
