@@ -1,6 +1,6 @@
 """Stream an answer, then say how fast it came: `python examples/stream_usage.py [URL] [QUESTION]`.
 
-Needs `pip install openai`. The last chunk carries the usage, with the proposed tokens that were accepted.
+Needs `pip install openai`. The last chunk carries the usage, and how many proposed tokens were accepted.
 """
 
 import os
@@ -17,6 +17,7 @@ client = OpenAI(base_url=url, api_key=os.environ.get("MESH_API_KEY", "none"))
 started_s = time.monotonic()
 first_s = None
 usage = None
+timings = {}
 stream = client.chat.completions.create(
     model="default",
     messages=[{"role": "user", "content": question}],
@@ -27,6 +28,7 @@ stream = client.chat.completions.create(
 )
 for chunk in stream:
     usage = chunk.usage or usage
+    timings = getattr(chunk, "timings", timings)
     for choice in chunk.choices:
         if choice.delta.content:
             first_s = first_s or time.monotonic()
@@ -38,8 +40,5 @@ if usage is not None and first_s is not None:
     rate = (usage.completion_tokens - 1) / max(ended_s - first_s, 1e-9)
     print(f"\nfirst token after {1000 * (first_s - started_s):.0f} ms, then {rate:.1f} tokens/s")
     print(f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} answered")
-    details = usage.completion_tokens_details
-    if details is not None:
-        accepted = details.accepted_prediction_tokens or 0
-        rejected = details.rejected_prediction_tokens or 0
-        print(f"{accepted} of {accepted + rejected} proposed tokens accepted")
+    if timings:
+        print(f"{timings['draft_n_accepted']} of {timings['draft_n']} proposed tokens accepted")

@@ -149,7 +149,8 @@ async def test_several_tokens_at_once_stop_inside(tokenizer: Tokenizer) -> None:
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.completion_tokens == 3
     details = answer.usage.completion_tokens_details
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (5, 4)
+    # None of them were of a prediction in the request.
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
     assert answer.timings["draft_n"] == 9
     assert answer.timings["draft_n_accepted"] == 5
     assert engine.num_running == 0

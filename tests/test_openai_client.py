@@ -193,8 +193,8 @@ def test_a_stream_ends_with_its_usage(client: openai.OpenAI) -> None:
     assert last.choices == []
     assert last.usage.completion_tokens == _ask(client, question).usage.completion_tokens
     details = last.usage.completion_tokens_details
-    assert last.timings["draft_n_accepted"] == details.accepted_prediction_tokens
-    assert last.timings["draft_n"] == details.accepted_prediction_tokens + details.rejected_prediction_tokens
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+    assert last.timings["draft_n"] >= last.timings["draft_n_accepted"]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].choices[0].finish_reason in {"stop", "length"}
 

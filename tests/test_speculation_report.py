@@ -1,7 +1,7 @@
 """What an answer and `mesh status` say about speculation, from windows that really flew."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from mesh.api.usage import timings, usage
 from mesh.commands.status_table import print_status
 from mesh.engine import Committed, GenerationRequest, SpeculationLimits
 from speculative.controller import ControllerOptions
+from speculative.prediction import PredictionProposer
 from speculative.proposer import Proposer
 from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
@@ -26,7 +27,11 @@ ERRS = [place == len(PROMPT) + 5 for place in range(len(FUTURE))]
 
 
 async def answered(
-    make_proposer: Callable[[], Proposer] | None, request: GenerationRequest, *, depth: int
+    make_proposer: Callable[[], Proposer] | None,
+    request: GenerationRequest,
+    *,
+    depth: int,
+    make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None = None,
 ) -> tuple[Committed, dict[str, Any]]:
     """The last message of an answer, and what the coordinator says afterwards."""
     async with (
@@ -36,6 +41,7 @@ async def answered(
             context_length=128,
             num_slots=1,
             make_proposer=make_proposer,
+            make_proposers=make_proposers,
             controller=ControllerOptions(fixed_width=3, fixed_depth=depth),
             max_rows=FakeRuntime.max_rows,
             n_vocab=64,
@@ -69,9 +75,34 @@ async def test_counts_of_windows_in_flight() -> None:
         window["verify"] + window["queue"] + window["network"], abs=0.01
     )
     details = usage([Job(request, ())], [part])["completion_tokens_details"]
-    assert details["accepted_prediction_tokens"] == oracle["accepted"]
-    assert details["rejected_prediction_tokens"] == oracle["drafted"] - oracle["accepted"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (0, 0)
     assert status["speculation"]["proposers"] == speculation["proposers"]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_only_tokens_of_the_request_s_prediction_count_as_such(*, is_known: bool) -> None:
+    """Of several proposers, some say what the request expects, some what they found themselves."""
+    answer = list(FUTURE[len(PROMPT) :])
+    wrong = [(token + 1) % 64 for token in answer[8:]]
+    request = GenerationRequest(PROMPT, NUM_TOKENS, prediction=(*answer[:8], *wrong) if is_known else ())
+
+    def make(_request: GenerationRequest) -> list[Proposer]:
+        known = [PredictionProposer(request.prediction)] if is_known else []
+        return [*known, Oracle(FUTURE, ERRS)]
+
+    last, _ = await answered(None, request, depth=1, make_proposers=make)
+    part = AnswerPart((), last.finish, NUM_TOKENS, last.stats)
+    details = usage([Job(request, ())] * 2, [part] * 2)["completion_tokens_details"]
+    times = timings(Job(request, ()), part)
+    proposers = times["speculation"]["proposers"]
+    counts = (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"])
+    if is_known:
+        own = proposers["prediction"]
+        assert counts == (2 * own["accepted"], 2 * (own["drafted"] - own["accepted"]))
+        assert 2 * times["draft_n"] > sum(counts) > 0
+    else:
+        assert counts == (0, 0)
+        assert times["draft_n"] > 0
 
 
 async def test_a_first_token_that_is_wrong_counts_as_rejected() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
+from speculative.prediction import PredictionProposer
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -13,12 +15,15 @@ if TYPE_CHECKING:
 
 
 def usage(jobs: Sequence[Job], last_parts: Sequence[AnswerPart]) -> dict[str, Any]:
-    """Token counts, summed over the answers of one request. A prompt with several answers counts once."""
+    """Token counts, summed over the answers of one request. A prompt with several answers counts once.
+
+    Tokens of a prediction are those of the request's `prediction`, as OpenAI means them; `timings` counts what
+    all proposers said.
+    """
     first = [not job.is_further for job in jobs]
     prompt_tokens = sum(len(job.request.prompt) for job in compress(jobs, first))
     completion_tokens = sum(part.num_tokens for part in last_parts)
-    accepted = sum(part.stats.num_accepted for part in last_parts)
-    proposed = sum(part.stats.num_proposed for part in last_parts)
+    predictions = [_prediction_tokens(job, part) for job, part in zip(jobs, last_parts, strict=True)]
     cached = sum(part.stats.num_cached for part in compress(last_parts, first))
     return {
         "prompt_tokens": prompt_tokens,
@@ -27,8 +32,8 @@ def usage(jobs: Sequence[Job], last_parts: Sequence[AnswerPart]) -> dict[str, An
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "reasoning_tokens": sum(part.num_reasoning for part in last_parts),
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": proposed - accepted,
+            "accepted_prediction_tokens": sum(accepted for accepted, _ in predictions),
+            "rejected_prediction_tokens": sum(rejected for _, rejected in predictions),
         },
     }
 
@@ -53,6 +58,14 @@ def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
     if stats.ring is not None:
         times |= stats.ring().as_dict()
     return times if stats.report is None else times | {"speculation": stats.report().as_dict()}
+
+
+def _prediction_tokens(job: Job, last: AnswerPart) -> tuple[int, int]:
+    """How many tokens of the request's own prediction were accepted and rejected."""
+    if not job.request.prediction or last.stats.report is None:
+        return 0, 0
+    counts = last.stats.report().by_proposer.get(PredictionProposer.name)
+    return (0, 0) if counts is None else (counts.num_accepted, counts.num_proposed - counts.num_accepted)
 
 
 def _ratio(amount: float, per: float) -> float:

@@ -133,10 +133,10 @@ class ChatSession:
         """Stream one answer. Whatever was written of it counts as said; a question that failed does not."""
         pieces: list[str] = []
         start_s, first_s = time.perf_counter(), None
-        usage: dict[str, Any] = {}
+        last: dict[str, Any] = {}
         try:
-            for delta, told in self._stream():
-                usage = told or usage
+            for delta, chunk in self._stream():
+                last = chunk if chunk.get("usage") else last
                 if delta:
                     first_s = first_s or time.perf_counter()
                     pieces.append(delta)
@@ -150,26 +150,26 @@ class ChatSession:
             self._messages.append({"role": "assistant", "content": "".join(pieces)})
         else:
             self._messages.pop()
-        self._note(start_s, first_s, usage)
+        self._note(start_s, first_s, last)
 
-    def _note(self, start_s: float, first_s: float | None, usage: dict[str, Any]) -> None:
+    def _note(self, start_s: float, first_s: float | None, last: dict[str, Any]) -> None:
         if first_s is None:
             return
         end_s = time.perf_counter()
+        usage, timings = last.get("usage") or {}, last.get("timings") or {}
         num_tokens = usage.get("completion_tokens", 0)
         rate = f", {(num_tokens - 1) / (end_s - first_s):.1f} tokens/s" if num_tokens > 1 else ""
-        details = usage.get("completion_tokens_details") or {}
-        accepted = details.get("accepted_prediction_tokens", 0)
-        rejected = details.get("rejected_prediction_tokens", 0)
-        proposed = f", {accepted} of {accepted + rejected} proposed accepted" if accepted + rejected else ""
+        # As llama-server names them.
+        num_proposed, num_accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+        proposed = f", {num_accepted} of {num_proposed} proposed accepted" if num_proposed else ""
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         self._stats = (
             f"first token after {first_s - start_s:.2f} s{rate}; {usage.get('prompt_tokens', '?')} prompt "
             f"tokens, {cached} of them cached; {num_tokens or '?'} written{proposed}"
         )
 
-    def _stream(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Pieces of the answer as they come, and the usage when it comes."""
+    def _stream(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Pieces of the answer as they come, each with its whole chunk."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         body = {
             "model": self._model,
@@ -201,11 +201,11 @@ class ChatSession:
             connection.close()
 
 
-def _piece(chunk: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
+def _piece(chunk: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if "error" in chunk:
         raise RequestError(str(chunk["error"].get("message", chunk["error"])))
     choices = chunk.get("choices") or [{}]
-    return (choices[0].get("delta") or {}).get("content") or "", chunk.get("usage")
+    return (choices[0].get("delta") or {}).get("content") or "", chunk
 
 
 def _refusal(response: HTTPResponse) -> MeshError:

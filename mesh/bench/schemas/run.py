@@ -152,13 +152,13 @@ def _ask(port: int, body: dict[str, Any], api_key: str) -> SchemaAnswer:
         raise MeshError(f"the server answered {response.status}: {data.decode(errors='replace')}")
     found = json.loads(data)
     [choice] = found["choices"]
-    details = found["usage"].get("completion_tokens_details", {})
+    num_accepted = found["timings"]["draft_n_accepted"]
     return SchemaAnswer(
         choice["message"]["content"],
         choice["finish_reason"],
         found["usage"]["completion_tokens"],
-        details.get("accepted_prediction_tokens", 0),
-        details.get("rejected_prediction_tokens", 0),
+        num_accepted,
+        found["timings"]["draft_n"] - num_accepted,
     )
 
 
