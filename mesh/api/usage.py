@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def usage(jobs: Sequence[Job], last_parts: Sequence[AnswerPart]) -> dict[str, Any]:
     """Token counts, summed over the answers of one request. A prompt with several answers counts once.
 
-    Tokens of a prediction are those of the request's `prediction`, as OpenAI means them; `timings` counts what
-    all proposers said.
+    Tokens of a prediction are those of the request's `prediction`, as OpenAI means them; `timings` counts
+    what all proposers said.
     """
     first = [not job.is_further for job in jobs]
     prompt_tokens = sum(len(job.request.prompt) for job in compress(jobs, first))

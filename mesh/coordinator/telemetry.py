@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from mesh.engine import GenerationStats
 from mesh.ring_times import RingTimes, StageTimes
@@ -17,11 +18,34 @@ if TYPE_CHECKING:
     from speculative.acceptance import Judgement
 
 
+_COUNTED_AT_ONCE: Final = 256
+
+
 @dataclass
 class _StageSums:
     num_windows: int = 0
     queue_us: int = 0
     compute_us: int = 0
+
+
+class _Judged:
+    """Counts of one proposer's windows. Each is counted once, however often somebody asks."""
+
+    def __init__(self) -> None:
+        self._counted = SpeculationStatistics()
+        self._fresh: list[Judgement] = []
+
+    def add(self, judgement: Judgement) -> None:
+        # To count many at once is cheaper than one by one, and fewer than these are nothing to keep.
+        self._fresh.append(judgement)
+        if len(self._fresh) >= _COUNTED_AT_ONCE:
+            self.statistics()
+
+    def statistics(self) -> SpeculationStatistics:
+        if self._fresh:
+            self._counted = self._counted.merge(SpeculationStatistics.of(self._fresh))
+            self._fresh = []
+        return self._counted
 
 
 class SessionTelemetry:
@@ -58,7 +82,7 @@ class SessionTelemetry:
         self._queue_us = 0
         self._compute_us = 0
         self._stages: list[_StageSums] = []
-        self._judged: dict[str, list[Judgement]] = {}
+        self._judged: defaultdict[str, _Judged] = defaultdict(_Judged)
         self._voided_rows: dict[int, int] = {}
 
     def add_prefilled(self, arrived_ms: float) -> None:
@@ -140,7 +164,7 @@ class SessionTelemetry:
     def report(self) -> SpeculationReport:
         """What speculation did up to now."""
         return SpeculationReport(
-            by_proposer={name: SpeculationStatistics.of(judged) for name, judged in self._judged.items()},
+            by_proposer={name: judged.statistics() for name, judged in self._judged.items()},
             num_voided_windows=len(self._voided_rows),
             num_voided_rows=sum(self._voided_rows.values()),
             num_wasted_rows=self._num_wasted_rows,
@@ -155,4 +179,4 @@ class SessionTelemetry:
     def _add(self, judgement: Judgement, proposer: str) -> None:
         self._num_proposed += judgement.num_proposed
         self._num_accepted += judgement.num_accepted
-        self._judged.setdefault(proposer, []).append(judgement)
+        self._judged[proposer].add(judgement)

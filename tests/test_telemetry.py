@@ -1,0 +1,75 @@
+"""What a session's windows came to: the same counts however often, and whenever, somebody asks."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.coordinator import telemetry
+from mesh.coordinator.telemetry import SessionTelemetry
+from speculative.acceptance import Judgement, judge, judge_unread
+from speculative.statistics import SpeculationStatistics
+
+
+@st.composite
+def judgements(draw: st.DrawFn) -> Judgement:
+    proposed = draw(st.lists(st.integers(0, 9), max_size=6))
+    is_unread = draw(st.integers(0, 3)) == 0
+    if proposed and is_unread:
+        return judge_unread(len(proposed))
+    num_matched = draw(st.integers(0, len(proposed)))
+    sampled = [*proposed[:num_matched], 10 + draw(st.integers(0, 1))]
+    return judge(proposed, sampled, end_tokens={11}, max_committed=draw(st.none() | st.integers(1, 4)))
+
+
+ASKED: Any = None
+
+
+@given(
+    events=st.lists(
+        st.none() | st.tuples(st.sampled_from(["", "ngram", "draft"]), judgements()), max_size=60
+    ),
+    counted_at_once=st.sampled_from([1, 2, 7, 1000]),
+)
+def test_counts_are_those_of_all_windows(
+    events: list[tuple[str, Judgement] | None], counted_at_once: int
+) -> None:
+    session = SessionTelemetry(0.0)
+    all_so_far: defaultdict[str, list[Judgement]] = defaultdict(list)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(telemetry, "_COUNTED_AT_ONCE", counted_at_once)
+        for event in [*events, ASKED]:
+            if event is None:
+                assert session.report().by_proposer == {
+                    name: SpeculationStatistics.of(judged) for name, judged in all_so_far.items()
+                }
+                continue
+            proposer, judgement = event
+            all_so_far[proposer].append(judgement)
+            session.add_unread(judgement, proposer)
+    everything = [judgement for judged in all_so_far.values() for judgement in judged]
+    assert session.stats().num_proposed == sum(judgement.num_proposed for judgement in everything)
+
+
+def test_a_window_is_counted_once_however_often_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = 0
+    count = SpeculationStatistics.of
+
+    def counting(judged: list[Judgement]) -> SpeculationStatistics:
+        nonlocal counted
+        counted += len(judged)
+        return count(judged)
+
+    monkeypatch.setattr(SpeculationStatistics, "of", counting)
+    session = SessionTelemetry(0.0)
+    for _ in range(1000):
+        session.add_unread(judge_unread(3), "ngram")
+        assert session.report().total.num_proposed % 3 == 0
+    assert session.report().total.num_windows == counted == 1000
+    session.add_unread(judge_unread(3), "ngram")
+    # What nobody asks about does not pile up either.
+    for _ in range(10_000):
+        session.add_unread(judge_unread(3), "ngram")
+    assert len(session._judged["ngram"]._fresh) < 1000
