@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from mesh.cluster.addresses import primary_address, split_address
+from mesh.cluster.addresses import primary_address
 from mesh.cluster.host_facts import read_host_facts
 from mesh.cluster.members import Member
 from mesh.cluster.ray_node import RayNodeConfig
+from spanmesh_proto.addresses import split_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable

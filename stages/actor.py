@@ -16,6 +16,7 @@ import grpc
 import structlog
 
 from spanmesh_proto import windows_pb2_grpc as rpc
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.byte_size import format_size
 from stages.channels import SERVER_OPTIONS, add_port
@@ -215,7 +216,9 @@ class StageActor:
         self._server = grpc.aio.server(interceptors=[self._service.key_check], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(self._service, self._server)
         try:
-            port = add_port(self._server, f"{bind_address}:0", self._shown, self._service.strangers.connected)
+            port = add_port(
+                self._server, join_address(bind_address, 0), self._shown, self._service.strangers.connected
+            )
         except RuntimeError as error:
             raise ClusterError(
                 f"stage {config.stage_index} cannot listen on {bind_address}: {error}; is --advertise an "

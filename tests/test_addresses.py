@@ -4,14 +4,8 @@ import socket
 
 import pytest
 
-from mesh.cluster.addresses import (
-    check_port_free,
-    free_port,
-    is_loopback,
-    join_address,
-    primary_address,
-    split_address,
-)
+from mesh.cluster.addresses import check_port_free, free_port, is_loopback, primary_address
+from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import ClusterError, PortInUse
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
-import re
 import socket
 from typing import Final
 
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, PortInUse
 
 LOOPBACK: Final = "127.0.0.1"
 # Documentation address (RFC 5737): it is routed like any other, and nobody lives there.
 _ELSEWHERE: Final = "192.0.2.1"
 _ANY_PORT: Final = 9
-# What every resolver takes: dotted labels of 1 to 63 characters.
-_NAME: Final = re.compile(r"(?:[A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}")
-_PORT: Final = re.compile("[0-9]{1,5}")
 
 
 def primary_address(towards: str = _ELSEWHERE) -> str:
@@ -42,34 +39,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port` in its two parts.
-
-    Raises:
-        ClusterError: If it is neither.
-    """
-    host, separator, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not separator or not _is_host(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
-        raise ClusterError(f"{address!r} is not an address of the form host:port")
-    return host, int(port)
-
-
-def _is_host(text: str) -> bool:
-    if ":" not in text:
-        return _NAME.fullmatch(text) is not None
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def join_address(host: str, port: int) -> str:
-    """The two parts as `host:port`, brackets around IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def free_port(host: str) -> int:

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from mesh.cluster.addresses import split_address
+from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken
 from stages.fetch import SERVER_NAME
 

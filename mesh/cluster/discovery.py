@@ -15,9 +15,9 @@ import socket
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.cluster.addresses import join_address, split_address
 from mesh.cluster.members import check_name
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import ClusterError, MeshError
 
 if TYPE_CHECKING:

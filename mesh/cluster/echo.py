@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from mesh.cluster.addresses import join_address
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, InvalidRequest
 from stages.channels import SERVER_OPTIONS, KeyCheck, abort, add_port
 from stages.strangers import Strangers

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgpack
 
-from mesh.cluster.addresses import split_address
+from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import ClusterError, InvalidJoinToken
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 
-from mesh.cluster.addresses import join_address
 from mesh.cluster.certificate import server_credentials
 from mesh.cluster.door import Door, eviction
 from mesh.cluster.membership_keepalive import KEEPALIVE, SERVER_PINGS
@@ -22,6 +21,7 @@ from mesh.cluster.stage_sender import StageSender
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import HostUnreachable, JoinError, MeshError, PortInUse
 from stages.channels import SERVER_OPTIONS, abort
 from stages.weights.rate_limit import RateLimit

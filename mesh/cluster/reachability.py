@@ -7,7 +7,7 @@ import hmac
 import secrets
 from typing import Final
 
-from mesh.cluster.addresses import join_address
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import HostUnreachable, JoinError
 
 NONCE_BYTES: Final = 16

@@ -13,17 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from mesh.cluster.addresses import (
-    LOOPBACK,
-    check_port_free,
-    free_port,
-    is_loopback,
-    join_address,
-    primary_address,
-)
+from mesh.cluster.addresses import LOOPBACK, check_port_free, free_port, is_loopback, primary_address
 from mesh.doctor.check import Check, fail, ok, warn
 from mesh.doctor.host_checks import host_checks
 from mesh.inherited import inherited_environment
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import MeshError
 from stages.byte_size import format_size
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 import click
 import structlog
 
-from mesh.cluster.addresses import join_address, split_address
 from mesh.cluster.join_token import decode
+from spanmesh_proto.addresses import join_address, split_address
 from stages.cutting.gguf_parts import model_name
 
 if TYPE_CHECKING:

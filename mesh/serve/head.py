@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.cluster.addresses import is_loopback, join_address
+from mesh.cluster.addresses import is_loopback
 from mesh.cluster.authority import Authority
 from mesh.cluster.certificate import Certificate, make_certificate
 from mesh.cluster.echo import EchoServer
@@ -22,6 +22,7 @@ from mesh.cluster.membership_server import MembershipServer, MembershipService, 
 from mesh.cluster.ray_driver import RayDriver
 from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig, new_ray_token
 from mesh.serve.token_file import token_file
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError
 from stages.fetch import FetchSource
 from stages.weights.rate_limit import RateLimit

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.cluster.addresses import join_address
 from mesh.cluster.exit_detail import exited_pid
 from mesh.cluster.ray_driver import result_of
 from mesh.coordinator import StageAddress
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import MeshError, StageFailed
 from stages.actor import StageActor
 
