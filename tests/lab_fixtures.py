@@ -7,8 +7,8 @@ import pytest
 from mesh.lab import lab_supported
 
 
-def require_lab() -> None:
+def require_lab(*, is_ipv6: bool = False) -> None:
     """Skip with the reason where a lab cannot be; on CI that is a failure, so that it cannot go unnoticed."""
-    reason = lab_supported()
+    reason = lab_supported(is_ipv6=is_ipv6)
     if reason is not None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)

@@ -1,10 +1,12 @@
 """Addresses and ports of this host."""
 
+import re
 import socket
+from pathlib import Path
 
 import pytest
 
-from mesh.cluster.addresses import check_port_free, free_port, is_loopback, primary_address
+from mesh.cluster.addresses import advertised, check_port_free, free_port, is_loopback, primary_address
 from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import ClusterError, PortInUse
 
@@ -30,6 +32,34 @@ def test_loopback_is_known(host: str, *, expected: bool) -> None:
 def test_the_primary_address_can_be_listened_on() -> None:
     check_port_free(primary_address(), 0, "--advertise")
     assert primary_address("127.0.0.1") == "127.0.0.1"
+    assert primary_address("no such host") == "127.0.0.1"
+
+
+def test_the_primary_address_is_of_the_other_host_s_version() -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this kernel has no IPv6")
+    assert primary_address("::1") == "::1"
+    assert primary_address("no such host", "::1") == "::1"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("host.example", "host.example"),
+        ("[fd00::1]", "fd00::1"),
+        ("FD00:0:0::1", "fd00::1"),
+    ],
+)
+def test_an_address_is_advertised_in_one_form(written: str, meant: str) -> None:
+    assert advertised(written) == meant
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "[::]", "fe80::1", "fe80::1%eth0"])
+def test_what_leads_no_other_host_here_is_not_advertised(address: str) -> None:
+    with pytest.raises(ClusterError, match=f"--advertise {re.escape(address)} .*name ") as caught:
+        advertised(address)
+    assert caught.value.param == "--advertise"
 
 
 def test_a_port_in_use_is_named_with_the_option_that_changes_it() -> None:

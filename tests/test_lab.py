@@ -70,6 +70,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def lab_over_ipv6(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    require_lab(is_ipv6=True)
+    with Lab(3, 5.0, shared=[tmp_path_factory.getbasetemp()], is_ipv6=True) as running:
+        yield running
+
+
 def least_round_trip_ms(lab: Lab, source: int, destination: int, wanted_ms: float) -> float:
     """Tries until it is as short as wanted: another test's processes may hold both cores for a while."""
     measured_ms: list[float] = []
@@ -192,6 +199,30 @@ def test_a_host_whose_packets_get_lost_hears_nothing_and_keeps_its_wire(lab: Lab
     assert "LOWER_UP" in lab.exec(2, ["ip", "link", "show", "mesh"]).stdout
     lab.deliver_packets(2)
     assert least_round_trip_ms(lab, 1, 2, 4.0) < 4.0
+
+
+def test_wires_may_carry_ipv6(lab_over_ipv6: Lab) -> None:
+    lab = lab_over_ipv6
+    assert lab.address(0) == "fd77::1"
+    assert 10.0 <= least_round_trip_ms(lab, 2, 0, 12.0) <= 12.0
+    lab.set_delay_ms(1.0)
+    lab.set_delay_ms(5.0, between=(0, 1))
+    assert 10.0 <= least_round_trip_ms(lab, 1, 0, 12.0) <= 12.0
+    assert 2.0 <= least_round_trip_ms(lab, 1, 2, 4.0) <= 4.0
+    lab.set_delay_ms(1.0)
+    assert lab.traffic().num_dropped == 0
+
+
+@pytest.mark.parametrize("is_by_its_wire", [True, False])
+def test_a_host_out_of_reach_by_ipv6_comes_back(lab_over_ipv6: Lab, *, is_by_its_wire: bool) -> None:
+    lab = lab_over_ipv6
+    lab.set_delay_ms(1.0)
+    (lab.cut_off if is_by_its_wire else lab.lose_packets)(2)
+    with pytest.raises(MeshError, match="host1 to host2"):
+        lab.round_trip_ms(1, 2, num_samples=1)
+    (lab.reconnect if is_by_its_wire else lab.deliver_packets)(2)
+    # Its address went with its wire, and is there again.
+    assert least_round_trip_ms(lab, 2, 1, 4.0) < 4.0
 
 
 def test_an_exception_inside_the_context_leaves_nothing_behind() -> None:

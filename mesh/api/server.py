@@ -16,6 +16,7 @@ from mesh.api.exposure import require_key_beyond_loopback
 from mesh.api.local_hosts import LocalHosts
 from mesh.api.uvicorn_log import route_uvicorn_log
 from mesh.cluster.addresses import is_loopback
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import MeshError, PortInUse
 
 if TYPE_CHECKING:
@@ -84,11 +85,7 @@ async def serve_api(
     running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await server.accepting.wait()
-        yield (
-            f"http://[{bound_host}]:{bound_port}"
-            if ":" in bound_host
-            else f"http://{bound_host}:{bound_port}"
-        )
+        yield f"http://{join_address(bound_host, bound_port)}"
     finally:
         app.state.backends.first.closing.set()
         server.should_exit = True
@@ -123,10 +120,10 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"another process listens on {host}:{port}: stop it, or give another --port"
+                f"another process listens on {join_address(host, port)}: stop it, or give another --port"
             ) from None
         raise MeshError(
-            f"cannot listen on {host}:{port}: {error.strerror}; give another --host or --port"
+            f"cannot listen on {join_address(host, port)}: {error.strerror}; give another --host or --port"
         ) from None
     listener.settimeout(0)
     return listener

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -12,25 +13,56 @@ from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, PortInUse
 
 LOOPBACK: Final = "127.0.0.1"
-# Documentation address (RFC 5737): it is routed like any other, and nobody lives there.
-_ELSEWHERE: Final = "192.0.2.1"
+# Documentation addresses (RFC 5737, RFC 3849): routed like any other, and never assigned to a host.
+_ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
 _ANY_PORT: Final = 9
 
 
-def primary_address(towards: str = _ELSEWHERE) -> str:
-    """The IPv4 address of this host that packets to another would come from; loopback if there is no route.
+def primary_address(*towards: str) -> str:
+    """The IP address of this host that packets to another would come from; loopback if there is no route.
 
     Connecting a datagram socket only asks the routing table: nothing is sent.
 
     Args:
-        towards: IP address or name of the other host.
+        towards: IP addresses or names of the other host, the preferred one first; by default one beyond the
+            default route, by IPv4 if there is such a route, else by IPv6.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((towards, _ANY_PORT))
-        except OSError:
-            return LOOPBACK
-        return str(probe.getsockname()[0])
+    for other in towards or _ELSEWHERE:
+        with contextlib.suppress(OSError):
+            for family, kind, protocol, _, where in socket.getaddrinfo(
+                other, _ANY_PORT, type=socket.SOCK_DGRAM
+            ):
+                with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                    probe.connect(where)
+                    return str(probe.getsockname()[0])
+    return LOOPBACK
+
+
+def advertised(text: str) -> str:
+    """An address of this host as the user writes it, in the one form by which hosts know each other.
+
+    Args:
+        text: A name, which stays as it is, or an IP address; one of IPv6 with or without brackets.
+
+    Raises:
+        ClusterError: If other hosts cannot mean this one by it.
+    """
+    try:
+        address = ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return text
+    if address.is_unspecified:
+        raise ClusterError(
+            f"--advertise {text} means every address of this host and leads no other host here: name one",
+            param="--advertise",
+        )
+    if isinstance(address, ipaddress.IPv6Address) and address.is_link_local:
+        raise ClusterError(
+            f"--advertise {text} is link-local: another host can use it only with the name of its own "
+            "interface behind it; name a global or a unique local address (fd00::/8)",
+            param="--advertise",
+        )
+    return str(address)
 
 
 def is_loopback(host: str) -> bool:

@@ -79,6 +79,7 @@ def join(
         case _:
             raise click.UsageError("give the join token, or --token-file, and not both")
     decode(text)
+    from mesh.cluster.addresses import advertised  # noqa: PLC0415
     from mesh.interruption import run_interruptible  # noqa: PLC0415 - brings grpc, which a refusal needs not
     from mesh.join import JoinOptions, join_mesh  # noqa: PLC0415
 
@@ -86,7 +87,7 @@ def join(
     options = JoinOptions(
         token=_with_found_addresses(text) if discover else text,
         name=name or socket.gethostname(),
-        advertise=advertise,
+        advertise=advertised(advertise) if advertise else None,
         memory_bytes=memory_bytes,
         num_threads=threads,
         give_up_after_s=give_up_after,

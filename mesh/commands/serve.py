@@ -177,7 +177,7 @@ def serve(
         raise click.UsageError(
             "--topology says which hosts hold which layers: leave out --stages, --split and --wait-for"
         )
-    from mesh.cluster.addresses import primary_address  # noqa: PLC0415 - keeps --help quick
+    from mesh.cluster.addresses import advertised, primary_address  # noqa: PLC0415 - keeps --help quick
     from mesh.interruption import run_interruptible  # noqa: PLC0415
     from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
     from mesh.topology import read_topology  # noqa: PLC0415
@@ -196,7 +196,7 @@ def serve(
         host=host,
         port=port,
         name=name,
-        advertise=advertise or primary_address(),
+        advertise=advertised(advertise) if advertise else primary_address(),
         join_port=join_port,
         token_hours=token_hours,
         token_path=token_file,

@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from mesh.cluster.addresses import LOOPBACK, check_port_free, free_port, is_loopback, primary_address
+from mesh.cluster.addresses import (
+    LOOPBACK,
+    advertised,
+    check_port_free,
+    free_port,
+    is_loopback,
+    primary_address,
+)
 from mesh.doctor.check import Check, fail, ok, warn
 from mesh.doctor.host_checks import host_checks
 from mesh.inherited import inherited_environment
-from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import MeshError
 from stages.byte_size import format_size
 
@@ -143,20 +149,27 @@ def _is_here(url: str, port: int) -> bool:
 
 def _address(name: str, advertise: str | None) -> Check:
     """Whether packets to the address where others would reach this host come back here."""
-    address = advertise or primary_address()
     fix = "name an address of this host that the others reach, with --advertise"
+    try:
+        address = advertised(advertise) if advertise else primary_address()
+    except MeshError as error:
+        return fail(name, "address", error.message, fix)
     if address == LOOPBACK:
         return warn(name, "address", "no way leads out of this host, so that no other can join", fix)
     try:
         port = free_port(address)
         with (
-            socket.create_server((address, port)),
+            socket.create_server((address, port), family=_family(address)),
             socket.create_connection((address, port), _CONNECT_TIMEOUT_S),
         ):
             return ok(name, "address", f"{address} can be listened on and reached from here")
     except (OSError, MeshError) as error:
         reason = error.message if isinstance(error, MeshError) else error.strerror or str(error)
-        return fail(name, "address", f"{join_address(address, 0)[:-2]}: {reason}", fix)
+        return fail(name, "address", f"{address}: {reason}", fix)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MTU_BYTES: Final = 65000
 
 _TIMEOUT_S: Final = 60.0
+_BRING_UP: Final = "link set lo up\nlink set mesh addrgenmode none\n"
 
 
 class Lab:
@@ -36,12 +37,21 @@ class Lab:
         num_hosts: How many; they are called `host0`, `host1`…, their addresses 10.77.0.1, 10.77.0.2…
         delay_ms: One-way delay between any two.
         shared: Directories under /tmp that all hosts are to see; the rest of /tmp is each host's own.
+        is_ipv6: Whether the wires carry IPv6 instead, and the addresses are fd77::1, fd77::2…
     """
 
-    def __init__(self, num_hosts: int, delay_ms: float = 0.0, *, shared: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        num_hosts: int,
+        delay_ms: float = 0.0,
+        *,
+        shared: Sequence[Path] = (),
+        is_ipv6: bool = False,
+    ) -> None:
         self.num_hosts = num_hosts
         self._shared = shared
         self._delay_ms = delay_ms
+        self._is_ipv6 = is_ipv6
         self._stack = ExitStack()
         self._hosts: list[Host] = []
         self._out_of_reach: set[int] = set()
@@ -57,7 +67,7 @@ class Lab:
                 self._hosts.append(host)
             self._start_router()
             for index, host in enumerate(self._hosts):
-                host.configure(["ip", "-batch", "-"], stdin=_ip_script(self.address(index)))
+                host.configure(["ip", "-batch", "-"], stdin=_BRING_UP + self._link_up(index))
             self._stack = self._stack.pop_all()
         return self
 
@@ -68,8 +78,8 @@ class Lab:
         self._stack.close()
 
     def address(self, host: int) -> str:
-        """IPv4 address of a host, counted from 0."""
-        return f"10.77.0.{host + 1}"
+        """IP address of a host, counted from 0."""
+        return f"fd77::{host + 1:x}" if self._is_ipv6 else f"10.77.0.{host + 1}"
 
     def run(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start a process on a host; options as for `Host.run`."""
@@ -135,7 +145,7 @@ class Lab:
 
     def reconnect(self, host: int) -> None:
         """Put the wire of a host that was cut off back in."""
-        self._hosts[host].configure(["ip", "-batch", "-"], stdin=_LINK_UP)
+        self._hosts[host].configure(["ip", "-batch", "-"], stdin=self._link_up(host))
 
     def lose_packets(self, host: int) -> None:
         """Lose every packet from and to a host, as when a switch on its way fails: its own wire stays up."""
@@ -168,12 +178,16 @@ class Lab:
         self._stack.callback(self._router.let_go)
         self._router.answer()
 
+    def _link_up(self, host: int) -> str:
+        """Lines for `ip -batch`: a link that goes down loses its route, and with IPv6 its address as well."""
+        network = "fd77::/64" if self._is_ipv6 else "10.77.0.0/24"
+        # Nothing on the wire could tell of another host with the same address: do not wait for it.
+        address = f"{self.address(host)}/64 nodad" if self._is_ipv6 else f"{self.address(host)}/24"
+        return (
+            f"link set mesh up mtu {MTU_BYTES} txqueuelen 1000\n"
+            f"address replace {address} dev mesh\n"
+            f"route replace {network} dev mesh\n"
+        )
+
     def _command(self, command: dict[str, Any]) -> Traffic:
         return Traffic(**json.loads(self._router.ask(json.dumps(command))))
-
-
-_LINK_UP: Final = f"link set mesh up mtu {MTU_BYTES} txqueuelen 1000\nroute replace 10.77.0.0/24 dev mesh\n"
-
-
-def _ip_script(address: str) -> str:
-    return f"link set lo up\nlink set mesh addrgenmode none\naddress add {address}/24 dev mesh\n{_LINK_UP}"

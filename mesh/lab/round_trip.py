@@ -19,7 +19,7 @@ def round_trips_ms(address: str, num_samples: int, *, timeout_s: float = 5.0) ->
     """
     samples: list[float] = []
     for _ in range(num_samples):
-        with socket.socket() as trial:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as trial:
             trial.settimeout(timeout_s)
             start = time.perf_counter()
             refusal = trial.connect_ex((address, _CLOSED_PORT))

@@ -18,32 +18,43 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mesh.lab.delay_queue import DelayQueue
 from mesh.lab.traffic import Traffic
 from mesh.lab.tun import open_tun
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 # One router process serves every wire of the lab; 64 MiB is 20 ms at 25 Gbit/s, more than it can forward.
 CAPACITY_BYTES: Final = 64 << 20
 _BATCH_PACKETS: Final = 64
 _READ_BYTES: Final = 65536
-_DESTINATION: Final = slice(16, 20)
-# Where the two addresses of an IPv4 packet are, next to one another.
-_PAIR: Final = slice(12, 20)
-_SOURCE: Final = slice(12, 16)
+# Where a packet's source address begins; its destination follows at once. By IP version.
+_SOURCE_START: Final = {4: 12, 6: 8}
+# The first byte of every IPv6 multicast address; IPv4's are not sent where no one has subscribed.
+_MULTICAST: Final = 0xFF
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Router:
-    """Forwards IPv4 packets between TUN devices by destination address, each after its wire's delay.
+    """Forwards IP packets between TUN devices by destination address, each after its wire's delay.
 
     Args:
-        devices: Descriptor of the device of the host with that address.
+        devices: Descriptor of the device of the host with that address; all addresses are of one version.
         queue: Where packets wait on every wire that has no delay of its own.
     """
 
-    def __init__(self, devices: dict[ipaddress.IPv4Address, int], queue: DelayQueue) -> None:
+    def __init__(self, devices: Mapping[Address, int], queue: DelayQueue) -> None:
+        (self._version,) = {address.version for address in devices}
         self._device_of = {address.packed: descriptor for address, descriptor in devices.items()}
+        start = _SOURCE_START[self._version]
+        size = len(next(iter(self._device_of)))
+        self._source = slice(start, start + size)
+        self._destination = slice(start + size, start + 2 * size)
+        self._pair = slice(start, start + 2 * size)
         self._queue = queue
         # By source and destination address.
         self._own_queues: dict[bytes, DelayQueue] = {}
@@ -95,16 +106,14 @@ class Router:
         if "delay_ms" in command:
             delay_ns = round(command["delay_ms"] * 1e6)
             if "between" in command:
-                a, b = (ipaddress.IPv4Address(address).packed for address in command["between"])
+                a, b = (ipaddress.ip_address(address).packed for address in command["between"])
                 for pair in (a + b, b + a):
                     self._own_queues.setdefault(pair, DelayQueue(0, CAPACITY_BYTES)).delay_ns = delay_ns
             else:
                 for queue in self._queues:
                     queue.delay_ns = delay_ns
         if "out_of_reach" in command:
-            self._out_of_reach = {
-                ipaddress.IPv4Address(address).packed for address in command["out_of_reach"]
-            }
+            self._out_of_reach = {ipaddress.ip_address(address).packed for address in command["out_of_reach"]}
         return json.dumps(asdict(self.traffic())).encode() + b"\n"
 
     def _receive(self, device: int) -> None:
@@ -114,19 +123,27 @@ class Router:
                 packet = os.read(device, _READ_BYTES)
             except BlockingIOError:
                 return
+            if not self._is_between_hosts(packet):
+                continue
             if self._out_of_reach and self._is_lost(packet):
                 self._num_unroutable += 1
                 continue
-            self._own_queues.get(packet[_PAIR], self._queue).push(packet, now_ns)
+            self._own_queues.get(packet[self._pair], self._queue).push(packet, now_ns)
+
+    def _is_between_hosts(self, packet: bytes) -> bool:
+        """Whether it is of the hosts' version, and for one host: a kernel reports its IPv6 groups to all."""
+        return packet[0] >> 4 == self._version and (
+            self._version == 4 or packet[self._destination.start] != _MULTICAST
+        )
 
     def _is_lost(self, packet: bytes) -> bool:
-        return packet[_SOURCE] in self._out_of_reach or packet[_DESTINATION] in self._out_of_reach
+        return packet[self._source] in self._out_of_reach or packet[self._destination] in self._out_of_reach
 
     def _deliver(self) -> None:
         now_ns = time.monotonic_ns()
         due = itertools.chain.from_iterable(queue.pop_due(now_ns) for queue in self._queues)
         for due_ns, packet in due:
-            device = self._device_of.get(packet[_DESTINATION])
+            device = self._device_of.get(packet[self._destination])
             if device is None:
                 self._num_unroutable += 1
                 continue
@@ -156,12 +173,12 @@ def main(arguments: list[str]) -> None:
     The device that appears there is called `mesh` and is left down and without an address.
     """
     delay_ms, *hosts = arguments
-    devices: dict[ipaddress.IPv4Address, int] = {}
+    devices: dict[Address, int] = {}
     for host in hosts:
         address, pid = host.split("=")
         descriptor = open_tun("mesh")
         subprocess.run(["ip", "link", "set", "mesh", "netns", pid], check=True)
-        devices[ipaddress.IPv4Address(address)] = descriptor
+        devices[ipaddress.ip_address(address)] = descriptor
     _be_punctual()
     router = Router(devices, DelayQueue(round(float(delay_ms) * 1e6), CAPACITY_BYTES))
     os.write(sys.stdout.fileno(), json.dumps(asdict(router.traffic())).encode() + b"\n")

@@ -82,6 +82,12 @@ def check(options: ServeOptions) -> Preflight:
     check_port_free(options.host, options.port, "--port")
     check_port_free(options.advertise, options.join_port, "--join-port")
     check_name(options.name)
+    if options.is_discoverable and ":" in options.advertise:
+        raise ClusterError(
+            f"--discoverable announces IPv4 addresses only, and other hosts reach this one at "
+            f"{options.advertise}: leave it out and give them the join token, or --advertise an IPv4 address",
+            param="--discoverable",
+        )
     known = check_model(
         options,
         lambda: read_host_facts(

@@ -18,6 +18,7 @@ from mesh.serve.head_state import (
     fingerprint,
 )
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from spanmesh_proto.addresses import split_address
 from stages.cutting.gguf_parts import part_paths
 from stages.weights.file_stamp import stamps_of
 
@@ -79,7 +80,7 @@ class Succession:
             ray=head.node.record,
             secret=token.secret,
             expires_at_s=token.expires_at_s,
-            join_port=int(token.addresses[0].rpartition(":")[2]),
+            join_port=split_address(token.addresses[0])[1],
             certificate_pem=head.certificate.certificate_pem.decode(),
             private_key_pem=head.certificate.private_key_pem.decode(),
             setup=first.setup,

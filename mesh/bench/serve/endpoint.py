@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import InvalidRequest
 
 EndpointName = Literal["chat", "completions"]
@@ -32,8 +33,7 @@ class Server:
     @property
     def host_header(self) -> str:
         """What the `Host` header says."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return join_address(self.host, self.port)
 
 
 def parse_url(url: str) -> Server:
