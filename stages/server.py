@@ -185,10 +185,11 @@ class StageService(rpc.StageServicer):
         Raises:
             ProtocolError: If a coordinator of a higher term was here meanwhile.
         """
-        path, former = self._path, self._place
-        if term < former.term:
-            raise former.stale(f"the coordinator that moves stage {former.stage_index}", term)
+        self._refuse_former(term)
         await self._let_go()
+        # Another coordinator may have been here in that time.
+        self._refuse_former(term)
+        path, former = self._path, self._place
         self._place = RingPlace(stage_index, mesh_id, mesh_key, term)
         path.stage_index = stage_index
         self.key_check.replace(mesh_key)
@@ -205,6 +206,11 @@ class StageService(rpc.StageServicer):
             await following.close()
         await path.drained()
         log.info("ring_joined", stage=stage_index, layers=str(self._info.layers), term=term)
+
+    def _refuse_former(self, term: int) -> None:
+        place = self._place
+        if term < place.term:
+            raise place.stale(f"the coordinator that moves stage {place.stage_index}", term)
 
     @property
     def idle_s(self) -> float:

@@ -72,6 +72,22 @@ async def test_a_coordinator_that_was_replaced_is_refused(ring: RepairableRing) 
         await stage.service.rejoin(1, "ring", "key", 4)
 
 
+async def test_the_higher_of_two_terms_wins_though_the_lower_was_first(ring: RepairableRing) -> None:
+    stage, followed = ring.running[0], ring.running[1]
+    where = (followed.address.address, followed.address.host)
+    await stage.service.follow(*where, ring.mesh_id, ring.mesh_key, 0)
+    # The first one waits for the end of what the stage follows; meanwhile comes the second.
+    first, second = await asyncio.gather(
+        stage.service.rejoin(0, "third ring", "third key", 3),
+        stage.service.rejoin(0, "fifth ring", "fifth key", 5),
+        return_exceptions=True,
+    )
+    assert second is None
+    assert isinstance(first, ProtocolError), first
+    assert "is of term 3, stage 0 serves term 5" in first.message
+    await greet(stage, "fifth ring", "fifth key", 5)
+
+
 async def test_streams_of_the_old_ring_end(ring: RepairableRing) -> None:
     tail = ring.running[-1]
     async with grpc.aio.insecure_channel(tail.address.address, options=CLIENT_OPTIONS) as channel:
