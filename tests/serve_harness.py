@@ -178,6 +178,10 @@ def host(name: str, memory_bytes: int) -> Member:
     return Member(name, "127.0.0.1", facts, f"{name}.1", is_ready=True)
 
 
+async def written_at_once() -> None:
+    """No next head is to know anything."""
+
+
 @asynccontextmanager
 async def serving(
     model: Path,
@@ -280,6 +284,7 @@ async def serving(
             lambda: rings,
             on_new_token=lambda: None,
             clock_s=time.monotonic,
+            until_written=written_at_once,
         )
         if beside is None
         else beside.departures

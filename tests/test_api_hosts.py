@@ -195,7 +195,7 @@ class Orders:
     async def drain(self, name: str) -> Mapping[str, Any]:
         return self._note("drain", name)
 
-    def evict(self, name: str) -> Mapping[str, Any]:
+    async def evict(self, name: str) -> Mapping[str, Any]:
         return self._note("evict", name)
 
     def _note(self, what: str, name: str) -> Mapping[str, Any]:

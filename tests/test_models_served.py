@@ -196,9 +196,19 @@ def test_two_models_are_served_healed_taken_over_and_one_is_unloaded(mesh: Mesh,
     assert mesh.unload("tiny").status_code == 404
     assert mesh.ask(first) == alone
 
+    # Once that is answered, it is so: a crash a moment later does not bring it back.
+    family += family_of(head)
+    assert mesh.load(tiny, split=[3, 3]).status_code == 200
+    assert mesh.unload("tiny").status_code == 200
+    head.send_signal(signal.SIGKILL)
+    head.wait()
+    assert json.loads((tmp_path / "state.json").read_text())["models"] == []
+    head = mesh.start_head()
+    until(lambda: mesh.is_ready(first), "no second takeover")
+    assert [model["name"] for model in mesh.status()["models"]] == [first]
+    assert mesh.ask(first) == alone
+
     # And in the end nothing of anything.
-    state = json.loads((tmp_path / "state.json").read_text())
-    assert state["models"] == []
     family += family_of(head)
     head.send_signal(signal.SIGINT)
     assert head.wait(120) == 130

@@ -156,7 +156,7 @@ async def test_an_evicted_host_is_out_at_once(smollm2_path: Path) -> None:
     async with serving(smollm2_path, ROOMY) as mesh:
         wanted = await answer(mesh)
         under_way = await some_way(mesh)
-        mesh.departures.evict("a")
+        await mesh.departures.evict("a")
         assert await under_way == wanted
         assert "a" not in mesh.hosts()
         (failure,) = mesh.incidents.as_dict()["failures"]

@@ -85,7 +85,7 @@ async def test_a_host_is_let_go_when_neither_needs_it(smollm2_path: Path) -> Non
         assert one.messages.said.let_go == ["c"]
         assert await under_way == wanted
         # Shown out, a host leaves both at once.
-        one.departures.evict("b")
+        await one.departures.evict("b")
         assert [await answer(mesh) for mesh in (one, two)] == [wanted, wanted]
         for mesh in (one, two):
             assert set(mesh.hosts()) == {"a"}

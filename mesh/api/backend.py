@@ -30,7 +30,7 @@ class HostOrders(Protocol):
     async def drain(self, name: str) -> Mapping[str, Any]:
         """Have a host's layers moved, and let it go."""
 
-    def evict(self, name: str) -> Mapping[str, Any]:
+    async def evict(self, name: str) -> Mapping[str, Any]:
         """Cut a host off at once."""
 
 

@@ -40,7 +40,7 @@ async def evict(request: Request) -> Response:
     """Cut a host off at once, and replace the join token."""
     orders = _orders(request)
     try:
-        return json_response(dict(orders.evict(_name(request))))
+        return json_response(dict(await orders.evict(_name(request))))
     except JoinError as error:
         raise InvalidRequest(error.message, param="host") from None
 

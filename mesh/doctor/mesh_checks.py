@@ -29,6 +29,13 @@ def mesh_checks(
     yield _state(status)
     for model in (status.get("models") or ())[1:]:
         yield _state_of(model["name"], model)
+    if reason := status.get("state_not_written"):
+        yield fail(
+            "mesh",
+            "takeover",
+            f"what a next head would have to know is not written: {reason}",
+            "make room on the head's disk, where `mesh serve --state` is",
+        )
     for failure in (status.get("failures") or ())[-3:]:
         yield warn(
             failure["host"],

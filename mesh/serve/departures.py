@@ -11,7 +11,7 @@ from mesh.serve.stage_handle import StageLoss
 from spanmesh_proto.errors import ClusterError, JoinError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from mesh.cluster.members import Member, Members
     from mesh.cluster.membership_server import MembershipService
@@ -35,6 +35,7 @@ class Departures:
             hosts.
         on_new_token: Called when the join token was replaced.
         clock_s: Monotonic, seconds.
+        until_written: Returns once a next head would know what is true now; see `Succession.written`.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class Departures:
         *,
         on_new_token: Callable[[], None],
         clock_s: Callable[[], float],
+        until_written: Callable[[], Awaitable[None]],
     ) -> None:
         self._members = members
         self._service = service
         self._fleets = fleets
         self._on_new_token = on_new_token
         self._clock_s = clock_s
+        self._until_written = until_written
         self._drains: dict[str, asyncio.Future[None]] = {}
         self._stuck_since_s: dict[str, float] = {}
         self._let_go: set[str] = set()
@@ -65,7 +68,8 @@ class Departures:
 
         Raises:
             JoinError: If there is no such host.
-            ClusterError: If nobody else can hold what it holds; it stays then.
+            ClusterError: If nobody else can hold what it holds; it stays then. Or if it has left, but that
+                cannot be written down.
         """
         if self._members.find(name) is None:
             raise JoinError(f"no host is named {name!r}; `mesh status` lists them")
@@ -73,13 +77,18 @@ class Departures:
         done = self._drains.setdefault(name, asyncio.get_running_loop().create_future())
         self._members.update(name, is_leaving=True)
         await asyncio.shield(done)
+        await self._until_written()
         return {"host": name, "drained": True}
 
-    def evict(self, name: str) -> dict[str, Any]:
+    async def evict(self, name: str) -> dict[str, Any]:
         """Cut a host off at once; what it holds counts as lost. Fit for JSON.
+
+        Returns when that is written down: a crash of the head does not let the host in again by the former
+        token.
 
         Raises:
             JoinError: If no such host has joined.
+            ClusterError: If it is cut off, but that cannot be written down.
         """
         self._service.evict(name)
         for fleet, incidents in self._fleets():
@@ -90,6 +99,7 @@ class Departures:
         self.drop_copies(name)
         self._finish(name)
         self._on_new_token()
+        await self._until_written()
         return {"host": name, "evicted": True}
 
     def drop_copies(self, name: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, Self
 import structlog
 
 from mesh.cluster.ray_node import RayNodeRecord
+from stages.cutting.atomic import sync_folder
 
 log = structlog.get_logger()
 
@@ -124,12 +125,15 @@ class HeadStateFile:
     Args:
         path: Where it is; its folder is made if need be.
 
+    Attributes:
+        path: The same.
+
     Raises:
         BlockingIOError: If a head that lives uses it.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
         try:
@@ -149,32 +153,39 @@ class HeadStateFile:
     def load(self) -> HeadState | None:
         """What the last head left; None if it was closed in peace, or what it left cannot be read."""
         try:
-            fields = json.loads(self._path.read_text())
+            fields = json.loads(self.path.read_text())
             return _from_json(fields)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            log.warning("head_state_unreadable", path=str(self._path), reason=repr(error))
+            log.warning("head_state_unreadable", path=str(self.path), reason=repr(error))
             return None
 
     def save(self, state: HeadState) -> None:
-        """Replace what is in it, whole or not at all.
+        """Replace what is in it, whole or not at all; when this returns, a crash does not undo it.
 
         Raises:
             OSError: If it cannot be written.
         """
-        part = self._path.with_suffix(".part")
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
+        part = self.path.with_suffix(".part")
+        part.unlink(missing_ok=True)
         descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"format": _FORMAT, **dataclasses.asdict(state)}, file)
-        part.replace(self._path)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"format": _FORMAT, **dataclasses.asdict(state)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self.path)
+        except BaseException:
+            # On a full disk it would take the room that the next attempt needs.
+            part.unlink(missing_ok=True)
+            raise
+        sync_folder(self.path.parent)
 
     def clear(self) -> None:
         """There is nothing to take over."""
         with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+            self.path.unlink()
 
 
 def default_state_path(name: str, address: str, join_port: int) -> Path:

@@ -28,7 +28,7 @@ from spanmesh_proto.errors import (
 from stages.cancellable_work import CancellableWork
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from mesh.serve.catalogue import Catalogue
     from mesh.serve.departures import Departures
@@ -85,6 +85,7 @@ class Models:
         catalogue: What the API answers for.
         former: Models that a head which crashed had loaded.
         can_adopt: Whether their stages may live still.
+        until_written: Returns once a next head would know what is true now; see `Succession.written`.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Models:
         catalogue: Catalogue,
         former: Sequence[KeptModel] = (),
         can_adopt: bool = False,
+        until_written: Callable[[], Awaitable[None]],
     ) -> None:
         self._first = first
         self._head = head
@@ -109,6 +111,7 @@ class Models:
         self._catalogue = catalogue
         self._former = former
         self._can_adopt = can_adopt
+        self._until_written = until_written
         self._slots: dict[str, _Slot] = {}
         self._first_serves = asyncio.Event()
 
@@ -146,7 +149,7 @@ class Models:
                 await slot.has_decided.wait()
 
     async def load(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Serve a model beside those that are served; returns when it answers.
+        """Serve a model beside those that are served; returns when it answers, and will after a crash.
 
         Args:
             fields: Of a `LoadOrder`, checked by the API.
@@ -156,7 +159,8 @@ class Models:
 
         Raises:
             InvalidRequest: If its name is taken, or none.
-            ClusterError: If the first model is still loading, or hosts fail meanwhile.
+            ClusterError: If the first model is still loading, or hosts fail meanwhile, or it answers and that
+                cannot be written down.
             ModelDoesNotFit: With what is needed and what each host has left.
             ModelError: If it is no model, or cannot be cut as wanted.
         """
@@ -168,6 +172,7 @@ class Models:
         slot = self._begin(_Slot(order))
         # Whoever asked may hang up: it goes on all the same.
         await asyncio.shield(slot.settled)
+        await self._until_written()
         model = slot.model
         assert model is not None  # noqa: S101 - it answers
         return {
@@ -187,6 +192,8 @@ class Models:
     async def unload(self, name: str, wait_s: float) -> dict[str, Any]:
         """Serve a model no more: new requests are refused at once, those that run have a while to end.
 
+        Returns when that is written down: a crash of the head does not bring the model back.
+
         Args:
             name: What clients call it.
             wait_s: How long they have, in seconds.
@@ -197,6 +204,7 @@ class Models:
         Raises:
             InvalidRequest: If it is the first model.
             ModelNotFound: If there is no such model.
+            ClusterError: If it is gone, but that cannot be written down.
         """
         if name == self._first.name:
             raise InvalidRequest(
@@ -213,6 +221,7 @@ class Models:
         num_ended = 0 if slot.model is None else await drained(slot.model, wait_s)
         slot.task.cancel()
         await asyncio.gather(slot.task, return_exceptions=True)
+        await self._until_written()
         return {"model": name, "unloaded": True, "ended": num_ended}
 
     def _begin(self, slot: _Slot) -> _Slot:

@@ -23,7 +23,7 @@ from mesh.serve.served_model import new_model
 from mesh.serve.speculation_fit import fitted_to
 from mesh.serve.stage_counts import stage_counts
 from mesh.serve.strangers import end_strangers
-from mesh.serve.succession import open_succession
+from mesh.serve.succession import head_state, open_succession
 from mesh.tracing import closing, open_tracer
 from spanmesh_proto.errors import ClusterError
 from stages.cutting import StageCache
@@ -127,6 +127,7 @@ class _Mesh:
             self._fleets,
             on_new_token=self._tell_new_token,
             clock_s=time.monotonic,
+            until_written=succession.written,
         )
         # The first account is the first model's.
         self._bringup = Bringup(
@@ -150,8 +151,10 @@ class _Mesh:
             catalogue=catalogue,
             former=kept,
             can_adopt=head.former is not None,
+            until_written=succession.written,
         )
         state = first.state
+        state.succession = succession
         state.members, state.survey, state.ledger = head.members, head.survey, ledger
         state.inspection = Inspection(
             head.driver, head.members, lambda: (fleet for fleet, _incidents in self._fleets())
@@ -169,7 +172,9 @@ class _Mesh:
         await first_of(
             self._bringup.run(on_served),
             self.models.run(),
-            self._succession.note(self._head, self._first, lambda: self.models.noted),
+            self._succession.keep(
+                lambda: head_state(self._head, self._first, self.models.noted, self._succession.term)
+            ),
             _watch_ray(self._head),
         )
 

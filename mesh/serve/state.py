@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mesh.serve.inspection import Inspection
     from mesh.serve.ledger import Ledger
     from mesh.serve.pending import PendingEngine
+    from mesh.serve.succession import Succession
     from stages.cutting import ModelFacts
     from stages.weights.transfer import Transfer
 
@@ -48,6 +49,7 @@ class MeshState:
         inspection: Looks into hosts, once the head is open.
         transfers: What was brought to hosts.
         ledger: What all models hold of the hosts, once the head is open.
+        succession: What is written down for a next head, likewise.
     """
 
     model: ModelFacts
@@ -64,6 +66,7 @@ class MeshState:
     inspection: Inspection | None = None
     transfers: Transfers = field(default_factory=Transfers)
     ledger: Ledger | None = None
+    succession: Succession | None = None
 
     def note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         """Who holds what from now on."""
@@ -92,6 +95,8 @@ class MeshState:
                 )
                 for member in self.members or ()
             ],
+            # Why a next head would not know all that this one does; null while it would.
+            "state_not_written": None if self.succession is None else self.succession.failure,
             **self.incidents.as_dict(),
         }
         if coordinator is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -19,6 +20,8 @@ from mesh.serve.head_state import (
 )
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.addresses import split_address
+from spanmesh_proto.errors import ClusterError
+from stages.cancellable_work import CancellableWork
 from stages.cutting.gguf_parts import part_paths
 from stages.weights.file_stamp import stamps_of
 
@@ -35,6 +38,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _LOOK_S: Final = 0.5
+# Between attempts to write, each twice as long as the one before.
+_LONGEST_PAUSE_S: Final = 30.0
+# So long the answer to an order that was carried out waits for that to be written down.
+_PATIENCE_S: Final = 10.0
 
 
 class Succession:
@@ -44,54 +51,127 @@ class Succession:
         file: Where; None if nobody is to take over.
         former: What a head that crashed has left.
         term: Of this head.
+        patience_s: How long `written` waits.
+
+    Attributes:
+        failure: Why the file is not up to date, for a person; None while it is.
     """
 
-    def __init__(self, file: HeadStateFile | None, former: HeadState | None, term: int) -> None:
+    def __init__(
+        self,
+        file: HeadStateFile | None,
+        former: HeadState | None,
+        term: int,
+        *,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
         self._file = file
+        self._patience_s = patience_s
+        self._is_asked = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
         self.former = former
         self.term = term
+        self.failure: str | None = None
 
-    async def note(
-        self, head: Head, first: ServedModel, others: Callable[[], Iterable[ServedModel]]
-    ) -> NoReturn:
-        """Keep the file up to date until cancelled.
+    async def keep(self, read: Callable[[], HeadState]) -> NoReturn:
+        """Keep the file up to date until cancelled; what cannot be written is tried again.
 
         Args:
-            head: Open.
-            first: The model that `mesh serve` was started with.
-            others: Gives those that were loaded beside it and answer by now.
+            read: Gives the state as it is now.
         """
-        noted = None
-        while True:
-            state = self._state(head, first, tuple(others()))
-            if self._file is not None and state != noted:
+        written: HeadState | None = None
+        pause_s = _LOOK_S
+        try:
+            while True:
+                self._is_asked.clear()
+                waiting, self._waiting = self._waiting, []
+                state = read()
                 try:
-                    # Not in a thread: that would go on after this was cancelled, and the file was cleared.
-                    self._file.save(state)
+                    if self._file is not None and state != written:
+                        await self._write(self._file, state)
+                        written = state
                 except OSError as error:
-                    log.warning("head_state_not_written", reason=str(error))
-                noted = state
-            await asyncio.sleep(_LOOK_S)
+                    self.failure = error.strerror or str(error)
+                    log.warning("head_state_not_written", reason=self.failure, again_in_s=pause_s)
+                    self._waiting = waiting + self._waiting
+                    await self._asked_within(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    continue
+                if self.failure is not None:
+                    log.info("head_state_written_again")
+                self.failure, pause_s = None, _LOOK_S
+                for asked in waiting:
+                    _settle(asked)
+                await self._asked_within(_LOOK_S)
+        finally:
+            # From here on there is nothing to take over: the file is cleared.
+            self._file = None
+            for asked in (*waiting, *self._waiting):
+                _settle(asked)
 
-    def _state(self, head: Head, first: ServedModel, others: Iterable[ServedModel]) -> HeadState:
-        token = head.service.token
-        return HeadState(
-            term=self.term,
-            ray=head.node.record,
-            secret=token.secret,
-            expires_at_s=token.expires_at_s,
-            join_port=split_address(token.addresses[0])[1],
-            certificate_pem=head.certificate.certificate_pem.decode(),
-            private_key_pem=head.certificate.private_key_pem.decode(),
-            setup=first.setup,
-            stages=_ring(first.fleet),
-            copies=_copies(first.fleet),
-            models=tuple(
-                KeptModel(model.order.as_dict(), model.setup, _ring(model.fleet), _copies(model.fleet))
-                for model in others
-                if model.order is not None
-            ),
-        )
+    async def written(self) -> None:
+        """Return once the state as it is now is written down, and no crash of this head undoes it.
+
+        Raises:
+            ClusterError: If that takes too long; it is tried further.
+        """
+        if self._file is None:
+            return
+        asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(asked)
+        self._is_asked.set()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await asyncio.shield(asked)
+        except TimeoutError:
+            raise ClusterError(
+                "that is done, but cannot be written down for a next `mesh serve` "
+                f"({self.failure or 'the disk does not answer'}), which after a crash of this one would undo "
+                f"it: make room for {self._file.path}, it is tried further"
+            ) from None
+
+    async def _write(self, file: HeadStateFile, state: HeadState) -> None:
+        """In a thread, as a disk may take long; if cancelled, until that has ended."""
+        await CancellableWork().run(lambda: file.save(state))
+
+    async def _asked_within(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._is_asked.wait()
+
+
+def _settle(asked: asyncio.Future[None]) -> None:
+    if not asked.done():
+        asked.set_result(None)
+
+
+def head_state(head: Head, first: ServedModel, others: Iterable[ServedModel], term: int) -> HeadState:
+    """What the next head is to know.
+
+    Args:
+        head: Open.
+        first: The model that `mesh serve` was started with.
+        others: Those that were loaded beside it and answer by now.
+        term: Of this head.
+    """
+    token = head.service.token
+    return HeadState(
+        term=term,
+        ray=head.node.record,
+        secret=token.secret,
+        expires_at_s=token.expires_at_s,
+        join_port=split_address(token.addresses[0])[1],
+        certificate_pem=head.certificate.certificate_pem.decode(),
+        private_key_pem=head.certificate.private_key_pem.decode(),
+        setup=first.setup,
+        stages=_ring(first.fleet),
+        copies=_copies(first.fleet),
+        models=tuple(
+            KeptModel(model.order.as_dict(), model.setup, _ring(model.fleet), _copies(model.fleet))
+            for model in others
+            if model.order is not None
+        ),
+    )
 
 
 def _ring(fleet: Fleet) -> tuple[KeptStage, ...]:

@@ -29,7 +29,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise write_error(path, error) from error
     finally:
@@ -50,7 +50,7 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a rename survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
