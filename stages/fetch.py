@@ -42,6 +42,10 @@ log = structlog.get_logger()
 
 # The name in the head's certificate. Hosts know the head by its fingerprint, so any name will do.
 SERVER_NAME: Final = "spanmesh-head"
+# The largest message that the head reads: anybody may send one, before any secret was looked at.
+MAX_REQUEST_BYTES: Final = 256 * 1024
+# Of one request, two varints each: at most 24 bytes, so that it stays below that.
+MOST_RANGES: Final = 8192
 _MAX_FRUITLESS_ATTEMPTS: Final = 3
 # A piece that came so often with other bytes than its hash says will not come otherwise.
 _MOST_WRONG: Final = 3
@@ -262,8 +266,9 @@ class _Filling:
     async def _from_head(self) -> None:
         num_fruitless = 0
         while indices := self._assembly.missing:
-            sent = SentPieces(self._assembly, indices)
             pieces = [self._assembly.recipe.pieces[index] for index in indices]
+            del pieces[_num_askable(pieces) :]
+            sent = SentPieces(self._assembly, indices[: len(pieces)])
             try:
                 async for data in self._head.pieces(pieces):
                     # Not a thread that outlives us: the assembly's file would be closed under it.
@@ -313,6 +318,17 @@ class _Filling:
         if self._progress is not None:
             total_bytes = self._assembly.recipe.weight_bytes
             self._progress(min(self._done_bytes, total_bytes), total_bytes)
+
+
+def _num_askable(pieces: Sequence[Piece]) -> int:
+    """How many of these, from the first one on, one request can name."""
+    num_stretches = end = 0
+    for index, piece in enumerate(pieces):
+        num_stretches += not index or piece.at != end
+        if num_stretches > MOST_RANGES:
+            return index
+        end = piece.at + piece.num_bytes
+    return len(pieces)
 
 
 def _stretches(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:

@@ -21,6 +21,7 @@ from structlog.testing import capture_logs
 from mesh.cluster.addresses import free_port
 from mesh.cluster.certificate import make_certificate
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, InvalidModel, MeshError, ModelError
+from stages import fetch
 from stages.cutting import StageCache
 from stages.cutting.cut import cut_stage
 from stages.fetch import FetchSource, fetch_stage
@@ -139,6 +140,23 @@ async def test_only_layers_that_change_hands_are_sent(tmp_path: Path, model: Pat
         brought = await fetch_stage(store, after.sha256, side.source)
     assert brought.transfer.head_bytes == layer_bytes(after, range(3, 5))
     assert brought.transfer.reused_bytes == after.weight_bytes - layer_bytes(after, range(3, 5))
+    assert brought.path.read_bytes() == cut_bytes(model)
+
+
+async def test_many_pieces_are_asked_for_little_by_little(
+    tmp_path: Path, model: Path, store: StageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "MOST_RANGES", 1)
+    async with head(tmp_path) as side:
+        before = side.cache.describe(model, LayerRange(2, 3))
+        await fetch_stage(store, before.sha256, side.source)
+        store.settle(before.sha256)
+        after = side.cache.describe(model, LAYERS)
+        with capture_logs() as logs:
+            brought = await fetch_stage(store, after.sha256, side.source)
+    # What the host has lies between what it lacks: layer 1 and layers 3 and 4 at least.
+    assert sum(entry["event"] == "stage_sent" for entry in logs) > 1
+    assert brought.transfer.head_bytes == layer_bytes(after, range(1, 5)) - layer_bytes(after, range(2, 3))
     assert brought.path.read_bytes() == cut_bytes(model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime as dt
 import re
@@ -10,6 +11,7 @@ import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 from structlog.testing import capture_logs
 
@@ -25,6 +27,8 @@ from mesh.cluster.membership_client import Head, Membership, find_head
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
 from mesh.cluster.reachability import CheckListener
 from spanmesh_proto import PROTOCOL_VERSION
+from spanmesh_proto import membership_pb2 as wire
+from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import (
     HostUnreachable,
     InvalidJoinToken,
@@ -32,7 +36,7 @@ from spanmesh_proto.errors import (
     ProtocolVersionMismatch,
 )
 from stages.cutting import StageCache
-from stages.fetch import FetchSource
+from stages.fetch import MAX_REQUEST_BYTES, MOST_RANGES, FetchSource, pinned_channel
 from stages.layers import LayerRange
 from tests.tiny_models import TinyModel
 
@@ -192,6 +196,44 @@ async def test_a_wrong_secret_is_refused_and_that_is_logged(tmp_path: Path) -> N
 async def test_an_expired_token_is_refused_by_the_head_whatever_the_host_believes(tmp_path: Path) -> None:
     async with head(tmp_path, expires_at_s=1_000_000_000) as side:
         await refused(side.token, "expired at 2001-09-09 01:46:40 UTC")
+
+
+@pytest.mark.parametrize("num_bytes", [MAX_REQUEST_BYTES + 1, 8 * MAX_REQUEST_BYTES])
+async def test_what_a_stranger_sends_is_small_or_not_read(tmp_path: Path, num_bytes: int) -> None:
+    report = wire.HostReport(name="x" * num_bytes)
+    request = wire.FetchRequest(secret="x" * num_bytes)
+    async with (
+        head(tmp_path) as side,
+        pinned_channel(side.source.address, side.source.certificate_pem) as channel,
+    ):
+        stub = rpc.MembershipStub(channel)
+        joining = stub.Join()
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await joining.write(report)
+        for call in (joining, stub.FetchStage(request)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await join(side.token) == RAY
+
+
+async def test_the_largest_request_of_a_member_is_read(tmp_path: Path) -> None:
+    async with (
+        head(tmp_path) as side,
+        pinned_channel(side.source.address, side.source.certificate_pem) as channel,
+    ):
+        model = TinyModel("llama").write(tmp_path / "model.gguf")
+        recipe = side.cache.describe(model, LayerRange(0, 1))
+        far = wire.ByteRange(start=2**64 - 1, num_bytes=2**63)
+        request = wire.FetchRequest(
+            secret="secret",
+            sha256=recipe.sha256,
+            ranges=[wire.ByteRange(start=0, num_bytes=8), *[far] * (MOST_RANGES - 1)],
+        )
+        chunks = [chunk.data async for chunk in rpc.MembershipStub(channel).FetchStage(request)]
+    assert b"".join(chunks)[:4] == b"GGUF"
+    # The real secret is longer.
+    assert request.ByteSize() + 64 < MAX_REQUEST_BYTES
 
 
 async def test_a_token_replayed_after_an_eviction_is_refused_under_any_name_and_that_is_logged(

@@ -24,6 +24,7 @@ from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import HostUnreachable, JoinError, MeshError, PortInUse
 from stages.channels import SERVER_OPTIONS, abort
+from stages.fetch import MAX_REQUEST_BYTES
 from stages.weights.rate_limit import RateLimit
 
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ _DIAL_BACK_TIMEOUT_S: Final = 2.0
 _GOODBYE_TIMEOUT_S: Final = 1.0
 # Numbers of orders that measure nothing; those of real ones count from 1.
 _FIRST_PING_ID: Final = 2**32
-_OPTIONS: Final = tuple({**dict(SERVER_OPTIONS), **dict(KEEPALIVE), **dict(SERVER_PINGS)}.items())
+_SIZES: Final = (("grpc.max_receive_message_length", MAX_REQUEST_BYTES),)
+_OPTIONS: Final = tuple(
+    {**dict(SERVER_OPTIONS), **dict(KEEPALIVE), **dict(SERVER_PINGS), **dict(_SIZES)}.items()
+)
 
 
 @dataclass(frozen=True)
