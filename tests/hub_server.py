@@ -28,6 +28,7 @@ class Hub:
         statuses: Of the next answers, before any is good: HTTP codes with their `Retry-After`.
         breaks_after: So many bytes into the next answers with content, the connection ends.
         ignores_ranges: Whether it sends whole files whatever is asked for.
+        commit: What it says that the repository's commit is.
         page: What it answers instead of telling what a repository holds.
         num_asked: Requests for content.
         sent_bytes: Of content.
@@ -40,6 +41,7 @@ class Hub:
     statuses: deque[tuple[int, str | None]] = field(default_factory=deque)
     breaks_after: deque[int] = field(default_factory=deque)
     ignores_ranges: bool = False
+    commit: str = COMMIT
     page: bytes | None = None
     num_asked: int = 0
     sent_bytes: int = 0
@@ -105,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             for name, data in self.hub.files.items()
         ]
         siblings.append({"rfilename": "README.md", "size": 12})
-        answer = json.dumps({"id": "org/tiny-GGUF", "sha": COMMIT, "siblings": siblings}).encode()
+        answer = json.dumps({"id": "org/tiny-GGUF", "sha": self.hub.commit, "siblings": siblings}).encode()
         if self.hub.page is not None:
             answer = self.hub.page
         self.send_response(200)

@@ -306,6 +306,20 @@ def test_an_answer_of_something_else_than_a_hub(hub: Hub, library: HubLibrary, p
         library.pull(REFERENCE, quietly)
 
 
+@pytest.mark.parametrize(
+    "commit", ["../../../elsewhere", "..", "main", "c0ffee", "C0FFEE" + "0" * 34, "0" * 41]
+)
+def test_a_commit_that_is_none_becomes_no_folder(
+    hub: Hub, library: HubLibrary, tmp_path: Path, commit: str
+) -> None:
+    hub.commit = commit
+    with pytest.raises(HubUnavailable, match="does not answer like a hub"):
+        library.pull(REFERENCE, quietly)
+    assert hub.num_asked == 0
+    assert not (tmp_path / "elsewhere").exists()
+    assert not (tmp_path / "cache").exists()
+
+
 def test_two_pulls_of_one_file_do_not_get_in_each_other_s_way(hub: Hub, library: HubLibrary) -> None:
     failures: list[str] = []
 
@@ -398,6 +412,17 @@ def test_references() -> None:
     assert parse_reference("hf:org/m") == HubReference("org/m")
     assert parse_reference("hf:org/m.v2:Q4_K_M") == HubReference("org/m.v2", wanted="Q4_K_M")
     assert parse_reference("hf:org/m@v1.0:a/b.gguf") == HubReference("org/m", "v1.0", "a/b.gguf")
-    for text in ("hf:", "hf:m", "hf:org/m:", "hf:org/m:a b", "hf:../m/x"):
+    assert parse_reference("hf:o_r-g/_m:a--b..c.gguf").repo == "o_r-g/_m"
+    refused = ["hf:", "hf:m", "hf:org/m:", "hf:org/m:a b", "hf:../m/x", "hf:../..", "hf:org/..", "hf:../m"]
+    refused += [
+        "hf:./m",
+        "hf:org/.m",
+        "hf:org/m.",
+        "hf:org/a..b:Q4",
+        "hf:org/a--b",
+        "hf:-org/m",
+        "hf:org/m\u00e4",
+    ]
+    for text in refused:
         with pytest.raises(ModelError, match="names no model at the hub"):
             parse_reference(text)

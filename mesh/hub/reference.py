@@ -9,8 +9,10 @@ from typing import Final
 from spanmesh_proto.errors import ModelError
 
 PREFIX: Final = "hf:"
+# The hub's own rule; a folder here is called so, too.
+_NAME: Final = r"(?![A-Za-z0-9_.-]*(?:\.\.|--))[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _REFERENCE: Final = re.compile(
-    r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:@\s]+))?(?::(?P<wanted>[\w./-]+))?"
+    rf"hf:(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[^:@\s]+))?(?::(?P<wanted>[\w./-]+))?"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from mesh.hub.reference import HubReference
 
+# What git calls a commit, by SHA-1 or SHA-256. A folder here is called so, too: nothing else will do.
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _TIMEOUT_S: Final = 20.0
 _MOST_TRIES: Final = 4
 _FIRST_PAUSE_S: Final = 0.5
@@ -27,7 +30,7 @@ class Repository:
 
     Attributes:
         repo: `org/repo`.
-        commit: Which; its files do not change any more.
+        commit: Which, by its hash in hex; its files do not change any more.
         files: What it holds.
     """
 
@@ -98,7 +101,7 @@ def _read(reference: HubReference) -> Repository:
         ) from None
     except (ValueError, KeyError, TypeError):
         raise _no_hub() from None
-    if not info.sha:
+    if not _COMMIT.fullmatch(info.sha or ""):
         raise _no_hub()
     return Repository(reference.repo, info.sha, tuple(map(_file, info.siblings or ())))
 
