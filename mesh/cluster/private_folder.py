@@ -6,9 +6,12 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 from typing import Final
+
+from spanmesh_proto.errors import ClusterError
 
 _LOCK: Final = "lock"
 
@@ -34,8 +37,9 @@ class PrivateFolder:
             root = Path(tempfile.gettempdir())
         for left in root.glob(f"{prefix}*"):
             _remove_if_abandoned(left)
+        # Made with mode 0700, or not at all if there is anything of that name.
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        self.lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        self.lock = _open_lock(self.path, os.O_CREAT | os.O_EXCL)
         fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
@@ -54,19 +58,52 @@ class PrivateFolder:
 
         Raises:
             OSError: If it is gone.
+            ClusterError: If it is not private to this user.
         """
         folder = cls.__new__(cls)
         folder.path = path
-        folder.lock = os.open(path / _LOCK, os.O_RDWR)
+        folder.lock = _open_lock(path)
         return folder
 
 
 def _remove_if_abandoned(path: Path) -> None:
     # Not ours, not there any more, or in use: none of it is our business.
-    with contextlib.suppress(OSError):
-        lock = os.open(path / _LOCK, os.O_RDWR)
+    with contextlib.suppress(OSError, ClusterError):
+        lock = _open_lock(path)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(lock)
+
+
+def _open_lock(path: Path, flags: int = 0) -> int:
+    """The lock of a folder, without following any link: anybody may put what they like into `/tmp`.
+
+    Args:
+        path: The folder.
+        flags: To open it with, besides.
+
+    Returns:
+        A descriptor to read and write.
+
+    Raises:
+        OSError: If one of the two is not there, or a link.
+        ClusterError: If others have made the folder, or may enter it, or the lock is no file.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(folder)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise ClusterError(
+                f"{path} is not private to this user (it is user {found.st_uid}'s, with mode "
+                f"{stat.S_IMODE(found.st_mode):o}): remove it"
+            )
+        # Opening a pipe would wait for its other end.
+        lock = os.open(_LOCK, flags | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
+    finally:
+        os.close(folder)
+    if not stat.S_ISREG(os.fstat(lock).st_mode):
+        os.close(lock)
+        raise ClusterError(f"{path / _LOCK} is no regular file: remove {path}")
+    return lock
