@@ -2,13 +2,13 @@
 
 import re
 import socket
-from pathlib import Path
 
 import pytest
 
 from mesh.cluster.addresses import advertised, check_port_free, free_port, is_loopback, primary_address
 from spanmesh_proto.addresses import join_address, split_address
 from spanmesh_proto.errors import ClusterError, PortInUse
+from tests.ipv6 import needs_ipv6
 
 
 @pytest.mark.parametrize("place", [("192.0.2.1", 80), ("2001:db8::1", 65535), ("host.example", 1)])
@@ -35,9 +35,8 @@ def test_the_primary_address_can_be_listened_on() -> None:
     assert primary_address("no such host") == "127.0.0.1"
 
 
+@needs_ipv6
 def test_the_primary_address_is_of_the_other_host_s_version() -> None:
-    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
-        pytest.skip("this kernel has no IPv6")
     assert primary_address("::1") == "::1"
     assert primary_address("no such host", "::1") == "::1"
 

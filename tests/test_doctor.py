@@ -129,6 +129,14 @@ def test_a_broken_link_a_silent_host_and_a_lost_stage_fail() -> None:
     assert "firewall" in link.fix
 
 
+def test_what_is_not_written_for_a_next_head_fails() -> None:
+    checks = list(mesh_checks(STATUS | {"state_not_written": "No space left on device"}, LINKS, [found("a")]))
+    assert bad(checks) == {("mesh", "takeover"): Outcome.FAIL}
+    (check,) = [check for check in checks if check.what == "takeover"]
+    assert "No space left on device" in check.detail
+    assert bad(mesh_checks(STATUS | {"state_not_written": None}, LINKS, [found("a")])) == {}
+
+
 def test_slow_ways_are_to_think_about() -> None:
     wire = {"from": "a", "to": "b", "proposed": "f16", "row_transfer_ms": 9.0, "row_compute_ms": 2.0}
     turn = {"order": ["a", "b"], "best": ["b", "a"], "order_ms": 40.0, "best_ms": 20.0}

@@ -12,6 +12,7 @@ from mesh.serve.speculation_options import SpeculationOptions
 from mesh.stage_sizes import StageSizes
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.hidden_codec import HiddenType
+from tests.ipv6 import needs_ipv6
 from tests.tiny_models import TinyModel
 
 MIB = 2**20
@@ -55,6 +56,15 @@ def test_heads_that_do_not_suit_the_format_are_found_out(tiny: Path) -> None:
     drafting = SpeculationOptions(draft_path=tiny, draft_kv_type="q4_0")
     with pytest.raises(ClusterError, match="--draft-kv-type q4_0 packs 32 elements"):
         check(replace(options(tiny), speculation=drafting))
+
+
+@needs_ipv6
+def test_an_address_that_mdns_does_not_announce_is_found_out(tiny: Path) -> None:
+    over_ipv6 = replace(options(tiny), advertise="::1")
+    assert check(over_ipv6).model.n_layers
+    with pytest.raises(ClusterError, match="--discoverable announces IPv4 addresses only") as refused:
+        check(replace(over_ipv6, is_discoverable=True))
+    assert refused.value.param == "--discoverable"
 
 
 def test_an_api_that_would_let_strangers_in_is_found_out(tiny: Path) -> None:

@@ -15,6 +15,7 @@ from mesh.cluster.certificate import make_certificate
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
+from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.actor import StageActor, StageConfig
 from stages.channels import key_metadata, open_channel
@@ -24,6 +25,7 @@ from stages.layers import LayerRange
 from stages.link import StageLink
 from stages.runtime import RuntimeOptions
 from stages.stage_memory import StageMemory
+from tests.ipv6 import needs_ipv6
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,15 +78,18 @@ async def layers_at(address: str, identity: Identity, host: str) -> tuple[int, i
     return welcome.layer_start, welcome.layer_stop
 
 
-async def test_stages_serve_and_link_with_keys_that_they_made_themselves(configs: list[StageConfig]) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+async def test_stages_serve_and_link_with_keys_that_they_made_themselves(
+    configs: list[StageConfig], host: str
+) -> None:
     first, second = (StageActor(config) for config in configs)
     try:
         for number, actor in enumerate((first, second)):
             await actor.load()
             with pytest.raises(ClusterError, match="before it was loaded and certified"):
-                await actor.start("127.0.0.1")
+                await actor.start(host)
             await certify(actor, f"host-{number}")
-        addresses = [f"127.0.0.1:{await actor.start('127.0.0.1')}" for actor in (first, second)]
+        addresses = [join_address(host, await actor.start(host)) for actor in (first, second)]
         assert await layers_at(addresses[0], COORDINATOR, "host-0") == (0, 1)
         with pytest.raises(MeshError, match="does not answer"):
             await first.connect(addresses[1], "host-0")
