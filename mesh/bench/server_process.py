@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 _POLL_S: Final = 0.2
 _LAST_LINES: Final = 15
+_MAX_SHOWN_CHARS: Final = 200
+_GET: Final = """
+import sys, urllib.request
+headers = {"Authorization": f"Bearer {key}" for key in sys.argv[2:]}
+request = urllib.request.Request(sys.argv[1], headers=headers)
+print(urllib.request.urlopen(request, timeout=10).read().decode())
+"""
 _UNTIL_HEALTHY: Final = """
 import sys, time, urllib.request
 while True:
@@ -67,19 +74,31 @@ def wait_listening(
     _wait(lambda: _is_listening(lab, host, port), host, process, log, timeout_s)
 
 
-def get_json(lab: Lab, host: int, port: int, path: str) -> Any:
+def get_json(lab: Lab, host: int, port: int, path: str, *, api_key: str | None = None) -> Any:
     """What a server on the host's loopback answers to a GET.
 
     Raises:
         MeshError: If it does not answer with JSON.
     """
-    script = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=10).read().decode())"
-    done = lab.exec(host, [sys.executable, "-S", "-c", script, f"http://127.0.0.1:{port}{path}"])
+    text = get_text(lab, host, port, path, api_key=api_key)
     try:
-        return json.loads(done.stdout)
+        return json.loads(text)
     except json.JSONDecodeError:
+        raise MeshError(f"host{host} does not answer {path} with JSON: {text[:_MAX_SHOWN_CHARS]}") from None
+
+
+def get_text(lab: Lab, host: int, port: int, path: str, *, api_key: str | None = None) -> str:
+    """The same, as it comes.
+
+    Raises:
+        MeshError: If it does not answer.
+    """
+    argv = [sys.executable, "-S", "-c", _GET, f"http://127.0.0.1:{port}{path}"]
+    done = lab.exec(host, argv if api_key is None else [*argv, api_key])
+    if done.returncode:
         words = (done.stderr.strip().splitlines() or [done.stdout])[-1]
-        raise MeshError(f"host{host} does not answer {path}: {words}") from None
+        raise MeshError(f"host{host} does not answer {path}: {words}")
+    return done.stdout
 
 
 def last_lines(log: Path, num_lines: int = _LAST_LINES) -> str:

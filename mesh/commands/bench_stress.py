@@ -23,6 +23,11 @@ _QUICK_REQUESTS = 10
 _CHATS = 24
 _QUICK_CHATS = 6
 _CTX_SIZE = 2560
+# With keys: prompts of some hundred tokens at most.
+_KEYS_CTX_SIZE = 1024
+_KEYS_RAMP = (8,)
+_KEYS_CHATS = 48
+_QUICK_KEYS_CHATS = 10
 # A 4k prompt beside a decoding session; SmolLM2's own limit.
 _ACCEPTANCE_CTX_SIZE = 8192
 _ACCEPTANCE_SLOTS = 16
@@ -80,7 +85,7 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     "--concurrency",
     type=Numbers(int, 1, 256),
     metavar="A,B,…",
-    help="Requests at once, step by step; 1,2,4,8,16 unless given.",
+    help="Requests at once, step by step; 1,2,4,8,16 unless given, 8 with --keys.",
 )
 @click.option(
     "--requests",
@@ -94,6 +99,21 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     type=click.FloatRange(0.0, min_open=True),
     metavar="S",
     help="Of each step, instead of a number of requests.",
+)
+@click.option(
+    "--keys",
+    "num_keys",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="In place of chats: clients with N API keys, whose requests share their beginnings.",
+)
+@click.option(
+    "--hang-ups",
+    "hang_up_share",
+    type=click.FloatRange(0.0, 1.0),
+    default=0.0,
+    metavar="SHARE",
+    help="Of those requests, how many have a client that hangs up at some moment; without --keys, with one.",
 )
 @click.option(
     "--soak",
@@ -110,8 +130,12 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     show_default=True,
     help="Requests at once of that load.",
 )
-@click.option("--chats", "num_scripts", type=click.IntRange(1), help="Different ones; 24 unless given.")
-@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of chats and sampling.")
+@click.option(
+    "--chats", "num_scripts", type=click.IntRange(1), help="Different ones; 24 unless given, 48 with --keys."
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of chats, sampling, hang-ups."
+)
 @click.option("--exact", is_flag=True, help="Exact mode: every text must be the one that was given alone.")
 @click.option("--ctx-size", type=click.IntRange(256), metavar="N", help="Positions of one session.")
 @click.option(
@@ -119,7 +143,7 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     "num_slots",
     type=click.IntRange(1, 64),
     metavar="N",
-    help="Sessions at once; as many as the highest concurrency unless given.",
+    help="Sessions at once; as many as the highest concurrency unless given, more with --keys.",
 )
 @click.option(
     "--kv-type",
@@ -134,9 +158,7 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
 @click.option(
     "--speculate",
     type=click.Choice(["auto", "off", "ngram"]),
-    default="off",
-    show_default=True,
-    help="Who proposes; the peer proposes nothing.",
+    help="Who proposes: off unless given, auto with --keys; the peer proposes nothing.",
 )
 @click.option(
     "--serve",
@@ -169,6 +191,8 @@ def stress(
     concurrency: tuple[int, ...] | None,
     num_requests: int | None,
     duration_s: float | None,
+    num_keys: int | None,
+    hang_up_share: float,
     soak_minutes: float,
     soak_concurrency: int,
     num_scripts: int | None,
@@ -178,7 +202,7 @@ def stress(
     num_slots: int | None,
     kv_type: str,
     num_threads: int,
-    speculate: str,
+    speculate: str | None,
     serve_options: str,
     peer: str | None,
     rounds: int,
@@ -190,22 +214,36 @@ def stress(
 
     Every request is answered alone first. Then more and more users ask at once: chats of one to three turns,
     of mixed length, greedy and sampled. Every answer is checked, memory of every process is watched, and at
-    the end nobody may hold a session. Writes report.md, report.json and pictures. Exits with 1 if a check
-    failed.
+    the end nobody may hold a session. With --keys they ask single requests that begin alike, streamed or in
+    one piece, and a share of them hangs up: before the first token, in the answer, at its end. Writes
+    report.md, report.json and pictures. Exits with 1 if a check failed.
     """
     if duration_s is not None and num_requests is not None:
         raise click.UsageError("--duration-s and --requests both say how long a step is: leave one out")
     if quick and preset != "ramp":
         raise click.UsageError("--quick is a short ramp: leave out --preset")
+    num_keys = num_keys or int(hang_up_share > 0)
+    if num_keys and (preset != "ramp" or peer or soak_minutes or duration_s):
+        raise click.UsageError(
+            "--keys and --hang-ups are a load of their own, of as many requests as --requests says: leave out"
+            " --preset, --peer, --soak and --duration-s"
+        )
     from mesh.bench.stress.lines import as_text  # noqa: PLC0415 - keeps --help quick
     from mesh.bench.stress.options import StressOptions  # noqa: PLC0415
     from mesh.bench.stress.report import as_json  # noqa: PLC0415
     from mesh.bench.stress.run import run_stress  # noqa: PLC0415
+    from mesh.bench.stress.visits import num_slots_for  # noqa: PLC0415
     from mesh.serve.options import demo_model  # noqa: PLC0415
 
-    steps = concurrency or (_QUICK_RAMP if quick else _RAMP)
+    steps = concurrency or (_QUICK_RAMP if quick else _KEYS_RAMP if num_keys else _RAMP)
     is_acceptance = preset == "acceptance"
     most = max(_ACCEPTANCE_SLOTS if is_acceptance else max(steps), soak_concurrency if soak_minutes else 1)
+    if num_keys:
+        most = num_slots_for(most, num_keys)
+        num_chats, usual_ctx_size = _QUICK_KEYS_CHATS if quick else _KEYS_CHATS, _KEYS_CTX_SIZE
+    else:
+        num_chats = _QUICK_CHATS if quick else _CHATS
+        usual_ctx_size = _ACCEPTANCE_CTX_SIZE if is_acceptance else _CTX_SIZE
     # Whoever sets a time limit gets what was measured until then.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = run_stress(
@@ -220,16 +258,18 @@ def stress(
             duration_s=duration_s,
             soak_minutes=soak_minutes,
             soak_concurrency=soak_concurrency,
-            num_scripts=num_scripts or (_QUICK_CHATS if quick else _CHATS),
+            num_scripts=num_scripts or num_chats,
             is_short=quick,
             seed=seed,
             exact=exact,
-            ctx_size=ctx_size or (_ACCEPTANCE_CTX_SIZE if is_acceptance else _CTX_SIZE),
+            ctx_size=ctx_size or usual_ctx_size,
             num_slots=num_slots or min(most, 64),
             kv_type=kv_type,
             num_threads=num_threads,
-            speculate=speculate,
+            speculate=speculate or ("auto" if num_keys else "off"),
             serve_options=tuple(shlex.split(serve_options)),
+            num_keys=num_keys,
+            hang_up_share=hang_up_share,
             with_rpc=peer == "rpc",
             rounds=rounds,
             output=output,

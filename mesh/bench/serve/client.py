@@ -42,27 +42,45 @@ class Client:
         if api_key is not None:
             self._headers.append(("Authorization", f"Bearer {api_key}"))
 
-    async def ask(self, path: str, body: bytes, reading: AnswerReading) -> Failure | None:
+    async def ask(
+        self,
+        path: str,
+        body: bytes,
+        reading: AnswerReading,
+        *,
+        on_sent: Callable[[], None] | None = None,
+    ) -> Failure | None:
         """Send one request and read its streamed answer.
 
         Args:
             path: From `/v1` on.
             body: JSON.
             reading: Takes the answer.
+            on_sent: Called once the request was written; again if it had to be sent again.
 
         Returns:
             What the network did to it; what the server did is for `reading` to say.
         """
         try:
-            await self.exchange("POST", path, body, reading)
+            await self.exchange("POST", path, body, reading, on_sent=on_sent)
         except TimeoutError:
             return Failure("timeout", f"no end within {self._timeout_s:g} s")
         except OSError as error:
             return Failure("broken_off" if reading.has_begun else "connection", one_line(error))
         return None
 
-    async def exchange(self, method: str, path: str, body: bytes, receiver: Receiver) -> None:
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        receiver: Receiver,
+        *,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
         """Send any request, and wait for the end of its response.
+
+        To cancel it closes the connection at once.
 
         Raises:
             TimeoutError: If it takes too long.
@@ -76,7 +94,7 @@ class Client:
             while True:
                 connection = await self._pool.take()
                 try:
-                    await connection.exchange(request, body, receiver)
+                    await connection.exchange(request, body, receiver, on_sent)
                 except StaleConnectionError:
                     # As every client does that keeps connections; the time it took counts.
                     continue

@@ -53,8 +53,20 @@ class Connection(asyncio.Protocol):
         is_open = self._transport is not None and not self._transport.is_closing()
         return is_open and self._http.our_state is h11.IDLE
 
-    async def exchange(self, request: h11.Request, body: bytes, receiver: Receiver) -> None:
+    async def exchange(
+        self,
+        request: h11.Request,
+        body: bytes,
+        receiver: Receiver,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
         """Send a request and wait for the end of its response.
+
+        Args:
+            request: Its head.
+            body: Its body, perhaps empty.
+            receiver: Takes the response.
+            on_sent: Called once the whole request was handed to the socket.
 
         Raises:
             StaleConnectionError: If it is to be sent again over another connection.
@@ -68,6 +80,8 @@ class Connection(asyncio.Protocol):
             parts.append(self._http.send(h11.Data(data=body)))
         parts.append(self._http.send(h11.EndOfMessage()))
         self._transport.write(b"".join(part for part in parts if part))
+        if on_sent is not None:
+            on_sent()
         try:
             await self._complete
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mesh.bench.serve.reading import AnswerReading
 from mesh.bench.serve.record import UNFINISHED, Failure, Record
@@ -13,8 +13,6 @@ from mesh.bench.serve.record import UNFINISHED, Failure, Record
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
-
-    from mesh.bench.serve.client import Client
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,13 @@ class Job:
     body: bytes
 
 
+class Asking(Protocol):
+    """Sends requests; `client.Client` does."""
+
+    async def ask(self, path: str, body: bytes, reading: AnswerReading) -> Failure | None:
+        """Send one and read its answer; returns why there is none, unless it is the server's doing."""
+
+
 class Load:
     """Sends jobs and notes what becomes of each, also of those under way when it is cancelled.
 
@@ -45,7 +50,7 @@ class Load:
 
     def __init__(
         self,
-        client: Client,
+        client: Asking,
         path: str,
         clock_s: Callable[[], float],
         on_end: Callable[[Record], None],

@@ -56,6 +56,9 @@ class AnswerReading:
         Args:
             failure: What ended it, if the response is not complete.
         """
+        if failure is not None and failure.is_hang_up:
+            # What the server had said before is not the client's doing.
+            failure = self._failure or (failure if self._status in {0, 200} else None)
         return Heard(
             parts_s=tuple(self._parts_s),
             last_s=self._last_s,

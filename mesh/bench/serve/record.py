@@ -8,6 +8,8 @@ from typing import Final
 # Kinds of failure that are counted apart from errors.
 REJECTED: Final = "http_429"
 UNFINISHED: Final = "unfinished"
+# The client closed the connection before the end of the answer, as it was told to.
+HUNG_UP: Final = "hung_up"
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,8 @@ class Failure:
 
     Attributes:
         kind: `http_STATUS`, `connection`, `timeout`, `stream_error` (the server said so in the middle of its
-            answer), `broken_off` (it stopped without a word), `not_a_stream`, `no_tokens`, or `unfinished`
-            (the run was ended first).
+            answer), `broken_off` (it stopped without a word), `not_a_stream`, `no_tokens`, `unfinished` (the
+            run was ended first), or `hung_up` (the client was told to leave early).
         message: What the server or the network said, one line.
         retry_after: The header of that name, as it came.
     """
@@ -25,6 +27,11 @@ class Failure:
     kind: str
     message: str
     retry_after: str | None = None
+
+    @property
+    def is_hang_up(self) -> bool:
+        """Whether it is the client's own doing: then nothing has failed."""
+        return self.kind == HUNG_UP
 
 
 @dataclass(frozen=True)

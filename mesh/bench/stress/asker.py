@@ -21,6 +21,8 @@ from mesh.bench.stress.checked_reading import CheckedReading
 from mesh.bench.stress.order import Order, Outcome
 from mesh.bench.stress.told import Told
 from mesh.bench.stress.turns import Turns
+from mesh.bench.stress.visiting import carry_out_visits
+from mesh.bench.stress.visits import VisitOrder
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -36,11 +38,13 @@ class Asker:
     Args:
         lab: Where.
         host: Its number; servers are asked over this host's loopback.
+        api_key: Goes with every request of an `Order`; None if the server wants none.
     """
 
-    def __init__(self, lab: Lab, host: int = 0) -> None:
+    def __init__(self, lab: Lab, host: int = 0, *, api_key: str | None = None) -> None:
         self._lab = lab
         self._host = host
+        self._api_key = api_key
         self._process: subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:
@@ -62,10 +66,21 @@ class Asker:
         Raises:
             MeshError: If the process ended.
         """
+        return self._have({"order": asdict(order), "api_key": self._api_key})
+
+    def visit(self, order: VisitOrder) -> Outcome:
+        """Have several clients ask, of whom some hang up.
+
+        Raises:
+            MeshError: If the process ended.
+        """
+        return self._have({"visit_order": asdict(order)})
+
+    def _have(self, wanted: dict[str, Any]) -> Outcome:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None  # noqa: S101 - both are pipes, see above
         assert stdout is not None  # noqa: S101
-        stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+        stdin.write(json.dumps(wanted).encode() + b"\n")
         stdin.flush()
         line = stdout.readline()
         if not line:
@@ -74,11 +89,11 @@ class Asker:
         return Outcome(tuple(map(Told.from_dict, fields["told"])), fields["duration_s"])
 
 
-async def carry_out(order: Order) -> Outcome:
+async def carry_out(order: Order, api_key: str | None = None) -> Outcome:
     """Send what is ordered from this process."""
     client = Client(
         parse_url(f"http://127.0.0.1:{order.port}"),
-        api_key=None,
+        api_key=api_key,
         timeout_s=order.timeout_s,
         clock_s=time.perf_counter,
     )
@@ -128,7 +143,11 @@ def _order(fields: dict[str, Any]) -> Order:
 
 def _serve_lines() -> None:
     for line in sys.stdin:
-        outcome = asyncio.run(carry_out(_order(json.loads(line))))
+        wanted = json.loads(line)
+        if "visit_order" in wanted:
+            outcome = asyncio.run(carry_out_visits(VisitOrder.from_dict(wanted["visit_order"])))
+        else:
+            outcome = asyncio.run(carry_out(_order(wanted["order"]), wanted["api_key"]))
         fields = {"told": [one.as_dict() for one in outcome.told], "duration_s": outcome.duration_s}
         sys.stdout.write(json.dumps(fields) + "\n")
         sys.stdout.flush()

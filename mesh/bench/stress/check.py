@@ -44,6 +44,8 @@ def answer_checks(steps: Sequence[Step], *, is_exact: bool) -> list[Check]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in judgement.by_kind.items())
         examples = "; ".join(f"{problem.request}: {problem.detail}" for problem in judgement.problems[:3])
         forks = f"{judgement.num_forks} of {judgement.num_compared} texts other than alone"
+        if judgement.num_hung_up:
+            forks += f", {judgement.num_hung_up} clients hung up"
         promise = "every answer sound and byte-equal to alone" if is_exact else "every answer sound"
         found.append(
             Check(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mesh.bench.chunk import read_chunk
 from mesh.bench.serve.event_stream import EventStream
 from mesh.bench.serve.reading import AnswerReading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mesh.bench.stress.moment import Moment
 
 _DONE: Final = b"[DONE]"
 
@@ -18,12 +23,16 @@ class CheckedReading(AnswerReading):
     Attributes:
         text: The answer so far.
         token_ids: Its tokens so far, if the server sends them.
+        moment: When its client hangs up; None waits for the end.
+        on_progress: Called after every piece of the body.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.text = ""
         self.token_ids: list[int] = []
+        self.moment: Moment | None = None
+        self.on_progress: Callable[[], None] = lambda: None
         self._stream = EventStream()
         self._faults: list[str] = []
         self._ids: set[str] = set()
@@ -36,6 +45,7 @@ class CheckedReading(AnswerReading):
         if self.has_begun:
             for event in self._stream.feed(data):
                 self._look_at(event)
+        self.on_progress()
 
     def faults(self) -> tuple[str, ...]:
         """What is wrong with a stream that is complete as far as HTTP goes."""

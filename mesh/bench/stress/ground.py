@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.bench.server_process import get_json
+from mesh.bench.server_process import get_json, get_text
 from mesh.bench.stress.order import Order, Outcome
 from spanmesh_proto.errors import MeshError
 
@@ -42,6 +42,7 @@ class Ground:
         mesh: Ours.
         peer: The other, stopped when nobody asks it; None without one.
         fields: Of every request to the mesh.
+        api_keys: That the mesh knows; none if it asks for none.
     """
 
     lab: Lab
@@ -49,6 +50,7 @@ class Ground:
     mesh: MeshSystem
     peer: RpcSystem | None
     fields: dict[str, Any]
+    api_keys: tuple[str, ...] = ()
 
     def ask_mesh(self, scripts: Sequence[Script], **order: Any) -> Outcome:
         """Have chats answered by the mesh; see `order` for the rest."""
@@ -71,8 +73,14 @@ class Ground:
 
     def status(self) -> dict[str, Any]:
         """What `/mesh/status` says."""
-        found: dict[str, Any] = get_json(self.lab, 0, self.mesh.port, "/mesh/status")
+        key = self.api_keys[0] if self.api_keys else None
+        found: dict[str, Any] = get_json(self.lab, 0, self.mesh.port, "/mesh/status", api_key=key)
         return found
+
+    def metrics(self) -> str:
+        """What `/metrics` says."""
+        key = self.api_keys[0] if self.api_keys else None
+        return get_text(self.lab, 0, self.mesh.port, "/metrics", api_key=key)
 
     def settled_status(self) -> dict[str, Any]:
         """What it says when nothing is under way any more, or after five seconds."""

@@ -56,12 +56,21 @@ class Judgement:
         num_forks: How many of those became another text at some token. The fast mode allows it, the exact
             mode does not.
         problems: In the order of the answers.
+        num_hung_up_early: How many broke off because their clients hung up before the first token.
+        num_hung_up_late: The same after it. What they got until then is compared.
     """
 
     num_answers: int
     num_compared: int
     num_forks: int
     problems: tuple[Problem, ...]
+    num_hung_up_early: int = 0
+    num_hung_up_late: int = 0
+
+    @property
+    def num_hung_up(self) -> int:
+        """Whose clients did not wait for the end."""
+        return self.num_hung_up_early + self.num_hung_up_late
 
     @property
     def fork_rate(self) -> float:
@@ -90,20 +99,39 @@ def judge_all(
         text_of: The text that an answer's tokens make; None if the server does not send them.
     """
     problems: list[Problem] = []
-    num_compared = num_forks = 0
+    num_compared = num_forks = num_early = num_late = 0
     for one in told:
         wanted = expected[one.record.prompt_id]
-        problems += _problems(one, wanted, text_of)
-        alone = wanted.alone
-        if alone is None or one.record.failure is not None or alone.record.failure is not None:
+        failure, alone = one.record.failure, wanted.alone
+        is_part = failure is not None and failure.is_hang_up
+        if is_part:
+            is_early = not one.token_ids and not one.text
+            num_early += is_early
+            num_late += not is_early
+            if is_early:
+                continue
+        else:
+            problems += _problems(one, wanted, text_of)
+        if alone is None or alone.record.failure is not None or (failure is not None and not is_part):
             continue
         num_compared += 1
-        if one.text != alone.text or one.record.finish != alone.record.finish:
+        is_as_alone = _begins(alone, one) if is_part else _equals(alone, one)
+        if not is_as_alone:
             num_forks += 1
             if is_exact:
                 place = f"differs from the answer given alone at character {_fork(one.text, alone.text)}"
                 problems.append(Problem("text", one.record.prompt_id, place))
-    return Judgement(len(told), num_compared, num_forks, tuple(problems))
+    return Judgement(len(told), num_compared, num_forks, tuple(problems), num_early, num_late)
+
+
+def _equals(alone: Told, one: Told) -> bool:
+    return one.text == alone.text and one.record.finish == alone.record.finish
+
+
+def _begins(alone: Told, part: Told) -> bool:
+    """Whether what came until the client hung up is how the answer given alone begins."""
+    has_tokens = alone.token_ids[: len(part.token_ids)] == part.token_ids
+    return alone.text.startswith(part.text) and (has_tokens or not alone.token_ids)
 
 
 def _problems(

@@ -46,6 +46,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         ("## Acceptance", markdown_table(("measure", "wanted", "measured", "", "runs"), _lines(report))),
         ("## Steps; times in ms", markdown_table(_STEP_HEADS, _steps(report))),
         ("", _saturation(report)),
+        ("## Clients", markdown_table(("", "count"), _clients(report))),
         ("## Stages, over the whole run; times in ms", markdown_table(*_stages(report))),
         ("## Memory, MiB", markdown_table(*_memory(report))),
         ("", _memory_words(report)),
@@ -63,6 +64,7 @@ def as_text(report: Report) -> str:
         ),
         "\n".join("  ".join(cell.rjust(12) for cell in row) for row in _table(_STEP_HEADS, _steps(report))),
         _saturation(report),
+        "\n".join(f"{name:>40}: {count}" for name, count in _clients(report)),
         "\n".join(f"{_holds(check):>14}  {check.name}: {check.detail}" for check in report.checks),
         "\n".join(f"not measured: {failure}" for failure in report.failures),
     ]
@@ -118,6 +120,10 @@ def _saturation(report: Report) -> str:
     if report.saturation is None:
         return f"Not saturated: the most requests at once still brought over {LEAST_GAIN:.0%} more tokens/s."
     return f"Saturated at {report.saturation} at once: no more of them bring {LEAST_GAIN:.0%} more tokens/s."
+
+
+def _clients(report: Report) -> list[tuple[str, str]]:
+    return [] if report.clients is None else report.clients.rows()
 
 
 def _stages(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -38,6 +38,9 @@ class StressOptions:
         num_threads: Of each stage.
         speculate: Who proposes, as in `mesh serve`.
         serve_options: Further options of `mesh serve`.
+        num_keys: API keys whose requests share their beginnings, in place of chats; 0 asks chats of a mesh
+            without keys.
+        hang_up_share: Of those requests, how many have a client that hangs up, 0 to 1.
         with_rpc: Whether llama.cpp RPC takes part.
         rounds: Of each paired measurement of the acceptance table.
         output: Folder for the report.
@@ -64,6 +67,8 @@ class StressOptions:
     num_threads: int
     speculate: str
     serve_options: tuple[str, ...]
+    num_keys: int
+    hang_up_share: float
     with_rpc: bool
     rounds: int
     output: Path

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.bench.stress.check import Check
+    from mesh.bench.stress.clients import ClientCounts
     from mesh.bench.stress.footprint import Footprint
     from mesh.bench.stress.growth import Growth
     from mesh.bench.stress.line import Line
@@ -56,6 +57,7 @@ class Report:
         memory: By host and role.
         samples: What the memory figures are made of.
         failures: What could not be measured, and why.
+        clients: What became of them, if some were to hang up.
     """
 
     circumstances: dict[str, Any]
@@ -69,6 +71,7 @@ class Report:
     memory: tuple[RoleMemory, ...]
     samples: tuple[MemorySample, ...]
     failures: tuple[str, ...]
+    clients: ClientCounts | None = None
 
     @property
     def is_good(self) -> bool:
@@ -104,6 +107,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "stages": list(report.stages),
         "memory": [asdict(each) for each in report.memory],
         "failures": list(report.failures),
+        "clients": None if report.clients is None else asdict(report.clients),
     }
 
 

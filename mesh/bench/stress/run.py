@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 import time
 from contextlib import ExitStack
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mesh.api.key_file import add_key
+from mesh.api.key_line import KeyRecord, digest_of
 from mesh.bench.contest import even_split
 from mesh.bench.llama_rpc import build_llama_rpc
 from mesh.bench.mesh_system import MeshSystem
@@ -25,6 +28,7 @@ from mesh.bench.stress.check import (
     growth_by_process,
     leak_check,
 )
+from mesh.bench.stress.clients import count_clients, prefix_mismatches
 from mesh.bench.stress.footprint import footprints
 from mesh.bench.stress.ground import Ground
 from mesh.bench.stress.judging import judge_all
@@ -34,6 +38,7 @@ from mesh.bench.stress.processes import ROLES
 from mesh.bench.stress.reference import answer_alone
 from mesh.bench.stress.report import Report, RoleMemory, write_report
 from mesh.bench.stress.step import saturation, step_of
+from mesh.bench.stress.visits import VisitOrder, bodies_of, draw_visits, scripts_with_shared_beginnings
 from mesh.lab import Lab, lab_supported
 from mesh.stage_sizes import StageSizes, Workload
 from mesh.tokenizer import Tokenizer
@@ -50,7 +55,9 @@ if TYPE_CHECKING:
     from mesh.bench.stress.options import LineName, StressOptions
     from mesh.bench.stress.processes import Role
     from mesh.bench.stress.reference import Reference
+    from mesh.bench.stress.script import Script
     from mesh.bench.stress.step import Step
+    from mesh.bench.stress.told import Told
     from stages.cutting import ModelFacts
 
 log = structlog.get_logger()
@@ -86,7 +93,8 @@ def run_stress(options: StressOptions) -> Report:
         logs = folder.resolve()
         shared = [logs, options.model.resolve().parent]
         lab = stack.enter_context(Lab(options.num_stages + 1, shared=shared))
-        asker = stack.enter_context(Asker(lab))
+        api_keys = tuple(secrets.token_hex(16) for _ in range(options.num_keys))
+        asker = stack.enter_context(Asker(lab, api_key=api_keys[0] if api_keys else None))
         peer = None
         if programs is not None:
             slots = max((_CROWD_AT_ONCE,) if options.preset == "acceptance" else options.concurrency)
@@ -102,13 +110,13 @@ def run_stress(options: StressOptions) -> Report:
             stack.callback(peer.stop)
             peer.start()
             peer.pause()
-        mesh = _mesh(options, facts, lab, logs)
+        mesh = _mesh(options, facts, lab, logs, api_keys)
         stack.callback(mesh.kill)
         mesh.start()
         lab.set_delay_ms(options.delay_ms)
         interval_s = _RARE_S if options.soak_minutes > _LONG_SOAK_MINUTES else _FREQUENT_S
         watch = stack.enter_context(MemoryWatch(lab, interval_s))
-        run = _Run(options, facts, Ground(lab, asker, mesh, peer, {}), watch)
+        run = _Run(options, facts, Ground(lab, asker, mesh, peer, {}, api_keys), watch)
         run.work()
         report = run.report()
         # Before anything else can go wrong, or somebody loses patience.
@@ -133,6 +141,7 @@ class _Run:
         self._failures: list[str] = []
         self._steady: list[list[MemorySample]] = []
         self._reference: Reference | None = None
+        self._visited: list[Told] = []
         self._num_mixed = 0
         self._soaked: Step | None = None
         self._started_s = time.monotonic()
@@ -161,6 +170,7 @@ class _Run:
         samples = tuple(self._watch.samples)
         found = []
         stages: tuple[dict[str, Any], ...] = ()
+        clients = None
         try:
             status = ground.settled_status()
         except MeshError as error:
@@ -174,6 +184,12 @@ class _Run:
             hosts = [int(stage["host"].removeprefix("host")) for stage in status["stages"]]
             found = footprints(status["stages"], hosts, sizes, samples)
             self._checks += [leak_check(status), *footprint_checks(found)]
+            if options.num_keys:
+                clients = count_clients(
+                    self._visited,
+                    [step.judgement for step in self._steps],
+                    prefix_mismatches(ground.metrics()),
+                )
             if self._num_mixed:
                 self._lines.append(acceptance.memory_line(found, self._num_mixed))
             if self._soaked is not None:
@@ -191,6 +207,7 @@ class _Run:
             memory=_memory(samples, self._steady),
             samples=samples,
             failures=tuple(self._failures),
+            clients=clients,
         )
 
     def _warm_up(self) -> None:
@@ -206,7 +223,10 @@ class _Run:
             num_requests = options.num_requests
             if num_requests is None and options.duration_s is None:
                 num_requests = _REQUESTS_PER_USER * concurrency
-            step = self._load(concurrency, num_requests, options.duration_s)
+            if options.num_keys:
+                step = self._visit(concurrency, num_requests or _REQUESTS_PER_USER * concurrency)
+            else:
+                step = self._load(concurrency, num_requests, options.duration_s)
             self._ramp.append((concurrency, step.tokens_per_s))
 
     def _accept(self) -> None:
@@ -301,15 +321,51 @@ class _Run:
         )
         return step
 
-    def _answer_alone(self) -> Reference:
+    def _visit(self, concurrency: int, num_requests: int) -> Step:
+        """Clients with keys ask, and some of them hang up."""
         options, ground = self._options, self._ground
-        scripts = mixed_scripts(
+        reference = self._reference or self._answer_alone()
+        # Steps of one run differ in their moments.
+        seed = options.seed + len(self._steps)
+        log.info("visiting", requests=num_requests, hang_ups=options.hang_up_share, seed=seed)
+        order = VisitOrder(
+            port=ground.mesh.port,
+            api_keys=ground.api_keys,
+            ids=tuple(script.id for script in reference.scripts),
+            bodies=tuple(map(bodies_of, reference.scripts)),
+            visits=draw_visits(num_requests, reference.scripts, options.hang_up_share, seed),
+            num_at_once=concurrency,
+        )
+        outcome = ground.asker.visit(order)
+        self._visited += outcome.told
+        judgement = judge_all(outcome.told, reference.expected, is_exact=options.exact, text_of=self._text_of)
+        step = step_of(concurrency, outcome, judgement)
+        self._steps.append(step)
+        log.info(
+            "step",
+            at_once=concurrency,
+            answers=len(outcome.told) - judgement.num_hung_up,
+            hung_up=judgement.num_hung_up,
+            forks=judgement.num_forks,
+            problems=judgement.by_kind,
+        )
+        return step
+
+    def _scripts(self) -> tuple[Script, ...]:
+        options = self._options
+        if options.num_keys:
+            return scripts_with_shared_beginnings(options.num_scripts, options.seed)
+        return mixed_scripts(
             options.num_scripts,
             QUICK if options.is_short else WIDE,
             ctx_size=min(options.ctx_size, _PEER_CTX_SIZE),
             seed=options.seed,
-            is_even=ground.peer is not None and options.preset == "ramp",
+            is_even=self._ground.peer is not None and options.preset == "ramp",
         )
+
+    def _answer_alone(self) -> Reference:
+        ground = self._ground
+        scripts = self._scripts()
         log.info("answering_alone", chats=len(scripts))
         self._reference = answer_alone(ground.asker, ground.mesh.port, scripts, ground.fields)
         alone = [one.alone for one in self._reference.expected.values() if one.alone is not None]
@@ -337,6 +393,8 @@ class _Run:
             "threads_per_stage": options.num_threads,
             "speculate": options.speculate,
             "serve_options": " ".join(options.serve_options) or "none",
+            "api_keys": options.num_keys,
+            "hang_ups": options.hang_up_share,
             "chats": options.num_scripts,
             "seed": options.seed,
             "cores": len(os.sched_getaffinity(0)),
@@ -345,10 +403,18 @@ class _Run:
         }
 
 
-def _mesh(options: StressOptions, facts: ModelFacts, lab: Lab, logs: Path) -> MeshSystem:
+def _mesh(
+    options: StressOptions, facts: ModelFacts, lab: Lab, logs: Path, api_keys: Sequence[str]
+) -> MeshSystem:
     serve = ["--speculate", options.speculate]
     serve += ["--parallel", str(options.num_slots), "--ctx-size", str(options.ctx_size)]
     serve += ["--kv-type", options.kv_type]
+    if api_keys:
+        key_file = logs / "api-keys"
+        key_file.unlink(missing_ok=True)
+        for number, key in enumerate(api_keys):
+            add_key(key_file, KeyRecord(f"bench-{number}", digest_of(key)))
+        serve += ["--api-key-file", str(key_file)]
     return MeshSystem(
         lab,
         options.model,

@@ -48,8 +48,10 @@ class Step:
 def step_of(
     concurrency: int, outcome: Outcome, judgement: Judgement, peer_tokens_per_s: float | None = None
 ) -> Step:
-    """Work a load out."""
-    records = [one.record for one in outcome.told]
+    """Work a load out; requests whose clients hung up are no part of its figures."""
+    records = [
+        one.record for one in outcome.told if one.record.failure is None or not one.record.failure.is_hang_up
+    ]
     figures = work_out(records, outcome.duration_s, percentiles=PERCENTILES, slos=())
     return Step(concurrency, figures, judgement, peer_tokens_per_s)
 
