@@ -1,8 +1,10 @@
 """Pure parts of `mesh bench chaos`: harms, how streams, repairs and meshes are judged, reports."""
 
+import asyncio
 import json
 import os
 import socket
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any, get_args
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from mesh.bench.chaos.account import account_of, events_of
 from mesh.bench.chaos.bounds import repair_lines, stream_lines
+from mesh.bench.chaos.clients import Clients
 from mesh.bench.chaos.harm import KINDS, MEANING, HarmKind, draw_harms, victim
 from mesh.bench.chaos.lines import as_markdown, as_text
 from mesh.bench.chaos.listener import listener
@@ -26,15 +29,19 @@ from mesh.bench.chaos.scenario import Scenario
 from mesh.bench.chaos.stream import Stream
 from mesh.bench.chaos.summary import by_kind
 from mesh.bench.chaos.tally import tally
-from mesh.bench.serve.record import Failure, Record
+from mesh.bench.serve.client import Client
+from mesh.bench.serve.endpoint import parse_url
+from mesh.bench.serve.record import HUNG_UP, Failure, Record
 from mesh.bench.stress.check import Check
 from mesh.bench.stress.judging import Expected
+from mesh.bench.stress.moment import NO_HANG_UPS, HangUps
 from mesh.bench.stress.script import Turn
 from mesh.bench.stress.told import Told
 from mesh.commands.bench_chaos import chaos
 from mesh.planner import HostCapacity, plan
 from mesh.stage_sizes import Workload
 from spanmesh_proto.errors import ModelDoesNotFit
+from tests.peer_server import ANSWER, Reply, peer_server
 from tests.test_planner import model as made_up_model
 
 
@@ -168,6 +175,62 @@ def test_streams_that_fail_or_differ_count_and_refusals_do_not() -> None:
     assert [problem.kind for problem in fast.problems] == ["failure"]
     assert [line.verdict for line in stream_lines(found, "now", is_exact=True)] == ["missed", "missed"]
     assert [line.verdict for line in stream_lines(fast, "now", is_exact=False)] == ["missed"]
+
+
+def test_a_client_that_hangs_up_is_no_failed_stream_but_what_it_got_must_be_right() -> None:
+    left = Failure(HUNG_UP, "left")
+    streams = [
+        stream(1.0, 2.0, 3.0),
+        stream(failure=left, text="", ids=()),
+        stream(1.0, failure=left, text="a", ids=(1,)),
+    ]
+    found = tally(streams, expected(), is_exact=True)
+    assert (found.num_streams, found.num_failed, found.num_unlike, found.problems) == (3, 0, 0, ())
+    assert (found.num_hung_up_early, found.num_hung_up_late) == (1, 1)
+    lines = stream_lines(found, "now", is_exact=True)
+    assert [line.verdict for line in lines] == ["met", "met"]
+    assert lines[0].note == "of 3; 2 clients hung up, 1 of them before the first token"
+    assert lines[1].note == "of 1 and 1 beginnings, text and token ids"
+    for unlike in (
+        stream(1.0, failure=left, text="b", ids=(1,)),
+        stream(1.0, failure=left, text="a", ids=(2,)),
+    ):
+        found = tally([*streams, unlike], expected(), is_exact=True)
+        assert (found.num_failed, found.num_unlike) == (0, 1)
+        assert [problem.kind for problem in found.problems] == ["text"]
+
+
+def test_a_pause_in_which_the_client_hung_up_is_not_measured() -> None:
+    one = stream(1.0, 2.0, ended_s=4.0, failure=Failure(HUNG_UP, "left"))
+    assert (pauses_s([one], 1.5, 5.0), silence_s([one], 1.5, 5.0)) == ((), 0.0)
+    assert pauses_s([one], 1.5, 3.0) == (1.0,)
+
+
+def test_clients_that_hang_up_ask_the_next_question_at_once() -> None:
+    body = json.dumps({"max_tokens": 2})
+
+    async def keep_asking(port: int, hang_ups: HangUps) -> list[Stream]:
+        ended: list[Stream] = []
+
+        def on_end(stream: Stream) -> None:
+            ended.append(stream)
+            if len(ended) == 12:
+                clients.let_end()
+
+        server = parse_url(f"http://127.0.0.1:{port}")
+        client = Client(server, api_key=None, timeout_s=30.0, clock_s=time.perf_counter)
+        clients = Clients(client, time.perf_counter, on_end)
+        await clients.keep_asking([("q", body)], 1, hang_ups)
+        client.close()
+        return ended
+
+    with peer_server(lambda _number: Reply(ANSWER)) as peer:
+        port = int(peer.url.rpartition(":")[2])
+        all_wait = asyncio.run(keep_asking(port, NO_HANG_UPS))
+        some_leave = asyncio.run(keep_asking(port, HangUps(0.9, 3)))
+    assert [stream.told.record.failure for stream in all_wait] == [None] * 12
+    kinds = {stream.told.record.failure and stream.told.record.failure.kind for stream in some_leave}
+    assert kinds == {None, HUNG_UP}
 
 
 def test_a_newcomer_gets_an_answer_or_a_503_that_says_when_to_come_again() -> None:

@@ -1,9 +1,13 @@
 """What `mesh bench stress` sends, reads and makes of it."""
 
 import asyncio
+import contextlib
+import itertools
 import json
-from dataclasses import replace
+from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -12,21 +16,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.bench.serve.load import Job
-from mesh.bench.serve.record import Failure, Record
+from mesh.bench.serve.record import HUNG_UP, Failure, Record
 from mesh.bench.stress.acceptance import itls_during
 from mesh.bench.stress.asker import carry_out
 from mesh.bench.stress.checked_reading import CheckedReading
+from mesh.bench.stress.clients import ClientCounts, count_clients, prefix_mismatches
 from mesh.bench.stress.compute_limit import compute_limit
 from mesh.bench.stress.growth import growth_of
 from mesh.bench.stress.judging import Expected, judge_all
 from mesh.bench.stress.line import Line
 from mesh.bench.stress.mix import QUICK, WIDE, mixed_scripts
-from mesh.bench.stress.order import Order
+from mesh.bench.stress.moment import Moment, draw_moment
+from mesh.bench.stress.order import Order, Outcome
 from mesh.bench.stress.processes import role_of
 from mesh.bench.stress.script import Script, Turn
 from mesh.bench.stress.step import saturation
 from mesh.bench.stress.told import Told
 from mesh.bench.stress.turns import Turns
+from mesh.bench.stress.visiting import carry_out_visits
+from mesh.bench.stress.visits import (
+    Visit,
+    VisitOrder,
+    draw_visits,
+    num_slots_for,
+    scripts_with_shared_beginnings,
+)
 from tests.peer_server import ANSWER, DONE, END, USAGE, WORD, Reply, peer_server
 
 MIB = 2**20
@@ -196,6 +210,190 @@ def test_a_load_by_time_sends_nothing_after_it() -> None:
         outcome = asyncio.run(carry_out(order))
     assert len(outcome.told) == len(peer.bodies) > 2
     assert max(one.record.sent_s for one in outcome.told) < 0.5 <= outcome.duration_s + 0.3
+
+
+def hung_up(text: str, token_ids: tuple[int, ...]) -> Told:
+    return told(failure=Failure(HUNG_UP, "left"), finish=None, text=text, token_ids=token_ids)
+
+
+def test_what_a_client_got_before_it_hung_up_must_be_how_the_answer_begins() -> None:
+    expected = {"q": Expected(Turn("?", 2), told())}
+    answers = [told(), hung_up("", ()), hung_up(" a", (1,)), hung_up(" a b", (1, 2))]
+    judged = judge_all(answers, expected, is_exact=True, text_of=text_of)
+    assert (judged.problems, judged.num_forks, judged.num_compared) == ((), 0, 3)
+    assert (judged.num_hung_up_early, judged.num_hung_up_late) == (1, 2)
+    for other in (hung_up(" c", (3,)), hung_up(" a", (3,)), hung_up(" a b c", (1, 2, 3))):
+        unlike = judge_all([other], expected, is_exact=True, text_of=text_of)
+        assert (unlike.by_kind, unlike.num_forks) == ({"text": 1}, 1)
+        assert judge_all([other], expected, is_exact=False, text_of=text_of).problems == ()
+
+
+@given(st.integers(0, 2**31), st.sampled_from([0.0, 0.33, 1.0]))
+def test_visits_are_the_same_for_a_seed_and_a_share_of_them_hangs_up(seed: int, share: float) -> None:
+    scripts = scripts_with_shared_beginnings(7, seed)
+    visits = draw_visits(200, scripts, share, seed)
+    assert (scripts, visits) == (
+        scripts_with_shared_beginnings(7, seed),
+        draw_visits(200, scripts, share, seed),
+    )
+    times = Counter(visit.request for visit in visits)
+    assert max(times.values()) - min(times.values()) <= 1
+    moments = [visit.moment for visit in visits if visit.moment is not None]
+    assert share * 200 * 0.5 <= len(moments) <= share * 200 * 1.5
+    for visit in visits:
+        if visit.moment is not None:
+            assert 0 <= visit.moment.after_s <= 4
+            # Only a stream shows how far its answer has come.
+            most = scripts[visit.request].turns[0].max_tokens if visit.is_streamed else 0
+            assert visit.moment.num_tokens <= most
+
+
+def test_moments_cover_the_whole_of_an_answer() -> None:
+    random = Random(1)
+    moments = [draw_moment(random, 1.0, 20) for _ in range(400)]
+    assert None not in moments
+    drawn = [moment for moment in moments if moment is not None]
+    assert sum(moment == Moment(0, 0.0) for moment in drawn) > 40
+    waits_s = [moment.after_s for moment in drawn if not moment.num_tokens and moment.after_s]
+    assert min(waits_s) < 0.002 < 0.2 < max(waits_s)
+    assert {moment.num_tokens for moment in drawn} == set(range(21))
+    assert sum(moment.num_tokens == 20 for moment in drawn) > 40
+
+
+def test_requests_share_beginnings_of_every_length() -> None:
+    texts = [script.turns[0].text.split() for script in scripts_with_shared_beginnings(48, seed=1)]
+    shared = {
+        sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+        for one, other in itertools.combinations(texts, 2)
+    }
+    assert {0, 8, 32, 92, 202, 50, 140} <= shared
+    # Several chunks of the exact mode.
+    assert max(map(len, texts)) > 3 * 63
+
+
+@pytest.mark.parametrize(("num_at_once", "num_keys"), [(8, 4), (8, 1), (3, 8), (1, 1)])
+def test_a_key_never_needs_every_slot(num_at_once: int, num_keys: int) -> None:
+    num_slots = num_slots_for(num_at_once, num_keys)
+    assert num_slots > num_at_once
+    assert 2 * -(-num_at_once // num_keys) < num_slots
+
+
+WHOLE = json.dumps(
+    {
+        "choices": [{"message": {"content": " word word"}, "token_ids": [5, 6], "finish_reason": "length"}],
+        "usage": {
+            "prompt_tokens": 7,
+            "completion_tokens": 2,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
+    }
+)
+
+
+def visit_order(port: int, *visits: Visit, api_keys: tuple[str, ...] = ("one",)) -> VisitOrder:
+    bodies = (('{"stream": true}', '{"stream": false}'),)
+    return VisitOrder(port, api_keys, ("a",), bodies, visits, num_at_once=len(api_keys))
+
+
+def test_clients_with_keys_ask_a_real_server_for_streams_and_whole_answers() -> None:
+    def reply(number: int) -> Reply:
+        return Reply(ANSWER if peer.bodies[number]["stream"] else WHOLE)
+
+    with peer_server(reply) as peer:
+        port = int(peer.url.rpartition(":")[2])
+        visits = [Visit(0, is_streamed=number % 2 == 0, moment=None) for number in range(6)]
+        order = visit_order(port, *visits, api_keys=("one", "two"))
+        assert VisitOrder.from_dict(json.loads(json.dumps(asdict(order)))) == order
+        outcome = asyncio.run(carry_out_visits(order))
+    assert [one.text for one in outcome.told] == [" word word"] * 6
+    assert [one.token_ids for one in outcome.told] == [(), (5, 6)] * 3
+    assert [one.record.num_cached_tokens for one in outcome.told] == [None, 3] * 3
+    assert [one.record.failure for one in outcome.told] == [None] * 6
+    assert [one.faults for one in outcome.told] == [()] * 6
+    assert {headers["authorization"] for headers in peer.headers} == {"Bearer one", "Bearer two"}
+
+
+def test_a_client_hangs_up_before_the_first_token_and_in_the_answer_and_the_next_one_asks() -> None:
+    """Each answer of this server stays open until its client has gone."""
+    gone: list[int] = []
+    numbers = itertools.count()
+    are_gone = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        await reader.readexactly(length)
+        if number := next(numbers):
+            chunk = b'data: {"choices": [{"delta": {"content": "x"}, "token_ids": [9]}]}\n\n' * number
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + chunk)
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        gone.append(number)
+        writer.close()
+        if len(gone) == 3:
+            are_gone.set()
+
+    async def ask() -> Outcome:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        visits = (
+            Visit(0, is_streamed=False, moment=Moment(0, 0.0)),
+            Visit(0, is_streamed=True, moment=Moment(1, 0.0)),
+            Visit(0, is_streamed=True, moment=Moment(2, 0.01)),
+        )
+        async with asyncio.timeout(30), server:
+            outcome = await carry_out_visits(visit_order(server.sockets[0].getsockname()[1], *visits))
+            await are_gone.wait()
+        return outcome
+
+    outcome = asyncio.run(ask())
+    assert [one.record.failure and one.record.failure.kind for one in outcome.told] == [HUNG_UP] * 3
+    assert [one.text for one in outcome.told] == ["", "x", "xx"]
+    assert sorted(gone) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [(Reply('{"error": {"message": "no"}}', 429), "http_429"), (Reply("{"), "not_an_answer")],
+)
+def test_what_the_server_does_is_told_though_its_client_was_to_hang_up(reply: Reply, kind: str) -> None:
+    with peer_server(lambda _number: reply) as peer:
+        port = int(peer.url.rpartition(":")[2])
+        visit = Visit(0, is_streamed=False, moment=Moment(0, 60.0))
+        (one,) = asyncio.run(carry_out_visits(visit_order(port, visit))).told
+    assert one.record.failure is not None
+    assert one.record.failure.kind == kind
+
+
+def test_an_error_in_a_stream_is_not_hidden_by_a_hang_up() -> None:
+    reading = read('data: {"error": {"message": "a stage went away"}}\n\n')
+    failure = reading.heard(Failure(HUNG_UP, "left")).failure
+    assert failure is not None
+    assert failure.kind == "stream_error"
+    assert read(WORD).heard(Failure(HUNG_UP, "left")).failure == Failure(HUNG_UP, "left")
+
+
+def test_clients_are_counted() -> None:
+    answers = [
+        told(num_cached_tokens=5),
+        hung_up("", ()),
+        hung_up(" c", (3,)),
+        told(failure=Failure("x", "y")),
+    ]
+    judged = judge_all(answers, {"q": Expected(Turn("?", 2), told())}, is_exact=True, text_of=None)
+    counts = count_clients(answers, [judged], 2)
+    assert counts == ClientCounts(4, 1, 1, 1, 1, 1, 7, 5, 2)
+    assert dict(counts.rows())["cached tokens"] == "5 of 7 in finished prompts"
+
+
+def test_a_counter_that_the_mesh_does_not_have_is_not_taken_for_nought() -> None:
+    lines = (
+        "# TYPE mesh_prefix_mismatches_total counter",
+        'mesh_prefix_mismatches_total{model_name="a"} 2.0',
+        'mesh_prefix_mismatches_total{model_name="b"} 1.0',
+        'mesh_prefix_mismatches_total_other{model_name="b"} 9.0',
+    )
+    assert prefix_mismatches("\n".join(lines)) == 3
+    assert prefix_mismatches(lines[-1]) is None
 
 
 @given(

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.bench.serve.record import Failure, Record
+from mesh.bench.serve.record import HUNG_UP, Failure, Record
 from mesh.bench.stress.check import Check, answer_checks, flatness_check, leak_check
+from mesh.bench.stress.clients import ClientCounts
 from mesh.bench.stress.footprint import footprints
 from mesh.bench.stress.growth import growth_of
 from mesh.bench.stress.judging import Expected, Judgement, Problem, judge_all
@@ -128,6 +129,22 @@ def test_a_report_tells_every_part_on_a_page_and_to_programs(report: Report, tmp
     assert "cannot be said  flat: short" in as_text(report)
 
 
+def test_a_report_counts_clients_that_hang_up(report: Report, tmp_path: Path) -> None:
+    counts = ClientCounts(800, 530, 0, 200, 70, 1, 60000, 20000, None)
+    found = replace(report, clients=counts)
+    write_report(found, tmp_path)
+    assert "| hung up in the answer | 70 |" in (tmp_path / "report.md").read_text()
+    assert "texts unlike the one given alone: 1\n" in as_text(found)
+    assert json.loads(as_json(found))["clients"]["num_finished"] == 530
+    assert json.loads(as_json(report))["clients"] is None
+
+
+def test_requests_that_hang_up_are_no_part_of_a_step_s_figures() -> None:
+    left = answer(1, failure=Failure(HUNG_UP, "left"))
+    found = step_of(2, Outcome((answer(0), left), 2.0), Judgement(2, 1, 0, (), num_hung_up_early=1))
+    assert (found.figures.completed, found.figures.failed) == (1, 0)
+
+
 def test_a_missed_line_is_a_figure_but_a_failed_check_is_a_failure(report: Report) -> None:
     assert report.is_good
     assert not replace(report, checks=(Check("sound", holds=False, detail=""),)).is_good
@@ -152,6 +169,8 @@ def test_every_step_is_checked_by_itself() -> None:
     assert fast.holds
     assert "1 of 4 texts other than alone" in fast.detail
     assert forked.judgement.fork_rate == 0.25
+    left = replace(step(4, 1), judgement=Judgement(4, 4, 0, (), num_hung_up_early=1, num_hung_up_late=1))
+    assert answer_checks([left], is_exact=True)[0].detail.endswith("2 clients hung up")
     assert Judgement(1, 0, 0, (Problem("text", "q", ""),)).by_kind == {"text": 1}
 
 

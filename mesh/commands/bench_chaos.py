@@ -54,7 +54,11 @@ _QUICK_QUESTIONS = 6
     help="Among first, middle, tail (kill -9 of that stage), raylet, cut-off, stop, leave; all unless given.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of harms, questions, sampling."
+    "--seed",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Of harms, questions, sampling, hang-ups.",
 )
 @click.option(
     "--stages", "num_stages", type=click.IntRange(2), default=3, show_default=True, help="Hosts with layers."
@@ -69,6 +73,14 @@ _QUICK_QUESTIONS = 6
     default=8,
     show_default=True,
     help="Requests under way at any time.",
+)
+@click.option(
+    "--hang-ups",
+    "hang_up_share",
+    type=click.FloatRange(0.0, 1.0),
+    default=0.0,
+    metavar="SHARE",
+    help="Of streams, how many have a client that hangs up at some moment of harms and leave, and asks anew.",
 )
 @click.option(
     "--delay-ms",
@@ -127,6 +139,7 @@ def chaos(
     num_stages: int,
     num_spares: int,
     num_streams: int,
+    hang_up_share: float,
     delay_ms: float,
     fast: bool,
     ctx_size: int,
@@ -142,9 +155,10 @@ def chaos(
 
     Every question is answered undisturbed first. Then streams run, always as many, and again and again
     something is killed, stopped, cut off or told to leave, each time once all hosts are back. Every stream
-    must end with the very text and token ids of the undisturbed run. Needs root. Writes report.md and
-    report.json, and keeps the logs of the first failure. Exits with 1 if a stream failed or differs, the mesh
-    did not come back, or something was left; pauses that are too long are figures.
+    must end with the very text and token ids of the undisturbed run, and what came before its client hung up
+    must be how they begin. Needs root. Writes report.md and report.json, and keeps the logs of the first
+    failure. Exits with 1 if a stream failed or differs, the mesh did not come back, or something was left;
+    pauses that are too long are figures.
     """
     from mesh.bench.chaos.lines import as_text  # noqa: PLC0415 - keeps --help quick
     from mesh.bench.chaos.options import ChaosOptions  # noqa: PLC0415
@@ -164,6 +178,7 @@ def chaos(
             num_spares=num_spares,
             delay_ms=delay_ms,
             num_streams=num_streams,
+            hang_up_share=hang_up_share,
             num_harms=num_harms,
             kinds=kinds or (_LOSSES if is_acceptance else _KINDS),
             is_short=quick,

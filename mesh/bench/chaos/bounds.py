@@ -23,22 +23,27 @@ SERVING_S: Final = 10.0
 def stream_lines(found: Tally, when: str, *, is_exact: bool) -> list[Line]:
     """Nobody's answer breaks off, nobody's text changes."""
     refused = f"; {found.num_refused} requests were told to come again" if found.num_refused else ""
+    early, late = found.num_hung_up_early, found.num_hung_up_late
+    hung_up = (
+        f"; {early + late} clients hung up, {early} of them before the first token" if early + late else ""
+    )
     failed = Line(
         f"{when}: failed streams",
         found.num_failed,
         0,
         is_ceiling=True,
-        note=f"of {found.num_streams}{refused}",
+        note=f"of {found.num_streams}{hung_up}{refused}",
     )
     if not is_exact:
         return [failed]
-    num_compared = found.num_streams - found.num_failed
+    num_whole = found.num_streams - found.num_failed - early - late
+    parts = f" and {late} beginnings" if late else ""
     unlike = Line(
         f"{when}: texts unlike the undisturbed run",
         found.num_unlike,
         0,
         is_ceiling=True,
-        note=f"of {num_compared}, text and token ids",
+        note=f"of {num_whole}{parts}, text and token ids",
     )
     return [failed, unlike]
 

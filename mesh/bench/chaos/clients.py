@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.bench.chaos.look import Running
@@ -12,12 +13,15 @@ from mesh.bench.chaos.stream import Stream
 from mesh.bench.chaos.watched_reading import WatchedReading
 from mesh.bench.serve.record import UNFINISHED, Failure, Record
 from mesh.bench.stream_client import CHAT_PATH
+from mesh.bench.stress.hanging_up import ask_until
+from mesh.bench.stress.moment import NO_HANG_UPS, draw_moment
 from mesh.bench.stress.told import Told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from mesh.bench.serve.client import Client
+    from mesh.bench.stress.moment import HangUps, Moment
 
 # Who is told to come again comes again, but nobody waits for long in a bench.
 _MOST_PATIENCE_S: Final = 3.0
@@ -52,24 +56,33 @@ class Clients:
         """
         await self._work_off(iter(questions), num_at_once)
 
-    async def keep_asking(self, questions: Sequence[tuple[str, str]], num_at_once: int) -> None:
-        """Ask all over again, so many at once, until `let_end`."""
+    async def keep_asking(
+        self, questions: Sequence[tuple[str, str]], num_at_once: int, hang_ups: HangUps
+    ) -> None:
+        """Ask all over again, so many at once, until `let_end`.
+
+        Args:
+            questions: Name and body of each.
+            num_at_once: At least 1.
+            hang_ups: Which of the clients hang up, and when; they ask the next question at once.
+        """
         self._is_closing = False
-        await self._work_off(self._until_closing(questions), num_at_once)
+        await self._work_off(self._until_closing(questions), num_at_once, hang_ups)
 
     def let_end(self) -> None:
         """Ask no more; what is under way goes on to its end."""
         self._is_closing = True
 
-    async def ask(self, name: str, body: str) -> Stream:
-        """Ask once."""
+    async def ask(self, name: str, body: str, moment: Moment | None = None) -> Stream:
+        """Ask once, and hang up at the moment; None waits for the end."""
         reading = WatchedReading()
+        reading.moment = moment
         number = next(self._numbers)
         sent_s = self._clock_s()
         self._under_way[number] = sent_s, reading
         failure: Failure | None = Failure(UNFINISHED, "the run was ended first")
         try:
-            failure = await self._client.ask(CHAT_PATH, body.encode(), reading)
+            failure = await ask_until(self._client, CHAT_PATH, body.encode(), reading)
         finally:
             del self._under_way[number]
             stream = self._stream(number, name, sent_s, reading, failure)
@@ -93,13 +106,19 @@ class Clients:
             return None
         return found if answer.status == 200 else None
 
-    async def _work_off(self, questions: Iterator[tuple[str, str]], num_at_once: int) -> None:
+    async def _work_off(
+        self, questions: Iterator[tuple[str, str]], num_at_once: int, hang_ups: HangUps = NO_HANG_UPS
+    ) -> None:
+        random = Random(hang_ups.seed)  # noqa: S311 - a load, not a secret
+
         async def user() -> None:
             for name, body in questions:
-                stream = await self.ask(name, body)
+                moment = draw_moment(random, hang_ups.share, json.loads(body)["max_tokens"])
+                stream = await self.ask(name, body, moment)
                 self._on_end(stream)
-                if stream.told.record.failure is not None:
-                    await asyncio.sleep(_patience_s(stream.told.record.failure))
+                failure = stream.told.record.failure
+                if failure is not None and not failure.is_hang_up:
+                    await asyncio.sleep(_patience_s(failure))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(num_at_once):

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from mesh.bench.chaos.look import Look, Running
 from mesh.bench.chaos.stream import Stream
+from mesh.bench.stress.moment import NO_HANG_UPS
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from mesh.bench.chaos.question import Question
+    from mesh.bench.stress.moment import HangUps
     from mesh.lab import Lab
 
 _LOOK_TIMEOUT_S: Final = 15.0
@@ -79,9 +82,11 @@ class Crowd:
         self._wait_through(timeout_s)
         return self.streams[already:]
 
-    def keep_asking(self, questions: Sequence[Question], num_at_once: int) -> None:
-        """Ask all over again from now on, so many at once."""
-        self._begin("keep_asking", questions, num_at_once)
+    def keep_asking(
+        self, questions: Sequence[Question], num_at_once: int, hang_ups: HangUps = NO_HANG_UPS
+    ) -> None:
+        """Ask all over again from now on, so many at once; some clients may hang up."""
+        self._begin("keep_asking", questions, num_at_once, hang_ups=asdict(hang_ups))
 
     def let_end(self, *, timeout_s: float) -> None:
         """Ask no more, and wait for what is under way.
@@ -123,10 +128,10 @@ class Crowd:
         except Empty:
             raise MeshError(f"the clients' process does not answer within {_LOOK_TIMEOUT_S:g} s") from None
 
-    def _begin(self, do: str, questions: Sequence[Question], num_at_once: int) -> None:
+    def _begin(self, do: str, questions: Sequence[Question], num_at_once: int, **more: Any) -> None:
         self._is_through.clear()
         bodies = [[question.id, question.body] for question in questions]
-        self._tell({"do": do, "questions": bodies, "num_at_once": num_at_once})
+        self._tell({"do": do, "questions": bodies, "num_at_once": num_at_once, **more})
 
     def _wait_through(self, timeout_s: float) -> None:
         if not self._is_through.wait(timeout_s):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.bench.chaos.clients import Clients
 from mesh.bench.serve.client import Client
 from mesh.bench.serve.endpoint import parse_url
+from mesh.bench.stress.moment import HangUps
 
 if TYPE_CHECKING:
     from mesh.bench.chaos.stream import Stream
@@ -65,7 +66,8 @@ class _Process:
                 await clients.ask_all(order["questions"], order["num_at_once"])
                 _say("asked")
             case "keep_asking":
-                await clients.keep_asking(order["questions"], order["num_at_once"])
+                hang_ups = HangUps(**order["hang_ups"])
+                await clients.keep_asking(order["questions"], order["num_at_once"], hang_ups)
                 _say("asked")
             case "probe":
                 stream = await self._clients.ask(*order["question"])

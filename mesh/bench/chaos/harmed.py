@@ -12,6 +12,7 @@ from mesh.bench.chaos.account import account_of, events_of
 from mesh.bench.chaos.ground import ANSWERS_TIMEOUT_S, Healing
 from mesh.bench.chaos.question import short_question
 from mesh.bench.chaos.repair import Repair, newcomer_of, pauses_s, silence_s
+from mesh.bench.stress.moment import HangUps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +72,9 @@ class Harmed:
     def begin(self) -> None:
         """Have all streams run; raises MeshError if they do not."""
         ground = self._ground
-        ground.crowd.keep_asking(ground.questions, ground.options.num_streams)
+        options = ground.options
+        hang_ups = HangUps(options.hang_up_share, options.seed)
+        ground.crowd.keep_asking(ground.questions, options.num_streams, hang_ups)
         ground.wait_whole(time.perf_counter())
 
     def end(self) -> None:

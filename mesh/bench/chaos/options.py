@@ -29,7 +29,8 @@ class ChaosOptions:
         kinds: Among which they are drawn.
         is_short: Whether they follow and pass quickly.
         awaits_copies: Whether a mesh is whole only when its spare hosts have every stage loaded ahead.
-        seed: Of harms, questions and sampling.
+        hang_up_share: Of streams, how many have a client that hangs up while the mesh is harmed, 0 to 1.
+        seed: Of harms, questions, sampling and hang-ups.
         exact: Numeric mode; then every text must be that of the undisturbed run.
         num_questions: Different ones.
         answer_tokens: Lengths of answers, of which each question gets one.
@@ -52,6 +53,7 @@ class ChaosOptions:
     kinds: tuple[HarmKind, ...]
     is_short: bool
     awaits_copies: bool
+    hang_up_share: float
     seed: int
     exact: bool
     num_questions: int

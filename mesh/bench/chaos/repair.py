@@ -85,14 +85,21 @@ class Repair:
 
 
 def pauses_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> tuple[float, ...]:
-    """Of every stream that ran when that time began, its longest pause within it, the longest last."""
-    return tuple(sorted(each.pause_s(start_s, stop_s) for each in _running(streams, start_s)))
+    """Of every stream that ran when that time began, its longest pause within it, the longest last.
+
+    Streams whose clients hung up within it are left out: nobody knows how long they would have waited.
+    """
+    return tuple(sorted(each.pause_s(start_s, stop_s) for each in _running(streams, start_s, stop_s)))
 
 
 def silence_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> float:
     """The longest silence of any of them in that time; 0 without any."""
-    return max((each.silence_s(start_s, stop_s) for each in _running(streams, start_s)), default=0.0)
+    return max((each.silence_s(start_s, stop_s) for each in _running(streams, start_s, stop_s)), default=0.0)
 
 
-def _running(streams: Iterable[Stream], at_s: float) -> Iterator[Stream]:
-    return (each for each in streams if each.told.record.sent_s < at_s < each.told.record.ended_s)
+def _running(streams: Iterable[Stream], start_s: float, stop_s: float) -> Iterator[Stream]:
+    for each in streams:
+        record = each.told.record
+        has_hung_up = record.failure is not None and record.failure.is_hang_up
+        if record.sent_s < start_s < record.ended_s and not (has_hung_up and record.ended_s < stop_s):
+            yield each

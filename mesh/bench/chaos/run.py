@@ -124,6 +124,7 @@ class _Run:
             "spare_hosts": options.num_spares,
             "one_way_delay_ms": options.delay_ms,
             "streams": options.num_streams,
+            "hang_ups": options.hang_up_share,
             "questions": options.num_questions,
             "answer_tokens": " ".join(map(str, options.answer_tokens)),
             "numeric_mode": "exact" if options.exact else "fast",

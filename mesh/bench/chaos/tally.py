@@ -20,8 +20,11 @@ class Tally:
 
     Attributes:
         num_streams: That began; those that were refused with 503 did not.
-        num_failed: How many of them have not all of their answer.
-        num_unlike: How many of the others are not what the undisturbed run said, in text or token ids.
+        num_failed: How many of them have not all of their answer, though their clients waited.
+        num_hung_up_early: How many had clients that hung up before the first token.
+        num_hung_up_late: The same after it.
+        num_unlike: How many of those that did not fail are not what the undisturbed run said, in text or
+            token ids, as far as they came.
         num_refused: Requests turned away with 503 before their answer began.
         problems: Everything that must not be: of failed streams, unsound ones, and unlike ones where equal
             texts are promised.
@@ -29,6 +32,8 @@ class Tally:
 
     num_streams: int
     num_failed: int
+    num_hung_up_early: int
+    num_hung_up_late: int
     num_unlike: int
     num_refused: int
     problems: tuple[Problem, ...]
@@ -57,7 +62,9 @@ def tally(streams: Iterable[Stream], expected: Mapping[str, Expected], *, is_exa
                 problems.append(Problem("text", one.record.prompt_id, "the same text of other token ids"))
     return Tally(
         num_streams=len(told),
-        num_failed=sum(one.record.failure is not None for one in told),
+        num_failed=sum(one.record.failure is not None for one in told) - judgement.num_hung_up,
+        num_hung_up_early=judgement.num_hung_up_early,
+        num_hung_up_late=judgement.num_hung_up_late,
         num_unlike=num_unlike,
         num_refused=len(everybody) - len(told),
         problems=tuple(problems),

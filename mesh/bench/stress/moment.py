@@ -35,6 +35,22 @@ class Moment:
     after_s: float
 
 
+@dataclass(frozen=True)
+class HangUps:
+    """Clients that do not wait for the end.
+
+    Attributes:
+        share: Of requests, 0 to 1.
+        seed: Of what is drawn.
+    """
+
+    share: float
+    seed: int
+
+
+NO_HANG_UPS: Final = HangUps(0.0, 0)
+
+
 def draw_moment(random: Random, share: float, max_tokens: int, *, is_streamed: bool = True) -> Moment | None:
     """A moment for one request, or None if its client waits for the end.
 
