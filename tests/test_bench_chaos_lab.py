@@ -18,7 +18,7 @@ def _lab() -> None:
 
 def test_no_stream_fails_or_differs_whatever_is_lost(smollm2_path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "report"
-    harms = ["--harms", "3", "--kinds", "tail,cut-off,stop", "--seed", "5"]
+    harms = ["--harms", "3", "--kinds", "tail,cut-off,stop", "--seed", "5", "--hang-ups", "0.3"]
     size = ["--quick", "--stages", "2", "--streams", "3", "--delay-ms", "2", "--logs", str(tmp_path / "logs")]
     run(["bench", "chaos", str(smollm2_path), *harms, *size, "--output", str(folder)])
     found = json.loads((folder / "report.json").read_text())
@@ -35,6 +35,7 @@ def test_no_stream_fails_or_differs_whatever_is_lost(smollm2_path: Path, tmp_pat
         assert repair["newcomer"]["outcome"] in {"answer", "503"}
     lines = {line["title"]: line for line in found["lines"]}
     assert lines["3 harms: failed streams"]["measured"] == 0
+    assert "clients hung up" in lines["3 harms: failed streams"]["note"]
     assert lines["3 harms: texts unlike the undisturbed run"]["measured"] == 0
     assert lines["harms: new requests with neither"]["measured"] == 0
     checks = {check["name"]: check["holds"] for check in found["checks"]}
