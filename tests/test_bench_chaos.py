@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.bench.chaos import clients as clients_module
 from mesh.bench.chaos.account import account_of, events_of
 from mesh.bench.chaos.bounds import repair_lines, stream_lines
 from mesh.bench.chaos.clients import Clients
@@ -206,7 +207,10 @@ def test_a_pause_in_which_the_client_hung_up_is_not_measured() -> None:
     assert pauses_s([one], 1.5, 3.0) == (1.0,)
 
 
-def test_clients_that_hang_up_ask_the_next_question_at_once() -> None:
+def test_clients_that_hang_up_ask_the_next_question_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whose request failed would wait for longer than this test.
+    monkeypatch.setattr(clients_module, "_LEAST_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(clients_module, "_MOST_PATIENCE_S", 3600.0)
     body = json.dumps({"max_tokens": 2})
 
     async def keep_asking(port: int, hang_ups: HangUps) -> list[Stream]:
@@ -220,7 +224,8 @@ def test_clients_that_hang_up_ask_the_next_question_at_once() -> None:
         server = parse_url(f"http://127.0.0.1:{port}")
         client = Client(server, api_key=None, timeout_s=30.0, clock_s=time.perf_counter)
         clients = Clients(client, time.perf_counter, on_end)
-        await clients.keep_asking([("q", body)], 1, hang_ups)
+        async with asyncio.timeout(30):
+            await clients.keep_asking([("q", body)], 1, hang_ups)
         client.close()
         return ended
 
