@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from mesh.api.links import MAX_PROBES
 from mesh.cluster import link_probe
 from mesh.cluster.addresses import free_port
 from mesh.cluster.authority import Authority
 from mesh.cluster.certificate import make_certificate
 from mesh.cluster.echo import MAX_ANSWER_BYTES, EchoServer, echo_key
 from mesh.cluster.link_probe import measure_link
-from mesh.cluster.link_reports import most_targets
 from mesh.cluster.link_survey import LinkSurvey
 from mesh.cluster.links import Link, Links, LinkWish
 from mesh.cluster.membership_client import Membership, find_head
@@ -130,53 +130,16 @@ async def test_the_head_has_every_host_measure_every_other(tmp_path: Path) -> No
     assert links.knows(names)
 
 
-def test_a_report_of_as_many_links_as_are_ordered_at_once_is_read() -> None:
-    for num_probes in (1, 20, 1000):
-        wish = LinkWish(2304, num_probes)
-        links = [
-            membership.MeasuredLink(
-                target="x" * 63,
-                small_ms=[1e3] * num_probes,
-                hidden_ms=[1e3] * num_probes,
-                bytes_per_s=1e9,
-                failure="no answer " * 100,
-            )
-        ] * most_targets(wish)
-        assert (
-            membership.HostReport(links=membership.LinkReport(id=2**63, links=links)).ByteSize()
-            < MAX_REQUEST_BYTES
-        )
-    assert most_targets(LinkWish(2304, 10**6)) == 1
-
-
-@pytest.mark.parametrize("most", [1, 2])
-async def test_links_are_measured_in_several_orders_where_there_are_many(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    orders: list[membership.LinkOrder] = []
-    monkeypatch.setattr("mesh.cluster.link_survey.most_targets", lambda _wish: most)
-    async with head(tmp_path) as side:
-        for name in ("b", "c", "d"):
-            side.members.admit(dataclasses.replace(HOST, name=name, ray_node_name=f"{name}.1", echo_port=1))
-        own = dataclasses.replace(HOST, name="head", ray_node_name="head.1", echo_port=1)
-
-        async def ask(name: str, order: membership.LinkOrder) -> membership.LinkReport:
-            assert name != "head"
-            orders.append(order)
-            links = [
-                membership.MeasuredLink(target=each.name, small_ms=[1], hidden_ms=[1])
-                for each in order.targets
-            ]
-            return membership.LinkReport(id=order.id, links=links)
-
-        monkeypatch.setattr(side.service, "ask_links", ask)
-        survey = LinkSurvey(own, side.members, side.service, "secret", A)
-        links = await survey.measure(WISH)
-    assert {len(order.targets) for order in orders} <= {1, most}
-    assert len(orders) == 3 * -(-3 // most)
-    assert {(link.source, link.target) for link in links.links if link.source != "head"} == {
-        (a, b) for a in "bcd" for b in ("head", *"bcd") if a != b
-    }
+def test_a_report_of_as_many_probes_as_may_be_ordered_is_read() -> None:
+    link = membership.MeasuredLink(
+        target="x" * 63,
+        small_ms=[1e3] * MAX_PROBES,
+        hidden_ms=[1e3] * MAX_PROBES,
+        bytes_per_s=1e9,
+        failure="no answer " * 100,
+    )
+    report = membership.HostReport(links=membership.LinkReport(id=2**63, links=[link]))
+    assert report.ByteSize() < MAX_REQUEST_BYTES
 
 
 async def test_a_host_that_leaves_in_the_middle_is_told_of(tmp_path: Path) -> None:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from mesh.cluster.link_probe import measure_link
 from mesh.cluster.links import Link, LinkWish
 from spanmesh_proto import membership_pb2 as wire
-from stages.fetch import MAX_REQUEST_BYTES
-
-# Of a measured link: a time, and what else is said of it, a reason why not included.
-_TIME_BYTES: Final = 8
-_OTHERS_BYTES: Final = 2048
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stages.identity import Identity
-
-
-def most_targets(wish: LinkWish) -> int:
-    """How many links one order may have measured, so that the head reads the report: 1 or more."""
-    return max(1, MAX_REQUEST_BYTES // (_OTHERS_BYTES + 2 * _TIME_BYTES * wish.num_probes))
 
 
 def order_of(id: int, targets: Mapping[str, str], wish: LinkWish) -> wire.LinkOrder:
