@@ -307,9 +307,7 @@ async def test_after_any_hang_ups_the_key_has_all_its_places(tokenizer: Tokenize
             await asyncio.gather(
                 *(flee(random.choice([0.0, 0.002, 0.02, 0.1]) * random.random(), fields) for _ in range(4))
             )
-        async with asyncio.timeout(20):
-            while running.coordinator.num_requests:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await running.is_idle()
         found = await asyncio.gather(*(post(running.api) for _ in range(3)))
         assert [response.status_code for response in found] == [200] * 3
         assert json.loads(found[0].content)["usage"]["completion_tokens"] > 0
