@@ -8,7 +8,7 @@ nearest host to nearest host is shortened as long as turning a part of it round 
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -49,23 +49,29 @@ def _exact(hosts: tuple[str, ...], head: str, hop_ms: Callable[[str, str], float
     if not hosts:
         return ()
     indices = range(len(hosts))
-    # By the set of hosts met and the last of them: length of the shortest way from the head, and that way.
-    ways: dict[tuple[frozenset[int], int], tuple[float, tuple[int, ...]]] = {
-        (frozenset({index}), index): (hop_ms(head, hosts[index]), (index,)) for index in indices
+    between = [[hop_ms(a, b) for b in hosts] for a in hosts]
+    # By the set of hosts met, a bit for each, and the last of them: length of the shortest way from the head,
+    # and who is last but one.
+    ways: dict[tuple[int, int], tuple[float, int]] = {
+        (1 << index, index): (hop_ms(head, hosts[index]), index) for index in indices
     }
-    for size in range(2, len(hosts) + 1):
-        for met in map(frozenset, combinations(indices, size)):
-            for last in met:
-                before = met - {last}
-                ways[met, last] = min(
-                    (ways[before, mid][0] + hop_ms(hosts[mid], hosts[last]), (*ways[before, mid][1], last))
-                    for mid in before
-                )
-    everybody = frozenset(indices)
-    _, way = min(
-        (ways[everybody, last][0] + hop_ms(hosts[last], head), ways[everybody, last][1]) for last in indices
-    )
-    return tuple(hosts[index] for index in way)
+    for met in range(1, 1 << len(hosts)):
+        members = [index for index in indices if met >> index & 1]
+        if len(members) == 1:
+            continue
+        for last in members:
+            before = met & ~(1 << last)
+            ways[met, last] = min(
+                (ways[before, mid][0] + between[mid][last], mid) for mid in members if mid != last
+            )
+    met = (1 << len(hosts)) - 1
+    # Of a round and the same the other way, that which begins with the host that came first.
+    last = min(indices, key=lambda index: (ways[met, index][0] + hop_ms(hosts[index], head), -index))
+    order = []
+    while met:
+        order.append(hosts[last])
+        met, last = met & ~(1 << last), ways[met, last][1]
+    return tuple(reversed(order))
 
 
 def _improved(hosts: tuple[str, ...], head: str, hop_ms: Callable[[str, str], float]) -> tuple[str, ...]:
@@ -74,13 +80,29 @@ def _improved(hosts: tuple[str, ...], head: str, hop_ms: Callable[[str, str], fl
     while left:
         here = order[-1] if order else head
         order.append(left.pop(min(range(len(left)), key=lambda index: hop_ms(here, left[index]))))
-    best_ms = round_ms(order, head, hop_ms)
+    way = [head, *order, head]
     is_better = True
     while is_better:
         is_better = False
+        there, back = _sums(way, hop_ms)
         for start, stop in combinations(range(len(order) + 1), 2):
-            turned = [*order[:start], *reversed(order[start:stop]), *order[stop:]]
-            turned_ms = round_ms(turned, head, hop_ms)
-            if turned_ms < best_ms - 1e-9:
-                order, best_ms, is_better = turned, turned_ms, True
-    return tuple(order)
+            # Between `way[start]` and `way[stop + 1]` all are met the other way round.
+            as_it_is = there[stop + 1] - there[start]
+            turned = (
+                hop_ms(way[start], way[stop])
+                + back[stop]
+                - back[start + 1]
+                + hop_ms(way[start + 1], way[stop + 1])
+            )
+            if turned < as_it_is - 1e-9:
+                way[start + 1 : stop + 1] = reversed(way[start + 1 : stop + 1])
+                there, back = _sums(way, hop_ms)
+                is_better = True
+    return tuple(way[1:-1])
+
+
+def _sums(way: Sequence[str], hop_ms: Callable[[str, str], float]) -> tuple[list[float], list[float]]:
+    """How long the way is from its beginning to each host, and the same hosts the other way round."""
+    there = accumulate((hop_ms(a, b) for a, b in pairwise(way)), initial=0.0)
+    back = accumulate((hop_ms(b, a) for a, b in pairwise(way)), initial=0.0)
+    return list(there), list(back)
