@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from stages.byte_size import format_size
@@ -36,6 +37,11 @@ class HostCapacity:
     gpus: tuple[Gpu, ...] = ()
     gpu_layers: int | None = None
     others_bytes: int = 0
+
+    @cached_property
+    def kind(self) -> HostCapacity:
+        """The same without what makes no difference to a plan, equal for hosts that are interchangeable."""
+        return replace(self, name="", draft_bytes=0, others_bytes=0)
 
     @property
     def uses_gpus(self) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # allowance, not a measurement: no GPU was at hand.
 GPU_PROCESS_BYTES: Final = 384 * 2**20
 # A measurement of nothing must not divide by nothing.
-_SLOWEST_GB_PER_S: Final = 0.01
+SLOWEST_GB_PER_S: Final = 0.01
 
 
 def memory_on(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> StageMemory | None:
@@ -37,9 +37,10 @@ def memory_on(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> Stag
     if not host.uses_gpus or sizes.workload.is_exact:
         memory = sizes.memory(layers)
         return memory if memory.total_bytes <= host.memory_bytes else None
-    if (layers, host) not in sizes.placed:
-        sizes.placed[layers, host] = _with_gpus(sizes, layers, host)
-    return sizes.placed[layers, host]
+    asked = layers, host.kind
+    if asked not in sizes.placed:
+        sizes.placed[asked] = _with_gpus(sizes, layers, host)
+    return sizes.placed[asked]
 
 
 def read_time(sizes: StageSizes, layers: LayerRange, memory: StageMemory, host: HostCapacity) -> float:
@@ -53,9 +54,9 @@ def read_time(sizes: StageSizes, layers: LayerRange, memory: StageMemory, host: 
     """
     speeds = {gpu.name: gpu.speed_gb_per_s for gpu in host.gpus}
     on_gpus = sum(share.weight_bytes for share in memory.gpus)
-    at_once = (sizes.read_bytes(layers) - on_gpus) / max(host.speed_gb_per_s, _SLOWEST_GB_PER_S)
+    at_once = (sizes.read_bytes(layers) - on_gpus) / max(host.speed_gb_per_s, SLOWEST_GB_PER_S)
     return at_once + sum(
-        share.weight_bytes / max(speeds.get(share.device, 0.0), _SLOWEST_GB_PER_S) for share in memory.gpus
+        share.weight_bytes / max(speeds.get(share.device, 0.0), SLOWEST_GB_PER_S) for share in memory.gpus
     )
 
 
@@ -81,7 +82,7 @@ def _shares(sizes: StageSizes, layers: LayerRange, host: HostCapacity, wanted: i
     stop, last = layers.stop, layers.stop - wanted
     for gpu in sorted(host.gpus, key=lambda gpu: (-gpu.speed_gb_per_s, -gpu.free_bytes)):
         start = stop
-        while start > last and _bytes(sizes, start - 1, stop) + buffer_bytes <= gpu.free_bytes:
+        while start > last and sizes.layer_bytes(start - 1, stop) + buffer_bytes <= gpu.free_bytes:
             start -= 1
         if start < stop:
             part = LayerRange(start, stop)
@@ -97,8 +98,3 @@ def _shares(sizes: StageSizes, layers: LayerRange, host: HostCapacity, wanted: i
             )
             stop = start
     return tuple(reversed(shares))
-
-
-def _bytes(sizes: StageSizes, start: int, stop: int) -> int:
-    part = LayerRange(start, stop)
-    return sizes.read_bytes(part) + sizes.cache_bytes(part)

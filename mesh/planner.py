@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from mesh.host_capacity import HostCapacity
-from mesh.offload import memory_on, read_time
+from mesh.offload import memory_on
 from mesh.remedies import remedies
-from mesh.stage_sizes import PROCESS_BYTES, StageSizes, Workload
+from mesh.seatings import find_seating, never
+from mesh.stage_sizes import StageSizes, Workload
+from mesh.stage_table import StageTable
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.byte_size import format_size
-from stages.layers import LayerRange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    from mesh.seatings import Seating
     from stages.cutting import ModelFacts
+    from stages.layers import LayerRange
     from stages.stage_memory import StageMemory
 
 # Two measurements of the same host differ by this share, so a smaller difference says nothing.
 SPEED_NOISE: Final = 0.25
-_MAX_ORDERS: Final = 24
-_MAX_CHOICES: Final = 32
 
 __all__ = [
     "SPEED_NOISE",
     "HostCapacity",
     "Plan",
     "StagePlacement",
-    "balance",
     "check_stages",
     "even_out_noise",
     "plan",
@@ -73,6 +72,7 @@ def plan(
     *,
     num_stages: int | None = None,
     split: Sequence[int] | None = None,
+    is_time_up: Callable[[], bool] = never,
 ) -> Plan:
     """Place a model on hosts.
 
@@ -86,6 +86,7 @@ def plan(
         workload: What the KV caches must hold.
         num_stages: Exactly this many stages; hosts take several each if there are fewer hosts.
         split: Exactly these numbers of layers, stage by stage.
+        is_time_up: Asked while a better plan is looked for: whether the best one so far has to do.
 
     Raises:
         ModelDoesNotFit: With what is needed and what each host has.
@@ -103,18 +104,21 @@ def plan(
         num_stages = len(split)
     sizes = StageSizes(model, workload, None if split is None else _cuts_of(split))
     even = even_out_noise(hosts)
-    stages = _place(sizes, even, num_stages)
-    if stages is None:
-        raise _does_not_fit(
-            sizes,
-            hosts,
-            lambda other: _place(replace(sizes, workload=other), even, num_stages) is not None,
-        )
+    seating = find_seating(StageTable(sizes), even, num_stages, is_time_up)
+    if seating is None:
+
+        def fits(other: Workload) -> bool:
+            # The first idea has to do.
+            table = StageTable(replace(sizes, workload=other))
+            return find_seating(table, even, num_stages, lambda: is_time_up() or True) is not None
+
+        raise _does_not_fit(sizes, hosts, fits)
+    stages = _placed(seating, sizes)
     if split is not None:
         return Plan(stages, "layers split by hand")
     if num_stages is not None:
         return Plan(stages, f"{_count(num_stages, 'stage')} asked for")
-    return Plan(stages, _reason(sizes, stages))
+    return Plan(stages, _reason(sizes, stages, seating.least_stages))
 
 
 def check_stages(
@@ -127,9 +131,11 @@ def check_stages(
     """
     if split is not None:
         _check_split(split, model)
-    most = len(model.allowed_cuts) + 1
-    if num_stages is not None and not 1 <= num_stages <= most:
-        why = "" if model.allowed_cuts else f": {why_in_one_piece(model)}"
+    if num_stages is not None and num_stages not in (counts := model.stage_counts):
+        most = max(counts)
+        is_length = model.refused_lengths and 1 <= num_stages <= len(model.allowed_cuts) + 1
+        reasons = [*model.refused_lengths.values()] if is_length else []
+        why = f": {reasons[0]}" if reasons else "" if model.allowed_cuts else f": {why_in_one_piece(model)}"
         raise UncuttableModel(
             f"{model.name} ({model.architecture}) can be cut into 1 to {most} stages, not {num_stages}{why}",
             param="--stages",
@@ -157,100 +163,12 @@ def even_out_noise(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
     return tuple(host.at_speed(even[index]) for index, host in enumerate(hosts))
 
 
-def _place(
-    sizes: StageSizes, hosts: Sequence[HostCapacity], num_stages: int | None
-) -> tuple[StagePlacement, ...] | None:
-    """So many stages, or as few as can hold the model; None if the hosts are too small."""
-    counts = range(1, min(len(hosts), len(sizes.edges) - 1) + 1) if num_stages is None else (num_stages,)
-    return next((stages for count in counts if (stages := _best(sizes, hosts, count)) is not None), None)
-
-
-def _best(
-    sizes: StageSizes, hosts: Sequence[HostCapacity], num_stages: int
-) -> tuple[StagePlacement, ...] | None:
-    """Stages on the best hosts that can hold them, or None if none can."""
-    for seats in _seatings(sizes, hosts, num_stages):
-        layers = balance(sizes, seats)
-        if layers is not None:
-            return tuple(
-                StagePlacement(host.name, part, memory)
-                for host, part in zip(seats, layers, strict=True)
-                if (memory := memory_on(sizes, part, host)) is not None
-            )
-    return None
-
-
-def _seatings(
-    sizes: StageSizes, hosts: Sequence[HostCapacity], num_stages: int
-) -> Iterator[tuple[HostCapacity, ...]]:
-    """Hosts stage by stage, the best idea first: fast ones, at last the roomiest, each in several orders."""
-    num_hosts = min(num_stages, len(hosts))
-    by_speed = sorted(range(len(hosts)), key=lambda index: -hosts[index].fastest_gb_per_s)
-    by_memory = sorted(range(len(hosts)), key=lambda index: -hosts[index].all_bytes)
-    fast = itertools.islice(itertools.combinations(by_speed, num_hosts), _MAX_CHOICES)
-    needed_bytes = sizes.memory(sizes.whole).loading_bytes + num_stages * PROCESS_BYTES
-    for chosen in itertools.chain(fast, [by_memory[:num_hosts]]):
-        if sum(hosts[index].all_bytes for index in chosen) < needed_bytes:
-            continue
-        for order in itertools.islice(itertools.permutations(sorted(chosen)), _MAX_ORDERS):
-            yield tuple(_seated([hosts[index] for index in order], num_stages))
-
-
-def _seated(hosts: Sequence[HostCapacity], num_stages: int) -> Iterator[HostCapacity]:
-    """Each host once or more in a row, its memory shared out among its stages."""
-    for index, host in enumerate(hosts):
-        times = (num_stages + len(hosts) - 1 - index) // len(hosts)
-        yield from [host.divided(times)] * times
-
-
-def balance(
-    sizes: StageSizes, seats: Sequence[HostCapacity], part: LayerRange | None = None
-) -> tuple[LayerRange, ...] | None:
-    """Layers for these hosts in this order, so that the slowest stage is as fast as can be.
-
-    Of the ways that are equally good by that measure, the most even one.
-
-    Args:
-        sizes: Of the model's stages.
-        seats: One host for each stage, with what memory it may use.
-        part: What is to be shared out; all layers unless given.
-
-    Returns:
-        Layers for each seat; None if the hosts are too small, or the model cannot be cut so often.
-    """
-    part = part or sizes.whole
-    slowest = _shortest(sizes, seats, part, max)
-    if slowest is None:
-        return None
-    limit = slowest[0] * (1 + 1e-9)
-    evenest = _shortest(
-        sizes, seats, part, lambda total, time: total + time * time if time <= limit else math.inf
+def _placed(seating: Seating, sizes: StageSizes) -> tuple[StagePlacement, ...]:
+    return tuple(
+        StagePlacement(host.name, part, memory)
+        for host, part in zip(seating.seats, seating.layers, strict=True)
+        if (memory := memory_on(sizes, part, host)) is not None
     )
-    return None if evenest is None else evenest[1]
-
-
-def _shortest(
-    sizes: StageSizes, seats: Sequence[HostCapacity], part: LayerRange, add: Callable[[float, float], float]
-) -> tuple[float, tuple[LayerRange, ...]] | None:
-    """The cheapest way through the part's layers, one stage a host; stage times are summed up by `add`."""
-    reached: dict[int, tuple[float, tuple[LayerRange, ...]]] = {part.start: (0.0, ())}
-    for seat in seats:
-        step: dict[int, tuple[float, tuple[LayerRange, ...]]] = {}
-        for start, (cost, way) in reached.items():
-            for stop in sizes.edges:
-                if not start < stop <= part.stop:
-                    continue
-                layers = LayerRange(start, stop)
-                if len(layers) in sizes.model.refused_lengths and layers != sizes.whole:
-                    continue
-                memory = memory_on(sizes, layers, seat)
-                if memory is None:
-                    continue
-                longer = add(cost, read_time(sizes, layers, memory, seat))
-                if longer < step.get(stop, (math.inf,))[0]:
-                    step[stop] = (longer, (*way, layers))
-        reached = step
-    return reached.get(part.stop)
 
 
 def _cuts_of(split: Sequence[int]) -> tuple[int, ...]:
@@ -288,7 +206,7 @@ def why_in_one_piece(model: ModelFacts) -> str:
     return next(iter(model.refused_cuts.values()), "it has one layer")
 
 
-def _reason(sizes: StageSizes, stages: tuple[StagePlacement, ...]) -> str:
+def _reason(sizes: StageSizes, stages: tuple[StagePlacement, ...], least: int) -> str:
     if not sizes.model.allowed_cuts:
         return (
             f"{sizes.model.architecture} runs on one host, {stages[0].host}: {why_in_one_piece(sizes.model)}"
@@ -296,7 +214,10 @@ def _reason(sizes: StageSizes, stages: tuple[StagePlacement, ...]) -> str:
     if len(stages) == 1:
         needed = format_size(stages[0].memory.total_bytes)
         return f"host {stages[0].host} can hold all of it ({needed}), and a split would only add hops"
-    return f"no fewer than {len(stages)} hosts can hold its {format_size(sizes.weight_bytes(sizes.whole))}"
+    weights = format_size(sizes.weight_bytes(sizes.whole))
+    if len(stages) > least:
+        return f"{least} hosts can just hold its {weights}, and {len(stages)} are faster"
+    return f"no fewer than {len(stages)} hosts can hold its {weights}"
 
 
 def _does_not_fit(

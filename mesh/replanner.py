@@ -9,22 +9,22 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from mesh.offload import memory_on
-from mesh.planner import HostCapacity, StagePlacement, balance, plan
+from mesh.planner import HostCapacity, StagePlacement, plan
+from mesh.seatings import never, seat_all
+from mesh.stage_table import StageTable
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.byte_size import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from mesh.planner import Plan
     from mesh.stage_sizes import StageSizes
     from stages.layers import LayerRange
     from stages.stage_memory import StageMemory
-
-# Orders of hosts that are tried for each split of lost layers.
-_MAX_ORDERS: Final = 24
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def replan(
     copies: Iterable[Copy] = (),
     *,
     may_start_over: bool = True,
+    is_time_up: Callable[[], bool] = never,
 ) -> Replan:
     """Place lost stages again.
 
@@ -94,6 +95,7 @@ def replan(
         hosts: Where something may be placed, each with all the memory that it gives, what is on it included.
         copies: What hosts have loaded ahead.
         may_start_over: Whether surviving stages may be given up for a new plan.
+        is_time_up: See `mesh.planner.plan`.
 
     Raises:
         ModelDoesNotFit: With what is needed and what each host has left.
@@ -113,7 +115,9 @@ def replan(
         return Replan(new, tuple(room.dropped), _reason(new))
     if not may_start_over:
         raise ModelDoesNotFit(_no_room([stages[index] for index in sorted(lost)], room))
-    return _start_over(sizes, stages, lost, hosts, tuple(copies))
+    anew = plan(sizes.model, hosts, sizes.workload, is_time_up=is_time_up)
+    alive = {(stage.host, stage.layers): index for index, stage in enumerate(stages) if index not in lost}
+    return _start_over(sizes, anew, alive, _Room(hosts, (), copies, had_stages=()))
 
 
 class _Room:
@@ -223,25 +227,19 @@ def _one_host(sizes: StageSizes, stage: StagePlacement, room: _Room) -> list[Sta
 def _several_hosts(sizes: StageSizes, layers: LayerRange, room: _Room) -> list[StagePlacement]:
     """The roomiest hosts, as few of them as suffice."""
     roomy = sorted(room.hosts, key=lambda host: -room.left[host].all_bytes)
-    for count in range(2, len(roomy) + 1):
-        for order in itertools.islice(itertools.permutations(roomy[:count]), _MAX_ORDERS):
-            shares = balance(sizes, [room.left[host] for host in order], layers)
-            if shares is not None:
-                return [room.take(sizes, host, share) for host, share in zip(order, shares, strict=True)]
+    table = StageTable(sizes, layers)
+    for count in range(2, min(len(roomy), len(table.edges) - 1) + 1):
+        seating = seat_all(table, [room.left[host] for host in roomy[:count]])
+        if seating is not None:
+            parts = zip(seating.seats, seating.layers, strict=True)
+            return [room.take(sizes, host.name, part) for host, part in parts]
     return []
 
 
 def _start_over(
-    sizes: StageSizes,
-    stages: Sequence[StagePlacement],
-    lost: Collection[int],
-    hosts: Sequence[HostCapacity],
-    copies: Sequence[Copy],
+    sizes: StageSizes, placed: Plan, alive: Mapping[tuple[str, LayerRange], int], room: _Room
 ) -> Replan:
     """A plan of its own, which keeps what happens to be where it wants it."""
-    placed = plan(sizes.model, hosts, sizes.workload)
-    alive = {(stage.host, stage.layers): index for index, stage in enumerate(stages) if index not in lost}
-    room = _Room(hosts, (), copies, had_stages=())
     new = []
     for stage in placed.stages:
         copy = Copy(stage.host, stage.layers)

@@ -11,17 +11,25 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
 
 from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange
 from stages.numerics import Numerics, numerics_for
-from stages.sent_rows import room_for_sent_rows
+from stages.sent_rows import LEAST_SENT_BYTES, SHARE_OF_CACHE, room_for_sent_rows
 from stages.stage_memory import StageMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
     from mesh.host_capacity import HostCapacity
     from stages.cutting import ModelFacts
+
+Bytes: TypeAlias = "NDArray[np.int64]"
 
 # Python, Ray's worker, gRPC and llama.cpp's code, with some room.
 PROCESS_BYTES: Final = 192 * 2**20
@@ -94,6 +102,14 @@ class StageSizes:
         """What `mesh.offload` has found out; a plan asks the same again and again."""
         return {}
 
+    @cached_property
+    def _layers_bytes(self) -> dict[tuple[int, int], int]:
+        return {}
+
+    @cached_property
+    def _memories(self) -> dict[LayerRange, StageMemory]:
+        return {}
+
     @property
     def whole(self) -> LayerRange:
         """All layers."""
@@ -101,9 +117,13 @@ class StageSizes:
 
     def memory(self, layers: LayerRange) -> StageMemory:
         """What the stage takes of its host."""
-        return StageMemory(
-            self.weight_bytes(layers), self.cache_bytes(layers), self._buffer_bytes(layers), PROCESS_BYTES
-        )
+        memory = self._memories.get(layers)
+        if memory is None:
+            cache_bytes = self.cache_bytes(layers)
+            memory = self._memories[layers] = StageMemory(
+                self.weight_bytes(layers), cache_bytes, self._buffer_bytes(layers, cache_bytes), PROCESS_BYTES
+            )
+        return memory
 
     def read_bytes(self, layers: LayerRange) -> int:
         """What is read for each token: of the embedding only a row, the head whole."""
@@ -120,52 +140,132 @@ class StageSizes:
     def cache_bytes(self, layers: LayerRange) -> int:
         """What the KV cache takes, and the state of recurrent layers; of blanks, too."""
         sums, states = self._width_sums, self._state_sums
+        most_width, most_state = self._most_widths
         num_blanks = self.model.num_blanks if layers.start else 0
-        width = sums[layers.stop] - sums[layers.start] + num_blanks * max(self.model.kv_widths, default=0)
-        state = (
-            states[layers.stop] - states[layers.start] + num_blanks * max(self.model.state_widths, default=0)
-        )
+        width = sums[layers.stop] - sums[layers.start] + num_blanks * most_width
+        state = states[layers.stop] - states[layers.start] + num_blanks * most_state
         if self.model.state_widths:
             # A stage of one kind of layers has company of the other, see `stages.cutting.rules.company`.
-            width = width or max(self.model.kv_widths, default=0)
-            state = state or max(self.model.state_widths)
+            width = width or most_width
+            state = state or most_state
         state_bytes = state * _F32_BYTES * self.workload.num_slots
-        return KV_TYPES[self.workload.kv_type].num_bytes(width) * self.workload.num_cells + state_bytes
+        return KV_TYPES[self.workload.kv_type].num_bytes(width) * self._num_cells + state_bytes
+
+    def total_bytes(self, starts: Bytes, stops: Bytes) -> Bytes:
+        """What many stages take of a host without GPUs, each as `memory` says it of one; arrays of int64.
+
+        A search over all stages of a model asks for thousands at once.
+
+        Args:
+            starts: First layers.
+            stops: For each the layer behind the last, at least one more.
+        """
+        model = self.model
+        is_first, is_tail = starts == 0, stops == model.n_layers
+        cache_bytes = self._cache_bytes(starts, stops)
+        middle, first, tail = self._compute_bytes
+        compute_bytes = np.select([is_tail, is_first], [tail, first], middle)
+        sent_bytes = np.where(is_tail, 0, np.maximum(LEAST_SENT_BYTES, cache_bytes // SHARE_OF_CACHE))
+        holds_embedding = (is_first | model.embeds_everywhere) & ~(is_tail & model.is_tied)
+        packing_bytes = _between(self._packing_sums, starts, stops) + is_tail * model.head_packing_bytes
+        taken_bytes: Bytes = (
+            self.many_read_bytes(starts, stops)
+            + holds_embedding * model.embedding_bytes
+            + cache_bytes
+            + compute_bytes
+            + sent_bytes
+            + packing_bytes * self._numerics.use_repacked_weights
+            + PROCESS_BYTES
+        )
+        return taken_bytes
+
+    def many_read_bytes(self, starts: Bytes, stops: Bytes) -> Bytes:
+        """What many stages read for each token, see `read_bytes` and `total_bytes`."""
+        is_tail = stops == self.model.n_layers
+        read_bytes: Bytes = _between(self._layer_sums, starts, stops) + is_tail * self.model.head_bytes
+        return read_bytes
+
+    def many_layer_bytes(self, starts: Bytes, stops: Bytes) -> Bytes:
+        """What layers take where they lie, weights and cache, see `layer_bytes` and `total_bytes`."""
+        return self.many_read_bytes(starts, stops) + self._cache_bytes(starts, stops)
+
+    def _cache_bytes(self, starts: Bytes, stops: Bytes) -> Bytes:
+        most_width, most_state = self._most_widths
+        num_blanks = np.where(starts > 0, self.model.num_blanks, 0)
+        width = _between(self._width_sums, starts, stops) + num_blanks * most_width
+        state = _between(self._state_sums, starts, stops) + num_blanks * most_state
+        if self.model.state_widths:
+            width, state = np.where(width, width, most_width), np.where(state, state, most_state)
+        kv_type = KV_TYPES[self.workload.kv_type]
+        row_bytes = width // kv_type.block_width * kv_type.block_bytes
+        cache_bytes: Bytes = row_bytes * self._num_cells + state * _F32_BYTES * self.workload.num_slots
+        return cache_bytes
+
+    def layer_bytes(self, start: int, stop: int) -> int:
+        """What layers `[start, stop)` take where they lie, weights and cache, in bytes."""
+        if (start, stop) not in self._layers_bytes:
+            layers = LayerRange(start, stop)
+            self._layers_bytes[start, stop] = self.read_bytes(layers) + self.cache_bytes(layers)
+        return self._layers_bytes[start, stop]
 
     def compute_bytes(self, layers: LayerRange) -> int:
         """What llama.cpp computes in, at most, on any one device."""
-        is_first, is_tail = layers.start == 0, layers.stop == self.model.n_layers
-        vocabulary = self.model.n_vocab if is_first or is_tail else 0
-        # The first stage has a vocabulary, so llama.cpp makes room for logits, of which it computes none.
-        logits = _TAIL_LOGITS if is_tail else 1
-        return (
-            self._row_bytes
-            + vocabulary * (logits * self.workload.numerics.max_rows * _F32_BYTES + _TOKEN_BYTES)
-            + self.workload.num_cells * self._num_masks * _CELL_BYTES
-        )
+        middle, first, tail = self._compute_bytes
+        return tail if layers.stop == self.model.n_layers else middle if layers.start else first
 
-    def _buffer_bytes(self, layers: LayerRange) -> int:
+    @cached_property
+    def _compute_bytes(self) -> tuple[int, int, int]:
+        """Of a stage in the middle, of the first, and of the tail, which may be the first as well."""
+        middle = self._row_bytes + self._num_cells * self._num_masks * _CELL_BYTES
+
+        def with_logits(copies: int) -> int:
+            of_one_token = copies * self._numerics.max_rows * _F32_BYTES + _TOKEN_BYTES
+            return middle + self.model.n_vocab * of_one_token
+
+        # The first stage has a vocabulary, so llama.cpp makes room for logits, of which it computes none.
+        return middle, with_logits(1), with_logits(_TAIL_LOGITS)
+
+    def _buffer_bytes(self, layers: LayerRange, cache_bytes: int) -> int:
         is_tail = layers.stop == self.model.n_layers
-        sent = 0 if is_tail else room_for_sent_rows(self.cache_bytes(layers))
+        sent = 0 if is_tail else room_for_sent_rows(cache_bytes)
         return self.compute_bytes(layers) + sent + self._packing_bytes(layers)
 
     def _packing_bytes(self, layers: LayerRange) -> int:
         """What weights take more in the order that fast kernels like."""
-        if not self.workload.numerics.use_repacked_weights:
+        if not self._numerics.use_repacked_weights:
             return 0
+        sums = self._packing_sums
         head = self.model.head_packing_bytes if layers.stop == self.model.n_layers else 0
-        return sum(self.model.packing_bytes[layers.start : layers.stop]) + head
+        return sums[layers.stop] - sums[layers.start] + head
 
     @cached_property
     def _row_bytes(self) -> int:
         """What the rows of a batch take: their activations, and their masks over the cache."""
-        seen = self.workload.numerics.num_cells_seen(self.workload.ctx_size, self.workload.num_slots)
+        seen = self._numerics.num_cells_seen(self.workload.ctx_size, self.workload.num_slots)
         of_one = self.model.row_width * _F32_BYTES + seen * self._num_masks * _MASK_BYTES
-        return self.workload.numerics.max_rows * of_one
+        return self._numerics.max_rows * of_one
 
     @property
     def _num_masks(self) -> int:
         return 2 if self.model.has_windows else 1
+
+    @cached_property
+    def _numerics(self) -> Numerics:
+        return self.workload.numerics
+
+    @cached_property
+    def _num_cells(self) -> int:
+        return self.workload.num_cells
+
+    @cached_property
+    def _most_widths(self) -> tuple[int, int]:
+        """Of a KV cache and of a recurrent state, those of the layer with most."""
+        return max(self.model.kv_widths, default=0), max(self.model.state_widths, default=0)
+
+    @cached_property
+    def _packing_sums(self) -> list[int]:
+        widths = self.model.packing_bytes or (0,) * self.model.n_layers
+        return list(itertools.accumulate(widths, initial=0))
 
     @cached_property
     def _layer_sums(self) -> list[int]:
@@ -179,3 +279,10 @@ class StageSizes:
     def _state_sums(self) -> list[int]:
         widths = self.model.state_widths or (0,) * self.model.n_layers
         return list(itertools.accumulate(widths, initial=0))
+
+
+def _between(sums: Sequence[int], starts: Bytes, stops: Bytes) -> Bytes:
+    """What lies between layers, by the sums of what lies before each."""
+    before = np.array(sums, np.int64)
+    between: Bytes = before[stops] - before[starts]
+    return between

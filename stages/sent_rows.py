@@ -15,7 +15,7 @@ from typing import Final
 # Enough for a few short sessions.
 LEAST_SENT_BYTES: Final = 8 * 2**20
 # Of most models a row is about a fifth of what a stage's KV cache takes for it.
-_SHARE_OF_CACHE: Final = 32
+SHARE_OF_CACHE: Final = 32
 
 
 def room_for_sent_rows(cache_bytes: int) -> int:
@@ -24,7 +24,7 @@ def room_for_sent_rows(cache_bytes: int) -> int:
     Args:
         cache_bytes: Its KV cache.
     """
-    return max(LEAST_SENT_BYTES, cache_bytes // _SHARE_OF_CACHE)
+    return max(LEAST_SENT_BYTES, cache_bytes // SHARE_OF_CACHE)
 
 
 class SentRows:

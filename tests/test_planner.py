@@ -297,6 +297,16 @@ def test_no_stage_has_a_number_of_layers_that_llama_cpp_takes_for_another_model(
     assert sizes(plan(whole, [host("a", 3000)], WORKLOAD)) == [("a", 10)]
 
 
+def test_a_number_of_stages_that_lengths_rule_out_is_refused_for_that() -> None:
+    facts = model(12, cuts=(4, 8), refused_lengths={4: "four are another model"})
+    assert facts.stage_counts == {1}
+    with pytest.raises(UncuttableModel, match="into 1 to 1 stages, not 3: four are another model"):
+        plan(facts, [host("a", 9000)], WORKLOAD, num_stages=3)
+    facts = model(16, cuts=(4, 8), refused_lengths={4: "four are another model"})
+    assert facts.stage_counts == {1, 2}
+    assert sizes(plan(facts, [host("a", 9000)], WORKLOAD, num_stages=2)) == [("a", 8), ("a", 8)]
+
+
 def test_a_model_that_cannot_be_cut_runs_on_one_host_and_the_plan_says_why() -> None:
     facts = model(4, cuts=(), refused_cuts=dict.fromkeys(range(1, 4), "it runs in loops"))
     result = plan(facts, [host("a", 10), host("b", 900)], WORKLOAD)

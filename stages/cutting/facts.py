@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from stages.cutting.packing import packing_bytes
 from stages.cutting.recurrent import state_widths
 from stages.cutting.rules.counted import RECURRENT_LAYERS, recurrent_flags
@@ -15,6 +17,8 @@ from stages.layers import LayerRange
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from stages.cutting.source_model import SourceModel
 
@@ -81,6 +85,29 @@ class ModelFacts:
     n_streams: int = 1
     num_blanks: int = 0
     embeds_everywhere: bool = False
+
+    def may_be_stage(self, layers: LayerRange) -> bool:
+        """Whether a stage may have just these layers, which start and stop where the model may be cut."""
+        return len(layers) == self.n_layers or len(layers) not in self.refused_lengths
+
+    @property
+    def stage_counts(self) -> frozenset[int]:
+        """Into how many stages it can be cut."""
+        edges = (0, *self.allowed_cuts, self.n_layers)
+        # By the layer behind a way: numbers of stages on it, a bit for each.
+        counts = dict.fromkeys(edges, 0) | {0: 1}
+        for stop_at, stop in enumerate(edges[1:], 1):
+            for start in edges[:stop_at]:
+                if counts[start] and self.may_be_stage(LayerRange(start, stop)):
+                    counts[stop] |= counts[start] << 1
+        found = counts[self.n_layers]
+        return frozenset(number for number in range(1, len(edges)) if found >> number & 1)
+
+    def may_be_stages(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """The same of many at once, by their first layers and those behind their last."""
+        lengths = stops - starts
+        may_be: NDArray[np.bool_] = (lengths == self.n_layers) | ~np.isin(lengths, [*self.refused_lengths])
+        return may_be
 
     @property
     def hidden_width(self) -> int:

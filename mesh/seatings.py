@@ -1,0 +1,350 @@
+"""Which hosts hold a model's stages, in which order. Pure.
+
+Two searches by dynamic programming, each over what distinguishes hosts and not over every order of them:
+
+- which sets of hosts can hold all layers in any order at all. Hosts that have room for the same stages are
+  interchangeable there, so a set is no more than a number of hosts of each class (Held and Karp's programme
+  over sets, 1962, with multisets); what such a set reaches is computed for all sets of one size at once.
+- how the layers are shared out among hosts in one order, see `mesh.stage_table.StageTable.balance`.
+
+What the first finds is tried with the second, fast hosts first, and the fastest of that is the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from mesh.host_capacity import HostCapacity
+    from mesh.stage_table import StageTable
+    from stages.layers import LayerRange
+
+# Sets of hosts of which the fastest is taken.
+_MAX_SETS: Final = 64
+# What one host more than the fewest must gain at least: it costs a hop, too.
+_LEAST_GAIN: Final = 0.05
+# Multisets of classes that the search over sets looks at. If there are more, similar classes become one.
+_MAX_STATES: Final = 4096
+
+
+def never() -> bool:
+    """A search that is not to stop early."""
+    return False
+
+
+@dataclass(frozen=True)
+class Seating:
+    """Hosts with their layers.
+
+    Attributes:
+        seats: One host for each stage, in pipeline order, with what of it the stage may use.
+        layers: Of each.
+        round_ns: Reading the weights of all stages, one after the other: what a session waits for.
+        slowest_ns: Reading those of the slowest stage: what a full pipeline waits for.
+        is_in_order: Whether the hosts stand in the order in which they came.
+        least_stages: As few hosts can hold all layers.
+    """
+
+    seats: tuple[HostCapacity, ...]
+    layers: tuple[LayerRange, ...]
+    round_ns: float
+    slowest_ns: float
+    is_in_order: bool = True
+    least_stages: int = 1
+
+    def beats(self, other: Seating) -> bool:
+        """Whether one session is faster with it, and many are not slower."""
+        return self.round_ns < other.round_ns and self.slowest_ns <= other.slowest_ns
+
+
+def find_seating(
+    table: StageTable,
+    hosts: Sequence[HostCapacity],
+    num_stages: int | None = None,
+    is_time_up: Callable[[], bool] = never,
+) -> Seating | None:
+    """Seat a model on as few of some hosts as can hold it.
+
+    Args:
+        table: Of the model.
+        hosts: In the order in which they came. It is kept unless they can hold the model in others only; then
+            the first of these, by the order of coming.
+        num_stages: Exactly this many stages; hosts take several in a row if there are fewer hosts.
+        is_time_up: Asked between one set of hosts and the next: whether the best one so far has to do.
+
+    Returns:
+        None if the hosts are too small.
+    """
+    fits = _Fits(table, hosts, num_stages)
+    best = _best_of(fits, is_time_up)
+    if fits.is_rough:
+        chosen = _fewest_in_order(table, hosts) if num_stages is None else _roomiest(hosts, num_stages)
+        if chosen is not None and (best is None or len(chosen) < len(best.seats)):
+            best = _seated(table, chosen, num_stages) or best
+    if best is None:
+        return None
+    least = len(best.seats)
+    if num_stages is None and not best.is_in_order and not is_time_up():
+        # So few have no more than just room for it; where that takes another order, one more may be faster.
+        more = _best_of(_Fits(table, hosts, None, at_least=least + 1), is_time_up)
+        if more is not None and more.beats(best) and more.round_ns < best.round_ns * (1 - _LEAST_GAIN):
+            best = more
+    return replace(best, least_stages=least)
+
+
+def _best_of(fits: _Fits, is_time_up: Callable[[], bool]) -> Seating | None:
+    """The fastest of those sets that are tried, in the order in which they came if one of them can be so."""
+    tried = []
+    for chosen in itertools.islice(fits.sets(), _MAX_SETS):
+        found = fits.seated(chosen)
+        if found is not None:
+            tried.append(found)
+        if is_time_up() and tried:
+            break
+    best = None
+    for found in sorted(tried, key=lambda found: not found.is_in_order):
+        if best is None or found.beats(best):
+            best = found
+    return best
+
+
+def seat_all(table: StageTable, hosts: Sequence[HostCapacity]) -> Seating | None:
+    """Seat all of some hosts, in this order unless only others are possible; None if they are too small."""
+    found = _seated(table, hosts)
+    if found is not None or table.least_hosts(hosts) > len(hosts):
+        return found
+    fits = _Fits(table, hosts, len(hosts))
+    everybody = next(fits.sets(), None)
+    return None if everybody is None else _seated(table, fits.reordered(everybody))
+
+
+def _seated(
+    table: StageTable, hosts: Sequence[HostCapacity], num_stages: int | None = None
+) -> Seating | None:
+    """Stages on these hosts in this order."""
+    shares = _shares(len(hosts), num_stages)
+    seats = tuple(
+        seat
+        for host, share in zip(hosts, shares, strict=True)
+        for seat in itertools.repeat(host.divided(share), share)
+    )
+    layers = table.balance(seats)
+    if layers is None:
+        return None
+    times_ns = [table.time_ns(part, seat) for part, seat in zip(layers, seats, strict=True)]
+    return Seating(seats, layers, sum(times_ns), max(times_ns))
+
+
+def _shares(num_hosts: int, num_stages: int | None) -> list[int]:
+    """How many stages each host takes, in pipeline order."""
+    num_stages = num_stages or num_hosts
+    return [(num_stages + num_hosts - 1 - index) // num_hosts for index in range(num_hosts)]
+
+
+def _fewest_in_order(table: StageTable, hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...] | None:
+    """As few of these hosts as can hold all layers in this very order; None if they cannot."""
+    counts = np.full(len(table.edges), np.inf)
+    counts[0] = 0.0
+    ways: list[tuple[NDArray[np.bool_], NDArray[np.intp]]] = []
+    for host in hosts:
+        reached = counts[:, None] + np.where(np.isfinite(table.times(host)), 1.0, np.inf)
+        is_used = reached.min(axis=0) < counts
+        ways.append((is_used, reached.argmin(axis=0)))
+        counts = np.minimum(counts, reached.min(axis=0))
+    if not np.isfinite(counts[-1]):
+        return None
+    chosen, edge = [], len(table.edges) - 1
+    for host, (is_used, way) in zip(reversed(hosts), reversed(ways), strict=True):
+        if is_used[edge]:
+            chosen.append(host)
+            edge = int(way[edge])
+    return tuple(reversed(chosen))
+
+
+def _roomiest(hosts: Sequence[HostCapacity], count: int) -> list[HostCapacity]:
+    """So many of these hosts, in this order."""
+    by_room = sorted(range(len(hosts)), key=lambda index: -hosts[index].all_bytes)
+    return [hosts[index] for index in sorted(by_room[:count])]
+
+
+@dataclass(frozen=True)
+class _Class:
+    """Hosts with room for the same stages, or at least for these.
+
+    Attributes:
+        members: Their indices, ascending.
+        fits: By how many stages in a row one of them takes: from which edge to which they may lead.
+    """
+
+    members: tuple[int, ...]
+    fits: dict[int, NDArray[np.bool_]]
+
+    def merged(self, other: _Class) -> _Class:
+        """Both, with room for what both have room for."""
+        members = tuple(sorted(self.members + other.members))
+        return _Class(members, {share: fits & other.fits[share] for share, fits in self.fits.items()})
+
+    @property
+    def num_fits(self) -> int:
+        return sum(int(fits.sum()) for fits in self.fits.values())
+
+
+class _Fits:
+    """Sets of hosts that can hold all layers: as many hosts as stages are asked for, or as few as possible.
+
+    Args:
+        table: Of the model.
+        hosts: All that there are.
+        num_stages: So many stages; None for one each on as few hosts as possible.
+
+    Attributes:
+        is_rough: Whether similar hosts count as equal, so that sets may be missing.
+    """
+
+    def __init__(
+        self,
+        table: StageTable,
+        hosts: Sequence[HostCapacity],
+        num_stages: int | None,
+        *,
+        at_least: int = 1,
+    ) -> None:
+        self._table = table
+        self._hosts = hosts
+        self._num_stages = num_stages
+        most_hosts = min(len(hosts), len(table.edges) - 1 if num_stages is None else num_stages)
+        self._shares = [1] * most_hosts if num_stages is None else _shares(most_hosts, num_stages)
+        classes = _classes(table, hosts, sorted(set(self._shares)))
+        self.is_rough = len(classes) > len(classes := _few(classes))
+        self._classes = classes
+        self._class_of = {index: number for number, each in enumerate(classes) for index in each.members}
+        sizes = [len(each.members) + 1 for each in classes]
+        self._strides = [math.prod(sizes[:number]) for number in range(len(sizes))]
+        states = np.arange(math.prod(sizes))
+        self._counts = np.stack(
+            [states // stride % size for stride, size in zip(self._strides, sizes, strict=True)], axis=1
+        )
+        # Row by multiset, column by edge: whether all of it, in some order, leads from there to the end.
+        self._leads = np.zeros((len(states), len(table.edges)), bool)
+        self._leads[0, -1] = True
+        least = max(at_least, table.least_hosts(hosts)) if num_stages is None else most_hosts
+        self._found = self._search(least, most_hosts, is_count_free=num_stages is None)
+
+    def _search(self, least: int, most: int, *, is_count_free: bool) -> NDArray[np.intp]:
+        """Multisets of one size that lead from the first edge to the end: the smallest size, or the most."""
+        if least > most:
+            return np.empty(0, np.intp)
+        sizes = self._counts.sum(axis=1)
+        for size in range(1, most + 1):
+            share = 1 if is_count_free else self._shares[most - size]
+            states = np.flatnonzero(sizes == size)
+            for number, (each, stride) in enumerate(zip(self._classes, self._strides, strict=True)):
+                begun = states[self._counts[states, number] > 0]
+                begun = begun[self._leads[begun - stride].any(axis=1)]
+                # One of this class comes first, and the rest leads on from where it leads.
+                rest = self._leads[begun - stride].astype(np.float32)
+                self._leads[begun] |= rest @ each.fits[share].T.astype(np.float32) > 0
+            whole: NDArray[np.intp] = states[self._leads[states, 0]]
+            if size == most or (is_count_free and size >= least and whole.size):
+                return whole
+        return np.empty(0, np.intp)
+
+    def sets(self) -> Iterator[tuple[int, ...]]:
+        """Indices of hosts, each set once, those with the fastest hosts first.
+
+        Of hosts that are alike in everything, the first to come are taken.
+        """
+        by_speed = sorted(range(len(self._hosts)), key=lambda index: -self._hosts[index].fastest_gb_per_s)
+        numbers = [self._class_of[index] for index in by_speed]
+        left = np.zeros((len(numbers) + 1, len(self._classes)), int)
+        for place in reversed(range(len(numbers))):
+            left[place] = left[place + 1]
+            left[place, numbers[place]] += 1
+        # Depth first: what is decided of the fastest hosts, and multisets that it can still become.
+        ways: list[tuple[int, tuple[int, ...], frozenset[HostCapacity], NDArray[np.intp]]] = [
+            (0, (), frozenset(), self._found)
+        ]
+        while ways:
+            place, chosen, left_out, found = ways.pop()
+            if not found.size:
+                continue
+            if place == len(by_speed):
+                yield chosen
+                continue
+            index, number, kind = by_speed[place], numbers[place], self._hosts[by_speed[place]].kind
+            taken = sum(self._class_of[each] == number for each in chosen)
+            wanted = self._counts[found, number]
+            can_do_without = wanted <= taken + left[place + 1, number]
+            ways.append((place + 1, chosen, left_out | {kind}, found[can_do_without]))
+            if kind not in left_out:
+                ways.append((place + 1, (*chosen, index), left_out, found[wanted > taken]))
+
+    def seated(self, chosen: Sequence[int]) -> Seating | None:
+        """Stages on the hosts of a set, in the order in which they came unless only others are possible."""
+        as_come = [self._hosts[index] for index in sorted(chosen)]
+        found = _seated(self._table, as_come, self._num_stages)
+        if found is not None:
+            return found
+        found = _seated(self._table, self.reordered(chosen), self._num_stages)
+        return None if found is None else replace(found, is_in_order=False)
+
+    def reordered(self, chosen: Sequence[int]) -> list[HostCapacity]:
+        """Hosts of a set in the first order, by that of coming, in which they can hold all layers."""
+        waiting, order = sorted(chosen), []
+        state = sum(self._strides[self._class_of[index]] for index in chosen)
+        reached = np.zeros(self._leads.shape[1], bool)
+        reached[0] = True
+        for share in self._shares[: len(chosen)]:
+            for index in waiting:
+                number = self._class_of[index]
+                beyond = reached @ self._classes[number].fits[share]
+                if (beyond & self._leads[state - self._strides[number]]).any():
+                    break
+            waiting.remove(index)
+            order.append(self._hosts[index])
+            state, reached = state - self._strides[number], beyond
+        return order
+
+
+def _classes(table: StageTable, hosts: Sequence[HostCapacity], shares: Sequence[int]) -> list[_Class]:
+    """Hosts by what they have room for."""
+    members: dict[tuple[bytes, ...], list[int]] = {}
+    fits_of: dict[tuple[bytes, ...], dict[int, NDArray[np.bool_]]] = {}
+    for index, host in enumerate(hosts):
+        fits = {share: _in_a_row(np.isfinite(table.times(host.divided(share))), share) for share in shares}
+        key = tuple(each.tobytes() for each in fits.values())
+        members.setdefault(key, []).append(index)
+        fits_of[key] = fits
+    return [_Class(tuple(indices), fits_of[key]) for key, indices in members.items()]
+
+
+def _in_a_row(fits: NDArray[np.bool_], count: int) -> NDArray[np.bool_]:
+    """From which edge to which so many stages lead, one behind the other."""
+    led = fits
+    for _ in range(count - 1):
+        led = led.astype(np.float32) @ fits.astype(np.float32) > 0
+    return led
+
+
+def _few(classes: list[_Class]) -> list[_Class]:
+    """The same hosts in so few classes that all multisets of them can be looked at."""
+    classes = sorted(classes, key=lambda each: each.num_fits)
+    while math.prod(len(each.members) + 1 for each in classes) > _MAX_STATES:
+        merged = [left.merged(right) for left, right in itertools.pairwise(classes)]
+        lost = [
+            len(left.members) * (left.num_fits - both.num_fits)
+            + len(right.members) * (right.num_fits - both.num_fits)
+            for (left, right), both in zip(itertools.pairwise(classes), merged, strict=True)
+        ]
+        place = lost.index(min(lost))
+        classes[place : place + 2] = [merged[place]]
+    return classes
