@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.planner import Plan, StagePlacement
 from mesh.replanner import NewStage, Replan
+from mesh.seatings import never
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.byte_size import format_size
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
     from mesh.planner import HostCapacity
@@ -78,6 +79,13 @@ class Topology:
                     f"{stage.layers.start}",
                     param=_OPTION,
                 )
+        for stage in self.stages:
+            if not model.may_be_stage(stage.layers):
+                raise UncuttableModel(
+                    f"{_OPTION}: no stage of {model.name} can have {len(stage.layers)} layers: "
+                    f"{model.refused_lengths[len(stage.layers)]}",
+                    param=_OPTION,
+                )
 
     def missing(self, present: Iterable[str]) -> tuple[str, ...]:
         """Hosts that it names and that are not among these."""
@@ -110,6 +118,7 @@ class Topology:
         copies: Iterable[Copy] = (),
         *,
         may_start_over: bool = True,  # noqa: ARG002 - called in the place of `mesh.replanner.replan`
+        is_time_up: Callable[[], bool] = never,  # noqa: ARG002 - likewise
     ) -> Replan:
         """Lost stages come back on their own hosts, or not at all; see `mesh.replanner.replan`.
 

@@ -83,6 +83,8 @@ def test_it_must_suit_the_model() -> None:
         LOCKED.check(model(31))
     with pytest.raises(UncuttableModel, match="cannot be cut at layer 10"):
         LOCKED.check(model(cuts=(20,)))
+    with pytest.raises(UncuttableModel, match="no stage of model can have 10 layers: ten are another model"):
+        LOCKED.check(model(refused_lengths={10: "ten are another model"}))
 
 
 def test_the_plan_is_what_it_says_whoever_else_is_there() -> None:
