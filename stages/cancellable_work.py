@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Executor
 
 Result = TypeVar("Result")
 
@@ -17,9 +20,14 @@ class Abandoned(Exception):
 
 
 class CancellableWork:
-    """What one task has done in threads. The work calls `check` whenever it can stop."""
+    """What one task has done in threads. The work calls `check` whenever it can stop.
 
-    def __init__(self) -> None:
+    Args:
+        executor: Of the threads; None for those of the event loop, which everybody shares.
+    """
+
+    def __init__(self, executor: Executor | None = None) -> None:
+        self._executor = executor
         self._is_abandoned = threading.Event()
 
     def check(self) -> None:
@@ -33,7 +41,8 @@ class CancellableWork:
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Wait for work in a thread; when cancelled, until that thread is done with what it uses."""
-        thread = asyncio.create_task(asyncio.to_thread(work))
+        in_context = functools.partial(contextvars.copy_context().run, work)
+        thread = asyncio.get_running_loop().run_in_executor(self._executor, in_context)
         try:
             return await asyncio.shield(thread)
         except asyncio.CancelledError:

@@ -6,18 +6,19 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mesh.replanner import replan
+from mesh.replanner import Copy, replan
+from mesh.serve.planning import agreed, is_room_as_before
 from mesh.serve.switch import Switch
 from mesh.stage_sizes import StageSizes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
     from mesh.cluster.members import Member, Members
     from mesh.coordinator import Coordinator
     from mesh.planner import HostCapacity, StagePlacement
     from mesh.replanner import Replan
-    from mesh.serve.fleet import Fleet
+    from mesh.serve.fleet import Fleet, Seat
     from mesh.serve.head import Head
     from mesh.serve.incidents import Failure, Incidents
     from mesh.serve.placer import Placer
@@ -25,6 +26,33 @@ if TYPE_CHECKING:
     from mesh.serve.stage_handle import StageLoss
     from mesh.topology import Topology
     from stages.hidden_codec import HiddenType
+
+
+@dataclass(frozen=True)
+class _Situation:
+    """What a decision is made of.
+
+    Attributes:
+        seats: The ring.
+        lost: Indices of what is to be placed.
+        hosts: Where something may be placed.
+        copies: What hosts have loaded ahead.
+    """
+
+    seats: tuple[Seat, ...]
+    lost: frozenset[int]
+    hosts: tuple[HostCapacity, ...]
+    copies: tuple[Copy, ...]
+
+    def is_as_good(self, now: _Situation, decision: Replan) -> bool:
+        """Whether a decision made of this is as good for what there is now."""
+        fresh = [new.placement for new in decision.stages if new.kept is None]
+        used = [Copy(new.placement.host, new.placement.layers) for new in decision.stages if new.is_copy]
+        return (
+            (now.seats, now.lost) == (self.seats, self.lost)
+            and set(now.copies).issuperset((*used, *decision.dropped))
+            and is_room_as_before(self.hosts, now.hosts, (stage.host for stage in fresh))
+        )
 
 
 @dataclass(frozen=True)
@@ -61,10 +89,24 @@ class Crew:
     clock_s: Callable[[], float]
     replan: Callable[..., Replan] = replan
 
-    def decide(
-        self, lost: Collection[int], hosts: Sequence[HostCapacity], *, may_start_over: bool = True
+    @property
+    def nodes_ready(self) -> frozenset[str]:
+        """Ray nodes of the hosts on which a stage can be placed."""
+        return frozenset(member.ray_node_name for member in self.members.ready)
+
+    async def decide(
+        self,
+        lost: Callable[[], Collection[int]],
+        hosts: Callable[[], Iterable[Member]],
+        *,
+        may_start_over: bool = True,
     ) -> Replan:
         """Where lost stages go; nobody else counts on that room from now on. See `mesh.replanner.replan`.
+
+        Args:
+            lost: Indices of what is to be placed, as it is when asked.
+            hosts: Where something may be placed, likewise.
+            may_start_over: Whether surviving stages may be given up.
 
         Raises:
             ModelDoesNotFit: With what is needed and what each host has left.
@@ -72,14 +114,23 @@ class Crew:
         """
         fleet = self.fleet
         fleet.intended = ()
-        decision = self.replan(
-            self.sizes,
-            fleet.placements,
-            lost,
-            hosts,
-            fleet.copy_list(),
-            may_start_over=may_start_over,
-        )
+
+        def look() -> _Situation:
+            capacities = tuple(self.capacity_of(member) for member in hosts())
+            return _Situation(fleet.seats, frozenset(lost()), capacities, fleet.copy_list())
+
+        def make(situation: _Situation, is_time_up: Callable[[], bool]) -> Replan:
+            return self.replan(
+                self.sizes,
+                tuple(seat.placement for seat in situation.seats),
+                situation.lost,
+                situation.hosts,
+                situation.copies,
+                may_start_over=may_start_over,
+                is_time_up=is_time_up,
+            )
+
+        decision = await agreed(look, make, _Situation.is_as_good)
         fleet.intend(decision)
         return decision
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -9,6 +10,7 @@ import structlog
 from mesh.cluster.links import LinkWish
 from mesh.serve.link_order import has_an_order, hosts_of, ordered_by_links
 from mesh.serve.measured_links import HIDDEN_VALUE_BYTES
+from mesh.serve.planning import agreed, is_room_as_before
 from mesh.serve.preflight import placed
 from mesh.serve.wires import planned_wires
 from mesh.stage_sizes import StageSizes
@@ -17,6 +19,7 @@ from stages.hidden_codec import HiddenType
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mesh.cluster.links import Links
     from mesh.planner import HostCapacity, Plan
     from mesh.serve.head import Head
     from mesh.serve.ledger import Account
@@ -57,7 +60,7 @@ class FirstPlan:
         self._say = say
 
     async def make(self) -> Plan:
-        """Place the model on the hosts that are ready.
+        """Place the model on the hosts that are ready, as they are when this returns.
 
         Raises:
             ModelDoesNotFit: With what is needed and what each host has.
@@ -68,16 +71,7 @@ class FirstPlan:
         idle = [host.name for host in hosts if host.uses_gpus]
         if idle and self._options.is_exact:
             log.warning("gpus_idle", hosts=idle, reason="--exact computes on processors alone")
-        return await self._ordered_by_links(self._placed(hosts))
-
-    def _hosts(self) -> list[HostCapacity]:
-        return [self._account.capacity_of(member) for member in self._head.members.ready]
-
-    def _placed(self, hosts: Sequence[HostCapacity]) -> Plan:
-        return placed(self._options, self._known, hosts)
-
-    async def _ordered_by_links(self, as_joined: Plan) -> Plan:
-        """The plan again with its hosts in the order that makes a token's round shortest."""
+        as_joined = await agreed(self._hosts, self._placed, _holds)
         survey = self._head.survey
         if self._options.topology is not None or not has_an_order(as_joined, survey.head):
             return as_joined
@@ -85,9 +79,24 @@ class FirstPlan:
         hidden_bytes = self._known.model.hidden_width * HIDDEN_VALUE_BYTES
         links = await survey.measure(LinkWish(hidden_bytes, _NUM_PROBES))
         # Other models may have taken some of the room meanwhile.
-        hosts = self._hosts()
-        as_joined = self._placed(hosts)
-        ordered = ordered_by_links(hosts, as_joined, self._placed, survey.head, links)
+        return await agreed(self._hosts, partial(self._ordered_by_links, links), _holds)
+
+    def _hosts(self) -> tuple[HostCapacity, ...]:
+        return tuple(self._account.capacity_of(member) for member in self._head.members.ready)
+
+    def _placed(self, hosts: Sequence[HostCapacity], is_time_up: Callable[[], bool]) -> Plan:
+        return placed(self._options, self._known, hosts, is_time_up=is_time_up)
+
+    def _ordered_by_links(
+        self, links: Links, hosts: Sequence[HostCapacity], is_time_up: Callable[[], bool]
+    ) -> Plan:
+        """The plan again with its hosts in the order that makes a token's round shortest."""
+
+        def place(ordered: Sequence[HostCapacity]) -> Plan:
+            return self._placed(ordered, is_time_up)
+
+        as_joined = place(hosts)
+        ordered = ordered_by_links(hosts, as_joined, place, self._head.survey.head, links)
         if ordered is None:
             log.warning("links_unknown", consequence="stages stay in the order of joining")
             return as_joined
@@ -119,3 +128,7 @@ class FirstPlan:
         )
         log.info("wires_chosen", links=[choice.as_dict() for choice in choices if choice is not None])
         return tuple(HiddenType.F32 if choice is None else choice.proposed for choice in choices)
+
+
+def _holds(before: Sequence[HostCapacity], now: Sequence[HostCapacity], found: Plan) -> bool:
+    return is_room_as_before(before, now, hosts_of(found))

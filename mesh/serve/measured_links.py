@@ -8,6 +8,7 @@ import structlog
 
 from mesh.cluster.links import LinkWish
 from mesh.serve.link_order import round_times
+from mesh.serve.planning import made_in_thread
 from mesh.serve.wires import planned_wires
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError
@@ -39,13 +40,14 @@ async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> 
     hidden_bytes = state.model.hidden_width * HIDDEN_VALUE_BYTES
     links = await state.survey.measure(LinkWish(hidden_bytes, num_probes, bulk_bytes))
     stages = () if state.plan is None else state.plan.stages
-    found = round_times([stage.host for stage in stages], state.survey.head, links)
+    head, hosts = state.survey.head, [stage.host for stage in stages]
+    found = await made_in_thread(lambda _: round_times(hosts, head, links))
     wires = _wires(state, links) if bulk_bytes else ()
     for wire in wires:
         if wire.is_bottleneck:
             log.info("wire_proposed", option=f"--wire {wire.proposed}", **wire.as_dict())
     return {
-        "head": state.survey.head,
+        "head": head,
         "hidden_bytes": hidden_bytes,
         "bulk_bytes": bulk_bytes,
         "links": [link.as_dict() for link in links.links],

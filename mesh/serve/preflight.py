@@ -14,6 +14,7 @@ from mesh.cluster.members import check_name
 from mesh.draft.memory import draft_memory_bytes
 from mesh.gpu_layers import check_gpu_layers
 from mesh.planner import HostCapacity, Plan, check_stages, plan
+from mesh.seatings import never
 from mesh.serve.options import ctx_size_for
 from mesh.serve.recorded_answers import latest_answer
 from mesh.serve.speculation_fit import fitted_to
@@ -151,8 +152,20 @@ def check_numbers(options: ServeOptions) -> None:
         check_gpu_layers(options.gpu_layers, (), is_exact=True)
 
 
-def placed(options: ServeOptions, known: Preflight, hosts: Sequence[HostCapacity]) -> Plan:
+def placed(
+    options: ServeOptions,
+    known: Preflight,
+    hosts: Sequence[HostCapacity],
+    *,
+    is_time_up: Callable[[], bool] = never,
+) -> Plan:
     """The model on these hosts, as the user wants it.
+
+    Args:
+        options: What the user says.
+        known: What was found out beforehand.
+        hosts: In the order in which they came.
+        is_time_up: See `mesh.planner.plan`.
 
     Raises:
         ModelDoesNotFit: With what is needed and what each host has.
@@ -161,7 +174,14 @@ def placed(options: ServeOptions, known: Preflight, hosts: Sequence[HostCapacity
     """
     if options.topology is not None:
         return options.topology.plan(StageSizes(known.model, known.workload), hosts)
-    return plan(known.model, hosts, known.workload, num_stages=options.num_stages, split=options.split)
+    return plan(
+        known.model,
+        hosts,
+        known.workload,
+        num_stages=options.num_stages,
+        split=options.split,
+        is_time_up=is_time_up,
+    )
 
 
 def own_capacity(name: str, known: Preflight) -> HostCapacity:

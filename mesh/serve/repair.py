@@ -53,10 +53,11 @@ class Repair:
         crew.say("repairing")
         suspected, pause_s = loss, _FIRST_PAUSE_S
         while True:
+            hosts = crew.nodes_ready
             try:
                 decision = await self._decide(suspected)
             except (ModelDoesNotFit, NotEnoughHosts) as error:
-                await self._wait_for_hosts(error)
+                await self._wait_for_hosts(error, hosts)
             else:
                 try:
                     await self._carry_out(decision)
@@ -79,13 +80,13 @@ class Repair:
             self._bury(index, lost)
         for copy in survivors.dead_copies:
             crew.fleet.drop_copy(copy)
-        return crew.decide(
-            crew.fleet.lost,
-            [
-                crew.capacity_of(member)
+        return await crew.decide(
+            lambda: crew.fleet.lost,
+            lambda: (
+                member
                 for member in crew.members.ready
                 if member.name in survivors.hosts and self._strikes[member.name] < _MOST_STRIKES
-            ],
+            ),
         )
 
     def _bury(self, index: int, loss: StageLoss) -> None:
@@ -112,7 +113,8 @@ class Repair:
                 if seat.handle is handle:
                     self._crew.fleet.lose(index)
 
-    async def _wait_for_hosts(self, error: MeshError) -> None:
+    async def _wait_for_hosts(self, error: MeshError, hosts: frozenset[str]) -> None:
+        """Wait for others than those that were there before it was found that they do not suffice."""
         crew = self._crew
         if error.message != self._said:
             self._said = error.message
@@ -120,4 +122,5 @@ class Repair:
             crew.say(f"waiting for hosts: {error.message}")
             crew.coordinator.give_up(StageFailed(error.message, retry_after_s=_RETRY_AFTER_S))
         self._strikes.clear()
-        await crew.members.change_within(_LOOK_AGAIN_S)
+        if crew.nodes_ready == hosts:
+            await crew.members.change_within(_LOOK_AGAIN_S)

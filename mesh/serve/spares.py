@@ -14,6 +14,7 @@ from mesh.copies import left_beside, next_copy
 from mesh.offload import memory_on
 from mesh.planner import StagePlacement
 from mesh.serve.loading import load_all
+from mesh.serve.planning import made_in_thread
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -82,13 +83,13 @@ class Spares:
         while True:
             await self._check()
             await self._follow()
-            copy = self._next()
+            copy = await self._next()
             if copy is not None:
                 await self._load(copy)
             else:
                 await self._members.change_within(_CHECK_S)
 
-    def _next(self) -> Copy | None:
+    async def _next(self) -> Copy | None:
         if not self._are_wanted:
             return None
         now_s = self._clock_s()
@@ -97,7 +98,9 @@ class Spares:
             for member in self._members.ready
             if self._not_before_s.get(member.ray_node_name, 0.0) <= now_s
         ]
-        return next_copy(self._sizes, self._fleet.placements, hosts, self._fleet.copy_list())
+        stages, copies = self._fleet.placements, self._fleet.copy_list()
+        # Whether it still finds room is looked at again when it is loaded.
+        return await made_in_thread(lambda _: next_copy(self._sizes, stages, hosts, copies))
 
     async def _load(self, copy: Copy) -> None:
         member = self._members.find(copy.host)

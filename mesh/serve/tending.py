@@ -15,6 +15,7 @@ from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
 
+    from mesh.replanner import Replan
     from mesh.serve.crew import Crew
     from mesh.serve.departures import Departures
     from mesh.serve.fleet import Seat
@@ -81,14 +82,19 @@ class Tending:
         crew, to_move = self._crew, self._to_move()
         if not to_move:
             return None
+        decided: list[Replan] = []
+
+        async def decide() -> None:
+            decided.append(await crew.decide(self._to_move, lambda: crew.members.ready, may_start_over=False))
+
         try:
-            decision = crew.decide(
-                to_move,
-                [crew.capacity_of(member) for member in crew.members.ready],
-                may_start_over=False,
-            )
+            loss = await self._until_broken(decide())
         except (ModelDoesNotFit, NotEnoughHosts) as error:
             return await self._until_broken(self._nobody_else(to_move, error))
+        if loss is not None:
+            crew.fleet.intended = ()
+            return loss
+        decision = decided[0]
         log.info("moving", how=decision.reason)
         crew.say(f"moving {decision.reason}")
         seats: list[Seat] = []
