@@ -109,8 +109,8 @@ def certify(
 
     Args:
         model: A whole model, a GGUF file.
-        cuts: First layers of the second stage, each 1 to n_layers - 1; all that are allowed if None,
-            perhaps none.
+        cuts: First layers of the second stage, each 1 to n_layers - 1; all where the model can be cut in two
+            if None, perhaps none.
         options: How much is compared.
         folder: Where stage files lie for a while, one at a time; the system's temporary folder if None.
         progress: Called with decodes done and decodes in all.
@@ -121,7 +121,7 @@ def certify(
         ClusterError: If exact mode is out of reach in this process.
     """
     source = read_source(model)
-    chosen = source.allowed_cuts if cuts is None else tuple(cuts)
+    chosen = source.lone_cuts if cuts is None else tuple(cuts)
     for cut in chosen:
         if not 0 < cut < source.n_layers:
             raise UncuttableModel(
@@ -129,6 +129,7 @@ def certify(
                 f"so cuts are 1 to {source.n_layers - 1}"
             )
         source.check_range(LayerRange(0, cut))
+        source.check_range(LayerRange(cut, source.n_layers))
     if source.n_layers == 1:
         raise UncuttableModel(f"{model.name} has {source.n_layers} layers; there is nothing to cut")
     plan = _Plan(options or CertifyOptions(), _num_chunk_rows(source), not source.family.has_recurrent_state)

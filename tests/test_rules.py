@@ -1,9 +1,12 @@
 """The habits of llama.cpp that rules respect, one by one, without llama.cpp."""
 
+import itertools
+import re
 from pathlib import Path
 
 import pytest
 
+from spanmesh_proto.errors import UncuttableModel
 from stages.cutting.families import FAMILIES
 from stages.cutting.family import Blanks
 from stages.cutting.gguf_header import GgufHeader
@@ -104,6 +107,8 @@ def test_models_known_by_their_layers() -> None:
     assert model("exaone4", 64).allowed_cuts == ()
     assert len(model("exaone4", 30).allowed_cuts) == 29
     assert set(model("baichuan", 48).refused_lengths) == {32, 40}
+    # Cut in two there one half would be such a model; with a further cut neither is.
+    assert set(range(1, 48)) - set(model("baichuan", 48).lone_cuts) == {8, 16, 32, 40}
     assert set(model("deepseek2", 61, vocab_size=64).refused_lengths) == {26, 27}
     lite = model("deepseek2", 27, vocab_size=64)
     assert lite.refused_lengths == {}
@@ -172,8 +177,43 @@ def test_a_model_whose_layers_know_their_number_stays_in_one_piece() -> None:
 def test_smallthinker_counts_its_layers() -> None:
     four = model("smallthinker", 4, attention__sliding_window=8)
     assert four.blanks(LayerRange(1, 2)) == Blanks(before=1, after=2)
-    assert 4 in model("smallthinker", 32, attention__sliding_window=8).refused_lengths
-    assert model("smallthinker", 32).refused_lengths == {}
+    # A file of four layers would be another model, so a stage of four has a fifth; a tail cannot.
+    longer = model("smallthinker", 32, attention__sliding_window=8)
+    assert longer.allowed_cuts == (4, 8, 12, 16, 20, 24)
+    assert longer.blanks(LayerRange(4, 8)) == Blanks(after=1)
+    assert longer.blanks(LayerRange(4, 12)) == Blanks()
+    assert "just 4 of them, as the tail would be" in longer.refused_cuts[28]
+    # A tail without window would get a blank before it, and no longer begin at a fourth layer.
+    odd = model("smallthinker", 33, attention__sliding_window=8)
+    assert odd.allowed_cuts == (4, 8, 12, 16, 20, 24, 28)
+    assert "a single layer" in odd.refused_cuts[32]
+    assert len(model("smallthinker", 32).allowed_cuts) == 31
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_rules_allow_can_be_cut_at_any_number_of_layers(architecture: str) -> None:
+    common = {"attention__head_count": 4, "attention__head_count_kv": 2, "attention__key_length": 16}
+    values = common | {"feed_forward_length": 96, "vocab_size": 64, "context_length": 512}
+    for n_layers, window in itertools.product((*range(1, 19), 27, 32, 33, 40, 41), (0, 8)):
+        source = model(architecture, n_layers, **values, attention__sliding_window=window)
+        periods = [re.search(r"multiples of (\d+)", reason) for reason in source.refused_cuts.values()]
+        period = next((int(found[1]) for found in periods if found), 1)
+        if not source.refused_lengths and period == 1:
+            continue
+        edges = (0, *source.allowed_cuts, n_layers)
+        for layers in (LayerRange(*pair) for pair in itertools.combinations(edges, 2)):
+            # What the planner knows of lengths is what cutting goes by.
+            if len(layers) in source.refused_lengths and len(layers) < n_layers:
+                with pytest.raises(UncuttableModel, match=f"cannot have a stage of {len(layers)} layers"):
+                    source.check_range(layers)
+            else:
+                source.check_range(layers)
+            # Whatever comes every so many layers is counted from the file's first.
+            if len(layers) < n_layers:
+                assert (layers.start - source.blanks(layers).before) % period == 0
+        for cut in source.lone_cuts:
+            source.check_range(LayerRange(0, cut))
+            source.check_range(LayerRange(cut, n_layers))
 
 
 def test_heads_of_layers_without_attention_are_filled_in() -> None:

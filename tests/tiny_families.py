@@ -83,6 +83,10 @@ def _qwen3moe(noise: Noise, _layer: int) -> Tensors:
     return attention(noise) | head_norms(noise) | norm | experts(noise)
 
 
+def _smallthinker(noise: Noise, _layer: int) -> Tensors:
+    return attention(noise) | {"ffn_norm.weight": noise.vector(N_EMBD)} | experts(noise)
+
+
 def _gpt_oss(noise: Noise, _layer: int) -> Tensors:
     return (
         attention(noise)
@@ -473,5 +477,13 @@ TINY_FAMILIES = {
         _llama4,
         _ATTENTION | _EXPERTS | {"expert_used_count": 1, "interleave_moe_layer_step": 2},
         (1, 2, 3),
+    ),
+    # Every fourth layer has no positions, unless a file has just four: so no tail of four.
+    "smallthinker": TinyFamily(
+        "smallthinker",
+        16,
+        _smallthinker,
+        _ATTENTION | _EXPERTS | {"attention.sliding_window": WINDOW, "expert_gating_func": 2},
+        (4, 8),
     ),
 }

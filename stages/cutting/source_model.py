@@ -85,6 +85,22 @@ class SourceModel:
         """Layers at which a stage may start, 0 left out."""
         return tuple(cut for cut in range(1, self.n_layers) if cut not in self.refused_cuts)
 
+    @property
+    def lone_cuts(self) -> tuple[int, ...]:
+        """Those at which it can be cut in two, without any other."""
+        return tuple(
+            cut
+            for cut in self.allowed_cuts
+            if not self._refused_length(LayerRange(0, cut))
+            and not self._refused_length(LayerRange(cut, self.n_layers))
+        )
+
+    def _refused_length(self, layers: LayerRange) -> int:
+        """How many layers a stage's file would have, if it must not have so many, else 0."""
+        blanks = self.blanks(layers)
+        length = len(layers) + blanks.before + blanks.after
+        return length if length in self.refused_lengths and len(layers) < self.n_layers else 0
+
     def blanks(self, layers: LayerRange) -> Blanks:
         """What layers a stage's file needs besides its own."""
         return NO_BLANKS if len(layers) == self.n_layers else self.family.blanks(self.header, layers)
@@ -105,9 +121,8 @@ class SourceModel:
         for cut in (layers.start, layers.stop):
             if cut in self.refused_cuts:
                 raise UncuttableModel(f"{name} cannot be cut at layer {cut}: {self.refused_cuts[cut]}")
-        blanks = self.blanks(layers)
-        length = len(layers) + blanks.before + blanks.after
-        if length in self.refused_lengths:
+        length = self._refused_length(layers)
+        if length:
             raise UncuttableModel(
                 f"{name} cannot have a stage of {length} layers: {self.refused_lengths[length]}; choose "
                 "another number"

@@ -160,21 +160,38 @@ def _is_windowed(header: GgufHeader) -> bool:
     return header.integer(f"{header.architecture}.attention.sliding_window", 0) > 0
 
 
-def _four_lengths(header: GgufHeader) -> Mapping[int, str]:
-    if not _is_windowed(header) or _n_layers(header) == _SMALLTHINKER:
+def _counts_to_four(header: GgufHeader) -> bool:
+    """Whether a model has layers without positions, which it would not have with four layers."""
+    return _is_windowed(header) and _n_layers(header) != _SMALLTHINKER
+
+
+def _four_refused(header: GgufHeader) -> Mapping[int, str]:
+    n_layers = _n_layers(header)
+    if not _counts_to_four(header):
         return {}
-    return {_SMALLTHINKER: "llama.cpp gives positions to every layer of a file with just 4 of them"}
+    reasons = {
+        n_layers
+        - _SMALLTHINKER: f"llama.cpp gives positions to every layer of a file with just {_SMALLTHINKER} "
+        "of them, as the tail would be",
+        n_layers
+        - 1: "the tail would be a single layer, with neither window nor positions: the blank that gives "
+        "it a window makes it the second of its file, which has positions",
+    }
+    return {cut: why for cut, why in reasons.items() if cut > 0 and cut % _SMALLTHINKER == 0}
 
 
 def _four_blanks(header: GgufHeader, layers: LayerRange) -> Blanks:
-    if not _is_windowed(header) or _n_layers(header) != _SMALLTHINKER:
+    if _counts_to_four(header):
+        return Blanks(after=1) if len(layers) == _SMALLTHINKER else NO_BLANKS
+    if _n_layers(header) != _SMALLTHINKER or not _is_windowed(header):
         return NO_BLANKS
     return Blanks(layers.start, _SMALLTHINKER - layers.stop)
 
 
 FOUR_LAYERS: Final = Rule(
     "four layers",
-    "llama.cpp leaves positions out of every fourth layer, but not in a model of four layers",
-    refused_lengths=_four_lengths,
+    "llama.cpp leaves positions out of every fourth layer, but not in a model of four layers: a stage of "
+    "four gets a fifth as a blank, which a tail cannot have",
+    refused=_four_refused,
     blanks=_four_blanks,
 )
