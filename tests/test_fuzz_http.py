@@ -30,28 +30,48 @@ tokenizer = api_harness.tokenizer
 ERROR = json.dumps({"error": {"message": "no", "type": "t", "param": None, "code": "c"}}).encode()
 
 
+BODIES = ("ChatBody", "CompletionBody", "ResponsesBody", "TokenizeBody", "DetokenizeBody")
+
+
+class Document(dict[str, Any]):
+    """Short to print, as hypothesis prints what a property was given that fails."""
+
+    def __repr__(self) -> str:
+        return "<the API's document>"
+
+
 @pytest.fixture(scope="module")
-def document(tokenizer: Tokenizer) -> dict[str, Any]:
-    return create_app(
-        engine=ScriptedEngine([]),
-        tokenizer=tokenizer,
-        model_id="m",
-        created=1,
-        api_keys=None,
-        status=dict,
-        ready=lambda: True,
-    ).openapi()
+def document(tokenizer: Tokenizer) -> Document:
+    return Document(
+        create_app(
+            engine=ScriptedEngine([]),
+            tokenizer=tokenizer,
+            model_id="m",
+            created=1,
+            api_keys=None,
+            status=dict,
+            ready=lambda: True,
+        ).openapi()
+    )
 
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=150)
 def test_values_are_what_the_schema_allows(document: dict[str, Any], seed: int) -> None:
     values = SchemaValues(document, Random(seed))
-    for name in ("ChatBody", "CompletionBody", "ResponsesBody", "TokenizeBody", "DetokenizeBody"):
+    for name in BODIES:
         schema = {"$ref": f"#/components/schemas/{name}"}
         value = values.value(schema)
         Draft202012Validator({**schema, "components": document["components"]}).validate(value)
         assert json.loads(json.dumps(value)) == value
+
+
+def test_values_of_4000_seeds_survive_json(document: dict[str, Any]) -> None:
+    for seed in range(4000):
+        values = SchemaValues(document, Random(seed))
+        for name in BODIES:
+            value = values.value(document["components"]["schemas"][name])
+            assert json.loads(json.dumps(value)) == value, seed
 
 
 @given(seed=st.integers(0, 2**32))

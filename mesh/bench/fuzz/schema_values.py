@@ -91,7 +91,7 @@ class SchemaValues:
         least, most = schema.get("minLength", 0), schema.get("maxLength", 2000)
         text = random.choice(TEXTS)
         if random.random() < 0.3:
-            text = "".join(random.choices(TEXTS, k=random.randint(1, _FEW)))
+            text = _as_json_reads("".join(random.choices(TEXTS, k=random.randint(1, _FEW))))
         return text.ljust(least, "x")[:most]
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
@@ -115,3 +115,8 @@ class SchemaValues:
         if schema.get("additionalProperties") is True and depth < _DEPTH and random.random() < 0.1:
             found[random.choice(TEXTS)] = self.value({}, depth + 1)
         return found
+
+
+def _as_json_reads(text: str) -> str:
+    """The text that JSON gives back: two surrogates that meet are one character, escaped as the same pair."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
