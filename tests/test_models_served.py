@@ -154,7 +154,8 @@ def test_two_models_are_served_healed_taken_over_and_one_is_unloaded(mesh: Mesh,
     assert whole != alone
 
     # The head is killed: the next one takes the stages of both over, and loads nothing.
-    time.sleep(1.5)
+    written = tmp_path / "state.json"
+    until(lambda: json.loads(written.read_text())["models"], "what was loaded is not written down")
     family = family_of(head)
     head.send_signal(signal.SIGKILL)
     head.wait()
