@@ -10,6 +10,8 @@ from tests.lab_fixtures import require_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]
 
+PAUSES = ("pause seen by a client, median", "pause, worst", "a new request's answer or 503, worst")
+
 
 @pytest.fixture(autouse=True)
 def _lab() -> None:
@@ -20,7 +22,7 @@ def test_no_stream_fails_or_differs_whatever_is_lost(smollm2_path: Path, tmp_pat
     folder = tmp_path / "report"
     harms = ["--harms", "3", "--kinds", "tail,cut-off,stop", "--seed", "5", "--hang-ups", "0.3"]
     size = ["--quick", "--stages", "2", "--streams", "3", "--delay-ms", "2", "--logs", str(tmp_path / "logs")]
-    run(["bench", "chaos", str(smollm2_path), *harms, *size, "--output", str(folder)])
+    code = run(["bench", "chaos", str(smollm2_path), *harms, *size, "--output", str(folder)])
     found = json.loads((folder / "report.json").read_text())
     assert found["failures"] == []
     (scenario,) = found["scenarios"]
@@ -38,10 +40,13 @@ def test_no_stream_fails_or_differs_whatever_is_lost(smollm2_path: Path, tmp_pat
     assert "clients hung up" in lines["3 harms: failed streams"]["note"]
     assert lines["3 harms: texts unlike the undisturbed run"]["measured"] == 0
     assert lines["harms: new requests with neither"]["measured"] == 0
+    for title in PAUSES:
+        line = lines[f"harms: {title}, s"]
+        assert line["verdict"] == "met", line
     checks = {check["name"]: check["holds"] for check in found["checks"]}
     assert checks["no session left when idle, after harms"] is True
     assert checks["no process left, after harms"] is True
-    assert found["good"] is True
+    assert (code, found["good"]) == (0, True)
     page = (folder / "report.md").read_text()
     assert "## Acceptance" in page
     assert "SIGSTOP of a stage's process for some seconds" in page

@@ -1,4 +1,7 @@
-"""A mesh that loses hosts, in the lab: real processes, real Ray nodes, streams that must not notice."""
+"""A mesh that loses hosts, in the lab: real processes, real Ray nodes, streams that must not notice.
+
+Also a head that is killed and started again: the stages that outlived it go on; nothing is loaded or sent.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from mesh.bench.chaos.bounds import WARM_PAUSE_S
 from mesh.bench.mesh_system import COMMAND, MeshSystem
 from mesh.bench.server_process import get_json, last_lines
+from mesh.bench.stress.processes import role_of
 from mesh.lab import Lab
 from tests.chat_prompts import CHAT_PROMPTS
 from tests.lab_fixtures import require_lab
@@ -24,10 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.lab, pytest.mark.sweep, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]
 
 NUM_HOSTS = 4  # the head, two stages, one spare
 PATIENCE_S = 200.0
+# From the loss of a stage until the head knows, as README says.
+NOTICED_S = 2.0
 OPTIONS = ["--exact", "--speculate", "ngram", "--parallel", "4", "--ctx-size", "1024", "--stages", "2"]
 
 
@@ -60,11 +67,24 @@ class Running:
 
         self.until(is_warm, "no warm spare")
 
+    def stage_processes(self) -> list[int]:
+        """Of stages and copies, on all hosts."""
+        return [pid for host in range(NUM_HOSTS) for pid in self.stage_processes_of(host)]
+
+    def stage_processes_of(self, host: int) -> list[int]:
+        return [
+            pid for pid in sorted(self.lab.pids(host)) if role_of(psutil.Process(pid).cmdline()) == "stage"
+        ]
+
     def kill_stage(self, host: int) -> None:
         """End the processes of a host's stage and copies, not its Ray node."""
-        for pid in self.lab.pids(host):
-            if "StageActor" in " ".join(psutil.Process(pid).cmdline()):
-                psutil.Process(pid).kill()
+        for pid in self.stage_processes_of(host):
+            psutil.Process(pid).kill()
+
+    def until_repaired(self, num_repairs: int) -> dict[str, Any]:
+        return self.until(
+            lambda status: status["ready"] and status["repairs"]["count"] == num_repairs, "not repaired"
+        )
 
     def order(self, *arguments: str) -> None:
         done = self.lab.exec(0, [COMMAND, *arguments], timeout_s=PATIENCE_S)
@@ -125,10 +145,73 @@ def mesh(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 lab.kill(host)
 
 
-def test_streams_go_on_whatever_happens_to_hosts(mesh: Running) -> None:
-    undisturbed = mesh.answers(mesh.ask())
-    assert len({answer["text"] for answer in undisturbed}) == 4
+@pytest.fixture(scope="module")
+def undisturbed(mesh: Running) -> list[dict[str, Any]]:
+    """What four questions are answered while nothing happens."""
+    answers = mesh.answers(mesh.ask())
+    assert len({answer["text"] for answer in answers}) == 4
+    return answers
+
+
+def test_a_head_that_was_killed_takes_its_stages_over(
+    mesh: Running, undisturbed: list[dict[str, Any]]
+) -> None:
     mesh.until_spares_are_warm()
+    stages = mesh.stage_processes()
+    log = mesh.system.log(0)
+    before = log.read_text()
+    time.sleep(1.5)  # what happened last is written down within half a second
+
+    mesh.system.process(0).send_signal(signal.SIGKILL)
+    mesh.system.process(0).wait()
+    mesh.system.start_head()
+    mesh.system.wait_healthy(timeout_s=PATIENCE_S)
+
+    assert mesh.answers(mesh.ask()) == undisturbed
+    assert mesh.stage_processes() == stages
+    since = log.read_text().removeprefix(before)
+    assert "stages_taken_over" in since, last_lines(log, 40)
+    assert '"stage_loaded"' not in since
+    assert '"stage_sent"' not in since
+
+
+def test_a_killed_stage_is_noticed_at_once_and_its_copy_takes_over(
+    mesh: Running, undisturbed: list[dict[str, Any]]
+) -> None:
+    mesh.until_spares_are_warm()
+    num_repairs = mesh.status()["repairs"]["count"]
+    victim = mesh.stage_hosts()[0]
+    with mesh.streams(undisturbed):
+        killed_s = time.time()
+        mesh.kill_stage(victim)
+    status = mesh.until_repaired(num_repairs + 1)
+    failure = status["failures"][-1]
+    assert failure["host"] == f"host{victim}"
+    assert 0.0 < failure["at_s"] - killed_s <= NOTICED_S
+    assert status["repairs"]["last_s"] <= WARM_PAUSE_S
+
+
+def test_a_silent_stage_is_noticed_within_two_seconds(
+    mesh: Running, undisturbed: list[dict[str, Any]]
+) -> None:
+    mesh.until_spares_are_warm()
+    num_repairs = mesh.status()["repairs"]["count"]
+    victim = mesh.stage_hosts()[-1]
+    with mesh.streams(undisturbed):
+        silent_s = time.time()
+        mesh.lab.lose_packets(victim)
+        status = mesh.until_repaired(num_repairs + 1)
+        mesh.lab.deliver_packets(victim)
+    failure = status["failures"][-1]
+    assert failure["host"] == f"host{victim}"
+    assert 0.0 < failure["at_s"] - silent_s <= NOTICED_S
+
+
+@pytest.mark.sweep
+def test_streams_go_on_whatever_happens_to_hosts(mesh: Running, undisturbed: list[dict[str, Any]]) -> None:
+    mesh.until_spares_are_warm()
+    before = mesh.status()
+    num_failures, num_repairs = len(before["failures"]), before["repairs"]["count"]
 
     with mesh.streams(undisturbed):
         mesh.kill_stage(mesh.stage_hosts()[0])
@@ -137,7 +220,7 @@ def test_streams_go_on_whatever_happens_to_hosts(mesh: Running) -> None:
     victim = mesh.stage_hosts()[-1]
     with mesh.streams(undisturbed):
         mesh.lab.lose_packets(victim)
-        mesh.until(lambda status: status["ready"] and status["repairs"]["count"] == 2, "not repaired")
+        mesh.until_repaired(num_repairs + 2)
         mesh.lab.deliver_packets(victim)
     # It finds its way back by itself.
     mesh.until_spares_are_warm()
@@ -147,8 +230,8 @@ def test_streams_go_on_whatever_happens_to_hosts(mesh: Running) -> None:
         mesh.order("drain", f"host{drained}")
     status = mesh.status()
     assert f"host{drained}" not in {host["name"] for host in status["hosts"]}
-    assert (status["repairs"]["count"], status["repairs"]["moves"]) == (2, 1)
-    assert len(status["failures"]) == 2
+    assert (status["repairs"]["count"], status["repairs"]["moves"]) == (num_repairs + 2, 1)
+    assert len(status["failures"]) == num_failures + 2
 
     evicted = mesh.stage_hosts()[-1]
     with mesh.streams(undisturbed):
