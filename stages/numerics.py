@@ -87,9 +87,13 @@ def _whole_multiple(cells: int) -> int:
 
 
 class _Process:
-    """llama.cpp reads the switch once, at its first matrix product, for the life of the process."""
+    """llama.cpp reads the switch once, at its first matrix product, for the life of the process.
 
-    has_computed_with_tiles = False
+    Attributes:
+        is_tiled: What it reads, or has read; None until a mode was asked for.
+    """
+
+    is_tiled: bool | None = None
 
 
 def prepare_process(numerics: Numerics) -> None:
@@ -99,10 +103,12 @@ def prepare_process(numerics: Numerics) -> None:
         ClusterError: If this process has computed in fast mode before; exact mode is then out of reach.
     """
     if numerics.exact:
-        if _Process.has_computed_with_tiles:
+        if _Process.is_tiled:
             raise ClusterError(
                 "exact mode asked for in a process that has run llama.cpp in fast mode: start a new process"
             )
-        os.environ[_TILED_MM] = "0"
-    elif os.environ.get(_TILED_MM) != "0":
-        _Process.has_computed_with_tiles = True
+        if _Process.is_tiled is None:
+            os.environ[_TILED_MM] = "0"
+            _Process.is_tiled = False
+    elif _Process.is_tiled is None:
+        _Process.is_tiled = os.environ.get(_TILED_MM) != "0"

