@@ -4,7 +4,6 @@ import importlib.util
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,10 @@ from stages.device_speed import device_speed_gb_per_s
 from stages.devices import list_devices
 from stages.numerics import numerics_for, prepare_process
 from tests.searches import SWEEP
+
+# `make test &` in a shell has it ignored, here and in all that is started from here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def _settle_numerics() -> None:
     """Make this process one that can compute in exact mode, whatever runs first, and no other process.
@@ -77,14 +80,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Call tests by their names alone: with xdist's groups behind them, `--last-failed` knows none again."""
     if hasattr(report, "node"):  # which worker it comes from: here is not one
         report.nodeid = re.sub(r"@(hosts|test_\w+\.py)$", "", report.nodeid)
-
-
-@pytest.fixture
-def heeds_ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises here, even in tests that were started with it ignored, as `command &` is by shells."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,6 @@ def test_llama_cpp_aborts(tmp_path: Path, temporary_folder: Path) -> None:
     assert list(temporary_folder.iterdir()) == []
 
 
-@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, temporary_folder: Path) -> None:
     source = TinyModel("llama", n_layers=40).write(tmp_path / "model.gguf")
     before = children()

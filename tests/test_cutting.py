@@ -222,7 +222,6 @@ def test_a_full_disk_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
     output = tmp_path / "stage.gguf"
     output.write_bytes(b"an older stage")
