@@ -18,12 +18,13 @@ serve: $(VENV)/.serving
 	$(BIN)/mesh serve $(ARGS)
 
 # Tests with several hosts follow one another in one process, the others run beside them: see tests/conftest.py.
-# What fails is tried once more at the end, with nothing beside it: a machine that others use stands still for
-# seconds at times.
+# What ends its process is tried again at once by xdist, and fails anyhow.
+# Those that need several hosts or a quiet machine are tried once more at the end if they failed, with nothing
+# beside them, but two at most: see tests/second_try.py.
 test: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp
 test: check $(VENV)/.llama-source
-	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder || { \
-	  test $$? -eq 1 && $(BIN)/pytest --last-failed --last-failed-no-failures none; }
+	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 || { \
+	  test $$? -eq 1 && $(BIN)/pytest --second-try; }
 
 # Every case of what `make test` takes a few of.
 sweep: $(VENV)/.testing

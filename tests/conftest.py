@@ -15,6 +15,8 @@ from stages.devices import list_devices
 from stages.numerics import numerics_for, prepare_process
 from tests.searches import SWEEP
 
+pytest_plugins = ["tests.second_try"]
+
 # `make test &` in a shell has it ignored, here and in all that is started from here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

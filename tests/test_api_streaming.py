@@ -156,6 +156,7 @@ async def test_several_tokens_at_once_stop_inside(tokenizer: Tokenizer) -> None:
     assert engine.num_running == 0
 
 
+@pytest.mark.quiet
 async def test_a_shutdown_tells_open_streams_and_is_prompt(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(FOREVER)
     lines: list[str] = []
@@ -182,6 +183,7 @@ async def test_a_shutdown_tells_open_streams_and_is_prompt(tokenizer: Tokenizer)
     assert "shutting down" in error["message"]
 
 
+@pytest.mark.quiet
 async def test_a_shutdown_does_not_wait_for_clients_that_do_not_read(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine([(300,) * 63] * 200_000, context_length=64)
     async with running_api(engine, tokenizer) as api:

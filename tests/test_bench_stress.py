@@ -203,6 +203,7 @@ def test_a_load_asks_whole_chats_of_a_real_server_and_keeps_what_it_said() -> No
     assert outcome.tokens_per_s == pytest.approx(7 / outcome.duration_s)
 
 
+@pytest.mark.quiet
 def test_a_load_by_time_sends_nothing_after_it() -> None:
     with peer_server(lambda _number: Reply(ANSWER)) as peer:
         port = int(peer.url.rpartition(":")[2])

@@ -105,6 +105,7 @@ def test_sessions_draft_together_and_do_not_mix(q4_0: Path, tokenizer: Tokenizer
     assert drafted == [greedy_alone(q4_0, prompt, 8) for prompt in prompts]
 
 
+@pytest.mark.quiet
 @pytest.mark.model
 def test_a_prompt_being_read_is_left_at_once(q4_0: Path, tokenizer: Tokenizer) -> None:
     prompt = encoded(tokenizer, "All work and no play makes Jack a dull boy. " * 100)

@@ -379,6 +379,7 @@ async def test_an_address_of_no_interface_is_refused_at_once(tmp_path: Path) -> 
             await join(side.token, dataclasses.replace(HOST, address="203.0.113.9"))
 
 
+@pytest.mark.quiet
 async def test_an_unreachable_head_is_named_within_5_s() -> None:
     nobody = free_port("127.0.0.1")
     start_s = time.monotonic()
