@@ -17,13 +17,13 @@ LLAMA := $(VENV)/llama
 serve: $(VENV)/.serving
 	$(BIN)/mesh serve $(ARGS)
 
-# Tests with several hosts follow one another in one process, the others run beside them: see tests/conftest.py.
-# What ends its process is tried again at once by xdist, and fails anyhow.
+# Tests with several hosts follow one another in one process and mostly wait; the others run beside them in two,
+# which stand back: see tests/conftest.py. What ends its process is tried again at once by xdist, and fails anyhow.
 # Those that need several hosts or a quiet machine are tried once more at the end if they failed, with nothing
 # beside them, but two at most: see tests/second_try.py.
 test: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp
 test: check $(VENV)/.llama-source
-	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 || { \
+	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 1 || { \
 	  test $$? -eq 1 && $(BIN)/pytest --second-try; }
 
 # Every case of what `make test` takes a few of.

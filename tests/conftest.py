@@ -1,5 +1,6 @@
 """Models that packages carry, and a place for the stage files cut from them."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -16,6 +17,9 @@ from stages.numerics import numerics_for, prepare_process
 from tests.searches import SWEEP
 
 pytest_plugins = ["tests.second_try"]
+
+# As this process was started.
+NICE = os.getpriority(os.PRIO_PROCESS, 0)
 
 # `make test &` in a shell has it ignored, here and in all that is started from here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -68,6 +72,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         item.add_marker(pytest.mark.xdist_group("hosts" if rank(item) == 0 else item.path.name))
     items.sort(key=rank)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let hosts have the processors before tests beside them: they have clocks to beat and mostly wait."""
+    if hasattr(item.config, "workerinput"):
+        group = item.get_closest_marker("xdist_group")
+        is_of_hosts = group is not None and group.args == ("hosts",)
+        # Of this thread and those that it starts; only root may take it back.
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, NICE if is_of_hosts else min(19, NICE + 10))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
