@@ -77,6 +77,8 @@ async def say(page: Page, text: str) -> None:
 
 
 async def test_an_answer_streams_and_what_it_took_is_told(page: Page) -> None:
+    # Drawn anew each time, it could be as long as the context, with no room for a second turn.
+    await page.js("document.querySelector('#max-tokens').value = 60")
     await say(page, "Name three colours.")
     lengths = [await page.until(f"{LAST}.querySelector('.text').textContent.length")]
     assert await page.js(f"{LAST}.getAttribute('aria-busy')") == "true"
