@@ -38,6 +38,7 @@ class RepairableRing:
     Attributes:
         coordinator: Set by `serving`.
         num_repairs: Rings made after the first.
+        term: Of the coordinator, as stages are told.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class RepairableRing:
         self._news_s = news_s
         self.coordinator: Coordinator
         self.num_repairs = 0
+        self.term = 0
         self.stages: list[RunningStage | None] = [None] * NUM_STAGES
         self._on_decode = on_decode
         self._make_runtime = make_runtime or self._fake
@@ -65,9 +67,9 @@ class RepairableRing:
         for index, stage in enumerate(self.stages):
             copy = self.copies[index]
             if stage is not None:
-                await stage.service.rejoin(index, self.mesh_id, self.mesh_key, 0)
+                await stage.service.rejoin(index, self.mesh_id, self.mesh_key, self.term)
             elif copy is not None:
-                await copy.service.rejoin(index, self.mesh_id, self.mesh_key, 0)
+                await copy.service.rejoin(index, self.mesh_id, self.mesh_key, self.term)
                 self.stages[index], self.copies[index] = copy, None
             else:
                 self.stages[index] = await self._start(index)
@@ -124,7 +126,7 @@ class RepairableRing:
         for index, stage in enumerate(self.running):
             copy = self.copies[index] or await self._start(index)
             self.copies[index] = copy
-            await copy.service.follow(stage.address.address, "", self.mesh_id, self.mesh_key, 0)
+            await copy.service.follow(stage.address.address, "", self.mesh_id, self.mesh_key, self.term)
 
     async def _start(self, index: int) -> RunningStage:
         runtime = self._make_runtime(index)
