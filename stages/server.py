@@ -138,7 +138,11 @@ class StageService(rpc.StageServicer):
         self._serve(term)
         if self._follower is not None and self._follower.does_for(address, mesh_id):
             return
+        place = self._place
         await self._let_go()
+        if self._place is not place or self._follower is not None:
+            # Another order has come in that time, and counts.
+            return
         hello = _hello(mesh_id, f"a copy of stage {self._place.stage_index}", term)
         self._follower = Follower(
             address,

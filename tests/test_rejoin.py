@@ -88,6 +88,27 @@ async def test_the_higher_of_two_terms_wins_though_the_lower_was_first(ring: Rep
     await greet(stage, "fifth ring", "fifth key", 5)
 
 
+async def test_a_stage_that_was_to_follow_and_takes_a_place_meanwhile_follows_nothing(
+    ring: RepairableRing,
+) -> None:
+    stage, one, other = ring.running
+    await stage.service.follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 0)
+    # The first order waits for the end of what the stage follows; meanwhile comes the second.
+    await asyncio.gather(
+        stage.service.follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 0),
+        stage.service.rejoin(0, "third ring", "third key", 3),
+    )
+    assert stage.service._follower is None, "its slots are those of a ring now"
+    await stage.service.follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 3)
+    await asyncio.gather(
+        stage.service.follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 3),
+        stage.service.follow(one.address.address, "", "fourth ring", ring.mesh_key, 3),
+    )
+    follower = stage.service._follower
+    assert follower is not None
+    assert follower.does_for(one.address.address, "fourth ring"), "the later order counts"
+
+
 async def test_streams_of_the_old_ring_end(ring: RepairableRing) -> None:
     tail = ring.running[-1]
     async with grpc.aio.insecure_channel(tail.address.address, options=CLIENT_OPTIONS) as channel:
