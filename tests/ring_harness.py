@@ -125,9 +125,9 @@ async def running_coordinator(
     token_texts: TokenTexts | None = None,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator connected to `stages`: the next one, if they had others before."""
-    first = stages[0].service
-    term = _coordinators_before.get(first, 0)
-    _coordinators_before[first] = term + 1
+    services = [stage.service for stage in stages if stage.service is not None]
+    term = max((_coordinators_before.get(service, 0) for service in services), default=0)
+    _coordinators_before.update(dict.fromkeys(services, term + 1))
     options = CoordinatorOptions(
         context_length,
         num_slots,
