@@ -1,7 +1,8 @@
 """Rings that break at any moment, around a fake model: one text, each of its tokens once."""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from mesh.coordinator import CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
+from spanmesh_proto.errors import PrefixMismatch
 from speculative.controller import ControllerOptions
 from speculative.ngram import NgramProposer
 from speculative.proposer import Proposer
@@ -128,3 +130,32 @@ def test_one_text_whenever_stages_die(
         for each, want in zip([each for part in parts for each in part.logprobs], logprobs, strict=True):
             assert each.logprob == pytest.approx(want.logprob, rel=1e-6)
             assert [token for token, _ in each.top] == [token for token, _ in want.top]
+
+
+async def test_sessions_behind_one_that_begins_anew_in_its_replay_have_their_turn() -> None:
+    """What it was to begin with is not there: others wait for it to have sent all, which it does twice."""
+    ring = RepairableRing(lambda _index, _spans: time.sleep(0.003))
+    common = tuple(range(3, 33))
+    requests = [GenerationRequest((*common, *range(1, 1 + num_more)), 24) for num_more in (1, 50, 60)]
+    failed: list[int] = []
+    async with serving(ring, CoordinatorOptions(128, 4, FakeRuntime.max_rows, N_VOCAB)) as coordinator:
+        running = [coordinator.generate(request) for request in requests]
+        said = [list((await anext(parts)).tokens) for parts in running]
+        coordinator.pause("stages move")
+        path = ring.running[-1].service._path
+        begin = path._slots.begin
+
+        def fail_once(slot: int, source: int, cached: Sequence[int], num_resumed: int) -> None:
+            if cached and not failed:
+                failed.append(slot)
+                raise PrefixMismatch("it is not there")
+            begin(slot, source, cached, num_resumed)
+
+        path._slots.begin = fail_once  # type: ignore[method-assign]
+        async with asyncio.timeout(20):
+            await ring.repair()
+            for parts, tokens in zip(running, said, strict=True):
+                async for part in parts:
+                    tokens.extend(part.tokens)
+    assert len(failed) == 1
+    assert said == [expected(request)[0] for request in requests]

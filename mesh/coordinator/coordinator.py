@@ -385,9 +385,10 @@ class Coordinator:
             event = "prefix_mismatch" if is_mismatch else "session_begins_anew"
             log.warning(event, session=session.id, slot=session.slot, reason=error.message)
             self._slots.prefixes.forget_all()
-            session.suspend()
+            # Others may wait for their turn to replay until this one has.
+            pending = session.suspend()
             self._ring.close_session(session.id)
-            self._replay(session, lambda: None)
+            self._replay(session, pending.on_replayed, is_on_trial=pending.is_on_trial)
 
     def _on_lost(self, ring: Ring) -> None:
         if self._is_whole and ring is self._ring:

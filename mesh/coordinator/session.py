@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -47,6 +47,19 @@ if TYPE_CHECKING:
     from stages.opening import Opening
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class PendingReplay:
+    """What waits for a session's replay.
+
+    Attributes:
+        on_replayed: See `Session.replay`.
+        is_on_trial: Likewise.
+    """
+
+    on_replayed: Callable[[], None]
+    is_on_trial: bool
 
 
 class Session:
@@ -155,9 +168,14 @@ class Session:
             self._speculator.begin(prompt)
             self._pump()
 
-    def suspend(self) -> None:
-        """Take all that is under way for lost, and send nothing until `replay`."""
+    def suspend(self) -> PendingReplay:
+        """Take all that is under way for lost, and send nothing until `replay`.
+
+        Returns:
+            What was to be told of the replay that this one ends, if one is under way.
+        """
         self._is_suspended = True
+        pending = PendingReplay(self._on_replayed or _nothing, is_on_trial=self._is_on_trial)
         self._on_replayed = None
         self.was_under_way = bool(self._flights)
         self._count_decoding(is_decoding=False)
@@ -165,6 +183,7 @@ class Session:
         voided = self._generation.rewind()
         if voided and self._speculator is not None:
             self._speculator.landed(is_void=True)
+        return pending
 
     def replay(
         self,
@@ -476,3 +495,7 @@ class Session:
         )
         self._flights.append(Flight(self._num_sent, window, self._clock_ms(), len(self._flights)))
         self._num_sent += 1
+
+
+def _nothing() -> None:
+    """Nothing waits."""
