@@ -44,6 +44,7 @@ class Running:
 
     lab: Lab
     system: MeshSystem
+    state: Path
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = get_json(self.lab, 0, self.system.port, "/mesh/status")
@@ -132,10 +133,11 @@ def mesh(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     require_lab()
     logs = tmp_path_factory.mktemp("logs")
     with Lab(NUM_HOSTS, 2.0, shared=[tmp_path_factory.getbasetemp()]) as lab:
-        system = MeshSystem(lab, smollm2_path, logs, options=OPTIONS)
+        state = tmp_path_factory.mktemp("state") / "state.json"
+        system = MeshSystem(lab, smollm2_path, logs, options=[*OPTIONS, "--state", str(state)])
         try:
             system.start(timeout_s=PATIENCE_S)
-            yield Running(lab, system)
+            yield Running(lab, system, state)
         except BaseException:
             for host in range(NUM_HOSTS):
                 print(f"--- host{host}\n{last_lines(system.log(host), 80)}")
@@ -160,7 +162,10 @@ def test_a_head_that_was_killed_takes_its_stages_over(
     stages = mesh.stage_processes()
     log = mesh.system.log(0)
     before = log.read_text()
-    time.sleep(1.5)  # what happened last is written down within half a second
+    mesh.until(
+        lambda status: len(json.loads(mesh.state.read_text())["copies"]) == len(status["stages"]),
+        "copies are not written down",
+    )
 
     mesh.system.process(0).send_signal(signal.SIGKILL)
     mesh.system.process(0).wait()

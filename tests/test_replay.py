@@ -159,3 +159,21 @@ async def test_sessions_behind_one_that_begins_anew_in_its_replay_have_their_tur
                     tokens.extend(part.tokens)
     assert len(failed) == 1
     assert said == [expected(request)[0] for request in requests]
+
+
+async def test_a_session_alone_is_replayed_with_the_speculation_that_the_controller_chooses() -> None:
+    """It is itself among those that share what stages can compute when it sends its first window."""
+    ring = RepairableRing(lambda _index, _spans: time.sleep(0.003))
+    request = GenerationRequest(PROMPT[:8], 40)
+    wanted = expected(request)[0]
+    chosen = options(controller=ControllerOptions())
+    proposer = lambda _request: [Oracle([*request.prompt, *wanted])]  # noqa: E731 - as the coordinator takes it
+    async with serving(ring, chosen, make_proposers=proposer) as coordinator, asyncio.timeout(30):
+        parts = coordinator.generate(request)
+        said = list((await anext(parts)).tokens)
+        coordinator.pause("stages move")
+        assert len(coordinator._sessions) == 1
+        await ring.repair()
+        async for part in parts:
+            said += part.tokens
+    assert said == wanted

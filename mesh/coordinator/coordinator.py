@@ -298,10 +298,10 @@ class Coordinator:
             on_replayed()
 
         beginning = self._beginning_again(session)
-        session.replay(
-            next(self._session_ids), beginning, self._incarnation, on_sent, is_on_trial=is_on_trial
-        )
-        self._sessions[session.id] = session
+        session_id = next(self._session_ids)
+        # Before it sends: it counts among those that share what stages can compute.
+        self._sessions[session_id] = session
+        session.replay(session_id, beginning, self._incarnation, on_sent, is_on_trial=is_on_trial)
 
     def _beginning_again(self, session: Session) -> Beginning:
         """What a session begins with in a new ring: what it shares with those that replay before it."""
@@ -380,15 +380,24 @@ class Coordinator:
             # Its session is over, so it is not known whose slot the stage has emptied.
             self._slots.prefixes.forget_all()
         elif session.on_failure(failure.epoch, error):
-            is_mismatch = isinstance(error, PrefixMismatch)
-            self._num_prefix_mismatches += is_mismatch
-            event = "prefix_mismatch" if is_mismatch else "session_begins_anew"
-            log.warning(event, session=session.id, slot=session.slot, reason=error.message)
-            self._slots.prefixes.forget_all()
-            # Others may wait for their turn to replay until this one has.
-            pending = session.suspend()
-            self._ring.close_session(session.id)
-            self._replay(session, pending.on_replayed, is_on_trial=pending.is_on_trial)
+            try:
+                self._begin_anew(session, error)
+            except Exception as raised:
+                # The stream of failures serves all sessions, too.
+                log.exception("session_failed", session=session.id)
+                session.fail(StageFailed(f"the coordinator failed to begin a session anew: {raised!r}"))
+
+    def _begin_anew(self, session: Session, error: MeshError) -> None:
+        """Have a session replay in the same ring, with nothing cached."""
+        is_mismatch = isinstance(error, PrefixMismatch)
+        self._num_prefix_mismatches += is_mismatch
+        event = "prefix_mismatch" if is_mismatch else "session_begins_anew"
+        log.warning(event, session=session.id, slot=session.slot, reason=error.message)
+        self._slots.prefixes.forget_all()
+        # Others may wait for their turn to replay until this one has.
+        pending = session.suspend()
+        self._ring.close_session(session.id)
+        self._replay(session, pending.on_replayed, is_on_trial=pending.is_on_trial)
 
     def _on_lost(self, ring: Ring) -> None:
         if self._is_whole and ring is self._ring:
