@@ -190,7 +190,8 @@ class StageService(rpc.StageServicer):
             ProtocolError: If a coordinator of a higher term was here meanwhile.
         """
         self._refuse_former(term)
-        await self._let_go()
+        while self._follower is not None:
+            await self._let_go()
         # Another coordinator may have been here in that time.
         self._refuse_former(term)
         path, former = self._path, self._place
@@ -257,15 +258,18 @@ class StageService(rpc.StageServicer):
             await self._blame(context, error)
             return
         hello = first.hello if first is not None and first.WhichOneof("kind") == "hello" else None
-        yield wire.ControlReply(welcome=await self._greet(hello, context))
+        welcome = wire.ControlReply(welcome=await self._greet(hello, context))
         if hello is None or not self._place.is_of(hello):
+            yield welcome
             return
+        # Before the welcome: what the coordinator sends after it may fail, and is to be told of that.
         self._serve(hello.term)
         reader = asyncio.create_task(self._read_control(request_iterator, replies))
         reader.add_done_callback(lambda _reader: replies.put_nowait(None))
         self._controls[replies] = reader
         self._idle_since_s = None
         try:
+            yield welcome
             while (reply := await replies.get()) is not None:
                 yield reply
             if not reader.cancelled() and isinstance(reason := reader.exception(), MeshError):

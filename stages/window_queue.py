@@ -219,7 +219,10 @@ class WindowQueue:
         while self._pending and not self._has_to_wait(self._pending[0].change):
             pending = self._pending.popleft()
             self._changes.append(pending.change)
-            self._waiting += pending.windows
+            if pending.windows:
+                self._waiting += pending.windows
+                # Of a session that is over by now, whose slot the next change gives to another.
+                self._drop_void()
 
     def _has_to_wait(self, change: Change) -> bool:
         return isinstance(change, Begun) and any(map(change.follows, self._waiting))

@@ -59,12 +59,23 @@ class _Tries:
         self._config = config
         self._tried_twice = list(config.args) if config.getoption("second_try") else []
         self._failed: dict[str, bool] = {}
+        self._passed: set[str] = set()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        # Under xdist the tests that could be collected run all the same.
+        if report.failed:
+            self._failed[report.nodeid] = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self._failed[report.nodeid] = any(mark in report.keywords for mark in MARKS)
+        elif report.when == "call" and report.passed:
+            self._passed.add(report.nodeid)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        # One that is skipped now has not passed.
+        if session.exitstatus == pytest.ExitCode.OK and not self._passed.issuperset(self._tried_twice):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._config.cache:
             self._config.cache.set(_FAILED, self._failed)
             self._config.cache.set(_TRIED_TWICE, self._tried_twice)
@@ -73,4 +84,5 @@ class _Tries:
         if self._tried_twice:
             terminalreporter.section(f"tried twice: {len(self._tried_twice)}, at most {MOST} may be")
         for name in self._tried_twice:
-            terminalreporter.line(f"{'FAILED' if name in self._failed else 'passed'} {name}")
+            is_passed = name in self._passed and name not in self._failed
+            terminalreporter.line(f"{'passed' if is_passed else 'FAILED'} {name}")

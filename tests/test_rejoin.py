@@ -99,6 +99,13 @@ async def test_a_stage_that_was_to_follow_and_takes_a_place_meanwhile_follows_no
         stage.service.rejoin(0, "third ring", "third key", 3),
     )
     assert stage.service._follower is None, "its slots are those of a ring now"
+    # The other way round: the stage is on its way into a ring when it is to follow.
+    await stage.service.follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 3)
+    await asyncio.gather(
+        stage.service.rejoin(0, "third ring", "third key", 3),
+        stage.service.follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 3),
+    )
+    assert stage.service._follower is None, "its slots are those of a ring now"
     await stage.service.follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 3)
     await asyncio.gather(
         stage.service.follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 3),

@@ -36,6 +36,10 @@ TESTS = {
     "fixture": (
         "@pytest.fixture\ndef host(): attempt('fixture', 1)\n@pytest.mark.lab\ndef test_fixture(host): pass"
     ),
+    "skips": (
+        "@pytest.mark.lab\ndef test_skips():\n    if Path('skips').exists(): pytest.skip('not now')\n"
+        "    attempt('skips', 1)"
+    ),
     "plain": "def test_plain(): attempt('plain', 1)",
     "crash": "def test_crash(): os.kill(os.getpid(), signal.SIGSEGV)",
 }
@@ -92,3 +96,17 @@ def test_everything_else_fails_at_once(other: str, tmp_path: Path) -> None:
     assert code not in {0, 5}
     assert f"these failed, and are tried once only:\ntest_it.py::test_{other}" in output
     assert num_runs(tmp_path, "lab") == 1
+
+
+def test_a_module_that_cannot_be_read_fails_at_once(tmp_path: Path) -> None:
+    (tmp_path / "test_broken.py").write_text("import no_such_module")
+    code, output = make_test(tmp_path, "lab", workers=2)
+    assert code not in {0, 5}
+    assert "these failed, and are tried once only:\ntest_broken.py" in output
+    assert num_runs(tmp_path, "lab") == 1
+
+
+def test_what_is_skipped_the_second_time_has_not_passed(tmp_path: Path) -> None:
+    code, output = make_test(tmp_path, "skips")
+    assert code == 1
+    assert "FAILED test_it.py::test_skips" in output.partition("tried twice")[2]

@@ -230,6 +230,22 @@ def test_nobody_waits_for_what_will_never_be_computed() -> None:
     assert taken_with_changes(queue) == ([2], [(2, 0)])
 
 
+def test_windows_of_a_session_that_ended_while_its_slot_waited_are_not_computed_in_the_next_one_s() -> None:
+    void: set[int] = set()
+    queue = WindowQueue(64, lambda session, _epoch: session not in void)
+    queue.put(chunk(1, 0))
+    queue.put(window(1, 20, id=1, start=20, num_outputs=1))
+    assert taken(queue) == [(1, 0)]
+    # Both copy what session 1 is still to compute, one after the other into the same slot.
+    for session in (2, 3):
+        queue.change(Begun(session, 1, 2, (1,) * 25))
+        queue.put(window(session, 2, start=25))
+    assert taken(queue) == [(1, 1)]
+    void.add(2)
+    assert taken_with_changes(queue) == ([2, 3], [(3, 0)])
+    assert queue.num_dropped == 1
+
+
 @given(
     st.lists(
         st.one_of(
