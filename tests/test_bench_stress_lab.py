@@ -51,6 +51,7 @@ def test_every_answer_of_a_quick_load_is_checked(smollm2_path: Path, tmp_path: P
     assert "## Memory, MiB" in page
 
 
+@pytest.mark.sweep
 def test_clients_with_keys_hang_up_and_nothing_is_left_of_them(smollm2_path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "report"
     size = ["--hosts", "1", "--delay-ms", "1", "--chats", "3", "--concurrency", "4", "--requests", "16"]

@@ -173,7 +173,7 @@ def test_a_head_that_was_killed_takes_its_stages_over(
     mesh.system.wait_healthy(timeout_s=PATIENCE_S)
 
     assert mesh.answers(mesh.ask()) == undisturbed
-    assert mesh.stage_processes() == stages
+    assert mesh.stage_processes() == stages, last_lines(log, 60)
     since = log.read_text().removeprefix(before)
     assert "stages_taken_over" in since, last_lines(log, 40)
     assert '"stage_loaded"' not in since

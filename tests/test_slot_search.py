@@ -396,7 +396,7 @@ def test_slots_hold_what_is_believed_and_every_text_is_right(
         run_state_machine_as_test(
             SlotMachine,
             settings=settings(
-                max_examples=650 if is_sweep else 40,
+                max_examples=650 if is_sweep else 25,
                 stateful_step_count=50,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),

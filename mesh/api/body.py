@@ -113,4 +113,6 @@ def as_invalid_request(error: ValidationError, within: str = "") -> InvalidReque
     for step in first["loc"]:
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else str(step)
     message = first["msg"]
+    if first["type"] == "string_unicode":
+        message = "Text holds half a surrogate pair: send valid Unicode"
     return InvalidRequest(f"{param}: {message[:1].lower()}{message[1:]}", param=param or None)

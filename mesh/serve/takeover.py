@@ -31,6 +31,7 @@ log = structlog.get_logger()
 
 # Hosts look for the head every second or so.
 _WAIT_FOR_HOSTS_S: Final = 8.0
+_WAIT_FOR_SPARES_S: Final = 2.0
 _ANSWER_S: Final = 2.0
 
 
@@ -84,7 +85,9 @@ class Takeover:
                 (stage.host, LayerRange(stage.start, stage.stop))
                 for stage in (*former.stages, *former.copies)
             )
-            await self._wait_for(former.stages)
+            await self._wait_for(former.stages, _WAIT_FOR_HOSTS_S)
+            # A copy is worth a moment, not more: the mesh can serve without.
+            await self._wait_for(former.copies, _WAIT_FOR_SPARES_S)
             ring = [await self._adopt(stage) for stage in former.stages]
             copies = [await self._adopt(stage) for stage in former.copies]
             handles = [handle for handle in ring if handle is not None]
@@ -106,12 +109,12 @@ class Takeover:
         await self._fleet.stop()
         return False
 
-    async def _wait_for(self, stages: Sequence[KeptStage]) -> None:
+    async def _wait_for(self, stages: Sequence[KeptStage], most_s: float) -> None:
         """Give the hosts time to come back."""
         nodes = {stage.ray_node for stage in stages}
         members = self._head.members
         try:
-            async with asyncio.timeout(_WAIT_FOR_HOSTS_S):
+            async with asyncio.timeout(most_s):
                 while not nodes <= {member.ray_node_name for member in members.ready}:
                     await members.changed()
         except TimeoutError:
