@@ -25,10 +25,17 @@ def note_trouble(handle: StageHandle, error: MeshError) -> None:
     log.warning("stage_in_trouble", host=handle.member.name, layers=layers, reason=error.message)
 
 
-async def blaming(work: Coroutine[Any, Any, None], handle: StageHandle, blame: Blame) -> None:
-    """Do work for a stage; if it fails, say whose it was."""
+async def blaming(work: Callable[[], Coroutine[Any, Any, None]], handle: StageHandle, blame: Blame) -> None:
+    """Do work for a stage; if it fails, say whose it was.
+
+    Args:
+        work: Makes what is awaited. A coroutine made before would never be awaited if this is cancelled
+            before it begins, of which Python warns on the terminal.
+        handle: The stage.
+        blame: Called with it and the error.
+    """
     try:
-        await work
+        await work()
     except MeshError as error:
         blame(handle, error)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mesh.progress import progress_bars
@@ -25,9 +26,10 @@ async def load_all(handles: Sequence[StageHandle], blame: Blame) -> None:
         ModelDoesNotFit: If a host has too little memory left; nothing is loaded then.
         MeshError: What the first stage that failed says.
     """
-    await all_at_once(blaming(handle.place(), handle, blame) for handle in handles)
-    await all_at_once(blaming(handle.check_memory(), handle, blame) for handle in handles)
+    await all_at_once(blaming(handle.place, handle, blame) for handle in handles)
+    await all_at_once(blaming(handle.check_memory, handle, blame) for handle in handles)
     with progress_bars() as bars:
         await all_at_once(
-            blaming(handle.load(bars.add(f"{handle.who}: waiting")), handle, blame) for handle in handles
+            blaming(partial(handle.load, bars.add(f"{handle.who}: waiting")), handle, blame)
+            for handle in handles
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mesh.serve.blame import all_at_once, blaming
@@ -37,11 +38,11 @@ async def wire_up(seats: Sequence[Seat], keys: MeshKeys, blame: Blame) -> tuple[
     if len(handles) < len(seats):
         raise StageFailed("a stage of the ring was lost before it was wired")
     await all_at_once(
-        blaming(_enter(handle, index, keys, seat.wire), handle, blame)
+        blaming(partial(_enter, handle, index, keys, seat.wire), handle, blame)
         for index, (handle, seat) in enumerate(zip(handles, seats, strict=True))
     )
     await all_at_once(
-        blaming(handle.connect(following), following, blame)
+        blaming(partial(handle.connect, following), following, blame)
         for handle, following in itertools.pairwise(handles)
     )
     return tuple(handle.address for handle in handles)
