@@ -92,6 +92,9 @@ def find_seating(
             best = _seated(table, chosen, num_stages) or best
     if best is None:
         return None
+    if num_stages is None and not best.is_in_order:
+        # Which of several interchangeable hosts is taken may decide whether the order can be kept.
+        best = _first_in_order(table, hosts, len(best.seats), is_time_up) or best
     least = len(best.seats)
     if num_stages is None and not best.is_in_order and not is_time_up():
         # So few have no more than just room for it; where that takes another order, one more may be faster.
@@ -115,6 +118,18 @@ def _best_of(fits: _Fits, is_time_up: Callable[[], bool]) -> Seating | None:
         if best is None or found.beats(best):
             best = found
     return best
+
+
+def _first_in_order(
+    table: StageTable, hosts: Sequence[HostCapacity], num_hosts: int, is_time_up: Callable[[], bool]
+) -> Seating | None:
+    """The first so many hosts that can hold all layers in their order, of a few that are tried."""
+    for chosen in itertools.islice(itertools.combinations(hosts, num_hosts), _MAX_SETS):
+        if is_time_up():
+            break
+        if (found := _seated(table, chosen)) is not None:
+            return found
+    return None
 
 
 def seat_all(table: StageTable, hosts: Sequence[HostCapacity]) -> Seating | None:

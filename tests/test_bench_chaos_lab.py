@@ -51,7 +51,7 @@ def test_no_stream_fails_or_differs_whatever_is_lost(smollm2_path: Path, tmp_pat
     checks = {check["name"]: check["holds"] for check in found["checks"]}
     assert checks["no session left when idle, after harms"] is True
     assert checks["no process left, after harms"] is True
-    assert (code, found["good"]) == ((1, False) if missed else (0, True))
+    assert (code, found["good"]) == (0, True)
     page = (folder / "report.md").read_text()
     assert "## Acceptance" in page
     assert "SIGSTOP of a stage's process for some seconds" in page
