@@ -175,3 +175,11 @@ def test_a_table_says_of_all_stages_what_sizes_say_of_each(
         )
         expected = np.inf if memory is None else read_time(sizes, LayerRange(start, stop), memory, at)
         assert times[row, column] == expected
+
+
+def test_of_equal_hosts_one_is_taken_with_which_the_order_can_be_kept() -> None:
+    table = StageTable(StageSizes(model(2, layer_mib=9), WORKLOAD))
+    found = find_seating(table, [host("a", 1, 5.0), host("b", 9, 5.0), host("c", 1, 5.0)])
+    assert found is not None
+    assert [seat.name for seat in found.seats] == ["b", "c"]
+    assert found.is_in_order
