@@ -76,7 +76,7 @@ class _Tries:
         # One that is skipped now has not passed.
         if session.exitstatus == pytest.ExitCode.OK and not self._passed.issuperset(self._tried_twice):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self._config.cache:
+        if getattr(self._config, "cache", None):
             self._config.cache.set(_FAILED, self._failed)
             self._config.cache.set(_TRIED_TWICE, self._tried_twice)
 
