@@ -77,6 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let hosts have the processors before tests beside them: they have clocks to beat and mostly wait."""
+    # What ran before in this process may have left another handler.
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(item.config, "workerinput"):
         group = item.get_closest_marker("xdist_group")
         is_of_hosts = group is not None and group.args == ("hosts",)
