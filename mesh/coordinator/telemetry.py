@@ -29,7 +29,7 @@ class _StageSums:
 
 
 class _Judged:
-    """Counts of one proposer's windows. Each is counted once, however often somebody asks."""
+    """Counts of one proposer's windows. Each is counted once, however often the figures are read."""
 
     def __init__(self) -> None:
         self._counted = SpeculationStatistics()
