@@ -23,18 +23,25 @@ from stages.slot_tokens import Marks
 from stages.stage_slots import StageSlots
 from tests.fake_stage import FakeRuntime
 from tests.repairable_ring import NUM_STAGES, RepairableRing, serving
-from tests.ring_harness import collect
+from tests.ring_harness import RunningStage, collect
 
 OPTIONS = CoordinatorOptions(128, 4, FakeRuntime.max_rows, 64)
 
 
 async def until_told(ring: RepairableRing, num_positions: int) -> None:
-    """All copies have been told so much of every slot that is in use."""
-    stages = ring.running
+    """All copies have been told so much of every session that runs, and that it is this session's."""
+
+    def is_told(copy: RunningStage, session: int, slot: int) -> bool:
+        path = copy.service._path
+        # An earlier session may have left as many positions in the slot.
+        return (
+            path._sessions._latest.get(slot) == session and path._slots._tokens.length(slot) >= num_positions
+        )
+
     while True:
-        slots = list(stages[0].service._path._sessions.slots.values())
-        told = [copy.service._path._slots._tokens for copy in ring.copies if copy is not None]
-        if slots and all(tokens.length(slot) >= num_positions for tokens in told for slot in slots):
+        slots = ring.running[0].service._path._sessions.slots.items()
+        copies = [copy for copy in ring.copies if copy is not None]
+        if slots and all(is_told(copy, session, slot) for copy in copies for session, slot in slots):
             return
         await asyncio.sleep(0.002)
 
