@@ -1,32 +1,45 @@
-"""Head and three joined hosts 5 ms apart, each in its own namespaces: real processes, Ray nodes, streams."""
+"""Head, stages and a spare on hosts of their own, milliseconds apart: real processes, Ray nodes, streams.
+
+Their text is the whole model's, strangers are refused, and streams do not notice that hosts are lost, or that
+the head was killed and started again.
+"""
+
+from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.bench.mesh_system import COMMAND, MeshSystem
+from mesh.bench.chaos.bounds import WARM_PAUSE_S
+from mesh.bench.mesh_system import COMMAND
 from mesh.bench.server_process import last_lines
 from mesh.cluster.join_token import decode, encode
 from mesh.lab import Lab
 from tests.chat_prompts import CHAT_PROMPTS
 from tests.lab_fixtures import require_lab
+from tests.lab_mesh import PATIENCE_S, Running, running_mesh
 from tests.promptness import quickest_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]
 
-DELAY_MS = 5.0
-CONCURRENCY = 4
-HEAD = 0
-STRANGER = 4  # a host of the lab that no mesh waits for
-NUM_MESH_HOSTS = 4
+NUM_HOSTS = 5  # the head, three stages, one spare
+STRANGER = 5  # a host of the lab that no mesh waits for
+DELAY_MS = 3.0
+# From the loss of a stage until the head knows, as README says.
+NOTICED_S = 2.0
 JOIN_MUST_FAIL_WITHIN_S = 5.0
+OPTIONS = ["--exact", "--speculate", "ngram", "--parallel", "4", "--ctx-size", "1024", "--stages", "3"]
 
 
 @dataclass(frozen=True)
@@ -43,10 +56,22 @@ class Text:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def mesh(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     require_lab()
-    with Lab(NUM_MESH_HOSTS + 1, DELAY_MS, shared=[tmp_path_factory.getbasetemp()]) as running:
+    logs = tmp_path_factory.mktemp("logs")
+    with (
+        Lab(NUM_HOSTS + 1, DELAY_MS, shared=[tmp_path_factory.getbasetemp()]) as lab,
+        running_mesh(lab, smollm2_path, logs, num_hosts=NUM_HOSTS, options=OPTIONS) as running,
+    ):
         yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mesh: Running) -> list[dict[str, Any]]:
+    """What four questions are answered while nothing happens."""
+    answers = mesh.answers(mesh.ask())
+    assert len({answer["text"] for answer in answers}) == 4
+    return answers
 
 
 @contextmanager
@@ -76,55 +101,11 @@ def texts_of(process: subprocess.Popen[str]) -> list[Text]:
     return [Text(**answer) for answer in json.loads(output)]
 
 
-@contextmanager
-def running_mesh(lab: Lab, model: Path, logs: Path) -> Iterator[MeshSystem]:
-    """A mesh of the first four hosts, with what it wrote printed if the test fails."""
-    options = ["--exact", "--speculate", "ngram", "--parallel", str(CONCURRENCY), "--ctx-size", "1024"]
-    mesh = MeshSystem(lab, model, logs, num_hosts=NUM_MESH_HOSTS, options=options)
-    try:
-        mesh.start()
-        yield mesh
-    except BaseException:
-        for host in range(NUM_MESH_HOSTS):
-            if mesh.log(host).exists():
-                print(f"--- host{host}\n{last_lines(mesh.log(host), 60)}")
-        raise
-    finally:
-        for host in range(lab.num_hosts):
-            lab.kill(host)
-
-
-def ask_everything(lab: Lab, mesh: MeshSystem, questions: Questions, mode: str) -> list[Text]:
-    job = {
-        # Nothing that an earlier answer left in the caches helps a later one.
-        "fields": {"speculation": {"mode": mode}, "cache_prompt": False},
-        "base_url": f"http://127.0.0.1:{mesh.port}/v1",
-        **asdict(questions),
-        "concurrency": CONCURRENCY,
-    }
-    client = lab.run(
-        HEAD,
-        [sys.executable, "-m", "tests.chat_client"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    output, errors = client.communicate(json.dumps(job).encode(), timeout=600)
-    assert client.returncode == 0, errors.decode()
-    return [Text(**answer) for answer in json.loads(output)]
-
-
 def try_to_join(lab: Lab, *arguments: str) -> tuple[int, str, float]:
     """Exit code, standard error and duration of a `mesh join` that is to fail."""
     start_s = time.monotonic()
     done = lab.exec(STRANGER, [COMMAND, "join", *arguments], timeout_s=120)
     return done.returncode, done.stderr, time.monotonic() - start_s
-
-
-def assert_nothing_is_left(lab: Lab) -> None:
-    assert [pid for host in range(lab.num_hosts) for pid in lab.pids(host)] == []
-    for host in range(NUM_MESH_HOSTS):
-        assert not [name for name in lab.exec(host, ["ls", "/tmp"]).stdout.split() if name.startswith("mesh")]
 
 
 @pytest.mark.parametrize(
@@ -134,33 +115,33 @@ def assert_nothing_is_left(lab: Lab) -> None:
         pytest.param(Questions(CHAT_PROMPTS, 128), id="all", marks=pytest.mark.sweep),
     ],
 )
-def test_staged_text_equals_the_whole_model_and_strangers_are_refused(
-    lab: Lab, smollm2_path: Path, tmp_path: Path, questions: Questions
+def test_staged_text_equals_the_whole_model(
+    mesh: Running, smollm2_path: Path, tmp_path: Path, questions: Questions
 ) -> None:
-    with (
-        whole_model(smollm2_path, tmp_path, questions) as whole,
-        running_mesh(lab, smollm2_path, tmp_path) as mesh,
-    ):
+    with whole_model(smollm2_path, tmp_path, questions) as whole:
         wanted = texts_of(whole)
-        assert ask_everything(lab, mesh, questions, "off") == wanted
-        assert ask_everything(lab, mesh, questions, "ngram") == wanted
-        check_that_a_wrong_token_is_refused(lab, mesh)
-        check_that_an_expired_token_is_refused(lab, mesh)
-        check_that_an_address_out_of_reach_is_refused(lab, mesh)
-        assert lab.pids(STRANGER) == []
-        # Ctrl-C in every terminal at once.
-        assert mesh.stop() == [130] * NUM_MESH_HOSTS
-        assert_nothing_is_left(lab)
+    for mode in ("off", "ngram"):
+        # Nothing that an earlier answer left in the caches helps a later one.
+        fields = {"speculation": {"mode": mode}, "cache_prompt": False}
+        client = mesh.ask(questions.prompts, questions.max_tokens, **fields)
+        assert [Text(**answer) for answer in mesh.answers(client)] == wanted
 
 
-def check_that_a_wrong_token_is_refused(lab: Lab, mesh: MeshSystem) -> None:
-    token = decode(mesh.token_path.read_text())
-    check_refusal(lab, encode(replace(token, secret="guessed")), "token")
+def test_strangers_are_refused(mesh: Running) -> None:
+    check_that_a_wrong_token_is_refused(mesh)
+    check_that_an_expired_token_is_refused(mesh)
+    check_that_an_address_out_of_reach_is_refused(mesh)
+    assert mesh.lab.pids(STRANGER) == []
 
 
-def check_that_an_expired_token_is_refused(lab: Lab, mesh: MeshSystem) -> None:
-    token = decode(mesh.token_path.read_text())
-    check_refusal(lab, encode(replace(token, expires_at_s=int(time.time()) - 60)), "expired")
+def check_that_a_wrong_token_is_refused(mesh: Running) -> None:
+    token = decode(mesh.system.token_path.read_text())
+    check_refusal(mesh.lab, encode(replace(token, secret="guessed")), "token")
+
+
+def check_that_an_expired_token_is_refused(mesh: Running) -> None:
+    token = decode(mesh.system.token_path.read_text())
+    check_refusal(mesh.lab, encode(replace(token, expires_at_s=int(time.time()) - 60)), "expired")
 
 
 def check_refusal(lab: Lab, token: str, reason: str) -> None:
@@ -173,10 +154,126 @@ def check_refusal(lab: Lab, token: str, reason: str) -> None:
     assert quickest_s(attempt, JOIN_MUST_FAIL_WITHIN_S) < JOIN_MUST_FAIL_WITHIN_S
 
 
-def check_that_an_address_out_of_reach_is_refused(lab: Lab, mesh: MeshSystem) -> None:
+def check_that_an_address_out_of_reach_is_refused(mesh: Running) -> None:
     # The stranger has it and can listen there, but no packet to it finds the way.
-    lab.exec(STRANGER, ["ip", "address", "add", "10.77.0.99/32", "dev", "lo"])
-    code, errors, took_s = try_to_join(lab, "--token-file", str(mesh.token_path), "--advertise", "10.77.0.99")
+    mesh.lab.exec(STRANGER, ["ip", "address", "add", "10.77.0.99/32", "dev", "lo"])
+    code, errors, took_s = try_to_join(
+        mesh.lab, "--token-file", str(mesh.system.token_path), "--advertise", "10.77.0.99"
+    )
     assert code == 1
     assert "10.77.0.99" in errors
     assert took_s < 15.0
+
+
+def test_a_head_that_was_killed_takes_its_stages_over(
+    mesh: Running, undisturbed: list[dict[str, Any]]
+) -> None:
+    mesh.until_spares_are_warm()
+    stages = mesh.stage_processes()
+    log = mesh.system.log(0)
+    before = log.read_text()
+    mesh.until(
+        lambda status: len(json.loads(mesh.state.read_text())["copies"]) == len(status["stages"]),
+        "copies are not written down",
+    )
+
+    mesh.system.process(0).send_signal(signal.SIGKILL)
+    mesh.system.process(0).wait()
+    mesh.system.start_head()
+    mesh.system.wait_healthy(timeout_s=PATIENCE_S)
+
+    assert mesh.answers(mesh.ask()) == undisturbed
+    assert mesh.stage_processes() == stages, last_lines(log, 60)
+    since = log.read_text().removeprefix(before)
+    assert "stages_taken_over" in since, last_lines(log, 40)
+    assert '"stage_loaded"' not in since
+    assert '"stage_sent"' not in since
+
+
+def test_a_killed_stage_is_noticed_at_once_and_its_copy_takes_over(
+    mesh: Running, undisturbed: list[dict[str, Any]]
+) -> None:
+    mesh.until_spares_are_warm()
+    num_repairs = mesh.status()["repairs"]["count"]
+    victim = mesh.stage_hosts()[0]
+    with mesh.streams(undisturbed):
+        killed_s = time.time()
+        mesh.kill_stage(victim)
+    status = mesh.until_repaired(num_repairs + 1)
+    failure = status["failures"][-1]
+    assert failure["host"] == f"host{victim}"
+    assert 0.0 < failure["at_s"] - killed_s <= NOTICED_S
+    assert status["repairs"]["last_s"] <= WARM_PAUSE_S
+
+
+def test_a_silent_stage_is_noticed_within_two_seconds(
+    mesh: Running, undisturbed: list[dict[str, Any]]
+) -> None:
+    mesh.until_spares_are_warm()
+    num_repairs = mesh.status()["repairs"]["count"]
+    victim = mesh.stage_hosts()[-1]
+    with mesh.streams(undisturbed):
+        silent_s = time.time()
+        mesh.lab.lose_packets(victim)
+        status = mesh.until_repaired(num_repairs + 1)
+        mesh.lab.deliver_packets(victim)
+    failure = status["failures"][-1]
+    assert failure["host"] == f"host{victim}"
+    assert 0.0 < failure["at_s"] - silent_s <= NOTICED_S
+
+
+def test_nothing_is_left_after_ctrl_c_in_every_terminal(mesh: Running) -> None:
+    mesh.until_spares_are_warm()
+    assert mesh.system.stop() == [128 + signal.SIGINT] * NUM_HOSTS
+    assert [pid for host in range(NUM_HOSTS + 1) for pid in mesh.lab.pids(host)] == []
+    for host in range(NUM_HOSTS):
+        left = mesh.lab.exec(host, ["ls", "/tmp"]).stdout.split()
+        assert not [name for name in left if name.startswith("mesh")]
+
+
+@pytest.mark.sweep
+def test_streams_go_on_whatever_happens_to_hosts(smollm2_path: Path, tmp_path: Path) -> None:
+    require_lab()
+    num_hosts, options = NUM_HOSTS - 1, [*OPTIONS, "--stages", "2"]
+    with (
+        Lab(num_hosts, DELAY_MS, shared=[tmp_path]) as lab,
+        running_mesh(lab, smollm2_path, tmp_path, num_hosts=num_hosts, options=options) as mesh,
+    ):
+        lose_hosts_one_by_one(mesh, mesh.answers(mesh.ask()))
+
+
+def lose_hosts_one_by_one(mesh: Running, undisturbed: list[dict[str, Any]]) -> None:
+    mesh.until_spares_are_warm()
+    before = mesh.status()
+    num_failures, num_repairs = len(before["failures"]), before["repairs"]["count"]
+
+    with mesh.streams(undisturbed):
+        mesh.kill_stage(mesh.stage_hosts()[0])
+    mesh.until_spares_are_warm()
+
+    victim = mesh.stage_hosts()[-1]
+    with mesh.streams(undisturbed):
+        mesh.lab.lose_packets(victim)
+        mesh.until_repaired(num_repairs + 2)
+        mesh.lab.deliver_packets(victim)
+    # It finds its way back by itself.
+    mesh.until_spares_are_warm()
+
+    drained = mesh.stage_hosts()[0]
+    with mesh.streams(undisturbed):
+        mesh.order("drain", f"host{drained}")
+    status = mesh.status()
+    assert f"host{drained}" not in {host["name"] for host in status["hosts"]}
+    assert (status["repairs"]["count"], status["repairs"]["moves"]) == (num_repairs + 2, 1)
+    assert len(status["failures"]) == num_failures + 2
+
+    evicted = mesh.stage_hosts()[-1]
+    with mesh.streams(undisturbed):
+        mesh.order("evict", f"host{evicted}")
+    assert mesh.stage_hosts() == [({1, 2, 3} - {drained, evicted}).pop()] * 2
+    # The token in the file is the new one; the evicted host's name is not let in with it.
+    done = mesh.lab.exec(evicted, [COMMAND, *mesh.system.join_argv(evicted)], timeout_s=120)
+    assert done.returncode == 1
+    assert "evicted" in done.stderr
+    # All that are left go when the head does.
+    assert mesh.system.stop(hosts=[0])[0] == 128 + signal.SIGINT
