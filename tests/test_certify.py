@@ -50,7 +50,8 @@ def test_every_cut_of_tiny_models_is_bit_equal(model: TinyModel, tmp_path: Path)
 @pytest.mark.parametrize(
     ("model", "cuts"),
     [
-        pytest.param("smollm2_path", (1, 10, 22, 29), id="smollm2"),
+        # Those in between are tried as README and examples/three_hosts.md show it.
+        pytest.param("smollm2_path", (1, 29), id="smollm2"),
         # A first stage without the kind of layer that has no window, and a tail without any other; the sweep
         # has all cuts of all layers.
         pytest.param("short_gemma3_path", (5,), id="gemma3"),

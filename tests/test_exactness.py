@@ -148,8 +148,7 @@ async def answers(
     ("model", "sampling", "ways"),
     [
         # Drawing through filters is the harder case of drawing; the other is left to the sweep. So are the
-        # ways that the other of these two goes, and all but the hardest with all layers.
-        pytest.param("whole", "greedy", (3,), id="all layers"),
+        # ways that the other of these two goes, and all layers, which tests/test_multi_host.py has.
         pytest.param("short", "greedy", (0, 1, 2, 4), id="greedy"),
         pytest.param("short", "filtered", (3, 5), id="filtered"),
         *(

@@ -65,7 +65,13 @@ def ways(future: list[int]) -> tuple[tuple[Callable[[], Proposer] | None, int, i
     )
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(sampling, id=name, marks=[pytest.mark.sweep] if name == "greedy" else [])
+        for name, sampling in SAMPLINGS.items()
+    ],
+)
 async def test_text_and_logprobs_are_those_of_the_whole_model(
     whole: WholeModelEngine, stages: list[RunningStage], tokenizer: Tokenizer, sampling: Sampling
 ) -> None:
