@@ -50,7 +50,7 @@ def test_every_cut_of_tiny_models_is_bit_equal(model: TinyModel, tmp_path: Path)
 @pytest.mark.parametrize(
     ("model", "cuts"),
     [
-        # Those in between are tried as README and examples/three_hosts.md show it.
+        # Those in between are tried as docs/exactness.md and examples/three_hosts.md show it.
         pytest.param("smollm2_path", (1, 29), id="smollm2"),
         # A first stage without the kind of layer that has no window, and a tail without any other; the sweep
         # has all cuts of all layers.

@@ -192,9 +192,16 @@ def test_far_words_get_the_whole_list() -> None:
     assert nearest("zzzz", ["port", "host"]) == "; there are host, port"
 
 
-def test_the_readmes_files_are_understood(tmp_path: Path, show: Show) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    blocks = re.findall(r"^```toml\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+def test_the_documents_files_are_understood(tmp_path: Path, show: Show) -> None:
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", *(root / "docs").glob("*.md")]
+    texts = [path.read_text() for path in pages]
+    blocks = [
+        block
+        for text in texts
+        for block in re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    ]
+    assert len(blocks) == 2
     (locked,) = [block for block in blocks if block.startswith("[[stage]]")]
     (options,) = [block for block in blocks if block.startswith("[serve]")]
     path = tmp_path / "topology.toml"

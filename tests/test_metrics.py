@@ -47,8 +47,8 @@ def samples_of(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]
     return found
 
 
-def names_in(path: Path) -> set[str]:
-    return set(NAME.findall(path.read_text())) - {"mesh_key", "mesh_model"}
+def names_in(*paths: Path) -> set[str]:
+    return {name for path in paths for name in NAME.findall(path.read_text())} - {"mesh_key", "mesh_model"}
 
 
 def is_there(name: str, samples: dict[str, Any]) -> bool:
@@ -176,13 +176,14 @@ class TestRoute:
 
 
 @pytest.mark.model
-async def test_every_metric_named_in_the_readme_and_the_dashboard_exists_and_moves(
+async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_moves(
     smollm2_path: Path, stage_cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under real requests to a real mesh that loses a stage and gets a host."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(stage_cache_dir))
-    readme, dashboard = names_in(ROOT / "README.md"), names_in(ROOT / "examples" / "grafana_dashboard.json")
-    assert len(readme) > 25
+    documents = names_in(ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    dashboard = names_in(ROOT / "examples" / "grafana_dashboard.json")
+    assert len(documents) > 25
     assert len(dashboard) > 25
     async with page_mesh(smollm2_path, hosts=("attic", "cellar", "desk", "shed")) as served:
         http, mesh = served.api.http, served.mesh
@@ -210,8 +211,8 @@ async def test_every_metric_named_in_the_readme_and_the_dashboard_exists_and_mov
         mesh.members.admit(host("garage", 1))
         await mesh.until(lambda: mesh.incidents.as_dict()["repairs"]["count"] == 1)
         seen.append(await scrape(http))
-    assert not {name for name in readme | dashboard if not is_there(bare(name), seen[-1])}
-    still = {name for name in readme if not moves(bare(name), seen)}
+    assert not {name for name in documents | dashboard if not is_there(bare(name), seen[-1])}
+    still = {name for name in documents if not moves(bare(name), seen)}
     assert not still
 
 

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]
 NUM_HOSTS = 5  # the head, three stages, one spare
 STRANGER = 5  # a host of the lab that no mesh waits for
 DELAY_MS = 3.0
-# From the loss of a stage until the head knows, as README says.
+# From the loss of a stage until the head knows, as docs/failures.md says.
 NOTICED_S = 2.0
 JOIN_MUST_FAIL_WITHIN_S = 5.0
 OPTIONS = ["--exact", "--speculate", "ngram", "--parallel", "4", "--ctx-size", "1024", "--stages", "3"]

@@ -1,5 +1,7 @@
 """What the documents tell a user to type works: commands are run, flags exist, links lead somewhere."""
 
+import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import httpx
 import psutil
 import pytest
@@ -26,16 +29,27 @@ from tests.tiny_models import TinyModel
 from tests.walk_through import THREE_HOSTS, differences, steps_of
 
 ROOT = Path(__file__).parents[1]
+PAGES = tuple(sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 DOCUMENTS = (
     "README.md",
+    *PAGES,
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "FAMILIES.md",
     "SECURITY.md",
     "examples/three_hosts.md",
     "examples/speculation_report/report.md",
     "examples/coding_agents/README.md",
 )
 COMMANDS = tuple(leaf_commands())
+# Named in the history only, or not moved yet: see tests/test_architecture_page.py.
+WITHOUT_PATHS = ("CHANGELOG.md", "docs/architecture.md")
+# Every line of a shell block is of one of these kinds, and a test checks each kind: commands of mesh and
+# their flags, make targets, modules and theirs, tools of the environment, files of examples/.
+SHELL_LINE = re.compile(
+    r"mesh \w|make \w+$|curl |(\.venv/bin/)?python -m \w|\.venv/bin/\w|\. \.venv/bin/activate$"
+    r"|python examples/\w|export \w"
+)
 GROUPS = tuple({command.split()[0] for command in COMMANDS if " " in command})
 BIN = Path(sys.executable).parent
 
@@ -48,8 +62,38 @@ def shell_lines(document: str) -> list[str]:
 
 def quoted(document: str) -> list[str]:
     """What stands in backticks outside of blocks."""
-    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
-    return re.findall(r"`([^`]+)`", text)
+    return re.findall(r"`([^`]+)`", prose(document))
+
+
+def prose(document: str) -> str:
+    """The document without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def links_of(document: str) -> list[tuple[str, str]]:
+    """Paths and anchors of the links to other files and within the document; either may be empty."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(document))
+    return [target.partition("#")[::2] for target in targets if "://" not in target]
+
+
+def anchors_of(text: str) -> set[str]:
+    """Anchors of a document's headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def modules_run(document: str) -> list[tuple[str, list[str]]]:
+    """Modules that the document runs with `python -m`, and what follows their names."""
+    lines = [*shell_lines(document), *quoted(document)]
+    found = [re.match(r"(?:\.venv/bin/)?python -m ([\w.]+)(.*)", line) for line in lines]
+    return [(line[1], shlex.split(line[2])) for line in found if line]
+
+
+def options_of_module(module: str) -> set[str]:
+    """Options of the command that `python -m MODULE` runs; none if it has no click command."""
+    is_package = (ROOT / module.replace(".", "/")).is_dir()
+    main = getattr(importlib.import_module(f"{module}.__main__" if is_package else module), "main", None)
+    return {opt for param in main.params for opt in param.opts} if isinstance(main, click.Command) else set()
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -81,17 +125,18 @@ def test_every_flag_in_the_text_exists(document: str, capsys: pytest.CaptureFixt
 
 
 def test_the_tables_are_made_from_the_commands() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert readme.count("<!-- end -->") == 2
-    assert rewritten(readme) == readme, "run: python -m mesh.commands.reference README.md"
-    assert all(f"`mesh {command}" in readme for command in COMMANDS)
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert page.count("<!-- end -->") == 2
+    assert rewritten(page) == page, "run: python -m mesh.commands.reference docs/commands.md"
+    assert all(f"`mesh {command}" in page for command in COMMANDS)
     # It would notice.
-    assert rewritten(readme.replace("| `--port` |", "| `--prot` |")) == readme
+    assert rewritten(page.replace("| `--port` |", "| `--prot` |")) == page
 
 
 def test_the_table_of_serve_options_tells_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     known = " ".join(help_of("serve", capsys).split())
-    rows = re.findall(r"^\| (`--[^|]+) \|[^|]+\| ([^|]*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "commands.md").read_text()
+    rows = re.findall(r"^\| (`--[^|]+) \|[^|]+\| ([^|]*) \|$", page, re.MULTILINE)
     assert len(rows) >= 10
     for flags, default in rows:
         names = re.findall(r"`(--[a-z-]+)`", flags)
@@ -106,8 +151,64 @@ def test_the_table_of_serve_options_tells_the_defaults(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_between_files_lead_somewhere(document: str) -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text())
-    assert [link for link in links if not (ROOT / document).parent.joinpath(link).exists()] == []
+    folder = (ROOT / document).parent
+    assert [path for path, _ in links_of(document) if not (folder / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_anchors_of_links_exist(document: str) -> None:
+    folder = (ROOT / document).parent
+    for path, anchor in links_of(document):
+        if anchor:
+            page = folder / path if path else ROOT / document
+            assert anchor in anchors_of(page.read_text()), f"{page.name} has no heading #{anchor}"
+
+
+def test_every_page_is_named_in_the_readme() -> None:
+    assert set(PAGES) <= {path for path, _ in links_of("README.md")}
+    assert len(PAGES) >= 8
+
+
+@pytest.mark.parametrize(
+    ("document", "most_lines"),
+    [("README.md", 200), *((page, 150 if page == "docs/architecture.md" else 350) for page in PAGES)],
+)
+def test_documents_stay_short(document: str, most_lines: int) -> None:
+    assert len((ROOT / document).read_text().splitlines()) <= most_lines
+
+
+@pytest.mark.parametrize("document", sorted(set(DOCUMENTS) - set(WITHOUT_PATHS)))
+def test_every_file_named_in_the_text_exists(document: str) -> None:
+    rooms = r"(?:docs|examples|mesh|proto|speculative|stages|tests)/[\w./-]+"
+    named = [text for text in quoted(document) if re.fullmatch(rooms, text)]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_shell_line_is_of_a_kind_that_is_checked(document: str) -> None:
+    assert [line for line in shell_lines(document) if not SHELL_LINE.match(line)] == []
+    kinds = re.findall(r"^```(\w*)\n.*?^```$", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+    assert set(kinds) <= {"sh", "text", "toml"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_module_that_is_run_exists_and_has_the_options(document: str) -> None:
+    for module, arguments in modules_run(document):
+        assert importlib.util.find_spec(module), module
+        flags = {argument for argument in arguments if argument.startswith("-")}
+        if module.startswith("mesh."):
+            assert flags <= options_of_module(module), module
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_tool_and_example_that_is_run_exists(document: str) -> None:
+    for line in shell_lines(document):
+        assert [
+            tool for tool in re.findall(r"\.venv/bin/(\w[\w-]*)", line) if not (BIN / tool).exists()
+        ] == []
+        assert [
+            path for path in re.findall(r"^python (examples/\S+)", line) if not (ROOT / path).is_file()
+        ] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -150,10 +251,10 @@ def folder(tmp_path: Path, smollm2_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("document", "command", "says"),
     [
-        ("README.md", "mesh certify", "15"),
+        ("docs/exactness.md", "mesh certify", "15"),
         ("examples/three_hosts.md", "mesh certify", "10"),
         ("examples/three_hosts.md", "mesh slice", ""),
-        ("README.md", "mesh draft make", "draft.gguf"),
+        ("docs/speculation.md", "mesh draft make", "draft.gguf"),
     ],
 )
 def test_model_commands_run_as_told(document: str, command: str, says: str, folder: Path) -> None:
@@ -283,7 +384,7 @@ class TestDemo:
             ("mesh unload", "nothing of it is left", 404),
         ):
             done = subprocess.run(
-                [*told(command), "--url", served.url],
+                [*told(command, document="docs/operating.md"), "--url", served.url],
                 cwd=tmp_path,
                 capture_output=True,
                 text=True,

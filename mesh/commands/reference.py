@@ -1,4 +1,4 @@
-"""`python -m mesh.commands.reference README.md`: writes the tables of commands and flags from the commands.
+"""Tables of commands and flags in a document: `python -m mesh.commands.reference docs/commands.md`.
 
 Between the markers `<!-- commands -->` or `<!-- flags of NAME: --a, --b -->` and `<!-- end -->` everything is
 written anew. With --check nothing is written, and the exit code says whether it would have been.
