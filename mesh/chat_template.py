@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.said import call_format_of, knows_tools
+from mesh.said.formats import call_format_of, knows_tools
 from mesh.template_process import Rendering, TemplateProcess, shared_template_process
 from mesh.tool_note import with_tool_note
 from spanmesh_proto.errors import InvalidRequest, RequestError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from datetime import datetime
 
-    from mesh.said import CallFormat
+    from mesh.said.formats import CallFormat
     from mesh.tokenizer import Tokenizer
 
 log = structlog.get_logger()

@@ -10,7 +10,8 @@ from mesh.replanner import Copy
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from mesh.planner import HostCapacity, StagePlacement
+    from mesh.host_capacity import HostCapacity
+    from mesh.planner import StagePlacement
     from mesh.stage_sizes import StageSizes
 
 # Of one stage: for a second loss before the first is made good.

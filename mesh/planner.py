@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mesh.seatings import Seating
-    from stages.cutting import ModelFacts
+    from stages.cutting.facts import ModelFacts
     from stages.layers import LayerRange
     from stages.stage_memory import StageMemory
 

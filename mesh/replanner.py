@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mesh.offload import memory_on
-from mesh.planner import HostCapacity, StagePlacement, plan
+from mesh.planner import StagePlacement, plan
 from mesh.seatings import never, seat_all
 from mesh.stage_table import StageTable
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
@@ -21,6 +21,7 @@ from stages.byte_size import format_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from mesh.host_capacity import HostCapacity
     from mesh.planner import Plan
     from mesh.stage_sizes import StageSizes
     from stages.layers import LayerRange

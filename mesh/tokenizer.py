@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 import llama_cpp
 
 from mesh.draft.vocabulary import Vocabulary
-from mesh.said import MARKS
+from mesh.said.formats import MARKS
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
-from stages.grammar import TokenTexts
+from stages.grammar.token_texts import TokenTexts
 from stages.llama import init_backend, last_complaint
 
 if TYPE_CHECKING:

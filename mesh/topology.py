@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
-    from mesh.planner import HostCapacity
+    from mesh.host_capacity import HostCapacity
     from mesh.replanner import Copy
     from mesh.stage_sizes import StageSizes
-    from stages.cutting import ModelFacts
+    from stages.cutting.facts import ModelFacts
 
 _LAYERS: Final = re.compile(r"(\d{1,6}):(\d{1,6})")
 _OPTION: Final = "--topology"

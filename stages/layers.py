@@ -32,3 +32,8 @@ def ranges_from_cuts(cuts: tuple[int, ...], n_layers: int) -> tuple[LayerRange, 
     """Cut points to ranges: `(10, 20)` of 30 layers gives `[0, 10)`, `[10, 20)`, `[20, 30)`."""
     edges = (0, *cuts, n_layers)
     return tuple(LayerRange(start, stop) for start, stop in itertools.pairwise(edges))
+
+
+def cuts_of(layers: LayerRange, n_layers: int) -> tuple[int, ...]:
+    """Where a stage's layers part from the rest; nowhere for the whole model."""
+    return tuple(cut for cut in (layers.start, layers.stop) if 0 < cut < n_layers)

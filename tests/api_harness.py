@@ -11,7 +11,10 @@ import httpx
 import openai
 import pytest
 
-from mesh.api import ApiKeys, Backends, create_app, serve_api
+from mesh.api.api_keys import ApiKeys
+from mesh.api.app import create_app
+from mesh.api.backends import Backends
+from mesh.api.server import serve_api
 from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
 from mesh.tokenizer import Tokenizer
 from stages.logprobs import TokenLogprobs

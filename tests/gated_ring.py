@@ -35,7 +35,7 @@ import mesh.coordinator.control
 import stages.follower
 import stages.link
 import stages.window_path
-from mesh.coordinator import StageAddress
+from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.channels import SERVER_OPTIONS, open_channel
 from stages.server import StageService

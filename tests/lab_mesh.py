@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from mesh.lab import Lab
+    from mesh.lab.hosts import Lab
 
 PATIENCE_S = 200.0
 

@@ -11,7 +11,7 @@ from mesh.serve.proposers import Proposers
 from mesh.serve.stage_counts import stage_counts
 from mesh.serve.state import MeshState
 from mesh.tokenizer import Tokenizer
-from stages.cutting import read_model_facts
+from stages.cutting.facts import read_model_facts
 from tests.api_harness import running_api
 from tests.serve_harness import WORKLOAD, serving
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from mesh.api import ApiKeys
+    from mesh.api.api_keys import ApiKeys
     from tests.api_harness import Api
     from tests.serve_harness import Serving
 

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.cluster.links import Link, Links
 from mesh.forecast.time_model import HANDLING_MS
 from mesh.gpu import Gpu
+from mesh.host_capacity import HostCapacity
 from mesh.offload import read_time
-from mesh.planner import HostCapacity, Plan, even_out_noise, plan
+from mesh.planner import Plan, even_out_noise, plan
 from mesh.serve.link_order import has_an_order, ordered_by_links
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import MeshError
-from stages.cutting import ModelFacts
+from stages.cutting.facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from mesh.coordinator import Coordinator, CoordinatorOptions, StageAddress
+from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.channels import SERVER_OPTIONS
 from stages.sent_rows import LEAST_SENT_BYTES
@@ -21,6 +22,7 @@ from tests.ring_harness import RunningStage
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
+    from mesh.coordinator.options import CoordinatorOptions
     from stages.runtime import Span, StageRuntime
 
 NUM_STAGES = 3

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mesh.api import ApiKeys
-from mesh.coordinator import Coordinator
+from mesh.api.api_keys import ApiKeys
+from mesh.coordinator.coordinator import Coordinator
 from mesh.tokenizer import Tokenizer
 from speculative.proposer import Proposer
 from tests.api_harness import Api, running_api

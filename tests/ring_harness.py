@@ -12,11 +12,14 @@ from weakref import WeakKeyDictionary
 
 import grpc
 
-from mesh.coordinator import Coordinator, CoordinatorOptions, StageAddress
+from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.options import CoordinatorOptions
+from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from stages.channels import SERVER_OPTIONS
-from stages.cutting import StageCache, read_model_facts
+from stages.cutting.cache import StageCache
+from stages.cutting.facts import read_model_facts
 from stages.hidden_codec import HiddenType
 from stages.layers import ranges_from_cuts
 from stages.runtime import RuntimeOptions, StageRuntime
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
     from mesh.engine import Committed, GenerationRequest
     from speculative.proposer import Proposer
-    from stages.grammar import TokenTexts
+    from stages.grammar.token_texts import TokenTexts
     from tests.fake_stage import FakeRuntime
 
 MESH_ID = "test-mesh"

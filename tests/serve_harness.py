@@ -15,7 +15,8 @@ from mesh.cluster.authority import Authority
 from mesh.cluster.certificate import make_certificate
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member, Members
-from mesh.coordinator import Coordinator, CoordinatorOptions
+from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.planner import StagePlacement
 from mesh.replanner import NewStage, Replan, replan
 from mesh.serve.blame import note_trouble
@@ -35,7 +36,8 @@ from mesh.serve.weights_options import WeightsOptions
 from mesh.serve.wiring import wire_up
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import StageFailed
-from stages.cutting import StageCache, read_model_facts
+from stages.cutting.cache import StageCache
+from stages.cutting.facts import read_model_facts
 from stages.fetch import FetchSource
 from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange

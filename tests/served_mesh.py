@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.api import ApiKeys
+from mesh.api.api_keys import ApiKeys
 from mesh.api.key_line import KeyRecord, digest_of
 from mesh.tokenizer import Tokenizer
 from speculative.ngram import NgramProposer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 import spanmesh_proto.grpc_tuning  # noqa: F401 - before gRPC is first used
-from mesh.coordinator import StageAddress
+from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.channels import SERVER_OPTIONS
 from stages.layers import LayerRange

@@ -14,7 +14,9 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 from structlog.testing import capture_logs
 
-from mesh.api import ApiKeys, check_origins, create_app
+from mesh.api.api_keys import ApiKeys
+from mesh.api.app import create_app
+from mesh.api.exposure import check_origins
 from mesh.api.local_hosts import names_this_machine
 from mesh.api.own_page import is_own_origin
 from mesh.api.page import page_files

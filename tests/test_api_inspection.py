@@ -97,7 +97,7 @@ async def test_only_the_heads_own_machine_may_ask(tokenizer: Tokenizer) -> None:
 
 
 def _app_of(tokenizer: Tokenizer) -> Any:
-    from mesh.api import create_app  # noqa: PLC0415
+    from mesh.api.app import create_app  # noqa: PLC0415
 
     return create_app(
         engine=ScriptedEngine([]),

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from mesh.api import ApiKeys
+from mesh.api.api_keys import ApiKeys
 from mesh.api.key_file import add_key, remove_key
 from mesh.api.key_line import KeyRecord, digest_of
 from mesh.tokenizer import Tokenizer

@@ -10,8 +10,11 @@ import httpx
 import openai
 import pytest
 
-from mesh.api import ApiKeys, Backends, backend_beside, create_app, serve_api
+from mesh.api.api_keys import ApiKeys
+from mesh.api.app import create_app
+from mesh.api.backends import Backends, backend_beside
 from mesh.api.key_line import KeyRecord, digest_of
+from mesh.api.server import serve_api
 from mesh.cli import run
 from spanmesh_proto.errors import ModelDoesNotFit, ModelNotFound
 from tests.api_harness import KEY, MODEL, Api, ScriptedEngine, running_api, tokenizer

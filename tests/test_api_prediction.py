@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from mesh.api import ApiKeys
+from mesh.api.api_keys import ApiKeys
 from mesh.api.key_line import digest_of
 from mesh.tokenizer import Tokenizer
 from tests import api_harness

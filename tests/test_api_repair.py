@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mesh.coordinator import Coordinator
+from mesh.coordinator.coordinator import Coordinator
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ModelDoesNotFit
 from tests import api_harness

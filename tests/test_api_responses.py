@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mesh.api import ApiKeys
+from mesh.api.api_keys import ApiKeys
 from mesh.api.key_line import KeyRecord, digest_of
 from mesh.api.responses.store import ResponseStore, StoredResponse
 from mesh.tokenizer import Tokenizer

@@ -10,7 +10,8 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 
-from mesh.api import ApiKeys, require_key_beyond_loopback
+from mesh.api.api_keys import ApiKeys
+from mesh.api.exposure import require_key_beyond_loopback
 from mesh.api.server import listen
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError, PortInUse

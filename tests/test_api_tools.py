@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mesh.said import CallFormat
+from mesh.said.formats import CallFormat
 from mesh.tokenizer import Tokenizer
 from stages.grammar.grammars import make_automaton
 from tests import api_harness

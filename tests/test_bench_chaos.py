@@ -39,7 +39,8 @@ from mesh.bench.stress.moment import NO_HANG_UPS, HangUps
 from mesh.bench.stress.script import Turn
 from mesh.bench.stress.told import Told
 from mesh.commands.bench_chaos import chaos
-from mesh.planner import HostCapacity, plan
+from mesh.host_capacity import HostCapacity
+from mesh.planner import plan
 from mesh.stage_sizes import Workload
 from spanmesh_proto.errors import ModelDoesNotFit
 from tests.peer_server import ANSWER, Reply, peer_server

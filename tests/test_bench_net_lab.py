@@ -13,7 +13,7 @@ from mesh.bench.client import Client
 from mesh.bench.mesh_system import COMMAND, MeshSystem
 from mesh.bench.server_process import get_json, last_lines
 from mesh.bench.stream_client import Ask, Batch
-from mesh.lab import Lab
+from mesh.lab.hosts import Lab
 from tests.lab_fixtures import require_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]

@@ -10,9 +10,9 @@ from jsonschema import Draft202012Validator
 
 from mesh.bench.schemas.run import SchemaAnswer, SchemaResult, ask_all, fault_of, questions, summary
 from mesh.bench.schemas.schemas import SCHEMA_CASES, SchemaCase
-from mesh.json_grammar import schema_grammar
+from mesh.json_grammar.api import schema_grammar
 from mesh.tokenizer import Tokenizer
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from speculative.ngram import NgramProposer
 from stages.grammar.grammars import make_automaton
 from stages.runtime import RuntimeOptions

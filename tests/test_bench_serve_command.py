@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mesh.api import ApiKeys
+from mesh.api.api_keys import ApiKeys
 from mesh.cli import run
 from mesh.cluster.addresses import free_port
 from mesh.engine import Engine

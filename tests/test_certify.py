@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.certificate import Difference, compare
 from stages.certify import CertifyOptions, certify
-from stages.cutting import cut_stage, families
+from stages.cutting import families
+from stages.cutting.self_check import cut_stage
 from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, Span, StageRuntime

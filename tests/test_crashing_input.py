@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator import CoordinatorOptions
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.suspicion import Suspicion, culprit
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import StageFailed

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.cluster.discovery import (
-    SERVICE,
-    HeadFound,
-    announced,
-    discover_heads,
-    head_found,
-    with_found,
-)
+from mesh.cluster.discovery import SERVICE, HeadFound, announced, discover_heads, head_found, with_found
 from mesh.cluster.join_token import JoinToken
 from spanmesh_proto.errors import ClusterError
 

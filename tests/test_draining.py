@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from mesh.coordinator import CoordinatorOptions
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from mesh.serve.draining import drained
 from mesh.serve.pending import PendingEngine

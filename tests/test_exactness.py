@@ -11,7 +11,7 @@ import pytest
 
 from mesh.engine import Engine, GenerationRequest, GenerationStats
 from mesh.tokenizer import Tokenizer
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from speculative.ngram import NgramProposer
 from speculative.proposal import Proposal
 from speculative.proposer import Proposer

@@ -14,7 +14,8 @@ import pytest
 
 from mesh.draft.requantise import requantise
 from mesh.tokenizer import Tokenizer
-from stages.cutting import StageCache, read_model_facts
+from stages.cutting.cache import StageCache
+from stages.cutting.facts import read_model_facts
 from stages.layers import ranges_from_cuts
 from stages.numerics import numerics_for, prepare_process
 from tests.tiny_models import TinyModel

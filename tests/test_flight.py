@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import InvalidWindow
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from speculative.ngram import NgramProposer
 from speculative.proposer import Proposer
 from stages.runtime import Span

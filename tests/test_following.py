@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from mesh.coordinator import Coordinator, CoordinatorOptions
+from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError, UncuttableModel
-from stages.cutting import StageCache, read_model_facts
+from stages.cutting.cache import StageCache
+from stages.cutting.facts import read_model_facts
 from stages.judge import Judge
 from stages.layers import ranges_from_cuts
 from stages.leading import pause_s

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from mesh.api import create_app
+from mesh.api.app import create_app
 from mesh.bench.fuzz.http_cases import HttpCase, HttpCases, is_whole
 from mesh.bench.fuzz.http_exchange import Reply, exchange
 from mesh.bench.fuzz.json_damage import damaged_value, json_text

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
-from stages.cutting import read_model_facts
+from stages.cutting.facts import read_model_facts
 from stages.cutting.gguf_reader import read_header
 from stages.cutting.source_model import SourceModel, read_source
 from tests.tiny_models import N_VOCAB, TinyModel

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stages.cutting import cut_stage
+from stages.cutting.self_check import cut_stage
 from stages.devices import layer_devices
 from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, Span, StageRuntime

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mesh.engine import GenerationRequest
-from mesh.json_grammar import schema_grammar
+from mesh.json_grammar.api import schema_grammar
 from mesh.tokenizer import Tokenizer
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from speculative.ngram import NgramProposer
 from speculative.proposer import Proposer
 from stages.runtime import RuntimeOptions

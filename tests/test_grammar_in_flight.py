@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mesh.coordinator import CoordinatorOptions
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import InvalidRequest, RequestError
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from speculative.ngram import NgramProposer
 from speculative.proposer import Proposer
-from stages.grammar import GrammarRecord, TokenTexts
 from stages.grammar.automaton import DEAD
 from stages.grammar.grammars import make_automaton
+from stages.grammar.record import GrammarRecord
+from stages.grammar.token_texts import TokenTexts
 from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle, Parrot

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ProtocolError
-from stages.grammar import Grammars, TokenTexts
 from stages.grammar.automaton import DEAD
-from stages.grammar.grammars import make_automaton
+from stages.grammar.grammars import Grammars, make_automaton
 from stages.grammar.token_masks import TokenMasks
+from stages.grammar.token_texts import TokenTexts
 from stages.grammar.token_tree import TokenTree
 from tests.llama_grammar import LlamaGrammar
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from mesh.json_grammar import json_object_grammar, schema_grammar
+from mesh.json_grammar.api import json_object_grammar, schema_grammar
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import DEAD, Automaton
 from stages.grammar.grammars import make_automaton

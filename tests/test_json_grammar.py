@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from mesh.json_grammar import json_object_grammar, schema_grammar, to_gbnf
+from mesh.json_grammar.api import json_object_grammar, schema_grammar
+from mesh.json_grammar.gbnf import to_gbnf
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import Automaton
 from stages.grammar.grammars import make_automaton

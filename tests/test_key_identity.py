@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh.api import ApiKeys
+from mesh.api.api_keys import ApiKeys
 from mesh.api.key_file import add_key, read_key_file, remove_key
 from mesh.api.key_line import KeyRecord, digest_of, own_name
 from mesh.api.responses.store import ResponseStore, StoredResponse

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidWindow, StageFailed, UncuttableModel
-from stages.cutting import cut_stage
+from stages.cutting.self_check import cut_stage
 from stages.kv_rows import KvRows
 from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, Span, StageRuntime

@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from mesh.lab import Lab, lab_supported
+from mesh.lab.hosts import Lab
+from mesh.lab.support import lab_supported
 from spanmesh_proto.errors import MeshError
 from tests.lab_fixtures import require_lab
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator import Coordinator, CoordinatorOptions
+from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.gate import Gate
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.silence import Silence
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ModelDoesNotFit, StageFailed

@@ -29,13 +29,8 @@ from mesh.cluster.reachability import CheckListener
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
-from spanmesh_proto.errors import (
-    HostUnreachable,
-    InvalidJoinToken,
-    JoinError,
-    ProtocolVersionMismatch,
-)
-from stages.cutting import StageCache
+from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, JoinError, ProtocolVersionMismatch
+from stages.cutting.cache import StageCache
 from stages.fetch import MAX_REQUEST_BYTES, MOST_RANGES, FetchSource, pinned_channel
 from stages.layers import LayerRange
 from tests.tiny_models import TinyModel

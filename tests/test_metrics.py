@@ -13,10 +13,11 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from mesh.api import ApiKeys
+from mesh.api.api_keys import ApiKeys
 from mesh.engine import Committed, GenerationRequest, GenerationStats
-from mesh.metrics import ObservedEngine, RequestStatistics
 from mesh.metrics.histogram import Histogram
+from mesh.metrics.observed_engine import ObservedEngine
+from mesh.metrics.request_statistics import RequestStatistics
 from spanmesh_proto.errors import StageFailed
 from tests import api_harness
 from tests.api_harness import KEY, ScriptedEngine, running_api

@@ -7,7 +7,7 @@ import pytest
 
 from mesh.engine import Engine, GenerationRequest
 from mesh.tokenizer import Tokenizer
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from speculative.ngram import NgramProposer
 from speculative.proposer import Proposer
 from stages.logprobs import TokenLogprobs

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mesh.engine import Committed, GenerationRequest
 from spanmesh_proto.errors import InvalidRequest, ProtocolError, RequestError
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from speculative.ngram import NgramProposer
 from speculative.proposer import Proposer
 from stages.judge import Draws, Judge

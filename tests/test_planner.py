@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.planner import HostCapacity, Plan, even_out_noise, plan
+from mesh.host_capacity import HostCapacity
+from mesh.planner import Plan, even_out_noise, plan
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
-from stages.cutting import ModelFacts
+from stages.cutting.facts import ModelFacts
 from stages.layers import LayerRange
 
 MIB = 2**20

@@ -13,7 +13,8 @@ import pytest
 
 from mesh.stage_sizes import StageSizes, Workload
 from stages import llama
-from stages.cutting import cut_stage, read_model_facts
+from stages.cutting.facts import read_model_facts
+from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
 from stages.numerics import numerics_for
 from stages.runtime import RuntimeOptions, Span, StageRuntime

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mesh.coordinator import Coordinator, CoordinatorOptions
+from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
-from stages.cutting import StageCache
+from stages.cutting.cache import StageCache
 from stages.layers import LayerRange, ranges_from_cuts
 from stages.runtime import RuntimeOptions, StageRuntime
 from stages.sampling import Sampling

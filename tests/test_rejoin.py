@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from mesh.coordinator import CoordinatorOptions
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.planner import HostCapacity, StagePlacement, plan
+from mesh.planner import StagePlacement, plan
 from mesh.replanner import Copy, Replan, replan
 from mesh.stage_sizes import StageSizes
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
@@ -18,7 +18,8 @@ from tests.test_planner import OVERHEAD_BYTES, WORKLOAD, host, models
 from tests.test_planner import model as model_of
 
 if TYPE_CHECKING:
-    from stages.cutting import ModelFacts
+    from mesh.host_capacity import HostCapacity
+    from stages.cutting.facts import ModelFacts
 
 SIZES = StageSizes(model_of(), WORKLOAD)
 

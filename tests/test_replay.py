@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator import CoordinatorOptions
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
 from spanmesh_proto.errors import PrefixMismatch
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from speculative.ngram import NgramProposer
 from speculative.proposer import Proposer
 from stages.logprobs import TokenLogprobs, token_logprobs

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from mesh.coordinator import Coordinator, CoordinatorOptions
+from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
 from mesh.tokenizer import Tokenizer
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from speculative.ngram import NgramProposer
-from stages.cutting import StageCache, read_model_facts
+from stages.cutting.cache import StageCache
+from stages.cutting.facts import read_model_facts
 from stages.layers import ranges_from_cuts
 from stages.runtime import RuntimeOptions, StageRuntime
 from stages.sampling import Sampling

@@ -8,19 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.said import (
-    CallArguments,
-    CallBegun,
-    CallFormat,
-    Content,
-    MessageReader,
-    Reading,
-    Reasoning,
-    Said,
-    call_format_of,
-    joined,
-    knows_tools,
-)
+from mesh.said.formats import CallFormat, call_format_of, knows_tools
+from mesh.said.message_reader import MessageReader, Reading
+from mesh.said.pieces import CallArguments, CallBegun, Content, Reasoning, Said, joined
 
 INSIDE = Reading(splits_reasoning=True, is_in_reasoning=True)
 HERMES = Reading(CallFormat.HERMES, frozenset({"look", "add"}), splits_reasoning=True)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.gpu import Gpu
+from mesh.host_capacity import HostCapacity
 from mesh.offload import memory_on, read_time
-from mesh.planner import HostCapacity
 from mesh.seatings import find_seating, seat_all
 from mesh.stage_sizes import StageSizes, Workload
 from mesh.stage_table import StageTable
@@ -23,7 +23,7 @@ from tests.test_planner import WORKLOAD, host, model, models
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from stages.cutting import ModelFacts
+    from stages.cutting.facts import ModelFacts
 
 rooms = st.lists(
     st.tuples(st.integers(0, 900), st.sampled_from([5.0, 20.0, 60.0])), min_size=1, max_size=5

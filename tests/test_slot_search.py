@@ -27,9 +27,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mesh.coordinator import Coordinator, CoordinatorOptions
+from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from tests.fake_stage import FakeRuntime, plain_answer
 from tests.gated_ring import GatedRing, watched
 from tests.gates import StillLoop

@@ -17,7 +17,7 @@ from mesh.coordinator import outbox
 from mesh.coordinator.session import Session
 from mesh.engine import GenerationRequest
 from mesh.tokenizer import Tokenizer
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from speculative.ngram import NgramProposer
 from stages.sampling import Sampler, Sampling
 from tests import api_harness

@@ -11,7 +11,7 @@ from mesh.api.job import Job
 from mesh.api.usage import timings, usage
 from mesh.commands.status_table import print_status
 from mesh.engine import Committed, GenerationRequest, SpeculationLimits
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 from speculative.prediction import PredictionProposer
 from speculative.proposer import Proposer
 from stages.sampling import Sampler, Sampling

@@ -19,7 +19,7 @@ from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.actor import StageActor, StageConfig
 from stages.channels import key_metadata, open_channel
-from stages.cutting import StageCache
+from stages.cutting.cache import StageCache
 from stages.fetch import FetchSource
 from stages.layers import LayerRange
 from stages.link import StageLink

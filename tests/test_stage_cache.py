@@ -10,7 +10,8 @@ from structlog.testing import capture_logs
 from spanmesh_proto.errors import ModelError, UncuttableModel
 from stages import certify_apart
 from stages.certify import certify
-from stages.cutting import StageCache, StageFile, families
+from stages.cutting import families
+from stages.cutting.cache import StageCache, StageFile
 from stages.cutting.places import default_root
 from stages.cutting.stamp import Stamp
 from stages.layers import LayerRange

@@ -13,7 +13,8 @@ from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from speculative.draft_options import DraftOptions
 from stages.actor import StageActor, StageConfig
-from stages.cutting import StageCache, read_model_facts
+from stages.cutting.cache import StageCache
+from stages.cutting.facts import read_model_facts
 from stages.fetch import FetchSource
 from stages.free_memory import free_memory_bytes
 from stages.layers import LayerRange

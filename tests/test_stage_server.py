@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from mesh.coordinator import StageAddress
+from mesh.coordinator.ring import StageAddress
 from mesh.engine import GenerationRequest
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
@@ -28,14 +28,7 @@ from stages.hidden_codec import HiddenType, encode
 from stages.layers import LayerRange
 from stages.link import StageLink
 from stages.runtime import RuntimeOptions
-from tests.ring_harness import (
-    MESH_ID,
-    MESH_KEY,
-    RunningStage,
-    collect,
-    running_coordinator,
-    running_stages,
-)
+from tests.ring_harness import MESH_ID, MESH_KEY, RunningStage, collect, running_coordinator, running_stages
 
 pytestmark = pytest.mark.model
 OPTIONS = RuntimeOptions(num_slots=2, ctx_size=256, exact=True)

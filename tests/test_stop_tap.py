@@ -11,7 +11,7 @@ import pytest
 from spanmesh_proto.errors import UncuttableModel
 from stages import runtime as runtime_module
 from stages import stop_tap
-from stages.cutting import StageCache
+from stages.cutting.cache import StageCache
 from stages.handover import Handover
 from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, Span, StageRuntime

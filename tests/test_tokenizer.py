@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mesh.text import AnswerText
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
-from stages.cutting import cut_stage
+from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
 
 pytestmark = pytest.mark.model

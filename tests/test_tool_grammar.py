@@ -8,8 +8,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mesh.api.tool_grammar import Instead, call_grammar
-from mesh.said import CallFormat, MessageReader, Reading, Reasoning, Said, calls_of, joined
-from mesh.said.pieces import Content
+from mesh.said.formats import CallFormat
+from mesh.said.message_reader import MessageReader, Reading
+from mesh.said.pieces import Content, Reasoning, Said, calls_of, joined
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.grammars import make_automaton
 from tests.json_schemas import random_text

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.planner import HostCapacity
+from mesh.host_capacity import HostCapacity
 from mesh.stage_sizes import StageSizes
 from mesh.topology import LockedStage, Topology, read_topology
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, NotEnoughHosts, UncuttableModel

@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from structlog.testing import capture_logs
 
-from mesh.api import ApiKeys
+from mesh.api.api_keys import ApiKeys
 from mesh.engine import GenerationStats
-from mesh.tracing import RequestTracer, open_tracer
+from mesh.tracing.tracer import RequestTracer, open_tracer
 from spanmesh_proto.errors import StageFailed
 from tests import api_harness
 from tests.api_harness import KEY, ScriptedEngine, running_api

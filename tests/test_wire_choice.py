@@ -11,7 +11,7 @@ from mesh.planner import Plan, StagePlacement
 from mesh.serve.wires import planned_wires
 from mesh.stage_sizes import StageSizes, Workload
 from mesh.wire_choice import WireChoice, transfer_ms, wire_choices
-from stages.cutting import read_model_facts
+from stages.cutting.facts import read_model_facts
 from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
 from tests.tiny_models import TinyModel

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import structlog
 
 from mesh.api.answer_tokens import AnswerToken, AnswerTokens
-from mesh.said import MessageReader, joined
+from mesh.said.message_reader import MessageReader
+from mesh.said.pieces import joined
 from mesh.text import AnswerText
 from spanmesh_proto.errors import StageFailed
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from mesh.api.job import Job
     from mesh.engine import Committed, Engine, GenerationStats
-    from mesh.said import Said
+    from mesh.said.pieces import Said
 
     PieceWith = Callable[[Collection[str]], Callable[[int], bytes]]
 

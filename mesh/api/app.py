@@ -27,7 +27,7 @@ from mesh.api import (
     versions,
 )
 from mesh.api.auth import KeyGate
-from mesh.api.backend import Backend, HostInspection, HostOrders, ModelOrders
+from mesh.api.backend import Backend, HostInspection, HostOrders, LinkRuns, ModelOrders
 from mesh.api.backends import Backends
 from mesh.api.cors import Cors
 from mesh.api.document import DocumentedApp
@@ -37,7 +37,8 @@ from mesh.api.request_log import RequestLog
 from mesh.api.responses import endpoint as responses
 from mesh.api.traced import Traced
 from mesh.chat_template import chat_template_of
-from mesh.metrics import ObservedEngine, RequestStatistics
+from mesh.metrics.observed_engine import ObservedEngine
+from mesh.metrics.request_statistics import RequestStatistics
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from mesh.api.api_keys import ApiKeys
     from mesh.engine import Engine
     from mesh.tokenizer import Tokenizer
-    from mesh.tracing import RequestTracer
+    from mesh.tracing.tracer import RequestTracer
 
 DEFAULT_PING_INTERVAL_S: Final = 1.0
 
@@ -77,7 +78,7 @@ def create_app(
     model_orders: Callable[[], ModelOrders | None] = lambda: None,
     tracer: RequestTracer | None = None,
 ) -> FastAPI:
-    """The API in front of an engine. Run it with `mesh.api.serve_api`.
+    """The API in front of an engine. Run it with `mesh.api.server.serve_api`.
 
     Unless an origin is named there is no CORS header, so pages of other origins cannot read answers.
 
@@ -139,7 +140,7 @@ def create_app(
         random_bits=random_bits,
         ping_interval_s=ping_interval_s,
         stage_counts=stage_counts,
-        link_runs=None if measure_links is None else links.LinkRuns(measure_links),
+        link_runs=None if measure_links is None else LinkRuns(measure_links),
         departures=departures,
         inspection=look_into_hosts,
         model_orders=model_orders,

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from mesh.api.responses.store import ResponseStore
 from mesh.api.unknown_fields import UnknownFields
 from mesh.metrics.request_statistics import RequestStatistics
-from spanmesh_proto.errors import ClusterError
+from spanmesh_proto.errors import ClusterError, Overloaded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from mesh.api.links import LinkRuns
     from mesh.chat_template import ChatTemplate
     from mesh.engine import Engine
     from mesh.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError
+
+# Probes alone take about this long, over links of the length that a mesh can bear.
+_RETRY_AFTER_S: Final = 5
 
 DEFAULT_MODEL: Final = "default"
 
@@ -123,3 +125,37 @@ class Backend:
             raise refusal
         if not self.ready():
             raise ClusterError("the model is still loading: try again in a moment", retry_after_s=2)
+
+
+class LinkRuns:
+    """Measures links for one client at a time.
+
+    Args:
+        measure: Given round trips and bytes.
+    """
+
+    def __init__(self, measure: Callable[[int, int], Awaitable[Mapping[str, Any]]]) -> None:
+        self._measure = measure
+        self._is_running = False
+
+    async def run(self, num_probes: int, bulk_bytes: int) -> Mapping[str, Any]:
+        """What was measured. Being cancelled ends it.
+
+        Args:
+            num_probes: Round trips of each size on each link.
+            bulk_bytes: Sent over each link to find its bandwidth; 0 leaves that out.
+
+        Raises:
+            Overloaded: If another run is not over.
+        """
+        if self._is_running:
+            raise Overloaded(
+                "the links are being measured for another client, and two at once would measure each other:"
+                f" try again in {_RETRY_AFTER_S} s",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._is_running = True
+        try:
+            return await self._measure(num_probes, bulk_bytes)
+        finally:
+            self._is_running = False

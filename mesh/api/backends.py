@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mesh.api.backend import DEFAULT_MODEL, Backend
 from mesh.chat_template import chat_template_of
-from mesh.metrics import ObservedEngine, RequestStatistics
-from mesh.tracing import current_span
+from mesh.metrics.observed_engine import ObservedEngine
+from mesh.metrics.request_statistics import RequestStatistics
+from mesh.tracing.request_span import current_span
 from spanmesh_proto.errors import InvalidRequest, ModelNotFound
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ long as its client waits for it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import structlog
 from fastapi import APIRouter
@@ -21,10 +21,7 @@ from mesh.api.hang_up import ClientGoneError, unless_hung_up
 from mesh.api.json_response import json_response
 from mesh.api.own_machine import require_own_machine
 from mesh.api.request_log import CLIENT_GONE_STATUS
-from spanmesh_proto.errors import ClusterError, InvalidRequest, Overloaded
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+from spanmesh_proto.errors import ClusterError, InvalidRequest
 
 log = structlog.get_logger()
 
@@ -35,42 +32,6 @@ MAX_PROBES_OF_ANY_KEY: Final = 50
 MAX_BULK_BYTES: Final = 256 * 2**20
 _PROBES: Final = 20
 _MAX_DIGITS: Final = 18
-# Probes alone take about this long, over links of the length that a mesh can bear.
-_RETRY_AFTER_S: Final = 5
-
-
-class LinkRuns:
-    """Measures links for one client at a time.
-
-    Args:
-        measure: Given round trips and bytes.
-    """
-
-    def __init__(self, measure: Callable[[int, int], Awaitable[Mapping[str, Any]]]) -> None:
-        self._measure = measure
-        self._is_running = False
-
-    async def run(self, num_probes: int, bulk_bytes: int) -> Mapping[str, Any]:
-        """What was measured. Being cancelled ends it.
-
-        Args:
-            num_probes: Round trips of each size on each link.
-            bulk_bytes: Sent over each link to find its bandwidth; 0 leaves that out.
-
-        Raises:
-            Overloaded: If another run is not over.
-        """
-        if self._is_running:
-            raise Overloaded(
-                "the links are being measured for another client, and two at once would measure each other:"
-                f" try again in {_RETRY_AFTER_S} s",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        self._is_running = True
-        try:
-            return await self._measure(num_probes, bulk_bytes)
-        finally:
-            self._is_running = False
 
 
 def _parameter(name: str, least: int, most: int) -> dict[str, Any]:

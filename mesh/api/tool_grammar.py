@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.json_grammar import Converter, SchemaError, checked_grammar, to_gbnf
-from mesh.json_grammar.convert import check_size
-from mesh.json_grammar.expressions import Expression, Ref, chars, either, seq, times
+from mesh.json_grammar.api import checked_grammar
+from mesh.json_grammar.convert import Converter, check_size
+from mesh.json_grammar.errors import SchemaError
+from mesh.json_grammar.expressions import chars, either, seq, times
+from mesh.json_grammar.gbnf import to_gbnf
 from mesh.json_grammar.string_grammar import quoted
-from mesh.said import CallFormat
+from mesh.said.formats import CallFormat
 from spanmesh_proto.errors import InvalidRequest
-from stages.grammar.syntax import Chars
+from stages.grammar.syntax import Chars, Expression, Ref
 from stages.grammar.utf8_ranges import complement
 
 if TYPE_CHECKING:

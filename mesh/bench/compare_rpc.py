@@ -18,7 +18,8 @@ import click
 from mesh.bench.client import Client
 from mesh.bench.contest import Contest, Settings
 from mesh.bench.prompts import load_prompts
-from mesh.lab import Lab, lab_supported
+from mesh.lab.hosts import Lab
+from mesh.lab.support import lab_supported
 from mesh.logs import set_up_logs
 from mesh.serve.options import demo_model
 from spanmesh_proto.errors import MeshError

@@ -116,9 +116,9 @@ _TAIL: Final = """
 **proposals**: models whose sessions have a state that cannot go back to an earlier position run without
 speculation.
 {wrong}
-Rules are in [stages/cutting/families.py](stages/cutting/families.py), each with its reason. A family that is
-not in the table of rules is cut by the generic ones, and only after a self-check at the very cut; so is one
-whose rules no run has tried.
+Rules are in [stages/cutting/families.py](stages/cutting/families.py), each with
+its reason. A family that is not in the table of rules is cut by the generic ones, and only after a self-check
+at the very cut; so is one whose rules no run has tried.
 """
 
 _WRONG: Final = """

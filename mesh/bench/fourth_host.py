@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.bench.weights.head import sending_head
-from mesh.planner import HostCapacity, plan
+from mesh.host_capacity import HostCapacity
+from mesh.planner import plan
 from mesh.serve.options import demo_model
 from mesh.stage_sizes import Workload
-from stages.cutting import StageCache, read_model_facts
-from stages.cutting.cut import cut_stage
+from stages.cutting.cache import StageCache
+from stages.cutting.facts import read_model_facts
 from stages.cutting.gguf_reader import read_header
+from stages.cutting.self_check import cut_stage
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of
 from stages.fetch import fetch_stage
 from stages.weights.stage_store import StageStore

@@ -22,7 +22,7 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.lab import Lab
+    from mesh.lab.hosts import Lab
 
 COMMAND: Final = str(Path(sys.executable).with_name("mesh"))
 _POLL_S: Final = 0.1

@@ -25,7 +25,8 @@ from mesh.bench.prompts import load_prompts
 from mesh.bench.stream_client import Batch, chat
 from mesh.commands.options import Numbers
 from mesh.forecast.time_model import HANDLING_MS
-from mesh.lab import Lab, lab_supported
+from mesh.lab.hosts import Lab
+from mesh.lab.support import lab_supported
 from mesh.logs import set_up_logs
 from mesh.serve.options import demo_model
 from spanmesh_proto.errors import MeshError

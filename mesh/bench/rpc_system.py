@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.bench.llama_rpc import LlamaRpc
-    from mesh.lab import Lab
+    from mesh.lab.hosts import Lab
 
 _RPC_PORT: Final = 50052
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from mesh.lab import Lab
+    from mesh.lab.hosts import Lab
 
 _POLL_S: Final = 0.2
 _LAST_LINES: Final = 15

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mesh.cluster.host_facts import Versions
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.members import Member, Members
-    from stages.cutting import StageCache
+    from stages.cutting.cache import StageCache
     from stages.identity import Identity
 
 log = structlog.get_logger()

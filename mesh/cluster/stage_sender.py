@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from spanmesh_proto import membership_pb2 as wire
-    from stages.cutting import StageCache
+    from stages.cutting.cache import StageCache
     from stages.weights.rate_limit import RateLimit
 
 _CHUNK_BYTES: Final = 1024 * 1024

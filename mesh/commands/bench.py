@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal, NoReturn
 
 import click
 
-from mesh.commands.bench_chaos import chaos
-from mesh.commands.bench_fuzz import fuzz
 from mesh.commands.bench_net import net
-from mesh.commands.bench_schemas import schemas
 from mesh.commands.bench_serve import serve
 from mesh.commands.bench_stress import stress
 from mesh.commands.command_line import command_line
 from mesh.commands.options import Numbers
+from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from mesh.engine import SpeculationMode
@@ -47,7 +47,46 @@ class _Modes(click.ParamType[tuple["SpeculationMode", ...]]):
         return tuple(mode for mode in _MODES if mode in names)
 
 
-@click.group()
+# Acceptance tests of this program itself: an installed package comes without them.
+_QUALIFICATION: Final = {
+    "chaos": "mesh.commands.bench_chaos:chaos",
+    "fuzz": "mesh.commands.bench_fuzz:fuzz",
+    "schemas": "mesh.commands.bench_schemas:schemas",
+}
+
+
+class _BenchGroup(click.Group):
+    """Imports acceptance tests by name, so that the benchmarks do without them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_QUALIFICATION])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _QUALIFICATION:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = _QUALIFICATION[cmd_name].partition(":")
+        if find_spec(".".join(module.split(".")[:2])) is None:
+            return _missing(cmd_name)
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+def _missing(name: str) -> click.Command:
+    """Stands for an acceptance test where the package with it is not installed."""
+    reason = (
+        f"mesh bench {name} needs a checkout of the source: the installed package has no acceptance tests"
+    )
+
+    @click.command(name, help="Needs a checkout of the source.", add_help_option=False)
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def refuse(**_arguments: object) -> NoReturn:
+        raise MeshError(reason)
+
+    refuse.context_settings = {"ignore_unknown_options": True}
+    return refuse
+
+
+@click.group(cls=_BenchGroup)
 def bench() -> None:
     """Measure any OpenAI server, a running mesh's links, a lab of hosts (needs root), or feed bad input."""
 
@@ -55,9 +94,6 @@ def bench() -> None:
 bench.add_command(serve)
 bench.add_command(stress)
 bench.add_command(net)
-bench.add_command(fuzz)
-bench.add_command(chaos)
-bench.add_command(schemas)
 
 
 @bench.command()

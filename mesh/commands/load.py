@@ -11,12 +11,7 @@ import click
 from mesh.commands.ask_head import ask_head
 from mesh.commands.head_options import head_options, key_of
 from mesh.commands.model_argument import local_model
-from mesh.commands.one_model import (
-    SESSION_FLAGS,
-    SPECULATION_FLAGS,
-    check_stage_options,
-    one_model_options,
-)
+from mesh.commands.one_model import SESSION_FLAGS, SPECULATION_FLAGS, check_stage_options, one_model_options
 from mesh.commands.sections import SectionedCommand
 from spanmesh_proto.errors import MeshError
 from stages.byte_size import format_size

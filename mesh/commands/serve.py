@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from mesh.commands.model_argument import local_model
-from mesh.commands.one_model import (
-    SESSION_FLAGS,
-    SPECULATION_FLAGS,
-    check_stage_options,
-    one_model_options,
-)
+from mesh.commands.one_model import SESSION_FLAGS, SPECULATION_FLAGS, check_stage_options, one_model_options
 from mesh.commands.options import GpuLayers, MemorySize
 from mesh.commands.sections import SectionedCommand
 from mesh.commands.speculation import speculation_from

@@ -8,7 +8,6 @@ import click
 
 from mesh.commands.model_argument import local_model
 from mesh.progress import progress_bars
-from stages.cutting import cut_stage
 from stages.layers import LayerRange
 
 
@@ -42,6 +41,8 @@ def slice_(model: Path, layers: LayerRange, output: Path) -> None:
 
     MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT.
     """
+    from stages.cutting.self_check import cut_stage  # noqa: PLC0415 - keeps --help quick
+
     model = local_model(model).path
     with progress_bars() as bars:
         bar = bars.add(f"cutting {model.name}, layers {layers}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mesh.serve.weights_options import WeightsOptions
     from stages.weights.keeping import Keeping
 
-Command = TypeVar("Command", bound="Callable[..., object]")
+Command = TypeVar("Command", bound="Callable[..., Any]")
 
 _KEEPING = (
     click.option(

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.config.keys import (
-    first_unknown,
-    from_toml,
-    from_variable,
-    keys_of,
-    nearest,
-    prefix_of,
-    variable_of,
-)
+from mesh.config.keys import first_unknown, from_toml, from_variable, keys_of, nearest, prefix_of, variable_of
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:

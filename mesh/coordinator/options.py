@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from speculative.controller import ControllerOptions
+from speculative.controller_options import ControllerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stages.grammar import TokenTexts
+    from stages.grammar.token_texts import TokenTexts
 
 
 @dataclass(frozen=True)

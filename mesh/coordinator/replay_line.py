@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-Session = TypeVar("Session")
+Replayed = TypeVar("Replayed")
 
 
-class ReplayLine(Generic[Session]):
+class ReplayLine(Generic[Replayed]):
     """Begins one session after another: the next as soon as the one before has sent all that it replays.
 
     So the pipeline stays full, and no chunk of a later session comes between those of an earlier one. The
@@ -26,8 +26,8 @@ class ReplayLine(Generic[Session]):
 
     def __init__(
         self,
-        sessions: Iterable[Session],
-        begin: Callable[[Session, Callable[[], None]], None],
+        sessions: Iterable[Replayed],
+        begin: Callable[[Replayed, Callable[[], None]], None],
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._waiting = deque(sessions)

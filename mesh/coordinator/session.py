@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.window_plan import WindowPlan
     from mesh.engine import GenerationRequest
     from spanmesh_proto.errors import MeshError
-    from speculative.controller import Outcome
+    from speculative.moment import Outcome
     from stages.opening import Opening
 
 log = structlog.get_logger()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from speculative.chain import ChainProposer
-from speculative.controller import Controller, Decision, Moment
+from speculative.controller import Controller
+from speculative.moment import Decision, Moment
 from speculative.proposal import EMPTY
 
 if TYPE_CHECKING:
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 
     from mesh.coordinator.generation import Generation
     from mesh.coordinator.guarded_proposer import GuardedProposer
-    from speculative.controller import ControllerOptions, Outcome, SharedMeasures
+    from speculative.controller_options import ControllerOptions
+    from speculative.moment import Outcome
     from speculative.proposal import Proposal
     from speculative.proposer import Proposer
+    from speculative.shared import SharedMeasures
 
 log = structlog.get_logger()
 

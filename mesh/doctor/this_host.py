@@ -109,7 +109,7 @@ def _packages(name: str) -> Check:
 
 
 def _look() -> dict[str, Any] | str:
-    """What `stages.host_look` finds, or why it does not; in a child, since llama.cpp may end its process."""
+    """What `stages.host_look` finds, or why it does not, in a child: llama.cpp may end it."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "stages.host_look"],
@@ -173,7 +173,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check]:
-    from stages.cutting import read_model_facts  # noqa: PLC0415 - brings numpy
+    from stages.cutting.facts import read_model_facts  # noqa: PLC0415 - brings numpy
 
     what = f"model {path.name}"
     try:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.forecast.surroundings import KnownHost, Surroundings
-    from mesh.planner import HostCapacity, Plan, StagePlacement
+    from mesh.host_capacity import HostCapacity
+    from mesh.planner import Plan, StagePlacement
     from mesh.stage_sizes import Workload
     from mesh.topology import Topology
-    from stages.cutting import ModelFacts
+    from stages.cutting.facts import ModelFacts
     from stages.cutting.source_model import SourceModel
     from stages.rehearsal_order import StageTiming
 

@@ -9,7 +9,7 @@ from mesh.cluster.host_facts import parse_size
 from mesh.cluster.links import Link, Links
 from mesh.cluster.members import check_name
 from mesh.forecast.surroundings import KnownHost
-from mesh.planner import HostCapacity
+from mesh.host_capacity import HostCapacity
 from spanmesh_proto.errors import ClusterError, MeshError
 
 if TYPE_CHECKING:

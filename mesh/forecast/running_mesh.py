@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.cluster.links import Link, Links
 from mesh.forecast.surroundings import KnownHost, Rehearsed, Surroundings
-from mesh.planner import HostCapacity
+from mesh.host_capacity import HostCapacity
 from stages.rehearsal_order import StageTiming
 
 if TYPE_CHECKING:

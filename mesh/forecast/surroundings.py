@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mesh.cluster.links import Links
-    from mesh.planner import HostCapacity
+    from mesh.host_capacity import HostCapacity
     from stages.rehearsal_order import RehearsalOrder, StageTiming
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.json_grammar.arrays import array_of
 from mesh.json_grammar.errors import SchemaError
-from mesh.json_grammar.expressions import Expression, Ref, chars, either, maybe, seq, times
+from mesh.json_grammar.expressions import chars, either, maybe, seq, times
 from mesh.json_grammar.flatten import Flat, Flattener, type_of, types_of
 from mesh.json_grammar.gbnf import to_gbnf
 from mesh.json_grammar.number_grammar import Bound, integer_between, number_between
@@ -24,6 +24,7 @@ from mesh.json_grammar.objects import free_object, object_of
 from mesh.json_grammar.string_grammar import CHAR
 from mesh.json_grammar.strings import string_of
 from stages.grammar.grammars import make_automaton
+from stages.grammar.syntax import Expression, Ref
 
 if TYPE_CHECKING:
     from stages.grammar.automaton import Automaton

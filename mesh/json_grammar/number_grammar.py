@@ -11,7 +11,8 @@ from itertools import groupby
 from typing import Final
 
 from mesh.json_grammar.errors import SchemaError
-from mesh.json_grammar.expressions import DIGIT, Expression, Literal, chars, either, maybe, seq, times
+from mesh.json_grammar.expressions import DIGIT, chars, either, maybe, seq, times
+from stages.grammar.syntax import Expression, Literal
 
 _MAX_DIGITS: Final = 16
 _LARGEST: Final = 10**_MAX_DIGITS - 1

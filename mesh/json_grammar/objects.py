@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.json_grammar.errors import SchemaError
-from mesh.json_grammar.expressions import NOTHING, Chars, Expression, chars, either, maybe, seq, times
+from mesh.json_grammar.expressions import NOTHING, chars, either, maybe, seq, times
 from mesh.json_grammar.string_grammar import CHAR, quoted
+from stages.grammar.syntax import Chars, Expression
 from stages.grammar.utf8_ranges import complement
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ import string
 from typing import Final, NoReturn
 
 from mesh.json_grammar.errors import SchemaError
-from mesh.json_grammar.expressions import NOTHING, Chars, Expression, either, seq, times
+from mesh.json_grammar.expressions import NOTHING, either, seq, times
 from stages.grammar.limits import MAX_NESTING, MAX_REPEATS
+from stages.grammar.syntax import Chars, Expression
 from stages.grammar.utf8_ranges import MAX_CODE_POINT, CodeRange, complement, merged
 
 _DIGITS: Final = ((0x30, 0x39),)

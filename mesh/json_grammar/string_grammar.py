@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from mesh.json_grammar.expressions import HEX_DIGIT, Ref, chars, either, seq, times
-from stages.grammar.syntax import Chars, Choice, Expression, Literal, Repeat, Sequence
+from mesh.json_grammar.expressions import HEX_DIGIT, chars, either, seq, times
+from stages.grammar.syntax import Chars, Choice, Expression, Literal, Ref, Repeat, Sequence
 from stages.grammar.utf8_ranges import MAX_CODE_POINT, complement, merged
 
 # What stands for itself between quotes. JSON allows DEL, but terminals do not show it.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mesh.json_grammar.errors import SchemaError
-from mesh.json_grammar.expressions import Expression, seq, times
+from mesh.json_grammar.expressions import seq, times
 from mesh.json_grammar.formats import PATTERNS
 from mesh.json_grammar.regular_expression import parse_pattern
 from mesh.json_grammar.string_grammar import CHAR, in_string
 from mesh.json_grammar.text_length import text_length
 from stages.grammar.limits import MAX_REPEATS
-from stages.grammar.syntax import Repeat, Sequence
+from stages.grammar.syntax import Expression, Repeat, Sequence
 
 if TYPE_CHECKING:
     from mesh.json_grammar.flatten import Flat

@@ -1,6 +1,1 @@
-"""What is seen from outside: counts kept where things happen, and one place that publishes them."""
-
-from mesh.metrics.observed_engine import ObservedEngine
-from mesh.metrics.request_statistics import RequestStatistics
-
-__all__ = ["ObservedEngine", "RequestStatistics"]
+"""Metrics and traces: counts kept where things happen, and one place that publishes them."""

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from mesh.metrics.request_watch import RequestWatch
-from mesh.tracing import current_span
+from mesh.tracing.request_span import current_span
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mesh.engine import Committed, GenerationRequest
     from mesh.metrics.request_statistics import FinishReason, RequestStatistics
-    from mesh.tracing import RequestSpan
+    from mesh.tracing.request_span import RequestSpan
 
 
 class RequestWatch:

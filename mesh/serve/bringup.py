@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
-from mesh.coordinator import Coordinator, CoordinatorOptions
+from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.interruption import first_of
 from mesh.replanner import NewStage, Replan
 from mesh.serve.announce import print_join_line
@@ -30,7 +31,7 @@ from stages.numerics import numerics_for
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from mesh.coordinator import StageAddress
+    from mesh.coordinator.ring import StageAddress
     from mesh.planner import Plan, StagePlacement
     from mesh.serve.departures import Departures
     from mesh.serve.head import Head
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
     from mesh.topology import Topology
-    from stages.cutting import StageCache
+    from stages.cutting.cache import StageCache
 
 log = structlog.get_logger()
 

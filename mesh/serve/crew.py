@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
     from mesh.cluster.members import Member, Members
-    from mesh.coordinator import Coordinator
-    from mesh.planner import HostCapacity, StagePlacement
+    from mesh.coordinator.coordinator import Coordinator
+    from mesh.host_capacity import HostCapacity
+    from mesh.planner import StagePlacement
     from mesh.replanner import Replan
     from mesh.serve.fleet import Fleet, Seat
     from mesh.serve.head import Head
@@ -101,7 +102,7 @@ class Crew:
         *,
         may_start_over: bool = True,
     ) -> Replan:
-        """Where lost stages go; nobody else counts on that room from now on. See `mesh.replanner.replan`.
+        """Where lost stages go; no other model counts on that room from now on. See `replan`.
 
         Args:
             lost: Indices of what is to be placed, as it is when asked.

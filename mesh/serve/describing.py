@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.progress import ProgressTask
-    from stages.cutting import StageCache
+    from stages.cutting.cache import StageCache
     from stages.layers import LayerRange
     from stages.weights.recipe import Recipe
 

@@ -9,10 +9,9 @@ import structlog
 
 from mesh.cluster.links import LinkWish
 from mesh.serve.link_order import has_an_order, hosts_of, ordered_by_links
-from mesh.serve.measured_links import HIDDEN_VALUE_BYTES
 from mesh.serve.planning import agreed, is_room_as_before
 from mesh.serve.preflight import placed
-from mesh.serve.wires import planned_wires
+from mesh.serve.wires import HIDDEN_VALUE_BYTES, planned_wires
 from mesh.stage_sizes import StageSizes
 from stages.hidden_codec import HiddenType
 
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mesh.cluster.links import Links
-    from mesh.planner import HostCapacity, Plan
+    from mesh.host_capacity import HostCapacity
+    from mesh.planner import Plan
     from mesh.serve.head import Head
     from mesh.serve.ledger import Account
     from mesh.serve.options import ServeOptions

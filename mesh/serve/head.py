@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mesh.interruption import Interruption
     from mesh.serve.head_state import HeadState
     from mesh.serve.options import ServeOptions
-    from stages.cutting import StageCache
+    from stages.cutting.cache import StageCache
     from stages.identity import Identity
 
 log = structlog.get_logger()

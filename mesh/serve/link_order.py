@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from mesh.cluster.links import Links
-    from mesh.planner import HostCapacity, Plan
+    from mesh.host_capacity import HostCapacity
+    from mesh.planner import Plan
 
 # A round through fewer hosts, the head among them, is the same in any order.
 _FEWEST_FOR_AN_ORDER: Final = 4

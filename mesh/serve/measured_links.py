@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from mesh.cluster.links import LinkWish
 from mesh.serve.link_order import round_times
 from mesh.serve.planning import made_in_thread
-from mesh.serve.wires import planned_wires
+from mesh.serve.wires import HIDDEN_VALUE_BYTES, planned_wires
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from mesh.wire_choice import WireChoice
 
 log = structlog.get_logger()
-
-# Hidden states travel as float32 unless the user chooses otherwise.
-HIDDEN_VALUE_BYTES: Final = 4
 
 
 async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> dict[str, Any]:

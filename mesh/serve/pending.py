@@ -9,7 +9,7 @@ from spanmesh_proto.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from mesh.coordinator import Coordinator
+    from mesh.coordinator.coordinator import Coordinator
     from mesh.engine import Committed, GenerationRequest
     from spanmesh_proto.errors import MeshError
 

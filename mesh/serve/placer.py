@@ -1,4 +1,4 @@
-"""Carries out a decision of `mesh.replanner`: what is new is loaded, what is not wanted any more ends."""
+"""Carries out a decision of `replanner`: what is new is loaded, what is not wanted any more ends."""
 
 from __future__ import annotations
 

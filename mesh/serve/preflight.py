@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.api import ApiKeys, check_origins, require_key_beyond_loopback
+from mesh.api.api_keys import ApiKeys
+from mesh.api.exposure import check_origins, require_key_beyond_loopback
 from mesh.cluster.addresses import check_port_free
 from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name
 from mesh.draft.memory import draft_memory_bytes
 from mesh.gpu_layers import check_gpu_layers
-from mesh.planner import HostCapacity, Plan, check_stages, plan
+from mesh.planner import Plan, check_stages, plan
 from mesh.seatings import never
 from mesh.serve.options import ctx_size_for
 from mesh.serve.recorded_answers import latest_answer
@@ -22,7 +23,7 @@ from mesh.stage_sizes import StageSizes, Workload
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.byte_size import format_size
-from stages.cutting import ModelFacts, read_model_facts
+from stages.cutting.facts import ModelFacts, read_model_facts
 from stages.cutting.gguf_reader import read_header
 from stages.hidden_codec import HiddenType
 from stages.kv_types import check_kv_type
@@ -30,6 +31,7 @@ from stages.kv_types import check_kv_type
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mesh.host_capacity import HostCapacity
     from mesh.serve.options import ServeOptions
     from mesh.serve.speculation_options import SpeculationOptions
 

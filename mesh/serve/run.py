@@ -6,7 +6,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-from mesh.api import create_app, serve_api
+from mesh.api.app import create_app
+from mesh.api.server import serve_api
 from mesh.cluster.discovery import announced, head_found
 from mesh.interruption import first_of
 from mesh.serve.announce import print_join_line, print_served
@@ -23,10 +24,11 @@ from mesh.serve.served_model import new_model
 from mesh.serve.speculation_fit import fitted_to
 from mesh.serve.stage_counts import stage_counts
 from mesh.serve.strangers import end_strangers
-from mesh.serve.succession import head_state, open_succession
-from mesh.tracing import closing, open_tracer
+from mesh.serve.succession import open_succession
+from mesh.serve.takeover import head_state
+from mesh.tracing.tracer import closing, open_tracer
 from spanmesh_proto.errors import ClusterError
-from stages.cutting import StageCache
+from stages.cutting.cache import StageCache
 from stages.cutting.gguf_parts import model_name
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
     from mesh.serve.succession import Succession
-    from mesh.tracing import RequestTracer
+    from mesh.tracing.tracer import RequestTracer
 
 
 async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Interruption) -> None:

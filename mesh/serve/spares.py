@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mesh.cluster.members import Member, Members
-    from mesh.planner import HostCapacity
+    from mesh.host_capacity import HostCapacity
     from mesh.replanner import Copy
     from mesh.serve.fleet import Fleet
     from mesh.serve.stage_handle import StageHandle

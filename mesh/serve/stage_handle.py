@@ -12,7 +12,7 @@ import structlog
 
 from mesh.cluster.exit_detail import exited_pid
 from mesh.cluster.ray_driver import result_of
-from mesh.coordinator import StageAddress
+from mesh.coordinator.ring import StageAddress
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import MeshError, StageFailed
 from stages.actor import StageActor

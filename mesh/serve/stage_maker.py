@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
     from mesh.serve.transfers import Transfers
-    from stages.cutting import StageCache
+    from stages.cutting.cache import StageCache
     from stages.fetch import FetchSource
     from stages.hidden_codec import HiddenType
     from stages.layers import LayerRange

@@ -13,27 +13,20 @@ import structlog
 from mesh.serve.head_state import (
     HeadState,
     HeadStateFile,
-    KeptModel,
-    KeptStage,
     default_state_path,
     fingerprint,
 )
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
-from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import ClusterError
 from stages.cancellable_work import CancellableWork
 from stages.cutting.gguf_parts import part_paths
 from stages.weights.file_stamp import stamps_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
-    from mesh.serve.fleet import Fleet
-    from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
-    from mesh.serve.served_model import ServedModel
-    from mesh.serve.stage_handle import StageHandle
 
 log = structlog.get_logger()
 
@@ -143,57 +136,6 @@ class Succession:
 def _settle(asked: asyncio.Future[None]) -> None:
     if not asked.done():
         asked.set_result(None)
-
-
-def head_state(head: Head, first: ServedModel, others: Iterable[ServedModel], term: int) -> HeadState:
-    """What the next head is to know.
-
-    Args:
-        head: Open.
-        first: The model that `mesh serve` was started with.
-        others: Those that were loaded beside it and answer by now.
-        term: Of this head.
-    """
-    token = head.service.token
-    return HeadState(
-        term=term,
-        ray=head.node.record,
-        secret=token.secret,
-        expires_at_s=token.expires_at_s,
-        join_port=split_address(token.addresses[0])[1],
-        certificate_pem=head.certificate.certificate_pem.decode(),
-        private_key_pem=head.certificate.private_key_pem.decode(),
-        setup=first.setup,
-        stages=_ring(first.fleet),
-        copies=_copies(first.fleet),
-        models=tuple(
-            KeptModel(model.order.as_dict(), model.setup, _ring(model.fleet), _copies(model.fleet))
-            for model in others
-            if model.order is not None
-        ),
-    )
-
-
-def _ring(fleet: Fleet) -> tuple[KeptStage, ...]:
-    return tuple(_kept(handle) for handle in fleet.handles if handle.serves_at is not None)
-
-
-def _copies(fleet: Fleet) -> tuple[KeptStage, ...]:
-    return tuple(_kept(handle) for handle in fleet.copies)
-
-
-def _kept(handle: StageHandle) -> KeptStage:
-    config = handle.config
-    return KeptStage(
-        actor=handle.actor_name,
-        host=handle.member.name,
-        ray_node=handle.member.ray_node_name,
-        start=config.layers.start,
-        stop=config.layers.stop,
-        num_threads=config.options.num_threads,
-        wire=str(config.hidden_type),
-        address=handle.serves_at,
-    )
 
 
 @contextmanager

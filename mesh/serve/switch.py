@@ -11,7 +11,7 @@ from mesh.serve.wiring import wire_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.coordinator import Coordinator
+    from mesh.coordinator.coordinator import Coordinator
     from mesh.planner import StagePlacement
     from mesh.serve.fleet import Fleet, Seat
     from mesh.serve.stage_handle import StageHandle

@@ -10,20 +10,23 @@ import structlog
 from mesh.offload import memory_on
 from mesh.planner import StagePlacement
 from mesh.serve.fleet import Seat
+from mesh.serve.head_state import HeadState, KeptModel, KeptStage
 from mesh.stage_sizes import StageSizes
+from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import MeshError, StageFailed
 from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from mesh.cluster.members import Member
     from mesh.host_capacity import HostCapacity
     from mesh.serve.fleet import Fleet
     from mesh.serve.head import Head
-    from mesh.serve.head_state import KeptRing, KeptStage
+    from mesh.serve.head_state import KeptRing
     from mesh.serve.preflight import Preflight
+    from mesh.serve.served_model import ServedModel
     from mesh.serve.stage_handle import StageHandle
     from mesh.serve.stage_maker import StageMaker
 
@@ -151,3 +154,54 @@ class Takeover:
         host = None if member is None else self._capacity_of(member)
         memory = None if host is None else memory_on(self._sizes, layers, host)
         return StagePlacement(stage.host, layers, memory or self._sizes.memory(layers))
+
+
+def head_state(head: Head, first: ServedModel, others: Iterable[ServedModel], term: int) -> HeadState:
+    """What the next head is to know.
+
+    Args:
+        head: Open.
+        first: The model that `mesh serve` was started with.
+        others: Those that were loaded beside it and answer by now.
+        term: Of this head.
+    """
+    token = head.service.token
+    return HeadState(
+        term=term,
+        ray=head.node.record,
+        secret=token.secret,
+        expires_at_s=token.expires_at_s,
+        join_port=split_address(token.addresses[0])[1],
+        certificate_pem=head.certificate.certificate_pem.decode(),
+        private_key_pem=head.certificate.private_key_pem.decode(),
+        setup=first.setup,
+        stages=_ring(first.fleet),
+        copies=_copies(first.fleet),
+        models=tuple(
+            KeptModel(model.order.as_dict(), model.setup, _ring(model.fleet), _copies(model.fleet))
+            for model in others
+            if model.order is not None
+        ),
+    )
+
+
+def _ring(fleet: Fleet) -> tuple[KeptStage, ...]:
+    return tuple(_kept(handle) for handle in fleet.handles if handle.serves_at is not None)
+
+
+def _copies(fleet: Fleet) -> tuple[KeptStage, ...]:
+    return tuple(_kept(handle) for handle in fleet.copies)
+
+
+def _kept(handle: StageHandle) -> KeptStage:
+    config = handle.config
+    return KeptStage(
+        actor=handle.actor_name,
+        host=handle.member.name,
+        ray_node=handle.member.ray_node_name,
+        start=config.layers.start,
+        stop=config.layers.stop,
+        num_threads=config.options.num_threads,
+        wire=str(config.hidden_type),
+        address=handle.serves_at,
+    )

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from mesh.planner import Plan
     from mesh.stage_sizes import StageSizes
 
+# Hidden states travel as float32 unless the user chooses otherwise.
+HIDDEN_VALUE_BYTES: Final = 4
+
 # A measurement of nothing must not divide by nothing.
 _SLOWEST_GB_PER_S: Final = 0.01
 

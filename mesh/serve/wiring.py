@@ -12,7 +12,7 @@ from spanmesh_proto.errors import StageFailed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.coordinator import StageAddress
+    from mesh.coordinator.ring import StageAddress
     from mesh.serve.blame import Blame
     from mesh.serve.fleet import Seat
     from mesh.serve.mesh_keys import MeshKeys

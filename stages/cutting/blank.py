@@ -55,7 +55,6 @@ def blank_stage(source: SourceModel, layers: LayerRange) -> BlankStage:
     Raises:
         UncuttableModel: If it has no such layers, or cannot be cut there.
     """
-    # A host that only writes and loads one does without what lays it out.
     from stages.cutting.gguf_writer import encode_header, stage_bytes  # noqa: PLC0415
     from stages.cutting.layout import lay_out  # noqa: PLC0415
 

@@ -16,9 +16,9 @@ from stages.cutting.disk import require_disk
 from stages.cutting.gguf_writer import encode_header, stage_bytes
 from stages.cutting.layout import FORMAT_VERSION, lay_out
 from stages.cutting.places import default_root, stage_store
-from stages.cutting.self_check import cuts_of, require_exact_cut
 from stages.cutting.shared_blocks import with_shared_blocks
 from stages.cutting.source_model import read_source
+from stages.layers import cuts_of
 from stages.weights.file_stamp import stamps_of
 from stages.weights.local_pieces import KnownFile
 from stages.weights.model_hashes import ModelHashes
@@ -234,6 +234,9 @@ class StageCache:
         names = (f"{structure}-{cut}-v{FORMAT_VERSION}" for cut in cuts_of(layers, model.n_layers))
         passed = [self._root / "checked" / name for name in names]
         if not all(path.exists() for path in passed):
+            # Only a family without rules of its own needs llama.cpp here.
+            from stages.cutting.self_check import require_exact_cut  # noqa: PLC0415
+
             require_exact_cut(model, layers)
             for path in passed:
                 write_atomically(path, f"{layers}")

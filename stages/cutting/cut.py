@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import ModelError
 from stages.cutting.atomic import atomic_write
-from stages.cutting.gguf_writer import StageWriter, stage_bytes
+from stages.cutting.gguf_writer import StageWriter
 from stages.cutting.layout import lay_out
 from stages.cutting.model_file import ModelFile
-from stages.cutting.self_check import require_exact_cut
 from stages.cutting.shared_blocks import with_shared_blocks
-from stages.cutting.source_model import read_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,31 +17,6 @@ if TYPE_CHECKING:
 
     from stages.cutting.source_model import SourceModel
     from stages.layers import LayerRange
-
-
-def cut_stage(
-    source: Path, layers: LayerRange, output: Path, *, progress: Callable[[int, int], None] | None = None
-) -> None:
-    """Write the stage file for some layers of a model. It appears whole or not at all.
-
-    A family that the table does not know is compared with the whole model first.
-
-    Args:
-        source: The whole model, a GGUF file.
-        layers: Which of its layers.
-        output: The stage file; replaced if it exists.
-        progress: Called with bytes done and bytes in all.
-
-    Raises:
-        InvalidModel: If the source is no GGUF, truncated, or lacks a tensor.
-        UncuttableModel: If it has no such layers, or cannot be cut exactly there.
-        ModelError: If the output cannot be written.
-    """
-    model = read_source(source)
-    model.check_range(layers)
-    require_exact_cut(model, layers)
-    layout = with_shared_blocks(lay_out(model, layers))
-    write_stage(model, layers, output, ByteCounter(stage_bytes(layout), progress).add)
 
 
 def write_stage(

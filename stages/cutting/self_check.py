@@ -7,17 +7,23 @@ from typing import TYPE_CHECKING
 import structlog
 
 from spanmesh_proto.errors import ModelError, UncuttableModel
+from stages.certify import CertifyOptions
+from stages.certify_apart import certify_apart
+from stages.cutting.cut import ByteCounter, write_stage
+from stages.cutting.gguf_writer import stage_bytes
+from stages.cutting.layout import lay_out
+from stages.cutting.shared_blocks import with_shared_blocks
+from stages.cutting.source_model import read_source
+from stages.layers import cuts_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from stages.cutting.source_model import SourceModel
     from stages.layers import LayerRange
 
 log = structlog.get_logger()
-
-
-def cuts_of(layers: LayerRange, n_layers: int) -> tuple[int, ...]:
-    """Where a stage's layers part from the rest; nowhere for the whole model."""
-    return tuple(cut for cut in (layers.start, layers.stop) if 0 < cut < n_layers)
 
 
 def require_exact_cut(model: SourceModel, layers: LayerRange) -> None:
@@ -29,10 +35,6 @@ def require_exact_cut(model: SourceModel, layers: LayerRange) -> None:
     cuts = cuts_of(layers, model.n_layers)
     if model.is_known or not cuts:
         return
-    # Certifying cuts, and cutting certifies: one of the two has to import late.
-    from stages.certify import CertifyOptions  # noqa: PLC0415
-    from stages.certify_apart import certify_apart  # noqa: PLC0415
-
     name, architecture = model.header.path.name, model.header.architecture
     log.info("self_check_started", model=name, architecture=architecture, cuts=cuts)
     try:
@@ -57,3 +59,28 @@ def _refusal(model: SourceModel, reason: str) -> UncuttableModel:
         f"{model.header.path.name} cannot be cut: there are no rules for {model.header.architecture!r} that "
         f"have been certified, and with what there is: {reason}"
     )
+
+
+def cut_stage(
+    source: Path, layers: LayerRange, output: Path, *, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Write the stage file for some layers of a model. It appears whole or not at all.
+
+    A family that the table does not know is compared with the whole model first.
+
+    Args:
+        source: The whole model, a GGUF file.
+        layers: Which of its layers.
+        output: The stage file; replaced if it exists.
+        progress: Called with bytes done and bytes in all.
+
+    Raises:
+        InvalidModel: If the source is no GGUF, truncated, or lacks a tensor.
+        UncuttableModel: If it has no such layers, or cannot be cut exactly there.
+        ModelError: If the output cannot be written.
+    """
+    model = read_source(source)
+    model.check_range(layers)
+    require_exact_cut(model, layers)
+    layout = with_shared_blocks(lay_out(model, layers))
+    write_stage(model, layers, output, ByteCounter(stage_bytes(layout), progress).add)

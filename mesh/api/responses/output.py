@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.said import CallArguments, CallBegun, Content, Reasoning
+from mesh.said.pieces import CallArguments, CallBegun, Content, Reasoning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.said import Said
+    from mesh.said.pieces import Said
 
 Event = dict[str, Any]
 

@@ -19,10 +19,11 @@ from mesh.bench.server_process import get_json
 from mesh.bench.stream_client import COMPLETION_PATH, Ask, Batch
 from mesh.bench.stress.footprint import footprints
 from mesh.bench.stress.memory import MemoryWatch
-from mesh.lab import Lab, lab_supported
+from mesh.lab.hosts import Lab
+from mesh.lab.support import lab_supported
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError
-from stages.cutting import read_model_facts
+from stages.cutting.facts import read_model_facts
 
 if TYPE_CHECKING:
     from mesh.bench.big_shares.random_gguf import WeightType

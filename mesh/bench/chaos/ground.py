@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mesh.bench.chaos.stream import Stream
     from mesh.bench.chaos.tally import Tally
     from mesh.bench.mesh_system import MeshSystem
-    from mesh.lab import Lab
+    from mesh.lab.hosts import Lab
 
 log = structlog.get_logger()
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mesh.bench.chaos.harm import Harm
     from mesh.bench.chaos.look import Look
     from mesh.bench.mesh_system import MeshSystem
-    from mesh.lab import Lab
+    from mesh.lab.hosts import Lab
 
 log = structlog.get_logger()
 

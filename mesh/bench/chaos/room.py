@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mesh.planner import HostCapacity, plan
+from mesh.host_capacity import HostCapacity
+from mesh.planner import plan
 from spanmesh_proto.errors import ModelDoesNotFit
 
 if TYPE_CHECKING:
     from mesh.stage_sizes import Workload
-    from stages.cutting import ModelFacts
+    from stages.cutting.facts import ModelFacts
 
 _STEP_BYTES: Final = 2**20
 

@@ -27,11 +27,12 @@ from mesh.bench.mesh_system import MeshSystem
 from mesh.bench.stress.check import Check, flatness_check, leak_check
 from mesh.bench.stress.ground import open_sessions
 from mesh.bench.stress.memory import MemoryWatch
-from mesh.lab import Lab, lab_supported
+from mesh.lab.hosts import Lab
+from mesh.lab.support import lab_supported
 from mesh.stage_sizes import Workload
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
-from stages.cutting import read_model_facts
+from stages.cutting.facts import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

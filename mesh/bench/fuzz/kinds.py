@@ -31,5 +31,5 @@ def fuzz(kind: str, options: FuzzOptions) -> FuzzReport:
         MeshError: If what is to be tested does not start.
     """
     module, _, name = _KINDS[kind].partition(":")
-    feed: Callable[[FuzzOptions], FuzzReport] = getattr(importlib.import_module(module), name)
-    return feed(options)
+    function: Callable[[FuzzOptions], FuzzReport] = getattr(importlib.import_module(module), name)
+    return function(options)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
-from stages.cutting import cut_stage, read_model_facts
+from stages.cutting.facts import read_model_facts
+from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 

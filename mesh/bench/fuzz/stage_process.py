@@ -18,7 +18,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
 from stages.allocator import ALLOCATOR
 from stages.channels import SERVER_OPTIONS, add_port
-from stages.cutting import cut_stage
+from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService

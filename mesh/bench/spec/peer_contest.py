@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mesh.bench.spec.peer import PeerSetting
     from mesh.bench.spec.runner import RunnerOptions
     from mesh.bench.spec.workload import Workload
-    from mesh.lab import Lab
+    from mesh.lab.hosts import Lab
 
 log = structlog.get_logger()
 

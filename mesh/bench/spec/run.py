@@ -28,11 +28,12 @@ from mesh.bench.spec.runner import Runner, RunnerOptions
 from mesh.bench.spec.workload import SPEC_BENCH, Workload
 from mesh.bench.spec.workloads import all_workloads, choose
 from mesh.draft.requantise import requantise
-from mesh.lab import Lab, lab_supported
+from mesh.lab.hosts import Lab
+from mesh.lab.support import lab_supported
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
-from stages.cutting import read_model_facts
+from stages.cutting.facts import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mesh.bench.spec.results import Results
     from mesh.bench.spec.setting import Setting
     from mesh.bench.spec.workload import Question, Workload
-    from mesh.lab import Lab
+    from mesh.lab.hosts import Lab
 
 log = structlog.get_logger()
 

@@ -28,7 +28,8 @@ import click
 
 from mesh.lab.companion import Companion
 from mesh.logs import set_up_logs
-from stages.cutting import StageCache, read_model_facts
+from stages.cutting.cache import StageCache
+from stages.cutting.facts import read_model_facts
 from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 

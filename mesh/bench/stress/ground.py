@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mesh.bench.rpc_system import RpcSystem
     from mesh.bench.stress.asker import Asker
     from mesh.bench.stress.script import Script
-    from mesh.lab import Lab
+    from mesh.lab.hosts import Lab
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from mesh.bench.stress.processes import Role, role_of
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from mesh.lab import Lab
+    from mesh.lab.hosts import Lab
 
 _KIB: Final = 1024
 

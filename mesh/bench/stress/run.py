@@ -39,12 +39,13 @@ from mesh.bench.stress.reference import answer_alone
 from mesh.bench.stress.report import Report, RoleMemory, write_report
 from mesh.bench.stress.step import saturation, step_of
 from mesh.bench.stress.visits import VisitOrder, bodies_of, draw_visits, scripts_with_shared_beginnings
-from mesh.lab import Lab, lab_supported
+from mesh.lab.hosts import Lab
+from mesh.lab.support import lab_supported
 from mesh.stage_sizes import StageSizes, Workload
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
-from stages.cutting import read_model_facts
+from stages.cutting.facts import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from mesh.bench.stress.script import Script
     from mesh.bench.stress.step import Step
     from mesh.bench.stress.told import Told
-    from stages.cutting import ModelFacts
+    from stages.cutting.facts import ModelFacts
 
 log = structlog.get_logger()
 

@@ -44,13 +44,13 @@ def _peak_rss_bytes() -> int:
 
 
 def _cut(model: str, start: str, stop: str, output: str) -> None:
-    from stages.cutting.cut import cut_stage  # noqa: PLC0415 - each is measured without the others
+    from stages.cutting.self_check import cut_stage  # noqa: PLC0415 - each is measured without the others
 
     cut_stage(Path(model), LayerRange(int(start), int(stop)), Path(output))
 
 
 def _hash(model: str, start: str, stop: str, cache: str) -> None:
-    from stages.cutting import StageCache  # noqa: PLC0415
+    from stages.cutting.cache import StageCache  # noqa: PLC0415
 
     StageCache(Path(cache)).describe(Path(model), LayerRange(int(start), int(stop)))
 

@@ -18,7 +18,7 @@ from stages.fetch import FetchSource
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from stages.cutting import StageCache
+    from stages.cutting.cache import StageCache
     from stages.weights.rate_limit import RateLimit
 
 _ADDRESS: Final = "127.0.0.1"
