@@ -13,7 +13,7 @@ from mesh.seatings import find_seating, never
 from mesh.stage_sizes import StageSizes, Workload
 from mesh.stage_table import StageTable
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
-from stages.byte_size import format_size
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ from mesh.planner import StagePlacement, plan
 from mesh.seatings import never, seat_all
 from mesh.stage_table import StageTable
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
-from stages.byte_size import format_size
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

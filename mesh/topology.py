@@ -16,8 +16,8 @@ from mesh.planner import Plan, StagePlacement
 from mesh.replanner import NewStage, Replan
 from mesh.seatings import never
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, NotEnoughHosts, UncuttableModel
-from stages.byte_size import format_size
 from stages.layers import LayerRange
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

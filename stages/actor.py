@@ -18,7 +18,6 @@ import structlog
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
-from stages.byte_size import format_size
 from stages.channels import SERVER_OPTIONS, add_port
 from stages.cutting.places import stage_store
 from stages.devices import layer_devices
@@ -31,6 +30,7 @@ from stages.orphan import orphaned
 from stages.runtime import RuntimeOptions, StageRuntime
 from stages.sent_rows import room_for_sent_rows
 from stages.server import StageService
+from stages.units import format_size
 from stages.weights.keeping import read_keeping
 from stages.weights.stage_store import hold
 from stages.weights.transfer import Transfer

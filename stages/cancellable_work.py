@@ -1,4 +1,4 @@
-"""Blocking work in threads that ends soon after the task that waits for it was cancelled."""
+"""Blocking work in a thread that ends when the awaiting task is cancelled."""
 
 from __future__ import annotations
 

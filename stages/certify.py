@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.cutting.source_model import SourceModel
-    from stages.handover import Handover
+    from stages.graph_boundary import Handover
     from stages.wire_loss import WireLoss
 
 PHASES: Final = ("prefill", "decode", "chunks", "spans")

@@ -1,4 +1,4 @@
-"""Layer ranges, half-open, as everywhere in this project."""
+"""Layer ranges, half-open, and the cuts between them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from stages.batch import Batch
 from stages.gpu_placing import GpuPlacing
-from stages.handover import Handover
+from stages.graph_boundary import Handover
 from stages.kv_rows import KvRows
 from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stages.byte_size import format_size
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from stages.gpu_share import GpuShare

@@ -23,7 +23,7 @@ from stages.tap import LayerTap
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from stages.handover import Handover
+    from stages.graph_boundary import Handover
 
 log = structlog.get_logger()
 

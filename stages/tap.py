@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.handover import Handover
+    from stages.graph_boundary import Handover
 
 
 class LayerTap:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.handover import Handover
+from stages.graph_boundary import Handover
 
 
 @pytest.mark.parametrize(

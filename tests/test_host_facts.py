@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mesh.cluster.host_facts import default_num_threads, measure_speed_gb_per_s, parse_size, read_host_facts
 from spanmesh_proto.errors import ClusterError
-from stages.byte_size import format_size
+from stages.units import format_size
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from spanmesh_proto.errors import UncuttableModel
 from stages import runtime as runtime_module
 from stages import stop_tap
 from stages.cutting.cache import StageCache
-from stages.handover import Handover
+from stages.graph_boundary import Handover
 from stages.layers import LayerRange
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.stop_tap import StopTap, make_stop_tap

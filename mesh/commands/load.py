@@ -14,7 +14,7 @@ from mesh.commands.model_argument import local_model
 from mesh.commands.one_model import SESSION_FLAGS, SPECULATION_FLAGS, check_stage_options, one_model_options
 from mesh.commands.sections import SectionedCommand
 from spanmesh_proto.errors import MeshError
-from stages.byte_size import format_size
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -90,7 +90,7 @@ def pull(reference: str) -> None:
 @click.argument("names", nargs=-1, required=True)
 def rm(names: tuple[str, ...]) -> None:
     """Remove models or stages, by the names that `mesh models list` shows, or their beginnings."""
-    from stages.byte_size import format_size  # noqa: PLC0415 - keeps --help quick
+    from stages.units import format_size  # noqa: PLC0415 - keeps --help quick
 
     for name in names:
         entry = _named(_entries(), name)
@@ -109,8 +109,8 @@ def rm(names: tuple[str, ...]) -> None:
 )
 def prune(limit_bytes: int | None) -> None:
     """Remove what was begun and never finished; nothing that is loaded or on its way in."""
-    from stages.byte_size import format_size  # noqa: PLC0415 - keeps --help quick
     from stages.cutting.places import stage_store  # noqa: PLC0415
+    from stages.units import format_size  # noqa: PLC0415 - keeps --help quick
     from stages.weights.cache_limit import make_room  # noqa: PLC0415
 
     freed_bytes = sum(entry.size_bytes for entry in _entries() if not entry.is_whole and entry.remove())
@@ -168,7 +168,7 @@ def _print(entries: Sequence[_Entry]) -> None:
     from rich.markup import escape  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    from stages.byte_size import format_size  # noqa: PLC0415
+    from stages.units import format_size  # noqa: PLC0415
 
     table = Table("name", "kind", "holds", "size", "last used")
     for entry in entries:

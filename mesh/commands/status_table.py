@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from stages.byte_size import format_size
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

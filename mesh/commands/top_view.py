@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from stages.byte_size import format_size
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

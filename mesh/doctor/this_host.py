@@ -25,7 +25,7 @@ from mesh.doctor.check import Check, fail, ok, warn
 from mesh.doctor.host_checks import host_checks
 from mesh.inherited import inherited_environment
 from spanmesh_proto.errors import MeshError
-from stages.byte_size import format_size
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

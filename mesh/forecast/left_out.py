@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from stages.byte_size import format_size
 from stages.layers import LayerRange
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Host and port as one text, and back. Pure."""
+"""Host and port as one text, and back."""
 
 from __future__ import annotations
 

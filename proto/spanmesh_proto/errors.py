@@ -1,4 +1,4 @@
-"""Every error that this project raises on purpose, and what each becomes on the wire.
+"""Errors of the mesh, and the table of their gRPC status and HTTP error.
 
 The tree, with one line on what each leaf means::
 

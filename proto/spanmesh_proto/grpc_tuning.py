@@ -1,4 +1,4 @@
-"""What gRPC reads from the environment when it is first imported; so this module comes before it.
+"""Environment variables of gRPC, which it reads at its first import.
 
 By default gRPC polls sockets in threads of its own and wakes Python's event loop from there. Without that
 detour (the two `event_engine` experiments off) a message wakes one thread less: about 80 µs a hop on a small

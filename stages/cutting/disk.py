@@ -7,7 +7,7 @@ import shutil
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import ModelError
-from stages.byte_size import format_size
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from pathlib import Path

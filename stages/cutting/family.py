@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from stages.handover import DEFAULT_OUTLET, Handover
+from stages.graph_boundary import DEFAULT_OUTLET, Handover
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -81,7 +81,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Entry:
-    """How hidden states enter and leave the graph of a family; see `stages.handover`.
+    """How hidden states enter and leave the graph of a family; see `stages.graph_boundary`.
 
     Attributes:
         inlet: Name of the tensor that they replace, of a model; None if they go in as embeddings.

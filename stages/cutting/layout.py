@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from stages.cutting.gguf_header import TensorInfo
     from stages.cutting.source_model import SourceModel
-    from stages.handover import Handover
+    from stages.graph_boundary import Handover
 
 # Raise this when a stage file made by the same source and layers comes out otherwise than before.
 FORMAT_VERSION: Final = 3

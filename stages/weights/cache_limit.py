@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from spanmesh_proto.errors import ModelError
-from stages.byte_size import format_size
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Where hidden states leave one stage's graph and enter the next one's.
+"""Graph boundary: names and widths of the tensors where hidden states leave and enter a graph.
 
 llama.cpp takes hidden states in place of an embedding's rows and, in many families, does with them what it
 does with an embedding: scales them, norms them, adds learned positions. Such a stage is given token ids

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people read them."""
+"""Byte sizes as text."""
 
 from __future__ import annotations
 
