@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from speculative.statistics import SpeculationStatistics
+from speculative.acceptance import SpeculationStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

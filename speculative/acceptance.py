@@ -1,4 +1,4 @@
-"""What became of a window: sample-and-match, seen from the coordinator.
+"""Acceptance of a window, acceptance rates and their calibration.
 
 The tail draws a token after each row of the window and stops at the first that differs from the proposed
 one (`proto/spanmesh_proto/windows.proto`, rule 4). Every token drawn is the target's own, so all of them
@@ -7,12 +7,16 @@ are committed, up to a stop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
+
+    from speculative.proposer import Proposal
 
 
 class SpanClass(StrEnum):
@@ -116,3 +120,185 @@ def _span_class(num_proposed: int, num_matched: int) -> SpanClass:
     if num_matched == num_proposed:
         return SpanClass.FULL_ACCEPT
     return SpanClass.TAIL_REJECT if num_matched == num_proposed - 1 else SpanClass.EARLY_REJECT
+
+
+class SpanKind(NamedTuple):
+    """A span class, with or without a stop inside.
+
+    Attributes:
+        span: How far the window held.
+        has_stop: Whether an end token was drawn inside.
+    """
+
+    span: SpanClass
+    has_stop: bool
+
+
+@dataclass(frozen=True)
+class SpeculationStatistics:
+    """Counts over judged windows.
+
+    Attributes:
+        num_windows: Windows judged, plain ones too.
+        num_drafts: Windows that proposed anything.
+        num_committed: Tokens committed by all of them.
+        proposed_per_position: Entry `i`: windows that proposed more than `i` tokens.
+        accepted_per_position: Entry `i`: windows that had more than `i` of them accepted.
+        spans: Windows of each kind.
+    """
+
+    num_windows: int = 0
+    num_drafts: int = 0
+    num_committed: int = 0
+    proposed_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+    spans: Mapping[SpanKind, int] = field(default_factory=dict)
+
+    @property
+    def num_proposed(self) -> int:
+        """Proposed tokens that were verified."""
+        return sum(self.proposed_per_position)
+
+    @property
+    def num_accepted(self) -> int:
+        """Proposed tokens that the target drew too."""
+        return sum(self.accepted_per_position)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Accepted tokens per window that proposed any; 0 if none did."""
+        return self.num_accepted / self.num_drafts if self.num_drafts else 0.0
+
+    @property
+    def mean_committed(self) -> float:
+        """Tokens per window, plain ones too: how many a trip around the ring brings; 0 without any."""
+        return self.num_committed / self.num_windows if self.num_windows else 0.0
+
+    def acceptance_per_position(self) -> tuple[float, ...]:
+        """Share of windows that proposed a token at each position and had it accepted.
+
+        It is unconditional: a token behind a rejected one counts as not accepted.
+        """
+        pairs = zip(self.accepted_per_position, self.proposed_per_position, strict=True)
+        return tuple(accepted / proposed for accepted, proposed in pairs)
+
+    @classmethod
+    def of(cls, judgements: Sequence[Judgement]) -> SpeculationStatistics:
+        """Counts over many windows at once."""
+        drafts = [judgement for judgement in judgements if judgement.num_proposed]
+        width = max((draft.num_proposed for draft in drafts), default=0)
+        return cls(
+            num_windows=len(judgements),
+            num_drafts=len(drafts),
+            num_committed=sum(len(judgement.committed) for judgement in judgements),
+            proposed_per_position=_survivors([draft.num_proposed for draft in drafts], width),
+            accepted_per_position=_survivors([draft.num_accepted for draft in drafts], width),
+            spans=Counter(SpanKind(judgement.span, judgement.has_stop) for judgement in judgements),
+        )
+
+    def add(self, judgement: Judgement) -> SpeculationStatistics:
+        """These counts and one window more."""
+        return self.merge(SpeculationStatistics.of((judgement,)))
+
+    def merge(self, other: SpeculationStatistics) -> SpeculationStatistics:
+        """The counts of both."""
+        kinds = [*self.spans, *(kind for kind in other.spans if kind not in self.spans)]
+        return SpeculationStatistics(
+            num_windows=self.num_windows + other.num_windows,
+            num_drafts=self.num_drafts + other.num_drafts,
+            num_committed=self.num_committed + other.num_committed,
+            proposed_per_position=_sum(self.proposed_per_position, other.proposed_per_position),
+            accepted_per_position=_sum(self.accepted_per_position, other.accepted_per_position),
+            spans={kind: self.spans.get(kind, 0) + other.spans.get(kind, 0) for kind in kinds},
+        )
+
+
+def _survivors(lengths: Sequence[int], width: int) -> tuple[int, ...]:
+    """How many of `lengths` exceed each of 0, 1, … `width` - 1."""
+    ends = Counter(lengths)
+    left, survivors = len(lengths), []
+    for position in range(width):
+        left -= ends[position]
+        survivors.append(left)
+    return tuple(survivors)
+
+
+def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))
+
+
+NUM_BUCKETS: Final = 8
+
+
+class AcceptanceTable:
+    """Judged tokens by proposer and confidence. Old ones fade.
+
+    Args:
+        memory: How many judgements a bucket remembers, about.
+    """
+
+    def __init__(self, memory: float) -> None:
+        self._keep = 1.0 - 1.0 / memory
+        self._accepted: dict[tuple[str, int], float] = {}
+        self._judged: dict[tuple[str, int], float] = {}
+
+    def add(self, proposer: str, confidence: float, *, is_accepted: bool) -> None:
+        """One token was judged."""
+        bucket = (proposer, bucket_of(confidence))
+        self._accepted[bucket] = self._accepted.get(bucket, 0.0) * self._keep + is_accepted
+        self._judged[bucket] = self._judged.get(bucket, 0.0) * self._keep + 1.0
+
+    def mean(self, proposer: str) -> float | None:
+        """The acceptance seen at any confidence; None if nothing was judged."""
+        judged = sum(self._judged.get((proposer, bucket), 0.0) for bucket in range(NUM_BUCKETS))
+        accepted = sum(self._accepted.get((proposer, bucket), 0.0) for bucket in range(NUM_BUCKETS))
+        return accepted / judged if judged else None
+
+    def estimate(self, proposer: str, confidence: float, prior: float, prior_weight: float) -> float:
+        """The acceptance seen at this confidence; few judgements leave it near `prior`."""
+        bucket = (proposer, bucket_of(confidence))
+        accepted, judged = self._accepted.get(bucket, 0.0), self._judged.get(bucket, 0.0)
+        return (accepted + prior * prior_weight) / (judged + prior_weight)
+
+
+class Calibration:
+    """One session's view: its own judgements over those of all sessions over the proposer's word.
+
+    Args:
+        shared: Of all sessions of a coordinator; learns along.
+    """
+
+    _MEMORY: Final = 24.0
+    # How many judgements of its own make a session's view weigh as much as what all sessions saw.
+    _SHARED_WEIGHT: Final = 4.0
+    _WORD_WEIGHT: Final = 4.0
+
+    def __init__(self, shared: AcceptanceTable) -> None:
+        self._shared = shared
+        self._own = AcceptanceTable(self._MEMORY)
+
+    def acceptances(self, proposal: Proposal) -> tuple[float, ...]:
+        """The chance of each token, given that those before it are right."""
+        return tuple(self.acceptance(proposal.proposer, confidence) for confidence in proposal.confidences)
+
+    def acceptance(self, proposer: str, confidence: float) -> float:
+        """The chance of a token that the proposer is so sure of."""
+        word = min(max(confidence, 0.0), 1.0)
+        prior = self._shared.estimate(proposer, word, word, self._WORD_WEIGHT)
+        return self._own.estimate(proposer, word, prior, self._SHARED_WEIGHT)
+
+    def mean(self, proposer: str) -> float | None:
+        """How often the proposer's tokens are right in this session; None if none was judged."""
+        return self._own.mean(proposer)
+
+    def judged(self, proposal: Proposal, num_accepted: int) -> None:
+        """A window's tokens were judged, up to the first that was wrong."""
+        for index, confidence in enumerate(proposal.confidences[: num_accepted + 1]):
+            word = min(max(confidence, 0.0), 1.0)
+            for table in (self._own, self._shared):
+                table.add(proposal.proposer, word, is_accepted=index < num_accepted)
+
+
+def bucket_of(confidence: float) -> int:
+    """Which bucket a confidence in [0, 1] falls into."""
+    return min(int(confidence * NUM_BUCKETS), NUM_BUCKETS - 1)

@@ -1,42 +1,98 @@
-"""How many proposed tokens to send now: width and depth of speculation, zero included.
+"""Speculation controller: how many tokens to propose now, its options and shared state.
 
 Three judges, from quick to slow. Each proposed token must be likelier to be reached than its row costs
-(`calibration`, `row_price`). The widths and the depth are those with the most expected tokens per second
-(`pace`). And what was measured has the last word: a session's `account`, or the `crowd` where several
-sessions share the ring, stops speculation that brings fewer tokens than plain windows, and tries again ever
-more rarely.
+(`acceptance.Calibration`, `cost_model.row_price`). The widths and the depth are those with the most expected
+tokens per second (`cost_model.Pace`). And what was measured has the last word: the payoff of a session, or of
+the group where several sessions share the ring, stops speculation that brings fewer tokens than plain
+windows, and tries again ever more rarely.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from speculative.account import Account
-from speculative.calibration import Calibration
-from speculative.chain import CONFIRMED_SHARE
-from speculative.controller_options import ControllerOptions
-from speculative.moment import Decision, Moment, Outcome, StageMeasure
-from speculative.pace import Pace, best_pace
-from speculative.row_price import row_ms, row_price
-from speculative.shared import SharedMeasures
-from speculative.timing import Timing
+from speculative.acceptance import AcceptanceTable, Calibration
+from speculative.cost_model import Pace, PlainTime, Timing, best_pace, row_ms, row_price
+from speculative.outcome import Decision, Moment, Outcome
+from speculative.payoff import Account, Crowd
+from speculative.proposer import CONFIRMED_SHARE
 
 if TYPE_CHECKING:
-    from speculative.account import Standing
-    from speculative.proposal import Proposal
+    from speculative.payoff import Standing
+    from speculative.proposer import Proposal
 
-__all__ = [
-    "Controller",
-    "ControllerOptions",
-    "Decision",
-    "Moment",
-    "Outcome",
-    "SharedMeasures",
-    "StageMeasure",
-    "Timing",
-]
+
+@dataclass(frozen=True)
+class ControllerOptions:
+    """What a controller may do.
+
+    Attributes:
+        max_width: Most proposed tokens in one window.
+        max_depth: Most windows of a session under way; 1 keeps them in step.
+        fixed_width: Always this many proposed tokens, or as many as there are; 0 speculates never.
+        fixed_depth: Always this many windows under way, as far as there are proposals.
+        p_min: Tokens that are likely to be reached with less than this are not sent; None leaves it to the
+            controller.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    max_width: int = 16
+    max_depth: int = 24
+    fixed_width: int | None = None
+    fixed_depth: int | None = None
+    p_min: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_width < 1 or self.max_depth < 1:
+            raise ValueError(f"{self}: max_width and max_depth must be 1 or more")
+        if (self.fixed_width or 0) < 0 or (self.fixed_depth is not None and self.fixed_depth < 1):
+            raise ValueError(f"{self}: fixed_width must not be negative, fixed_depth 1 or more")
+        if self.p_min is not None and not 0.0 <= self.p_min <= 1.0:
+            raise ValueError(f"{self}: p_min must lie in [0, 1]")
+
+
+_ACCEPTANCE_MEMORY: Final = 200.0
+
+
+@dataclass
+class SharedMeasures:
+    """Made once per coordinator, handed to each session's controller.
+
+    Attributes:
+        timing: How long the ring takes.
+        acceptance: What proposers' confidences turned out to be worth.
+        crowd: Whether speculating pays while several sessions run.
+        plain_time: What a plain window takes a session that runs by itself and does not speculate.
+        standings: How speculating came out in the sessions before, by who proposed.
+    """
+
+    timing: Timing = field(default_factory=Timing)
+    acceptance: AcceptanceTable = field(default_factory=lambda: AcceptanceTable(_ACCEPTANCE_MEMORY))
+    crowd: Crowd = field(default_factory=Crowd)
+    plain_time: PlainTime = field(default_factory=PlainTime)
+    standings: dict[str, Standing] = field(default_factory=dict)
+
+    def forget_ring(self) -> None:
+        """Forget all times: the ring was made anew. What proposers are worth does not depend on it."""
+        self.timing.forget_ring()
+        self.crowd = Crowd()
+        self.plain_time = PlainTime()
+
+    def add_plain(self, outcome: Outcome) -> None:
+        """Learn from a plain window that had the ring to itself."""
+        self.timing.add(outcome, is_alone=True)
+        self.add_plain_time(outcome)
+
+    def add_plain_time(self, outcome: Outcome) -> None:
+        """Learn from it how long plain windows take, and nothing of the stages."""
+        computed_ms = sum(stage.compute_ms for stage in outcome.stages)
+        self.plain_time.add(outcome.position, outcome.arrived_ms - outcome.sent_ms, computed_ms)
+
 
 # Rows of one batch that all sessions together may propose.
 _ROW_BUDGET: Final = 48

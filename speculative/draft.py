@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from speculative.draft_options import DraftOptions
     from speculative.draft_thread import Choose
-    from speculative.proposal import Proposal
+    from speculative.proposer import Proposal
 
 NAME: Final = "draft"
 

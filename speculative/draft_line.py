@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from speculative.proposal import EMPTY, Proposal
+from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

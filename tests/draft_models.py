@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from speculative.draft import DraftProposer
     from speculative.draft_options import DraftOptions
-    from speculative.proposal import Proposal
+    from speculative.proposer import Proposal
 
 _PATIENCE_S = 60.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from speculative.proposal import EMPTY, Proposal
+from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
-from speculative.controller_options import ControllerOptions
+from speculative.controller import ControllerOptions
 from stages.channels import SERVER_OPTIONS
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts

@@ -16,15 +16,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from speculative.acceptance import judge, judge_unread
-from speculative.controller import Controller
-from speculative.moment import Moment, Outcome, StageMeasure
-from speculative.proposal import EMPTY, Proposal
-from speculative.shared import SharedMeasures
+from speculative.controller import Controller, ControllerOptions, SharedMeasures
+from speculative.outcome import Moment, Outcome, StageMeasure
+from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from speculative.controller_options import ControllerOptions
 
 WRONG = -1
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.acceptance import Judgement, SpanClass, judge
-from speculative.statistics import SpanKind, SpeculationStatistics
+from speculative.acceptance import Judgement, SpanClass, SpanKind, SpeculationStatistics, judge
 
 tokens = st.integers(0, 5)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from speculative.account import Account, AccountOptions, Standing
+from speculative.payoff import Account, AccountOptions, Standing
 
 PLAIN_MS = 10.0
 

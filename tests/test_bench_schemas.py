@@ -12,8 +12,8 @@ from mesh.bench.schemas.run import SchemaAnswer, SchemaResult, ask_all, fault_of
 from mesh.bench.schemas.schemas import SCHEMA_CASES, SchemaCase
 from mesh.json_grammar.api import schema_grammar
 from mesh.tokenizer import Tokenizer
-from speculative.controller_options import ControllerOptions
-from speculative.ngram import NgramProposer
+from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import NgramProposer
 from stages.grammar.grammars import make_automaton
 from stages.runtime import RuntimeOptions
 from tests.api_harness import running_api

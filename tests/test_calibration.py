@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.calibration import NUM_BUCKETS, AcceptanceTable, Calibration, bucket_of
-from speculative.proposal import Proposal
+from speculative.acceptance import NUM_BUCKETS, AcceptanceTable, Calibration, bucket_of
+from speculative.proposer import Proposal
 
 
 def fresh() -> Calibration:

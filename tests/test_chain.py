@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.chain import ChainProposer, better_of
-from speculative.ngram import NgramProposer
-from speculative.prediction import PredictionProposer
-from speculative.proposal import EMPTY, Proposal
+from speculative.lookup_proposers import NgramProposer, PredictionProposer
+from speculative.proposer import EMPTY, ChainProposer, Proposal, better_of
 
 
 def proposal(tokens: Sequence[int], *confidences: float, name: str = "ngram") -> Proposal:

@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculative.acceptance import Judgement, SpanClass, judge_unread
-from speculative.controller import Controller
-from speculative.controller_options import ControllerOptions
-from speculative.moment import Moment, Outcome, StageMeasure
-from speculative.proposal import EMPTY, Proposal
-from speculative.shared import SharedMeasures
+from speculative.controller import Controller, ControllerOptions, SharedMeasures
+from speculative.outcome import Moment, Outcome, StageMeasure
+from speculative.proposer import EMPTY, Proposal
 
 
 def moment(now_ms: float = 0.0, num_in_flight: int = 0, room: int = 40, num_sessions: int = 1) -> Moment:

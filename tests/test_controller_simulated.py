@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speculative.controller_options import ControllerOptions
-from speculative.shared import SharedMeasures
+from speculative.controller import ControllerOptions, SharedMeasures
 from tests.ring_simulator import RingShape, Text, simulate
 from tests.simulated_texts import (
     NUM_POSITIONS,

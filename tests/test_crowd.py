@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from speculative.crowd import Crowd, CrowdOptions, Turn
+from speculative.payoff import Crowd, CrowdOptions, Turn
 
 PLAIN_MS = 10.0
 

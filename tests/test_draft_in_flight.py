@@ -12,7 +12,7 @@ from mesh.draft.requantise import requantise
 from mesh.engine import GenerationRequest, SpeculationLimits, SpeculationMode
 from mesh.serve.proposers import Proposers
 from mesh.tokenizer import Tokenizer
-from speculative.controller_options import ControllerOptions
+from speculative.controller import ControllerOptions
 from speculative.draft import DraftModel
 from speculative.draft_options import DraftOptions
 from stages.runtime import RuntimeOptions

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from speculative.draft_line import DraftedToken, DraftLine
 from speculative.draft_options import DraftOptions
-from speculative.proposal import EMPTY
+from speculative.proposer import EMPTY
 
 END = 9
 OPTIONS = DraftOptions(draft_max=4, draft_min=1, ctx_size=64)

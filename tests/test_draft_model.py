@@ -14,7 +14,7 @@ from mesh.draft.requantise import requantise
 from mesh.tokenizer import Tokenizer
 from speculative.draft import DraftModel
 from speculative.draft_options import DraftOptions, DraftUnusable
-from speculative.proposal import EMPTY
+from speculative.proposer import EMPTY
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampler, Sampling
 from tests.draft_models import greedy, greedy_alone, running_draft, wait_for

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.evidence import MATCHED, PER_TOKEN, EvidenceTable
-from speculative.gram_index import MAX_ORDER
+from speculative.ngram_index import MATCHED, MAX_ORDER, PER_TOKEN, EvidenceTable
 
 
 def test_every_match_has_its_evidence() -> None:

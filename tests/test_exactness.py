@@ -11,10 +11,9 @@ import pytest
 
 from mesh.engine import Engine, GenerationRequest, GenerationStats
 from mesh.tokenizer import Tokenizer
-from speculative.controller_options import ControllerOptions
-from speculative.ngram import NgramProposer
-from speculative.proposal import Proposal
-from speculative.proposer import Proposer
+from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import NgramProposer
+from speculative.proposer import Proposal, Proposer
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampling
 from tests.proposers import Parrot

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import InvalidWindow
-from speculative.controller_options import ControllerOptions
-from speculative.ngram import NgramProposer
+from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.runtime import Span
 from stages.sampling import Sampler, Sampling

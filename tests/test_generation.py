@@ -12,7 +12,7 @@ from mesh.coordinator.window_plan import WindowPlan
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import SpanClass
-from speculative.proposal import Proposal
+from speculative.proposer import Proposal
 
 
 def rule(tokens: Sequence[int]) -> int:

@@ -8,8 +8,8 @@ import pytest
 from mesh.engine import GenerationRequest
 from mesh.json_grammar.api import schema_grammar
 from mesh.tokenizer import Tokenizer
-from speculative.controller_options import ControllerOptions
-from speculative.ngram import NgramProposer
+from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.runtime import RuntimeOptions
 from stages.sampling import Sampling

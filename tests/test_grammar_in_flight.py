@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import InvalidRequest, RequestError
-from speculative.controller_options import ControllerOptions
-from speculative.ngram import NgramProposer
+from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.grammar.automaton import DEAD
 from stages.grammar.grammars import make_automaton

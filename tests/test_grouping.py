@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator.grouping import Grouping
-from speculative.moment import StageMeasure
+from speculative.outcome import StageMeasure
 
 NUM_STAGES = 3
 NETWORK_MS = 20.0

@@ -7,8 +7,8 @@ from structlog.testing import capture_logs
 
 from mesh.coordinator.guarded_proposer import GuardedProposer
 from mesh.engine import GenerationRequest
-from speculative.controller_options import ControllerOptions
-from speculative.proposal import EMPTY, Proposal
+from speculative.controller import ControllerOptions
+from speculative.proposer import EMPTY, Proposal
 from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.history import Histories
+from speculative.lookup_proposers import Histories
 
 ANSWER = list(range(100, 200))
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from speculative.ngram import NgramProposer
+from speculative.lookup_proposers import NgramProposer
 
 WORD = re.compile(r"\w+|\s+|[^\w\s]")
 

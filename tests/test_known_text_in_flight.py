@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mesh.engine import GenerationRequest, GenerationStats
 from mesh.serve.proposers import Proposers
-from speculative.controller_options import ControllerOptions
+from speculative.controller import ControllerOptions
 from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, plain_answer
 from tests.ring_harness import collect, running_coordinator

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.ngram import NgramOptions, NgramProposer
-from speculative.proposal import EMPTY
+from speculative.lookup_proposers import NgramOptions, NgramProposer
+from speculative.proposer import EMPTY
 
 texts = st.integers(1, 4).flatmap(lambda letters: st.lists(st.integers(0, letters - 1), max_size=40))
 

@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.pace import best_pace
-from speculative.row_price import row_price
-from speculative.timing import Timing
+from speculative.cost_model import Timing, best_pace, row_price
 from tests.test_timing import outcome
 
 LINEAR = {1: 4.0, 2: 8.0, 4: 16.0, 8: 32.0, 17: 68.0}

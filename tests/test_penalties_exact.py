@@ -7,8 +7,8 @@ import pytest
 
 from mesh.engine import Engine, GenerationRequest
 from mesh.tokenizer import Tokenizer
-from speculative.controller_options import ControllerOptions
-from speculative.ngram import NgramProposer
+from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.logprobs import TokenLogprobs
 from stages.runtime import RuntimeOptions

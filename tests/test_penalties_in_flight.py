@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mesh.engine import Committed, GenerationRequest
 from spanmesh_proto.errors import InvalidRequest, ProtocolError, RequestError
-from speculative.controller_options import ControllerOptions
-from speculative.ngram import NgramProposer
+from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.judge import Draws, Judge
 from stages.logprobs import TokenLogprobs, token_logprobs

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.plain_time import PlainTime
+from speculative.cost_model import PlainTime
 
 WIRE_MS = 20.0
 

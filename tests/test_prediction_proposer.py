@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.prediction import PredictionProposer
+from speculative.lookup_proposers import PredictionProposer
 
 PREDICTION = list(range(100, 200))
 PROMPT = [1, 2, 3]

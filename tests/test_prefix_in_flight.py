@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from mesh.coordinator.coordinator import Coordinator
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import InvalidWindow
-from speculative.controller_options import ControllerOptions
+from speculative.controller import ControllerOptions
 from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Parrot

@@ -6,7 +6,7 @@ import pytest
 
 from mesh.serve.recorded_answers import latest_answer
 from spanmesh_proto.errors import ClusterError
-from speculative.replay import ReplayProposer
+from speculative.lookup_proposers import ReplayProposer
 
 
 def test_the_latest_line_counts(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
 from spanmesh_proto.errors import PrefixMismatch
-from speculative.controller_options import ControllerOptions
-from speculative.ngram import NgramProposer
+from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.logprobs import TokenLogprobs, token_logprobs
 from stages.sampling import Sampler, Sampling

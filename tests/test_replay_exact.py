@@ -9,8 +9,8 @@ from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
 from mesh.tokenizer import Tokenizer
-from speculative.controller_options import ControllerOptions
-from speculative.ngram import NgramProposer
+from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import NgramProposer
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
 from stages.layers import ranges_from_cuts

@@ -1,7 +1,7 @@
 """A recorded answer is proposed with certainty, for as long as it is the answer."""
 
-from speculative.proposal import EMPTY
-from speculative.replay import ReplayProposer
+from speculative.lookup_proposers import ReplayProposer
+from speculative.proposer import EMPTY
 
 RECORD = tuple(range(100, 160))
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mesh.coordinator.generation import Generation
 from mesh.coordinator.window_plan import WindowPlan
 from mesh.engine import GenerationRequest
-from speculative.proposal import Proposal
+from speculative.proposer import Proposal
 from stages.sampling import Sampler, Sampling
 from stages.verify import verify
 

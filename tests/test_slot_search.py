@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
-from speculative.controller_options import ControllerOptions
+from speculative.controller import ControllerOptions
 from tests.fake_stage import FakeRuntime, plain_answer
 from tests.gated_ring import GatedRing, watched
 from tests.gates import StillLoop

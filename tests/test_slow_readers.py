@@ -17,8 +17,8 @@ from mesh.coordinator import outbox
 from mesh.coordinator.session import Session
 from mesh.engine import GenerationRequest
 from mesh.tokenizer import Tokenizer
-from speculative.controller_options import ControllerOptions
-from speculative.ngram import NgramProposer
+from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import NgramProposer
 from stages.sampling import Sampler, Sampling
 from tests import api_harness
 from tests.fake_stage import FakeRuntime, plain_answer

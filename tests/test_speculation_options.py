@@ -12,7 +12,7 @@ from mesh.engine import SpeculationLimits, SpeculationMode
 from mesh.serve.proposers import narrower
 from mesh.serve.speculation_options import SpeculationOptions
 from spanmesh_proto.errors import ClusterError
-from speculative.controller_options import ControllerOptions
+from speculative.controller import ControllerOptions
 
 NOWHERE = Path("nowhere")
 

@@ -11,8 +11,8 @@ from mesh.api.job import Job
 from mesh.api.usage import timings, usage
 from mesh.commands.status_table import print_status
 from mesh.engine import Committed, GenerationRequest, SpeculationLimits
-from speculative.controller_options import ControllerOptions
-from speculative.prediction import PredictionProposer
+from speculative.controller import ControllerOptions
+from speculative.lookup_proposers import PredictionProposer
 from speculative.proposer import Proposer
 from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer

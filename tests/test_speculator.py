@@ -7,10 +7,9 @@ from mesh.coordinator.guarded_proposer import GuardedProposer
 from mesh.coordinator.speculator import Speculator
 from mesh.engine import GenerationRequest
 from speculative.acceptance import Judgement, SpanClass
-from speculative.controller_options import ControllerOptions
-from speculative.moment import Outcome, StageMeasure
-from speculative.proposal import EMPTY, Proposal
-from speculative.shared import SharedMeasures
+from speculative.controller import ControllerOptions, SharedMeasures
+from speculative.outcome import Outcome, StageMeasure
+from speculative.proposer import EMPTY, Proposal
 
 PROMPT = (1, 2, 3)
 STAGES = (StageMeasure(1, 0.0, 4.0),) * 3

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.staircase import Staircase
+from speculative.cost_model import Staircase
 
 samples = st.lists(st.tuples(st.integers(1, 64), st.floats(0.01, 1000.0)), min_size=1, max_size=40)
 

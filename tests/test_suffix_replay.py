@@ -15,8 +15,8 @@ from mesh.bench.offline_replay import ReplayTotals, replay, verdict_on
 from mesh.bench.release_edits import FileEdit, ReleasePair, download, edits_between, read_folder, read_wheel
 from mesh.bench.suffix_replay import main, measure, tokenize
 from spanmesh_proto.errors import MeshError
-from speculative.ngram import NgramOptions, NgramProposer
-from speculative.proposal import EMPTY, Proposal
+from speculative.lookup_proposers import NgramOptions, NgramProposer
+from speculative.proposer import EMPTY, Proposal
 
 
 class Knower(NgramProposer):

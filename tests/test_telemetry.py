@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from mesh.coordinator import telemetry
 from mesh.coordinator.telemetry import SessionTelemetry
-from speculative.acceptance import Judgement, judge, judge_unread
-from speculative.statistics import SpeculationStatistics
+from speculative.acceptance import Judgement, SpeculationStatistics, judge, judge_unread
 
 
 @st.composite

@@ -3,9 +3,9 @@
 import pytest
 
 from speculative.acceptance import Judgement, SpanClass
-from speculative.moment import Outcome, StageMeasure
-from speculative.proposal import EMPTY
-from speculative.timing import Timing
+from speculative.cost_model import Timing
+from speculative.outcome import Outcome, StageMeasure
+from speculative.proposer import EMPTY
 
 NETWORK_MS = 20.0
 

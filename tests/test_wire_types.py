@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mesh.engine import GenerationRequest
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
-from speculative.controller_options import ControllerOptions
+from speculative.controller import ControllerOptions
 from stages.cutting.cache import StageCache
 from stages.hidden_codec import HiddenType, decode, encode
 from stages.layers import ranges_from_cuts

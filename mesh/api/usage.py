@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from speculative.prediction import PredictionProposer
+from speculative.lookup_proposers import PredictionProposer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

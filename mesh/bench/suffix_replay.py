@@ -21,7 +21,7 @@ from mesh.logs import set_up_logs
 from mesh.serve.options import demo_model
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
-from speculative.ngram import NgramOptions, NgramProposer
+from speculative.lookup_proposers import NgramOptions, NgramProposer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

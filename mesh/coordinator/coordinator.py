@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.ring_loss import RingLoss
     from mesh.engine import Committed, GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
-    from speculative.moment import Outcome
+    from speculative.outcome import Outcome
     from speculative.proposer import Proposer
     from stages.identity import Identity
 

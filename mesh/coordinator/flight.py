@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from speculative.moment import Outcome, StageMeasure
+from speculative.outcome import Outcome, StageMeasure
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from mesh.coordinator.window_plan import WindowPlan
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import Judgement, judge
-from speculative.proposal import EMPTY, Proposal
+from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from speculative.staircase import Staircase, smoothed
+from speculative.cost_model import Staircase, smoothed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from speculative.moment import StageMeasure
+    from speculative.outcome import StageMeasure
 
 # A batch costs messages and wake-ups that no stage's clock sees: of nearly equal groups the larger wins.
 _NEARLY: Final = 0.95

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from speculative.proposal import EMPTY, Proposal
+from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mesh.engine import SpeculationLimits
-    from speculative.controller_options import ControllerOptions
+    from speculative.controller import ControllerOptions
 
 
 def narrowed(options: ControllerOptions, limits: SpeculationLimits) -> ControllerOptions | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from speculative.controller_options import ControllerOptions
+from speculative.controller import ControllerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from speculative.moment import StageMeasure
+    from speculative.outcome import StageMeasure
 
 # Chunks of one prompt for each stage: a stage then idles for at most a fifth of the prefill.
 _CHUNKS_PER_STAGE: Final = 4

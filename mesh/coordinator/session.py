@@ -29,7 +29,7 @@ from mesh.engine import Committed
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import judge_unread
-from speculative.proposal import EMPTY
+from speculative.proposer import EMPTY
 from stages.logprobs import from_wire
 from stages.opening import NOTHING_RESUMED, Resumed
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.window_plan import WindowPlan
     from mesh.engine import GenerationRequest
     from spanmesh_proto.errors import MeshError
-    from speculative.moment import Outcome
+    from speculative.outcome import Outcome
     from stages.opening import Opening
 
 log = structlog.get_logger()

@@ -6,21 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from speculative.chain import ChainProposer
 from speculative.controller import Controller
-from speculative.moment import Decision, Moment
-from speculative.proposal import EMPTY
+from speculative.outcome import Decision, Moment
+from speculative.proposer import EMPTY, ChainProposer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from mesh.coordinator.generation import Generation
     from mesh.coordinator.guarded_proposer import GuardedProposer
-    from speculative.controller_options import ControllerOptions
-    from speculative.moment import Outcome
-    from speculative.proposal import Proposal
-    from speculative.proposer import Proposer
-    from speculative.shared import SharedMeasures
+    from speculative.controller import ControllerOptions, SharedMeasures
+    from speculative.outcome import Outcome
+    from speculative.proposer import Proposal, Proposer
 
 log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ import structlog
 from mesh.coordinator.guarded_proposer import GuardedProposer
 from mesh.coordinator.limits import narrowed
 from mesh.coordinator.speculator import Speculator
-from speculative.shared import SharedMeasures
+from speculative.controller import SharedMeasures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.engine import GenerationStats
 from mesh.ring_times import RingTimes, StageTimes
 from mesh.speculation_report import SpeculationReport
-from speculative.statistics import SpeculationStatistics
+from speculative.acceptance import SpeculationStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

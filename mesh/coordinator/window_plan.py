@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from speculative.proposal import EMPTY, Proposal
+from speculative.proposer import EMPTY, Proposal
 
 
 @dataclass(frozen=True)

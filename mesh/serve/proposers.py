@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 
 from mesh.draft.load import load_draft
 from mesh.serve.recorded_answers import latest_answer
-from speculative.history import Histories
-from speculative.ngram import NgramProposer
-from speculative.prediction import PredictionProposer
-from speculative.replay import ReplayProposer
+from speculative.lookup_proposers import Histories, NgramProposer, PredictionProposer, ReplayProposer
 from stages.sampling import Sampler
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import ClusterError
-from speculative.controller_options import ControllerOptions
+from speculative.controller import ControllerOptions
 from speculative.draft_options import DraftOptions
 from stages.kv_types import KV_TYPES
 

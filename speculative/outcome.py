@@ -1,4 +1,4 @@
-"""What passes between whoever ships windows and whoever says how many tokens they carry."""
+"""Messages between the coordinator and the speculation controller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from speculative.acceptance import Judgement
-    from speculative.proposal import Proposal
+    from speculative.proposer import Proposal
 
 
 @dataclass(frozen=True)
