@@ -102,7 +102,7 @@ _PACE_EVERY: Final = 8
 _NUM_FIRST_PLAIN: Final = 2
 # Tokens that a draft model may still be at when nothing is wanted any more.
 _NUM_DRAFTED_ON: Final = 8
-# The proposer whose tokens take time; see `speculative.draft`.
+# The proposer whose tokens take time; see `speculative.draft.model`.
 _DRAFT: Final = "draft"
 _FIRST_PROBE: Final = 32
 _MAX_PROBE: Final = 512

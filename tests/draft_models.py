@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from speculative.draft import DraftModel
+from speculative.draft.model import DraftModel
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from speculative.draft import DraftProposer
-    from speculative.draft_options import DraftOptions
+    from speculative.draft.context import DraftOptions
+    from speculative.draft.model import DraftProposer
     from speculative.proposer import Proposal
 
 _PATIENCE_S = 60.0

@@ -13,8 +13,8 @@ from mesh.engine import GenerationRequest, SpeculationLimits, SpeculationMode
 from mesh.serve.proposers import Proposers
 from mesh.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
-from speculative.draft import DraftModel
-from speculative.draft_options import DraftOptions
+from speculative.draft.context import DraftOptions
+from speculative.draft.model import DraftModel
 from stages.runtime import RuntimeOptions
 from stages.sampling import Sampling
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_stages

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.draft_line import DraftedToken, DraftLine
-from speculative.draft_options import DraftOptions
+from speculative.draft.context import DraftOptions
+from speculative.draft.session import DraftedToken, DraftLine
 from speculative.proposer import EMPTY
 
 END = 9

@@ -12,8 +12,8 @@ import pytest
 
 from mesh.draft.requantise import requantise
 from mesh.tokenizer import Tokenizer
-from speculative.draft import DraftModel
-from speculative.draft_options import DraftOptions, DraftUnusable
+from speculative.draft.context import DraftOptions, DraftUnusable
+from speculative.draft.model import DraftModel
 from speculative.proposer import EMPTY
 from stages.runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampler, Sampling

@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.draft_confidence import probability
-from speculative.draft_options import DraftOptions
-from speculative.draft_priority import ThreadPriority
-from speculative.draft_schedule import share_rows
-from speculative.draft_slots import DraftSlots
+from speculative.draft.context import DraftOptions, probability
+from speculative.draft.worker import DraftSlots, ThreadPriority, share_rows
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mesh.draft.load import load_draft
 from mesh.draft.vocabulary import Vocabulary, num_shared_tokens
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel
-from speculative.draft_options import DraftOptions
+from speculative.draft.context import DraftOptions
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:

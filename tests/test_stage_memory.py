@@ -11,7 +11,7 @@ import pytest
 from mesh.draft.memory import draft_memory_bytes
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
-from speculative.draft_options import DraftOptions
+from speculative.draft.context import DraftOptions
 from stages.actor import StageActor, StageConfig
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts

@@ -9,8 +9,8 @@ import structlog
 from mesh.draft.vocabulary import num_shared_tokens
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel
-from speculative.draft import DraftModel
-from speculative.draft_options import DraftUnusable
+from speculative.draft.context import DraftUnusable
+from speculative.draft.model import DraftModel
 from stages.llama import last_complaint
 from stages.numerics import numerics_for, prepare_process
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from speculative.draft_options import DraftOptions
+    from speculative.draft.context import DraftOptions
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from stages.kv_types import check_kv_type
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from speculative.draft_options import DraftOptions
+    from speculative.draft.context import DraftOptions
 
 
 def draft_memory_bytes(path: Path, options: DraftOptions) -> int:

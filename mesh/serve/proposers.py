@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mesh.engine import GenerationRequest, SpeculationMode
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
-    from speculative.draft import DraftModel
+    from speculative.draft.model import DraftModel
     from speculative.proposer import Proposer
 
 

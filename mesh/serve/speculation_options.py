@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import ClusterError
 from speculative.controller import ControllerOptions
-from speculative.draft_options import DraftOptions
+from speculative.draft.context import DraftOptions
 from stages.kv_types import KV_TYPES
 
 if TYPE_CHECKING:

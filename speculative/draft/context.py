@@ -1,4 +1,4 @@
-"""llama.cpp holding a draft model: rows of several sessions in, logits out, as quickly as it can.
+"""llama.cpp context of the draft model, its options and the confidence in its tokens.
 
 Speed counts here, not exactness: whatever is drafted, the target's own tokens are committed. So weights may
 be repacked, flash attention is llama.cpp's choice, and all sessions share one KV cache and one batch.
@@ -7,13 +7,12 @@ be repacked, flash attention is llama.cpp's choice, and all sessions share one K
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import llama_cpp
 import numpy as np
 from gguf.constants import GGMLQuantizationType
-
-from speculative.draft_options import DraftOptions, DraftUnusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +20,61 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+
+class DraftUnusable(Exception):
+    """The draft model cannot be loaded, or cannot serve as one; the message says why, in one line."""
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """How a draft model drafts and computes.
+
+    Attributes:
+        draft_max: How many tokens it drafts beyond those in flight.
+        draft_min: Fewer than this many are not worth offering, unless fewer were asked for.
+        p_min: A line stops at a token that the draft itself thinks less likely than this.
+        ctx_size: Positions of one session; beyond them it has nothing to say.
+        num_sessions: Sessions at once.
+        num_threads: Threads of llama.cpp; they spin, so no more than cores that no stage uses.
+        num_gpu_layers: Layers on the GPU, if there is one; -1 for all.
+        kv_type: Format of the KV cache, as llama.cpp calls it.
+        niceness: How much the thread yields to others on its host, 0 to 18 (Linux only).
+
+    Raises:
+        ValueError: If a value is out of its range; the text names it.
+    """
+
+    draft_max: int = 8
+    draft_min: int = 1
+    p_min: float = 0.0
+    ctx_size: int = 4096
+    num_sessions: int = 1
+    num_threads: int = 1
+    num_gpu_layers: int = -1
+    kv_type: str = "f16"
+    niceness: int = 0
+
+    def __post_init__(self) -> None:
+        _require("draft_max", self.draft_max, self.draft_max >= 1, "1 or more")
+        _require(
+            "draft_min",
+            self.draft_min,
+            1 <= self.draft_min <= self.draft_max,
+            f"from 1 to draft_max, {self.draft_max}",
+        )
+        _require("p_min", self.p_min, 0.0 <= self.p_min <= 1.0, "from 0 (off) to 1")
+        _require("ctx_size", self.ctx_size, self.ctx_size >= 2, "2 or more")
+        _require("num_sessions", self.num_sessions, self.num_sessions >= 1, "1 or more")
+        _require("num_threads", self.num_threads, self.num_threads >= 1, "1 or more")
+        _require("num_gpu_layers", self.num_gpu_layers, self.num_gpu_layers >= -1, "-1 (all) or more")
+        _require("niceness", self.niceness, 0 <= self.niceness <= 18, "from 0 to 18")
+
+
+def _require(name: str, value: object, holds: bool, need: str) -> None:  # noqa: FBT001 - reads as an assertion
+    if not holds:
+        raise ValueError(f"{name} is {value}: it must be {need}")
+
 
 MAX_ROWS: Final = 128
 """Most rows of one batch: from 64 on llama.cpp's attention works in tiles, and a row takes a third less."""
@@ -205,3 +259,22 @@ def _load(path: Path, options: DraftOptions) -> Any:
     if model is None:
         raise DraftUnusable(f"llama.cpp does not load {path} as a draft model: is it a whole GGUF?")
     return model
+
+
+def probability(logits: NDArray[np.float32], token: int) -> float:
+    """The softmax probability of one token, at temperature 1.
+
+    Args:
+        logits: float32, shape (n_vocab,).
+        token: Which.
+
+    Raises:
+        ValueError: If the logits are not finite where it matters.
+    """
+    scaled = logits - logits.max()
+    chosen = float(scaled[token])
+    np.exp(scaled, out=scaled)
+    share = float(np.exp(chosen)) / float(scaled.sum())
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"the draft model's logits give token {token} a probability of {share}")
+    return share

@@ -1,19 +1,17 @@
-"""The thread that drafts: one batch after the other, of whatever sessions have something to compute."""
+"""Drafting thread: slots, shared rows and priorities."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from speculative.draft_confidence import probability
-from speculative.draft_context import MAX_ROWS, DraftRows
-from speculative.draft_line import DraftedToken
-from speculative.draft_options import DraftUnusable
-from speculative.draft_priority import ThreadPriority
-from speculative.draft_schedule import MAX_ROWS_UNASKED, share_rows
-from speculative.draft_slots import DraftSlots
+from speculative.draft.context import MAX_ROWS, DraftRows, DraftUnusable, probability
+from speculative.draft.session import DraftedToken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +19,134 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from speculative.draft_context import DraftContext
-    from speculative.draft_line import DraftLine, DraftSpan
-    from speculative.draft_options import DraftOptions
+    from speculative.draft.context import DraftContext, DraftOptions
+    from speculative.draft.session import DraftLine, DraftSpan
+
+
+_FEW_ROWS: Final = 4
+_MAX_ROWS_BESIDE_DRAFTS: Final = 8
+
+
+MAX_ROWS_UNASKED: Final = 64
+"""Most rows of a batch that nobody waits for yet: it delays whoever asks meanwhile."""
+
+
+def share_rows(wanted: Sequence[int], max_rows: int) -> list[int]:
+    """Rows for each session.
+
+    A session that drafts wants a row or two, and waits for them; one whose prompt is still to be read wants
+    hundreds. So few rows are granted first, and beside them a prompt only gets a small part of the batch.
+    Who comes first gets more: the caller lets sessions take turns at that.
+
+    Args:
+        wanted: How many rows each session could use.
+        max_rows: Rows of the batch.
+    """
+    granted = [rows if rows <= _FEW_ROWS else 0 for rows in wanted]
+    room = max_rows
+    for index, rows in enumerate(granted):
+        granted[index] = min(rows, room)
+        room -= granted[index]
+    if any(granted):
+        room = min(room, _MAX_ROWS_BESIDE_DRAFTS)
+    for index, rows in enumerate(wanted):
+        if rows > _FEW_ROWS:
+            granted[index] = min(rows, room)
+            room -= granted[index]
+    return granted
+
+
+# A closed session leaves its rows behind. A later one that begins with the same tokens, the next turn of a
+# conversation or another with the same system prompt, takes them over instead of computing them again.
+class DraftSlots:
+    """The free slots and what they hold.
+
+    Args:
+        num_slots: How many there are, numbered from 0.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._held: dict[int, list[int]] = {slot: [] for slot in range(num_slots)}
+
+    def take(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """The free slot that holds most of how `tokens` begins, and how much; None if none is free."""
+        if not self._held:
+            return None
+        slot = max(self._held, key=lambda slot: _num_shared(self._held[slot], tokens))
+        return slot, _num_shared(self._held.pop(slot), tokens)
+
+    def give_back(self, slot: int, tokens: Sequence[int]) -> None:
+        """A slot is free again, and holds the rows of `tokens`."""
+        self._held[slot] = list(tokens)
+
+
+def _num_shared(left: Sequence[int], right: Sequence[int]) -> int:
+    count = 0
+    for mine, other in zip(left, right, strict=False):
+        if mine != other:
+            break
+        count += 1
+    return count
+
+
+class ThreadPriority:
+    """The priority of one thread.
+
+    Linux schedules each thread on its own terms, but lets only privileged processes (or those with a limit
+    that allows it) take a concession back. Where that is not so, the thread stays as it is.
+
+    Args:
+        thread_id: The kernel's.
+        niceness: What it yields to others at all times, 0 to 18.
+
+    Attributes:
+        can_be_lowered: Whether `lowered` has any effect.
+    """
+
+    def __init__(self, thread_id: int, niceness: int) -> None:
+        self._thread_id = thread_id
+        self._is_low = False
+        # Where the second step is refused the first remains; so it is a small one.
+        self.can_be_lowered = (
+            self._be_nice(niceness) and self._be_nice(niceness + 1) and self._be_nice(niceness)
+        )
+
+    @contextmanager
+    def lowered(self) -> Iterator[None]:
+        """Run only where nobody else would while in the block, or until `raise_again`.
+
+        Hold no lock in it, the interpreter's included, for longer than a moment: whoever wanted it would wait
+        behind everybody else too.
+        """
+        if self.can_be_lowered:
+            self._is_low = True
+            self._schedule(is_idle=True)
+        try:
+            yield
+        finally:
+            self.raise_again()
+
+    def raise_again(self) -> None:
+        """End the block's effect; any thread may call it."""
+        if self._is_low:
+            self._is_low = False
+            self._schedule(is_idle=False)
+
+    def _be_nice(self, niceness: int) -> bool:
+        if sys.platform != "linux":
+            return False
+        try:
+            os.setpriority(os.PRIO_PROCESS, self._thread_id, niceness)
+        except OSError:
+            return False
+        return True
+
+    def _schedule(self, *, is_idle: bool) -> None:
+        # Unlike a thread that is merely nice, an idle one is interrupted at once.
+        if sys.platform == "linux":
+            policy = os.SCHED_IDLE if is_idle else os.SCHED_OTHER
+            os.sched_setscheduler(self._thread_id, policy, os.sched_param(0))
+
 
 # The token for an absolute position, given the logits and all tokens before it.
 Choose: TypeAlias = "Callable[[NDArray[np.float32], int, Sequence[int]], int]"

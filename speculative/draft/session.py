@@ -1,4 +1,4 @@
-"""What a draft model knows of one session: the text it believes in, and how much of it is computed.
+"""Drafted text of one session.
 
 The text has three parts: committed tokens, tokens in flight (proposed, by whomever, and not judged yet), and
 tokens drafted beyond those. Committed tokens that are the drafted ones leave everything in place. The first
@@ -19,7 +19,7 @@ from speculative.proposer import EMPTY, Proposal
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from speculative.draft_options import DraftOptions
+    from speculative.draft.context import DraftOptions
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The draft-model proposer: a small GGUF on the coordinator, always a step ahead of what was asked.
+"""Draft-model proposer.
 
 Speculative decoding with a separate draft model (Leviathan et al. 2023, Chen et al. 2023), run continuously
 as in PipeInfer (Butler et al. 2024): while windows fly it drafts on from what is in flight, and after a
@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from speculative.draft_confidence import probability
-from speculative.draft_context import DraftContext, DraftRows
-from speculative.draft_line import DraftLine
-from speculative.draft_thread import DraftSession, DraftThread
+from speculative.draft.context import DraftContext, DraftRows, probability
+from speculative.draft.session import DraftLine
+from speculative.draft.worker import DraftSession, DraftThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from speculative.draft_options import DraftOptions
-    from speculative.draft_thread import Choose
+    from speculative.draft.context import DraftOptions
+    from speculative.draft.worker import Choose
     from speculative.proposer import Proposal
 
 NAME: Final = "draft"

@@ -1,0 +1,1 @@
+"""Drafting with a small model; the one part of speculation that computes."""
