@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stages.cutting.gguf_reader import read_header
-from stages.cutting.gguf_value import Value, ValueType
 from stages.cutting.gguf_writer import StageWriter
 from stages.cutting.layout import StageLayout, StageTensor
-from stages.cutting.model_file import ModelFile
 from stages.cutting.per_layer import is_per_layer
-from stages.cutting.region import Region
 from stages.cutting.tensors import count_layers, layer_of
+from stages.gguf.file_io import ModelFile, Region
+from stages.gguf.header import Value, ValueType
+from stages.gguf.reader import read_header
 
 if TYPE_CHECKING:
     from pathlib import Path

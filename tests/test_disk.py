@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import ModelError
-from stages.cutting.disk import require_disk, write_error
-from stages.cutting.region import Region
 from stages.fetch import FetchSource, fetch_stage
+from stages.gguf.file_io import Region, require_disk, write_error
 from stages.layers import LayerRange
 from stages.weights.recipe import PIECE_BYTES, Recipe, RecipeTensor
 from stages.weights.stage_store import StageStore
@@ -25,7 +24,7 @@ ON_A_SMALL_DISK = """
 import sys
 from pathlib import Path
 from spanmesh_proto.errors import ModelError
-from stages.cutting.atomic import atomic_write
+from stages.gguf.file_io import atomic_write
 try:
     with atomic_write(Path(sys.argv[1]) / "stage.gguf") as file:
         for _ in range(64):

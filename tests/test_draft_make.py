@@ -8,7 +8,7 @@ import pytest
 
 from mesh.cli import run
 from mesh.tokenizer import Tokenizer
-from stages.cutting.gguf_reader import read_header
+from stages.gguf.reader import read_header
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
 from stages.cutting.facts import read_model_facts
-from stages.cutting.gguf_reader import read_header
 from stages.cutting.source_model import SourceModel, read_source
+from stages.gguf.reader import read_header
 from tests.tiny_models import N_VOCAB, TinyModel
 
 

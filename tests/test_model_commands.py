@@ -8,7 +8,7 @@ import pytest
 from mesh.cli import run
 from stages.certify import certify
 from stages.cutting import families
-from stages.cutting.gguf_reader import read_header
+from stages.gguf.reader import read_header
 from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 

@@ -14,9 +14,8 @@ from spanmesh_proto.errors import InvalidModel
 from stages.certify import CertifyOptions, certify
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
-from stages.cutting.gguf_parts import model_name, part_paths
-from stages.cutting.gguf_reader import read_header
 from stages.cutting.self_check import cut_stage
+from stages.gguf.reader import model_name, part_paths, read_header
 from stages.layers import LayerRange
 from tests.tiny_models import TinyModel
 

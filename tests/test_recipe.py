@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidModel
 from stages.cutting.cache import StageCache
-from stages.cutting.gguf_reader import read_header
-from stages.cutting.region import Region
 from stages.cutting.self_check import cut_stage
+from stages.gguf.file_io import Region
+from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 from stages.weights.assembly import Assembly
 from stages.weights.local_pieces import take_from_model

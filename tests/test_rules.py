@@ -9,9 +9,8 @@ import pytest
 from spanmesh_proto.errors import UncuttableModel
 from stages.cutting.families import FAMILIES
 from stages.cutting.family import Blanks
-from stages.cutting.gguf_header import GgufHeader
-from stages.cutting.gguf_value import Value, ValueType
 from stages.cutting.source_model import SourceModel
+from stages.gguf.header import GgufHeader, Value, ValueType
 from stages.layers import LayerRange
 
 

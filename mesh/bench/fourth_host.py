@@ -26,17 +26,17 @@ from mesh.serve.options import demo_model
 from mesh.stage_sizes import Workload
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
-from stages.cutting.gguf_reader import read_header
 from stages.cutting.self_check import cut_stage
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of
 from stages.fetch import fetch_stage
+from stages.gguf.reader import read_header
 from stages.weights.stage_store import StageStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from stages.cutting.gguf_header import GgufHeader
     from stages.fetch import FetchSource
+    from stages.gguf.header import GgufHeader
     from stages.layers import LayerRange
 
 _HOSTS: Final = ("host1", "host2", "host3", "host4")

@@ -10,7 +10,7 @@ from mesh.commands.model_argument import local_model
 from mesh.draft.requantise import QUANT_TYPES, requantise
 from mesh.progress import progress_bars
 from spanmesh_proto.errors import ModelError
-from stages.cutting.gguf_reader import read_header
+from stages.gguf.reader import read_header
 
 
 @click.group()

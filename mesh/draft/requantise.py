@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 import llama_cpp
 
 from spanmesh_proto.errors import InvalidModel
-from stages.cutting.atomic import atomic_write
-from stages.cutting.gguf_reader import read_header
+from stages.gguf.file_io import atomic_write
+from stages.gguf.reader import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,8 +21,8 @@ import structlog
 from mesh.hub.choice import RepoFile, choose
 from mesh.hub.repository import Repository, read_repository
 from spanmesh_proto.errors import HubUnavailable
-from stages.cutting.atomic import write_atomically
-from stages.cutting.gguf_parts import model_name, part_paths
+from stages.gguf.file_io import write_atomically
+from stages.gguf.reader import model_name, part_paths
 from stages.weights.http_download import download
 from stages.weights.hub_pieces import HubFile
 

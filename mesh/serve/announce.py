@@ -11,7 +11,7 @@ import structlog
 
 from mesh.cluster.join_token import decode
 from spanmesh_proto.addresses import join_address, split_address
-from stages.cutting.gguf_parts import model_name
+from stages.gguf.reader import model_name
 
 if TYPE_CHECKING:
     from mesh.serve.head import Head

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, Self
 import structlog
 
 from mesh.cluster.ray_node import RayNodeRecord
-from stages.cutting.atomic import sync_folder
+from stages.gguf.file_io import sync_folder
 
 log = structlog.get_logger()
 

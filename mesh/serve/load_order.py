@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.serve.speculation_options import SpeculationOptions
 from mesh.serve.weights_options import WeightsOptions
 from spanmesh_proto.errors import InvalidRequest
-from stages.cutting.gguf_parts import model_name
+from stages.gguf.reader import model_name
 from stages.hidden_codec import HiddenType
 
 if TYPE_CHECKING:

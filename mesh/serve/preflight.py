@@ -23,7 +23,7 @@ from mesh.stage_sizes import StageSizes, Workload
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.cutting.facts import ModelFacts, read_model_facts
-from stages.cutting.gguf_reader import read_header
+from stages.gguf.reader import read_header
 from stages.hidden_codec import HiddenType
 from stages.kv_types import check_kv_type
 from stages.units import format_size

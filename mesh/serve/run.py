@@ -29,7 +29,7 @@ from mesh.serve.takeover import head_state
 from mesh.tracing.tracer import closing, open_tracer
 from spanmesh_proto.errors import ClusterError
 from stages.cutting.cache import StageCache
-from stages.cutting.gguf_parts import model_name
+from stages.gguf.reader import model_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

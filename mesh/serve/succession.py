@@ -19,7 +19,7 @@ from mesh.serve.head_state import (
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.cancellable_work import CancellableWork
-from stages.cutting.gguf_parts import part_paths
+from stages.gguf.reader import part_paths
 from stages.weights.file_stamp import stamps_of
 
 if TYPE_CHECKING:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import structlog
 
 from spanmesh_proto.errors import ModelError
-from stages.cutting.atomic import write_atomically
 from stages.cutting.cut import ByteCounter, write_stage
-from stages.cutting.disk import require_disk
 from stages.cutting.gguf_writer import encode_header, stage_bytes
 from stages.cutting.layout import FORMAT_VERSION, lay_out
 from stages.cutting.places import default_root, stage_store
 from stages.cutting.shared_blocks import with_shared_blocks
 from stages.cutting.source_model import read_source
+from stages.gguf.file_io import require_disk, write_atomically
 from stages.layers import cuts_of
 from stages.weights.file_stamp import stamps_of
 from stages.weights.local_pieces import KnownFile
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stages.cutting.layout import StageLayout
-    from stages.cutting.region import Region
     from stages.cutting.source_model import SourceModel
+    from stages.gguf.file_io import Region
     from stages.layers import LayerRange
     from stages.weights.file_stamp import FileStamp
 

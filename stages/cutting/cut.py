@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import ModelError
-from stages.cutting.atomic import atomic_write
 from stages.cutting.gguf_writer import StageWriter
 from stages.cutting.layout import lay_out
-from stages.cutting.model_file import ModelFile
 from stages.cutting.shared_blocks import with_shared_blocks
+from stages.gguf.file_io import ModelFile, atomic_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -51,7 +51,7 @@ from stages.cutting.rules.windows import Bare, windows
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stages.cutting.gguf_header import GgufHeader
+    from stages.gguf.header import GgufHeader
     from stages.layers import LayerRange
 
 

@@ -11,8 +11,7 @@ from stages.graph_boundary import DEFAULT_OUTLET, Handover
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from stages.cutting.gguf_header import GgufHeader
-    from stages.cutting.gguf_value import Value
+    from stages.gguf.header import GgufHeader, Value
     from stages.layers import LayerRange
 
 

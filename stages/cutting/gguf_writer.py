@@ -6,17 +6,15 @@ import struct
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from spanmesh_proto.errors import InvalidModel
-from stages.cutting.copying import UnreadableError, copy_region, write_all
-from stages.cutting.gguf_reader import MAGIC
-from stages.cutting.gguf_value import Value, ValueType
-from stages.cutting.model_file import unreadable
+from stages.gguf.file_io import UnreadableError, copy_region, unreadable, write_all
+from stages.gguf.header import Value, ValueType
+from stages.gguf.reader import MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stages.cutting.layout import StageLayout, StageTensor
-    from stages.cutting.model_file import ModelFile
-    from stages.cutting.region import Region
+    from stages.gguf.file_io import ModelFile, Region
 
 _VERSION: Final = 3
 

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Final
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.cutting.gguf_value import Value, ValueType
 from stages.cutting.per_layer import is_per_layer
-from stages.cutting.region import Region
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of, renumbered
+from stages.gguf.file_io import Region
+from stages.gguf.header import Value, ValueType
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stages.cutting.gguf_header import TensorInfo
     from stages.cutting.source_model import SourceModel
+    from stages.gguf.header import TensorInfo
     from stages.graph_boundary import Handover
 
 # Raise this when a stage file made by the same source and layers comes out otherwise than before.

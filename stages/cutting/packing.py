@@ -9,7 +9,7 @@ from gguf.constants import GGMLQuantizationType
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stages.cutting.gguf_header import TensorInfo
+    from stages.gguf.header import TensorInfo
 
 # Bytes of a block in the file, and at most how many come on top: sums and scales that the kernels for AMX
 # keep with each block (`get_row_size` in llama.cpp's amx/mmq.cpp). The other kernels add nothing.

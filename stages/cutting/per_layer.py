@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from stages.cutting.gguf_value import ValueType
+from stages.gguf.header import ValueType
 
 if TYPE_CHECKING:
-    from stages.cutting.gguf_value import Value
+    from stages.gguf.header import Value
 
 # Arrays below the architecture's name that have a fixed length, which may happen to be the number of layers.
 _NOT_PER_LAYER: Final = (

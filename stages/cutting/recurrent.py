@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stages.cutting.gguf_header import GgufHeader, TensorInfo
+    from stages.gguf.header import GgufHeader, TensorInfo
 
 # Names of tensors, after `blk.<layer>.`, that only layers with such a state have: Mamba and the gated delta
 # rules, RWKV, short convolutions.

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from stages.cutting.copying import BLOCK_BYTES
-from stages.cutting.gguf_value import Value, ValueType
 from stages.cutting.gguf_writer import encode_header, padded
 from stages.cutting.tensors import layer_of
+from stages.gguf.file_io import BLOCK_BYTES
+from stages.gguf.header import Value, ValueType
 
 if TYPE_CHECKING:
     from stages.cutting.layout import StageLayout

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.cutting.families import FAMILIES, family_of
 from stages.cutting.family import NO_BLANKS
-from stages.cutting.gguf_reader import read_header
 from stages.cutting.tensors import (
     EMBEDDING,
     OUTPUT_NORM,
@@ -18,6 +17,7 @@ from stages.cutting.tensors import (
     require_uniform_layers,
     tensors_by_layer,
 )
+from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stages.cutting.family import Blanks, Family, Rule
-    from stages.cutting.gguf_header import GgufHeader, TensorInfo
+    from stages.gguf.header import GgufHeader, TensorInfo
 
 
 @dataclass(frozen=True)

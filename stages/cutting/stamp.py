@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from stages.cutting.atomic import write_atomically
+from stages.gguf.file_io import write_atomically
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 
 if TYPE_CHECKING:
-    from stages.cutting.gguf_header import GgufHeader, TensorInfo
+    from stages.gguf.header import GgufHeader, TensorInfo
 
 EMBEDDING: Final = "token_embd.weight"
 OUTPUT_NORM: Final = "output_norm.weight"

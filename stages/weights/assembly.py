@@ -10,7 +10,7 @@ import os
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Final, Self
 
-from stages.cutting.copying import write_all
+from stages.gguf.file_io import write_all
 from stages.weights.piece_hash import in_threads, piece_sha256, zeros_sha256
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from spanmesh_proto.errors import HubUnavailable, ModelError
-from stages.cutting.copying import write_all
-from stages.cutting.disk import require_disk, write_error
+from stages.gguf.file_io import require_disk, write_all, write_error
 from stages.weights.assembly import note_path
 from stages.weights.http_range import read_range
 

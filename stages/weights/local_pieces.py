@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from spanmesh_proto.errors import InvalidModel, ModelError
-from stages.cutting.copying import UnreadableError, copy_region
-from stages.cutting.region import Region
+from stages.gguf.file_io import Region, UnreadableError, copy_region
 from stages.weights.file_stamp import FileStamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from stages.cutting.region import Place
+    from stages.gguf.file_io import Place
     from stages.weights.assembly import Assembly
     from stages.weights.stage_store import StageStore
 
@@ -96,7 +95,7 @@ def take_from_folder(assembly: Assembly, folder: Path, on_bytes: Callable[[int],
         OSError: If the assembly cannot be written.
     """
     # Whoever has no such folder does without what reads GGUFs.
-    from stages.cutting.gguf_reader import read_one_header  # noqa: PLC0415
+    from stages.gguf.reader import read_one_header  # noqa: PLC0415
 
     for path in sorted(folder.rglob("*.gguf")):
         if not assembly.missing:

@@ -9,9 +9,7 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import InvalidModel
-from stages.cutting.atomic import write_atomically
-from stages.cutting.model_file import ModelFile, unreadable
-from stages.cutting.region import Region
+from stages.gguf.file_io import ModelFile, Region, unreadable, write_atomically
 from stages.weights.file_stamp import FileStamp, stamps_of
 from stages.weights.piece_hash import in_threads, region_sha256
 from stages.weights.recipe import PIECE_BYTES

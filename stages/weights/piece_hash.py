@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from stages.cutting.copying import next_data
+from stages.gguf.file_io import next_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
-    from stages.cutting.region import Region
+    from stages.gguf.file_io import Region
 
 Work = TypeVar("Work")
 Found = TypeVar("Found")

@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import InvalidModel
-from stages.cutting.copying import write_all
+from stages.gguf.file_io import write_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

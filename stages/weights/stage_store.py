@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from spanmesh_proto.errors import InvalidModel, ModelError
-from stages.cutting.atomic import atomic_write
-from stages.cutting.disk import write_error
 from stages.cutting.stamp import Stamp
+from stages.gguf.file_io import atomic_write, write_error
 from stages.weights.assembly import note_path, wrong_pieces
 from stages.weights.recipe import Recipe
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import InvalidModel
-from stages.cutting.model_file import ModelFile
+from stages.gguf.file_io import ModelFile
 from stages.weights.file_stamp import stamps_of
 
 if TYPE_CHECKING:

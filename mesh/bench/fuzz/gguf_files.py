@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 from gguf.constants import GGMLQuantizationType
 
 from mesh.bench.fuzz.damage import damaged
-from stages.cutting.gguf_value import FORMATS, Value, ValueType
 from stages.cutting.gguf_writer import encode_header
+from stages.gguf.header import FORMATS, Value, ValueType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,14 +6,13 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stages.cutting.atomic import atomic_write
-from stages.cutting.gguf_reader import read_header
-from stages.cutting.gguf_value import Value, ValueType
 from stages.cutting.gguf_writer import StageWriter
 from stages.cutting.layout import lay_out
-from stages.cutting.model_file import ModelFile
 from stages.cutting.source_model import read_source
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS
+from stages.gguf.file_io import ModelFile, atomic_write
+from stages.gguf.header import Value, ValueType
+from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:

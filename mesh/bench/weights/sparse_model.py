@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 from gguf.constants import GGMLQuantizationType
 
-from stages.cutting.copying import write_all
-from stages.cutting.gguf_value import Value, ValueType
 from stages.cutting.gguf_writer import encode_header, padded, stage_bytes
 from stages.cutting.layout import StageLayout, StageTensor
+from stages.gguf.file_io import write_all
+from stages.gguf.header import Value, ValueType
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from stages.cutting.rules.counted import recurrent_flags
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from stages.cutting.gguf_header import GgufHeader
+    from stages.gguf.header import GgufHeader
     from stages.layers import LayerRange
 
 

@@ -6,12 +6,12 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from stages.cutting.family import NO_BLANKS, Blanks, Rule
-from stages.cutting.gguf_value import Value, ValueType
+from stages.gguf.header import Value, ValueType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stages.cutting.gguf_header import GgufHeader
+    from stages.gguf.header import GgufHeader
     from stages.layers import LayerRange
 
 

@@ -10,7 +10,7 @@ from stages.cutting.rules.totals import every_cut
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from stages.cutting.gguf_header import GgufHeader
+    from stages.gguf.header import GgufHeader
 
 
 def in_one_piece(reason: str, applies: Callable[[GgufHeader], bool] = lambda _header: True) -> Rule:

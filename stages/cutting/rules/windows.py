@@ -14,12 +14,12 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from stages.cutting.family import NO_BLANKS, Blanks, Rule
-from stages.cutting.gguf_value import Value, ValueType
+from stages.gguf.header import Value, ValueType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stages.cutting.gguf_header import GgufHeader
+    from stages.gguf.header import GgufHeader
     from stages.layers import LayerRange
 
 

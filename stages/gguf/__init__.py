@@ -1,0 +1,1 @@
+"""GGUF files: header, reader and file access."""
