@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from mesh.gpu import Gpu
-    from stages.stage_memory import StageMemory
+    from stages.runtime.memory import StageMemory
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from mesh.gpu_layers import ALL
-from stages.gpu_share import GpuShare
 from stages.layers import LayerRange
+from stages.runtime.memory import GpuShare
 
 if TYPE_CHECKING:
     from mesh.host_capacity import HostCapacity
     from mesh.stage_sizes import StageSizes
-    from stages.stage_memory import StageMemory
+    from stages.runtime.memory import StageMemory
 
 # What a backend takes of a GPU for itself beside llama.cpp's buffers: its context, kernels, workspaces. An
 # allowance, not a measurement: no GPU was at hand.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mesh.seatings import Seating
     from stages.cutting.facts import ModelFacts
     from stages.layers import LayerRange
-    from stages.stage_memory import StageMemory
+    from stages.runtime.memory import StageMemory
 
 # Two measurements of the same host differ by this share, so a smaller difference says nothing.
 SPEED_NOISE: Final = 0.25

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from stages.kv_types import KV_TYPES, fits_heads
+from stages.runtime.kv_types import KV_TYPES, fits_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable

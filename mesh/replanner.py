@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mesh.planner import Plan
     from mesh.stage_sizes import StageSizes
     from stages.layers import LayerRange
-    from stages.stage_memory import StageMemory
+    from stages.runtime.memory import StageMemory
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange
-from stages.numerics import Numerics, numerics_for
+from stages.runtime.kv_types import KV_TYPES
+from stages.runtime.memory import StageMemory
+from stages.runtime.numerics import Numerics, numerics_for
 from stages.sent_rows import LEAST_SENT_BYTES, SHARE_OF_CACHE, room_for_sent_rows
-from stages.stage_memory import StageMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +50,8 @@ class Workload:
     Attributes:
         ctx_size: Positions of one session.
         num_slots: Sessions at once.
-        kv_type: Format of the KV cache, one of `stages.kv_types.KV_TYPES`.
-        is_exact: Numeric mode, see `stages.numerics`.
+        kv_type: Format of the KV cache, one of `stages.runtime.kv_types.KV_TYPES`.
+        is_exact: Numeric mode, see `stages.runtime.numerics`.
         on_gpu: Whether layers are on a GPU.
     """
 

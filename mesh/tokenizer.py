@@ -13,7 +13,7 @@ from mesh.draft.vocabulary import Vocabulary
 from mesh.said.formats import MARKS
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
 from stages.grammar.token_texts import TokenTexts
-from stages.llama import init_backend, last_complaint
+from stages.runtime.llama import init_backend, last_complaint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

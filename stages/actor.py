@@ -20,14 +20,14 @@ from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.channels import SERVER_OPTIONS, add_port
 from stages.cutting.places import stage_store
-from stages.devices import layer_devices
 from stages.fetch import Brought, FetchSource, fetch_stage
-from stages.free_memory import free_memory_bytes
 from stages.hidden_codec import HiddenType
 from stages.identity import Identity, NewKey
-from stages.kv_types import KV_TYPES
 from stages.orphan import orphaned
-from stages.runtime import RuntimeOptions, StageRuntime
+from stages.runtime.devices import layer_devices
+from stages.runtime.kv_types import KV_TYPES
+from stages.runtime.memory import free_memory_bytes
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sent_rows import room_for_sent_rows
 from stages.server import StageService
 from stages.units import format_size
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from stages.layers import LayerRange
-    from stages.stage_memory import StageMemory
+    from stages.runtime.memory import StageMemory
     from stages.weights.stage_store import StageStore
 
 log = structlog.get_logger()

@@ -30,7 +30,7 @@ from stages.cutting.cut import write_stage
 from stages.cutting.source_model import read_source
 from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.wire_loss import wire_loss
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ import numpy as np
 import structlog
 
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit
-from stages.free_memory import free_memory_bytes
 from stages.judge import Judge
 from stages.rehearsal_order import RehearsalOrder, StageTiming
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.memory import free_memory_bytes
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampling
 from stages.units import format_size
 from stages.wakefulness import Wakefulness

@@ -19,7 +19,7 @@ class RehearsalOrder:
     Attributes:
         blank: The stage.
         num_threads: Of llama.cpp.
-        is_exact: Numeric mode, see `stages.numerics`.
+        is_exact: Numeric mode, see `stages.runtime.numerics`.
         kv_type: Format of the KV cache.
         position: Where in a session the timed rows start: attention walks over all before them.
         num_rounds: Times that a row is timed; medians count.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import grpc
 
     from stages.identity import Identity
-    from stages.runtime import StageRuntime
+    from stages.runtime.stage_runtime import StageRuntime
 
 log = structlog.get_logger()
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import PrefixMismatch, ProtocolError, UncuttableModel
-from stages.kv_rows import KvRows
+from stages.runtime.kv_state import KvRows
 from stages.slot_tokens import SlotTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stages.runtime import Span, StageRuntime
+    from stages.runtime.stage_runtime import Span, StageRuntime
     from stages.sent_rows import SentRows
     from stages.slot_tokens import Marks
 

@@ -1,4 +1,4 @@
-/* What `stages.stop_tap` gives llama.cpp as its `cb_eval`: called for each node of each graph, some hundred
+/* What `stages.runtime.hidden_tap` gives llama.cpp as its `cb_eval`: called for each node of each graph, some hundred
  * times a decode, so it is not Python. Every call out of C into Python would wait for the interpreter's lock,
  * which the event loop holds just when many sessions run. */
 

@@ -15,8 +15,8 @@ from stages.encoded_hidden import EncodedHidden
 from stages.grammar.grammars import Grammars
 from stages.judge import Judge
 from stages.opening import Opening
-from stages.resident_memory import resident_bytes
-from stages.runtime import Span, StageRuntime
+from stages.runtime.memory import resident_bytes
+from stages.runtime.stage_runtime import Span, StageRuntime
 from stages.sent_rows import SentRows
 from stages.sessions import SessionTable
 from stages.stage_slots import StageSlots

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spanmesh_proto import windows_pb2 as wire
     from stages.encoded_hidden import EncodedHidden
     from stages.judge import Judge
-    from stages.runtime import Span
+    from stages.runtime.stage_runtime import Span
 
 
 _MOST_PASSED_OVER: Final = 4

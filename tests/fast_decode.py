@@ -17,7 +17,7 @@ import llama_cpp
 import numpy as np
 
 from mesh.logs import set_up_logs
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

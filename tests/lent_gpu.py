@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stages.devices import ggml_devices
-from stages.llama import init_backend
-from stages.llama_libraries import library_folder
+from stages.runtime.devices import ggml_devices
+from stages.runtime.llama import init_backend
+from stages.runtime.llama_libraries import library_folder
 
 SOURCE = "LLAMA_CPP_SOURCE"
 _SERVE = "from tests.lent_gpu import serve; import sys; serve(sys.argv[1], sys.argv[2])"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from mesh.coordinator.options import CoordinatorOptions
-    from stages.runtime import Span, StageRuntime
+    from stages.runtime.stage_runtime import Span, StageRuntime
 
 NUM_STAGES = 3
 

@@ -22,7 +22,7 @@ from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
 from stages.hidden_codec import HiddenType
 from stages.layers import ranges_from_cuts
-from stages.runtime import RuntimeOptions, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
 
 if TYPE_CHECKING:

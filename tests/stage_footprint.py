@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 
 
 def _exercise(runtime: StageRuntime, num_slots: int) -> None:

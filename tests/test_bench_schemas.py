@@ -15,7 +15,7 @@ from mesh.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from stages.grammar.grammars import make_automaton
-from stages.runtime import RuntimeOptions
+from stages.runtime.stage_runtime import RuntimeOptions
 from tests.api_harness import running_api
 from tests.json_schemas import random_text
 from tests.ring_harness import running_coordinator, running_stages

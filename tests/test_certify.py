@@ -15,7 +15,7 @@ from stages.cutting import families
 from stages.cutting.self_check import cut_stage
 from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.wire_loss import wire_loss
 from tests.short_models import short_gemma3_path  # noqa: F401 - a fixture
 from tests.tiny_models import N_VOCAB, TinyModel

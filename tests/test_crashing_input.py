@@ -12,7 +12,7 @@ from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.suspicion import Suspicion, culprit
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import StageFailed
-from stages.runtime import Span
+from stages.runtime.stage_runtime import Span
 from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, plain_answer
 from tests.repairable_ring import RepairableRing, serving

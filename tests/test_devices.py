@@ -10,9 +10,8 @@ import pytest
 
 from mesh.cluster.gpus import find_gpus
 from spanmesh_proto.errors import ClusterError
-from stages.device_speed import device_speed_gb_per_s
-from stages.devices import Device, layer_devices, list_devices
-from stages.llama_libraries import may_have_layer_devices
+from stages.runtime.devices import Device, device_speed_gb_per_s, layer_devices, list_devices
+from stages.runtime.llama_libraries import may_have_layer_devices
 
 GPU = Device("CUDA0", "a GPU", "gpu", "CUDA", "0000:01:00.0", 8 * 2**30, 10 * 2**30, 1)
 OTHER = replace(GPU, name="CUDA1", id="0000:02:00.0", index=2)

@@ -15,7 +15,7 @@ from mesh.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions
 from speculative.draft.model import DraftModel
-from stages.runtime import RuntimeOptions
+from stages.runtime.stage_runtime import RuntimeOptions
 from stages.sampling import Sampling
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_stages
 

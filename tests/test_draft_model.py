@@ -15,7 +15,7 @@ from mesh.tokenizer import Tokenizer
 from speculative.draft.context import DraftOptions, DraftUnusable
 from speculative.draft.model import DraftModel
 from speculative.proposer import EMPTY
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampler, Sampling
 from tests.draft_models import greedy, greedy_alone, running_draft, wait_for
 from tests.tiny_models import N_VOCAB, TinyModel

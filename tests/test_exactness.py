@@ -14,7 +14,7 @@ from mesh.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposal, Proposer
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampling
 from tests.proposers import Parrot
 from tests.ring_harness import RunningStage, running_coordinator, running_stages

@@ -17,7 +17,7 @@ from mesh.tokenizer import Tokenizer
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
 from stages.layers import ranges_from_cuts
-from stages.numerics import numerics_for, prepare_process
+from stages.runtime.numerics import numerics_for, prepare_process
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from stages.judge import Judge
 from stages.layers import ranges_from_cuts
 from stages.leading import pause_s
 from stages.opening import Resumed
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling import Sampling
 from stages.sent_rows import SentRows
 from stages.sessions import SessionTable

@@ -15,11 +15,9 @@ from mesh.cluster.reports import member_of, report_of
 from mesh.gpu import Gpu
 from mesh.gpu_layers import ALL, check_gpu_layers, format_gpu_layers, parse_gpu_layers
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
-from stages.devices import layer_devices, list_devices
-from stages.gpu_placing import GpuPlacing
-from stages.gpu_share import GpuShare
-from stages.runtime import RuntimeOptions, Span, StageRuntime
-from stages.stage_memory import StageMemory
+from stages.runtime.devices import GpuPlacing, layer_devices, list_devices
+from stages.runtime.memory import GpuShare, StageMemory
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from tests.test_stage_memory import MIB, actor_for
 from tests.tiny_models import TinyModel
 
@@ -127,7 +125,7 @@ def test_without_a_gpu_all_words_load_the_same_model(tmp_path: Path) -> None:
 def test_layers_on_a_named_device_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor stands in for a GPU: llama.cpp loads, and computes, layers on it as on any device."""
     (processor,) = (device for device in list_devices() if device.kind == "cpu")
-    monkeypatch.setattr("stages.gpu_placing.layer_devices", lambda: (processor,))
+    monkeypatch.setattr("stages.runtime.devices.layer_devices", lambda: (processor,))
     monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: True)
     path = TinyModel("llama").write(tmp_path / "tiny.gguf")
     alone = logits_of(path, RuntimeOptions(ctx_size=64, gpu_layers=()))

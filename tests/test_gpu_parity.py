@@ -8,9 +8,9 @@ import pytest
 from numpy.typing import NDArray
 
 from stages.cutting.self_check import cut_stage
-from stages.devices import layer_devices
 from stages.layers import LayerRange
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.devices import layer_devices
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 
 GPUS = layer_devices()
 pytestmark = [

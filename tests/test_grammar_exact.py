@@ -11,7 +11,7 @@ from mesh.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
-from stages.runtime import RuntimeOptions
+from stages.runtime.stage_runtime import RuntimeOptions
 from stages.sampling import Sampling
 from tests.proposers import Oracle, Parrot
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_stages

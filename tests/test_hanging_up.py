@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mesh.tokenizer import Tokenizer
-from stages.runtime import Span
+from stages.runtime.stage_runtime import Span
 from tests import api_harness
 from tests.raw_client import RawClient, request_bytes
 from tests.ring_api import CHAT, RingApi, running_ring_api

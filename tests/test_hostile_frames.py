@@ -19,7 +19,7 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.channels import key_metadata
 from stages.link import MOST_BUNDLED_WINDOWS
-from stages.runtime import RuntimeOptions
+from stages.runtime.stage_runtime import RuntimeOptions
 from tests.fake_stage import FakeRuntime
 from tests.ring_harness import MESH_KEY, RunningStage, running_services, running_stages
 from tests.test_stage_server import Peer, hello

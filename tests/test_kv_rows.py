@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidWindow, StageFailed, UncuttableModel
 from stages.cutting.self_check import cut_stage
-from stages.kv_rows import KvRows
 from stages.layers import LayerRange
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.kv_state import KvRows
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 

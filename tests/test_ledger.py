@@ -14,10 +14,9 @@ from mesh.planner import StagePlacement
 from mesh.replanner import NewStage, Replan
 from mesh.serve.fleet import Fleet, Seat
 from mesh.serve.ledger import Ledger
-from stages.gpu_share import GpuShare
 from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
-from stages.stage_memory import StageMemory
+from stages.runtime.memory import GpuShare, StageMemory
 
 if TYPE_CHECKING:
     from mesh.serve.stage_handle import StageHandle

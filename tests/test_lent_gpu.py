@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mesh.bench.llama_rpc import unpacked_source
-from stages.devices import layer_devices
+from stages.runtime.devices import layer_devices
 from tests.lent_gpu import SOURCE
 
 

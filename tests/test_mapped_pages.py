@@ -11,7 +11,7 @@ import pytest
 
 from mesh.bench.big_shares.random_gguf import write_random_gguf
 from mesh.bench.big_shares.shapes import SHAPES, Shape
-from stages.mapped_pages import anonymous_bytes, give_back_mapped_pages
+from stages.runtime.memory import anonymous_bytes, give_back_mapped_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -20,8 +20,8 @@ MIB = 2**20
 LOAD = """
 import json, sys
 from pathlib import Path
-from stages.mapped_pages import anonymous_bytes
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.memory import anonymous_bytes
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from tests.test_mapped_pages import resident_bytes
 path = Path(sys.argv[1])
 options = RuntimeOptions(ctx_size=64)

@@ -23,7 +23,7 @@ from tests.test_planner import MIB, OVERHEAD_BYTES, WORKLOAD
 from tests.test_planner import model as model_of
 
 if TYPE_CHECKING:
-    from stages.stage_memory import StageMemory
+    from stages.runtime.memory import StageMemory
 
 WHOLE = LayerRange(0, 30)
 SIZES = StageSizes(model_of(), WORKLOAD)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from mesh.stage_sizes import StageSizes, Workload
-from stages import llama
 from stages.cutting.facts import read_model_facts
 from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
-from stages.numerics import numerics_for
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime import llama
+from stages.runtime.numerics import numerics_for
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from tests.tiny_families import TINY_FAMILIES
 
 N_EMBD, N_VOCAB = 256, 320
@@ -130,7 +130,7 @@ def test_sequences_of_different_lengths_keep_their_rows(
 ) -> None:
     """Also where they share a cache, as they do on a GPU."""
     exact = replace(numerics_for(exact=True, num_threads=1), has_shared_cache=has_shared_cache)
-    monkeypatch.setattr("stages.runtime.numerics_for", lambda **_mode: exact)
+    monkeypatch.setattr("stages.runtime.stage_runtime.numerics_for", lambda **_mode: exact)
     source, stage = TINY_FAMILIES[name].write(tmp_path / "model.gguf"), tmp_path / "stage.gguf"
     cut_stage(source, LayerRange(1, 2), stage)
     noise = np.random.default_rng(2)

@@ -11,7 +11,7 @@ from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
 from stages.cutting.cache import StageCache
 from stages.layers import LayerRange, ranges_from_cuts
-from stages.runtime import RuntimeOptions, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling import Sampling
 from tests.repairable_ring import RepairableRing, serving
 from tests.ring_harness import running_coordinator, running_stages

@@ -14,7 +14,7 @@ from speculative.lookup_proposers import NgramProposer
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
 from stages.layers import ranges_from_cuts
-from stages.runtime import RuntimeOptions, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling import Sampling
 from tests.repairable_ring import RepairableRing, serving
 

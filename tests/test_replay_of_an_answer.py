@@ -15,7 +15,7 @@ from mesh.bench.stream_client import Answer, Ask, ask, chat
 from mesh.serve.proposers import Proposers
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
-from stages.runtime import RuntimeOptions
+from stages.runtime.stage_runtime import RuntimeOptions
 from tests.api_harness import Api, running_api
 from tests.ring_harness import running_coordinator, running_stages
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stages.kv_types import KV_TYPES
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.kv_types import KV_TYPES
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from tests.short_models import short_gemma3_path, short_smollm2_path  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.model

@@ -9,7 +9,7 @@ import pytest
 from spanmesh_proto.errors import InvalidWindow
 from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 
 pytestmark = pytest.mark.model
 

@@ -23,8 +23,8 @@ from stages.cutting.cache import StageCache
 from stages.fetch import FetchSource
 from stages.layers import LayerRange
 from stages.link import StageLink
-from stages.runtime import RuntimeOptions
-from stages.stage_memory import StageMemory
+from stages.runtime.memory import StageMemory
+from stages.runtime.stage_runtime import RuntimeOptions
 from tests.ipv6 import needs_ipv6
 
 if TYPE_CHECKING:

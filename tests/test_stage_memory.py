@@ -16,10 +16,9 @@ from stages.actor import StageActor, StageConfig
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
 from stages.fetch import FetchSource
-from stages.free_memory import free_memory_bytes
 from stages.layers import LayerRange
-from stages.runtime import RuntimeOptions
-from stages.stage_memory import StageMemory
+from stages.runtime.memory import StageMemory, free_memory_bytes
+from stages.runtime.stage_runtime import RuntimeOptions
 from tests.tiny_models import TinyModel
 
 MIB = 2**20

@@ -27,7 +27,7 @@ from stages.channels import key_metadata
 from stages.hidden_codec import HiddenType, encode
 from stages.layers import LayerRange
 from stages.link import StageLink
-from stages.runtime import RuntimeOptions
+from stages.runtime.stage_runtime import RuntimeOptions
 from tests.ring_harness import MESH_ID, MESH_KEY, RunningStage, collect, running_coordinator, running_stages
 
 pytestmark = pytest.mark.model

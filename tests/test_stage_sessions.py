@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
 from stages.judge import Judge
 from stages.opening import Resumed
-from stages.runtime import Span
+from stages.runtime.stage_runtime import Span
 from stages.sampling import Sampling
 from stages.sessions import SessionTable
 from stages.window_queue import Begun, Passed, QueuedWindow, WindowQueue

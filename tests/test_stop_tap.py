@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from spanmesh_proto.errors import UncuttableModel
-from stages import runtime as runtime_module
-from stages import stop_tap
 from stages.cutting.cache import StageCache
 from stages.graph_boundary import Handover
 from stages.layers import LayerRange
-from stages.runtime import RuntimeOptions, Span, StageRuntime
-from stages.stop_tap import StopTap, make_stop_tap
-from stages.tap import LayerTap
+from stages.runtime import hidden_tap
+from stages.runtime import stage_runtime as runtime_module
+from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:
@@ -102,9 +101,9 @@ def test_a_tensor_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 def test_python_takes_over_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop_tap._compiled.cache_clear()
-    monkeypatch.setattr(stop_tap, "_EXTENSION", "stages._absent")
+    hidden_tap._compiled.cache_clear()
+    monkeypatch.setattr(hidden_tap, "_EXTENSION", "stages._absent")
     try:
         assert isinstance(make_stop_tap(3, Handover(8), 4), LayerTap)
     finally:
-        stop_tap._compiled.cache_clear()
+        hidden_tap._compiled.cache_clear()

@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from stages.kv_types import KV_TYPES
+from stages.runtime.kv_types import KV_TYPES
 
 _MOST_CHARS: Final = 4096
 _MOST_LAYERS: Final = 4096

@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 
 _PROMPT_TOKENS: Final = 64
 

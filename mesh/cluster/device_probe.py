@@ -10,9 +10,8 @@ import sys
 from dataclasses import asdict
 
 from mesh.gpu import Gpu
-from stages.device_speed import device_speed_gb_per_s
-from stages.devices import layer_devices
-from stages.free_memory import free_memory_bytes
+from stages.runtime.devices import device_speed_gb_per_s, layer_devices
+from stages.runtime.memory import free_memory_bytes
 
 
 def gpus_here() -> tuple[Gpu, ...]:

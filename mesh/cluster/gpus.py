@@ -14,7 +14,7 @@ from typing import Final
 from mesh.gpu import Gpu
 from mesh.inherited import inherited_environment
 from spanmesh_proto.errors import ClusterError
-from stages.llama_libraries import may_have_layer_devices
+from stages.runtime.llama_libraries import may_have_layer_devices
 
 # A GPU's driver may take its time to start.
 _TIMEOUT_S: Final = 120.0

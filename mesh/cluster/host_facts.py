@@ -19,7 +19,7 @@ from mesh.host_capacity import HostCapacity
 from mesh.inherited import inherited_environment
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
-from stages.free_memory import free_memory_bytes
+from stages.runtime.memory import free_memory_bytes
 
 if TYPE_CHECKING:
     from mesh.gpu import Gpu

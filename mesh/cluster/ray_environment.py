@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.cluster.ray_tls_files import RayTlsFiles
 from mesh.inherited import inherited_environment
-from stages.allocator import ALLOCATOR
+from stages.runtime.memory import ALLOCATOR
 
 if TYPE_CHECKING:
     from pathlib import Path

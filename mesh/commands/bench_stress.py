@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mesh.commands.options import Numbers
-from stages.kv_types import KV_TYPES
+from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
     from mesh.bench.stress.options import LineName, Preset

@@ -8,7 +8,7 @@ import click
 
 from mesh.commands.options import LayerCounts
 from mesh.commands.speculation import speculation_options
-from stages.kv_types import KV_TYPES
+from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from mesh.commands.ask_head import ask_head
 from mesh.commands.head_options import key_of
 from mesh.commands.options import LayerCounts, MemorySize
 from mesh.inherited import API_KEY
-from stages.kv_types import KV_TYPES
+from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,7 +116,7 @@ def plan(
     from mesh.topology import read_topology  # noqa: PLC0415
     from stages.cutting.facts import read_model_facts  # noqa: PLC0415
     from stages.cutting.source_model import read_source  # noqa: PLC0415
-    from stages.kv_types import check_kv_type  # noqa: PLC0415
+    from stages.runtime.kv_types import check_kv_type  # noqa: PLC0415
 
     facts = read_model_facts(model)
     check_kv_type(kv_type, facts.name, facts.head_widths, option="--kv-type")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from stages.kv_types import KV_TYPES
+from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftUnusable
 from speculative.draft.model import DraftModel
-from stages.llama import last_complaint
-from stages.numerics import numerics_for, prepare_process
+from stages.runtime.llama import last_complaint
+from stages.runtime.numerics import numerics_for, prepare_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable

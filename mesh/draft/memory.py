@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelError
 from stages.cutting.facts import read_model_facts
-from stages.kv_types import check_kv_type
+from stages.runtime.kv_types import check_kv_type
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,8 @@ from mesh.planner import plan
 from mesh.serve.link_order import has_an_order, ordered_by_links
 from mesh.stage_sizes import StageSizes
 from stages.cutting.blank import blank_stage
-from stages.numerics import FAST_MAX_ROWS
 from stages.rehearsal_order import RehearsalOrder
+from stages.runtime.numerics import FAST_MAX_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

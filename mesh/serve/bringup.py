@@ -26,7 +26,7 @@ from mesh.serve.takeover import Takeover
 from mesh.serve.tending import Tending
 from mesh.serve.wiring import wire_up
 from spanmesh_proto.errors import StageFailed
-from stages.numerics import numerics_for
+from stages.runtime.numerics import numerics_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -40,7 +40,7 @@ class ServeOptions:
         split: Layers of each stage, or None to let the plan decide.
         ctx_size: Positions of one session, or None for the model's own, at most 4096.
         num_slots: Sessions at once.
-        kv_type: Format of the KV caches, one of `stages.kv_types.KV_TYPES`.
+        kv_type: Format of the KV caches, one of `stages.runtime.kv_types.KV_TYPES`.
         max_waiting: Requests that may wait for one of them.
         memory_bytes: What stages and a draft model on this host may use, or None for all that is free.
         num_threads: Threads of this host for computing, or None for one per core.

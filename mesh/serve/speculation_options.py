@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from spanmesh_proto.errors import ClusterError
 from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions
-from stages.kv_types import KV_TYPES
+from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from mesh.serve.describing import describe_stages
 from mesh.serve.mesh_keys import new_mesh_keys
 from mesh.serve.stage_handle import StageHandle
 from stages.actor import StageConfig
-from stages.runtime import RuntimeOptions
+from stages.runtime.stage_runtime import RuntimeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stages.fetch import FetchSource
     from stages.hidden_codec import HiddenType
     from stages.layers import LayerRange
-    from stages.stage_memory import StageMemory
+    from stages.runtime.memory import StageMemory
     from stages.weights.recipe import Recipe
 
 

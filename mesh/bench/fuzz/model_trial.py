@@ -15,7 +15,7 @@ from spanmesh_proto.errors import MeshError
 from stages.cutting.facts import read_model_facts
 from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -16,11 +16,11 @@ import psutil
 from mesh.bench.fuzz.frames import StageShape
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
-from stages.allocator import ALLOCATOR
 from stages.channels import SERVER_OPTIONS, add_port
 from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
-from stages.runtime import RuntimeOptions, StageRuntime
+from stages.runtime.memory import ALLOCATOR
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
 
 if TYPE_CHECKING:

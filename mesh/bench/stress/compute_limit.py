@@ -31,7 +31,7 @@ from mesh.logs import set_up_logs
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
 from stages.layers import LayerRange
-from stages.runtime import RuntimeOptions, Span, StageRuntime
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""llama.cpp holding one stage: token ids or hidden states in, hidden states or logits out."""
+"""Stage runtime: the llama.cpp context of one stage, its batches and its KV cache."""
 
 from __future__ import annotations
 
@@ -11,23 +11,80 @@ import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
-from stages.batch import Batch
-from stages.gpu_placing import GpuPlacing
 from stages.graph_boundary import Handover
-from stages.kv_rows import KvRows
-from stages.kv_types import KV_TYPES
 from stages.layers import LayerRange
-from stages.llama import init_backend, last_complaint
-from stages.mapped_pages import CopiedPages
-from stages.numerics import Numerics, numerics_for, prepare_process
-from stages.stop_tap import StopTap, make_stop_tap
-from stages.tap import LayerTap
+from stages.runtime.devices import GpuPlacing
+from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
+from stages.runtime.kv_state import KvRows
+from stages.runtime.kv_types import KV_TYPES
+from stages.runtime.llama import init_backend, last_complaint
+from stages.runtime.memory import CopiedPages
+from stages.runtime.numerics import Numerics, numerics_for, prepare_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+
+class Batch:
+    """A reusable `llama_batch` over numpy memory.
+
+    Args:
+        max_rows: Capacity.
+        n_embd: Width of hidden states in, or None if token ids go in.
+    """
+
+    def __init__(self, max_rows: int, n_embd: int | None) -> None:
+        self._tokens = np.zeros(max_rows, np.int32)
+        self._hidden = None if n_embd is None else np.zeros((max_rows, n_embd), np.float32)
+        self._positions = np.zeros(max_rows, np.int32)
+        self._num_slots_of_row = np.ones(max_rows, np.int32)
+        self._slots = np.zeros(max_rows, np.int32)
+        self._outputs = np.zeros(max_rows, np.int8)
+        slot_pointer = ctypes.POINTER(ctypes.c_int32)
+        self._slot_pointers = (slot_pointer * max_rows)(
+            *(ctypes.cast(self._slots.ctypes.data + 4 * row, slot_pointer) for row in range(max_rows))
+        )
+        self.struct = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=None if n_embd is not None else _pointer(self._tokens, ctypes.c_int32),
+            embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
+            pos=_pointer(self._positions, ctypes.c_int32),
+            n_seq_id=_pointer(self._num_slots_of_row, ctypes.c_int32),
+            seq_id=ctypes.cast(self._slot_pointers, ctypes.POINTER(slot_pointer)),
+            logits=_pointer(self._outputs, ctypes.c_int8),
+        )
+
+    def clear(self) -> None:
+        """Start over."""
+        self.struct.n_tokens = 0
+
+    def add(
+        self,
+        slot: int,
+        start: int,
+        tokens: Sequence[int],
+        hidden: NDArray[np.float32] | None,
+        first_output: int,
+    ) -> None:
+        """Append rows of one slot; those from `first_output` on give an output."""
+        first = self.struct.n_tokens
+        stop = first + len(tokens)
+        if self._hidden is None:
+            self._tokens[first:stop] = tokens
+        else:
+            self._hidden[first:stop] = hidden
+        self._positions[first:stop] = np.arange(start, start + len(tokens))
+        self._slots[first:stop] = slot
+        self._outputs[first : first + first_output] = 0
+        self._outputs[first + first_output : stop] = 1
+        self.struct.n_tokens = stop
+
+
+def _pointer(array: NDArray[Any], kind: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(kind))
 
 
 @dataclass(frozen=True)
@@ -38,8 +95,8 @@ class RuntimeOptions:
         num_slots: Sequences that it holds at once.
         ctx_size: Positions of each.
         num_threads: Threads of llama.cpp; they spin, so no more than free cores.
-        exact: Numeric mode, see `stages.numerics`.
-        kv_type: Format of the KV cache, one of `stages.kv_types.KV_TYPES`.
+        exact: Numeric mode, see `stages.runtime.numerics`.
+        kv_type: Format of the KV cache, one of `stages.runtime.kv_types.KV_TYPES`.
         observe_layers: Layers whose outputs `observed` gives after a decode; for certifying.
         gpu_layers: Devices, by llama.cpp's names, each with how many layers it holds, in the order of layers:
             those before are the processor's, and the head goes with the last. None leaves it to llama.cpp,
@@ -306,7 +363,7 @@ class StageRuntime:
         return rows
 
     def num_kv_bytes(self, slot: int) -> int:
-        """What `kv_rows` takes of the memory, in bytes."""
+        """What `kv_state` takes of the memory, in bytes."""
         return int(llama_cpp.llama_state_seq_get_size(self._context, slot))
 
     def put_kv_rows(self, slot: int, rows: KvRows) -> None:

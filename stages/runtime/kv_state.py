@@ -1,4 +1,4 @@
-"""The KV cache of one sequence as rows by position, taken from what llama.cpp saves of it. Pure.
+"""Parser of llama.cpp's saved sequence state: KV rows by position.
 
 llama.cpp saves a sequence whole (`llama_state_seq_get_data`). A copy of a stage on another host wants only
 the positions that are new to it, so the saved bytes are taken apart here: cut to a range of positions, they

@@ -1,4 +1,4 @@
-"""The two numeric modes: `exact`, where a row's logits do not depend on its batch, and `fast`.
+"""Numeric modes, exact and fast.
 
 llama.cpp picks its kernels by batch shape, so a token verified in a span of four can round differently from
 the same token decoded alone. On a CPU, bit-equality for every batch of fewer than 64 rows needs all of these:

@@ -1,4 +1,4 @@
-"""Formats of a KV cache that llama.cpp computes attention with."""
+"""KV cache formats."""
 
 from __future__ import annotations
 

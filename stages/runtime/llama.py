@@ -1,4 +1,4 @@
-"""The few parts of llama.cpp's C API that llama-cpp-python does not wrap, and where its log goes."""
+"""Functions of llama.cpp's C API that llama-cpp-python lacks, and the routing of its log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import llama_cpp
 import structlog
 from llama_cpp import _ctypes_extensions
 
-from stages.llama_libraries import library_folder
+from stages.runtime.llama_libraries import library_folder
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""Where llama.cpp's libraries are, and what they may bring. Loads none of them."""
+"""Locations of llama.cpp's shared libraries, found without loading them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,320 @@
+"""Devices of llama.cpp, the layers each holds, and how fast each reads weights.
+
+The list and all that is known of a device comes from llama.cpp's library, so it holds for any backend that it
+was built with: CUDA, HIP, Metal, Vulkan, SYCL. Which devices layers go to is chosen as llama.cpp chooses when
+nobody says anything: every GPU once, even if two backends know it; integrated GPUs only where there is no
+other.
+
+To ask wakes the devices up: CUDA, for one, gives a process that looks at a GPU a few hundred MB of it. So a
+process that stays, and computes nothing there, has another one look: see `mesh.cluster.gpus`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import llama_cpp
+
+from spanmesh_proto.errors import ClusterError
+from stages.runtime.llama import ggml_base, init_backend, llama_library
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+# `enum ggml_backend_dev_type`.
+_KINDS: Final = ("cpu", "gpu", "integrated gpu", "accelerator", "meta")
+# Its devices count as GPUs, but Apple's processors share their memory with them.
+_METAL: Final = "MTL"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    Attributes:
+        name: As llama.cpp calls it, such as `CUDA0`.
+        description: For people.
+        kind: `cpu`, `gpu`, `integrated gpu`, `accelerator` or `meta`.
+        backend: What brings it, such as `CUDA`.
+        id: Of the hardware, the same whichever backend speaks of it; empty if unknown.
+        free_bytes: Of its memory, now; 0 together with `total_bytes` if it does not tell.
+        total_bytes: Of its memory.
+        index: Its place in llama.cpp's list.
+    """
+
+    name: str
+    description: str
+    kind: str
+    backend: str
+    id: str
+    free_bytes: int
+    total_bytes: int
+    index: int
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether what it holds is taken from the host's own memory."""
+        return self.kind == "integrated gpu" or self.backend == _METAL
+
+
+class _Caps(ctypes.Structure):
+    """`struct ggml_backend_dev_caps`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_bool)
+        for name in ("async_", "host_buffer", "buffer_from_host_ptr", "events", "mmap_support")
+    )
+
+
+class _Props(ctypes.Structure):
+    """`struct ggml_backend_dev_props`."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("memory_free", ctypes.c_size_t),
+        ("memory_total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
+        ("caps", _Caps),
+        # A newer llama.cpp may write more than is known here.
+        ("room", ctypes.c_byte * 256),
+    )
+
+
+def list_devices() -> tuple[Device, ...]:
+    """Every device that llama.cpp knows, the processor among them."""
+    init_backend()
+    library = ggml_devices()
+    return tuple(_read(library.ggml_backend_dev_get(i), i) for i in range(library.ggml_backend_dev_count()))
+
+
+def layer_devices(devices: Iterable[Device] | None = None) -> tuple[Device, ...]:
+    """Those that layers go to, in the order in which llama.cpp fills them.
+
+    Args:
+        devices: All there are; asked of llama.cpp unless given.
+    """
+    if devices is None:
+        devices = list_devices()
+    everything = tuple(devices)
+    gpus: list[Device] = []
+    for device in everything:
+        is_known = device.id and any(other.id == device.id for other in gpus)
+        # Lent by another program over a connection: they come first, as each hop costs time.
+        if device.kind == "gpu" and device.backend != "RPC" and not is_known:
+            gpus.append(device)
+    remote = [device for device in everything if device.kind == "gpu" and device.backend == "RPC"]
+    integrated = [device for device in everything if device.kind == "integrated gpu"]
+    of_one_backend = [device for device in integrated if device.backend == integrated[0].backend]
+    return (*remote, *(gpus or of_one_backend))
+
+
+def device_pointers(devices: Sequence[Device]) -> Any:
+    """What `llama_model_params.devices` takes: an array that ends with NULL; an empty one bars them all."""
+    library = ggml_devices()
+    handles = [library.ggml_backend_dev_get(device.index) for device in devices]
+    return (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+
+
+@functools.cache
+def ggml_devices() -> Any:
+    """libggml, where backends are registered, with the prototypes used here."""
+    library = llama_library("ggml")
+    library.ggml_backend_dev_count.argtypes = []
+    library.ggml_backend_dev_count.restype = ctypes.c_size_t
+    library.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    library.ggml_backend_dev_get.restype = ctypes.c_void_p
+    base = ggml_base()
+    base.ggml_backend_dev_get_props.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Props)]
+    base.ggml_backend_dev_get_props.restype = None
+    base.ggml_backend_dev_backend_reg.argtypes = [ctypes.c_void_p]
+    base.ggml_backend_dev_backend_reg.restype = ctypes.c_void_p
+    base.ggml_backend_reg_name.argtypes = [ctypes.c_void_p]
+    base.ggml_backend_reg_name.restype = ctypes.c_char_p
+    return library
+
+
+def _read(handle: int, index: int) -> Device:
+    base = ggml_base()
+    props = _Props()
+    base.ggml_backend_dev_get_props(handle, ctypes.byref(props))
+    return Device(
+        name=_text(props.name),
+        description=_text(props.description),
+        kind=_KINDS[props.type] if 0 <= props.type < len(_KINDS) else "unknown",
+        backend=_text(base.ggml_backend_reg_name(base.ggml_backend_dev_backend_reg(handle))),
+        id=_text(props.device_id),
+        free_bytes=props.memory_free,
+        total_bytes=props.memory_total,
+        index=index,
+    )
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class GpuPlacing:
+    """What is to be said to llama.cpp about devices.
+
+    Attributes:
+        devices: Those that layers go to.
+        counts: How many layers each holds; None for all, shared out as llama.cpp does by default, which is by
+            free memory.
+    """
+
+    devices: tuple[Device, ...]
+    counts: tuple[int, ...] | None
+
+    @classmethod
+    def find(cls, wanted: Sequence[tuple[str, int]] | None) -> Self:
+        """Look for the devices that are wanted.
+
+        Args:
+            wanted: Names and numbers of layers, in the order of layers; None for all that there are.
+
+        Raises:
+            ClusterError: If one of them is not there.
+        """
+        if wanted is not None and not wanted:
+            return cls((), ())
+        # Looking at them wakes GPUs up.
+        init_backend()
+        there = layer_devices() if llama_cpp.llama_supports_gpu_offload() else ()
+        if wanted is None:
+            return cls(there, None)
+        by_name = {device.name: device for device in there}
+        missing = [name for name, _ in wanted if name not in by_name]
+        if missing:
+            known = ", ".join(by_name) or "none"
+            raise ClusterError(
+                f"layers were to go to {missing[0]}, which llama.cpp does not find here; it finds {known}: "
+                "is the device still there, and this process allowed to use it?"
+            )
+        return cls(tuple(by_name[name] for name, _ in wanted), tuple(count for _, count in wanted))
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether any layer goes to a device."""
+        return bool(self.devices)
+
+    def apply(self, params: Any) -> None:
+        """Write it into `llama_model_params`.
+
+        llama.cpp counts the head as a layer behind the last, and fills devices in the given proportions; with
+        whole numbers of layers for these, layers go exactly where they are to.
+
+        Args:
+            params: Keeps what llama.cpp points to alive.
+        """
+        pointers = device_pointers(self.devices)
+        params.devices = ctypes.cast(pointers, ctypes.c_void_p)
+        if self.counts is None:
+            params.keep_alive = (pointers,)
+            return
+        params.n_gpu_layers = sum(self.counts) + 1 if self.counts else 0
+        parts = (ctypes.c_float * llama_cpp.LLAMA_MAX_DEVICES)(*self.counts)
+        if self.counts:
+            parts[len(self.counts) - 1] += 1
+            params.tensor_split = ctypes.cast(parts, ctypes.POINTER(ctypes.c_float))
+        params.keep_alive = (pointers, parts)
+
+
+# Larger than any cache on a device.
+_PROBE_BYTES: Final = 512 * 2**20
+_ROUNDS: Final = 5
+_WIDTH: Final = 4096
+_F32, _F16 = 0, 1
+_F16_BYTES: Final = 2
+# The matrix, the vector, what comes of them, and room for more.
+_TENSORS: Final = 8
+
+
+class _InitParams(ctypes.Structure):
+    """`struct ggml_init_params`."""
+
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+def device_speed_gb_per_s(device: Device, *, probe_bytes: int = _PROBE_BYTES) -> float:
+    """How fast a device reads a large F16 matrix that it multiplies by a vector, the best of several rounds.
+
+    That is what a token costs: every weight is read once, and hardly anything else is done.
+
+    Args:
+        device: Which.
+        probe_bytes: Size of the matrix, if so much is free four times over; smaller otherwise.
+
+    Raises:
+        ClusterError: If the device does not compute it.
+    """
+    init_backend()
+    if device.free_bytes:
+        probe_bytes = min(probe_bytes, device.free_bytes // 4)
+    rows = max(1, probe_bytes // (_WIDTH * _F16_BYTES))
+    ggml = _ggml()
+    with ExitStack() as stack:
+        backend = ggml.ggml_backend_dev_init(ggml_devices().ggml_backend_dev_get(device.index), None)
+        if not backend:
+            raise ClusterError(f"llama.cpp cannot start the device {device.name} ({device.description})")
+        stack.callback(ggml.ggml_backend_free, backend)
+        size = _TENSORS * ggml.ggml_tensor_overhead() + ggml.ggml_graph_overhead()
+        context = ggml.ggml_init(_InitParams(size, None, True))  # noqa: FBT003 - a C struct
+        stack.callback(ggml.ggml_free, context)
+        matrix = ggml.ggml_new_tensor_2d(context, _F16, _WIDTH, rows)
+        vector = ggml.ggml_new_tensor_2d(context, _F32, _WIDTH, 1)
+        product = ggml.ggml_mul_mat(context, matrix, vector)
+        graph = ggml.ggml_new_graph(context)
+        ggml.ggml_build_forward_expand(graph, product)
+        buffer = ggml.ggml_backend_alloc_ctx_tensors(context, backend)
+        if not buffer:
+            raise ClusterError(f"the device {device.name} has no {probe_bytes} bytes free for a measurement")
+        stack.callback(ggml.ggml_backend_buffer_free, buffer)
+        # Else the pages of a processor's memory are not there yet.
+        ggml.ggml_backend_buffer_clear(buffer, 0)
+        best_s = min(_time(ggml, backend, graph, device) for _ in range(_ROUNDS))
+    return rows * _WIDTH * _F16_BYTES / best_s / 1e9
+
+
+def _time(ggml: Any, backend: int, graph: int, device: Device) -> float:
+    start_s = time.perf_counter()
+    status = ggml.ggml_backend_graph_compute(backend, graph)
+    took_s = time.perf_counter() - start_s
+    if status != 0:
+        raise ClusterError(f"the device {device.name} does not compute: llama.cpp says {status}")
+    return took_s
+
+
+@functools.cache
+def _ggml() -> Any:
+    """libggml-base, with the prototypes used here."""
+    library = ggml_base()
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+    prototypes: dict[str, tuple[Any, list[Any]]] = {
+        "ggml_init": (pointer, [_InitParams]),
+        "ggml_free": (None, [pointer]),
+        "ggml_tensor_overhead": (size, []),
+        "ggml_graph_overhead": (size, []),
+        "ggml_new_tensor_2d": (pointer, [pointer, ctypes.c_int, integer, integer]),
+        "ggml_mul_mat": (pointer, [pointer, pointer, pointer]),
+        "ggml_new_graph": (pointer, [pointer]),
+        "ggml_build_forward_expand": (None, [pointer, pointer]),
+        "ggml_backend_dev_init": (pointer, [pointer, ctypes.c_char_p]),
+        "ggml_backend_free": (None, [pointer]),
+        "ggml_backend_alloc_ctx_tensors": (pointer, [pointer, pointer]),
+        "ggml_backend_buffer_clear": (None, [pointer, ctypes.c_uint8]),
+        "ggml_backend_buffer_free": (None, [pointer]),
+        "ggml_backend_graph_compute": (ctypes.c_int, [pointer, pointer]),
+    }
+    for name, (result, arguments) in prototypes.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
