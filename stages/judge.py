@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stages.grammar.record import GrammarRecord
+from stages.grammar.session_grammar import GrammarRecord
 from stages.logprobs import TokenLogprobs, token_logprobs
 from stages.sampling import Sampler, Sampling
 from stages.token_record import TokenRecord
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from stages.grammar.grammars import Grammars
+    from stages.grammar.session_grammar import Grammars
     from stages.grammar.token_masks import TokenMasks
     from stages.opening import Opening
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
-from stages.grammar.limits import MAX_GRAMMAR_BYTES, refusal
+from stages.grammar.gbnf_parser import MAX_GRAMMAR_BYTES, refusal
 from stages.logprobs import MAX_TOP_LOGPROBS
 from stages.sampling import Sampling
 

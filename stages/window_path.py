@@ -12,7 +12,7 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, MeshError, StageFailed, wire_of
 from stages.encoded_hidden import EncodedHidden
-from stages.grammar.grammars import Grammars
+from stages.grammar.session_grammar import Grammars
 from stages.judge import Judge
 from stages.opening import Opening
 from stages.runtime.memory import resident_bytes

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from mesh.engine import Committed, GenerationRequest
     from speculative.proposer import Proposer
-    from stages.grammar.token_texts import TokenTexts
+    from stages.grammar.token_masks import TokenTexts
     from tests.fake_stage import FakeRuntime
 
 MESH_ID = "test-mesh"

@@ -8,7 +8,7 @@ import pytest
 
 from mesh.said.formats import CallFormat
 from mesh.tokenizer import Tokenizer
-from stages.grammar.grammars import make_automaton
+from stages.grammar.session_grammar import make_automaton
 from tests import api_harness
 from tests.api_harness import MODEL, Api, ScriptedEngine, running_api
 from tests.test_grammar import matches

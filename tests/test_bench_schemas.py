@@ -14,7 +14,7 @@ from mesh.json_grammar.api import schema_grammar
 from mesh.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
-from stages.grammar.grammars import make_automaton
+from stages.grammar.session_grammar import make_automaton
 from stages.runtime.stage_runtime import RuntimeOptions
 from tests.api_harness import running_api
 from tests.json_schemas import random_text

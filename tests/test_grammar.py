@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import DEAD, Automaton
-from stages.grammar.grammars import make_automaton
-from stages.grammar.limits import MAX_DRAW_WORK, MAX_GRAMMAR_BYTES, MAX_REPEATS
-from stages.grammar.utf8_ranges import MAX_CODE_POINT, byte_sequences, complement, merged
+from stages.grammar.gbnf_parser import (
+    MAX_CODE_POINT,
+    MAX_DRAW_WORK,
+    MAX_GRAMMAR_BYTES,
+    MAX_REPEATS,
+    byte_sequences,
+    complement,
+    merged,
+)
+from stages.grammar.session_grammar import make_automaton
 
 
 def matches(automaton: Automaton, text: str | bytes) -> bool:

@@ -18,9 +18,8 @@ from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.grammar.automaton import DEAD
-from stages.grammar.grammars import make_automaton
-from stages.grammar.record import GrammarRecord
-from stages.grammar.token_texts import TokenTexts
+from stages.grammar.session_grammar import GrammarRecord, make_automaton
+from stages.grammar.token_masks import TokenTexts
 from stages.sampling import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle, Parrot

@@ -15,10 +15,8 @@ from mesh.tokenizer import Tokenizer
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ProtocolError
 from stages.grammar.automaton import DEAD
-from stages.grammar.grammars import Grammars, make_automaton
-from stages.grammar.token_masks import TokenMasks
-from stages.grammar.token_texts import TokenTexts
-from stages.grammar.token_tree import TokenTree
+from stages.grammar.session_grammar import Grammars, make_automaton
+from stages.grammar.token_masks import TokenMasks, TokenTexts, TokenTree
 from tests.llama_grammar import LlamaGrammar
 
 JSON = r"""

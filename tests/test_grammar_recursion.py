@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from mesh.json_grammar.api import json_object_grammar, schema_grammar
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import DEAD, Automaton
-from stages.grammar.grammars import make_automaton
+from stages.grammar.gbnf_parser import MAX_RECURSION, parse_gbnf
 from stages.grammar.graph import build_graph
-from stages.grammar.limits import MAX_RECURSION
-from stages.grammar.parser import parse_gbnf
+from stages.grammar.session_grammar import make_automaton
 from tests.searches import search
 from tests.test_grammar import begins, matches
 

@@ -14,8 +14,8 @@ from mesh.json_grammar.api import json_object_grammar, schema_grammar
 from mesh.json_grammar.gbnf import to_gbnf
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import Automaton
-from stages.grammar.grammars import make_automaton
-from stages.grammar.parser import parse_gbnf
+from stages.grammar.gbnf_parser import parse_gbnf
+from stages.grammar.session_grammar import make_automaton
 from tests.json_schemas import CASES, Case, dump, modern, random_text
 from tests.test_grammar import matches
 

@@ -21,7 +21,7 @@ from mesh.bench.llama_rpc import unpacked_source
 from mesh.json_grammar.api import schema_grammar
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import Automaton
-from stages.grammar.grammars import make_automaton
+from stages.grammar.session_grammar import make_automaton
 from tests.json_schemas import modern, random_text
 from tests.test_grammar import matches
 

@@ -12,7 +12,7 @@ from mesh.said.formats import CallFormat
 from mesh.said.message_reader import MessageReader, Reading
 from mesh.said.pieces import Content, Reasoning, Said, calls_of, joined
 from spanmesh_proto.errors import InvalidRequest
-from stages.grammar.grammars import make_automaton
+from stages.grammar.session_grammar import make_automaton
 from tests.json_schemas import random_text
 from tests.test_grammar import matches
 

@@ -13,8 +13,7 @@ from mesh.json_grammar.gbnf import to_gbnf
 from mesh.json_grammar.string_grammar import quoted
 from mesh.said.formats import CallFormat
 from spanmesh_proto.errors import InvalidRequest
-from stages.grammar.syntax import Chars, Expression, Ref
-from stages.grammar.utf8_ranges import complement
+from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

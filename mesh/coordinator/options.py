@@ -10,7 +10,7 @@ from speculative.controller import ControllerOptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stages.grammar.token_texts import TokenTexts
+    from stages.grammar.token_masks import TokenTexts
 
 
 @dataclass(frozen=True)

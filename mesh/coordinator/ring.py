@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mesh.coordinator.clock_offset import ClockOffset
-    from stages.grammar.token_texts import TokenTexts
+    from stages.grammar.token_masks import TokenTexts
     from stages.identity import Identity
     from stages.layers import LayerRange
 

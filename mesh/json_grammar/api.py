@@ -9,7 +9,7 @@ from mesh.json_grammar.convert import Converter, check_size
 from mesh.json_grammar.errors import SchemaError
 from mesh.json_grammar.gbnf import to_gbnf
 from spanmesh_proto.errors import InvalidRequest
-from stages.grammar.grammars import make_automaton
+from stages.grammar.session_grammar import make_automaton
 
 _MOST_WHERE_CHARS: Final = 120
 

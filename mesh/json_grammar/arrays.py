@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from mesh.json_grammar.errors import SchemaError
 from mesh.json_grammar.expressions import NOTHING, maybe, seq, times
-from stages.grammar.limits import MAX_REPEATS
+from stages.grammar.gbnf_parser import MAX_REPEATS, Expression
 
 if TYPE_CHECKING:
     from mesh.json_grammar.flatten import Flat
     from mesh.json_grammar.objects import Convert, Name
-    from stages.grammar.syntax import Expression
 
 
 def array_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Expression | None:

@@ -5,7 +5,7 @@ left out; objects with `properties` have no others unless `additionalProperties`
 without `items`; each alternative of an `anyOf` holds alone; a schema without `type` means the types that its
 keywords speak of; numbers within bounds have no exponent; formats are written in one of their forms; between
 tokens there is at most a space, or a line's end and 20 blanks. How often a schema may stand within itself is
-the grammar's matter (stages/grammar/recursion.py).
+the grammar's matter (stages/grammar/graph.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mesh.json_grammar.number_grammar import Bound, integer_between, number_betw
 from mesh.json_grammar.objects import free_object, object_of
 from mesh.json_grammar.string_grammar import CHAR
 from mesh.json_grammar.strings import string_of
-from stages.grammar.grammars import make_automaton
-from stages.grammar.syntax import Expression, Ref
+from stages.grammar.gbnf_parser import Expression, Ref
+from stages.grammar.session_grammar import make_automaton
 
 if TYPE_CHECKING:
     from stages.grammar.automaton import Automaton

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from stages.grammar.syntax import Chars, Choice, Expression, Literal, Ref, Repeat, Sequence
+from stages.grammar.gbnf_parser import Chars, Choice, Expression, Literal, Ref, Repeat, Sequence
 
 NOTHING: Final = Literal("")
 DIGIT: Final = Chars(((0x30, 0x39),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from stages.grammar.syntax import Chars, Choice, Expression, Literal, Ref, Repeat, Sequence
+from stages.grammar.gbnf_parser import Chars, Choice, Expression, Literal, Ref, Repeat, Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ from typing import Final
 
 from mesh.json_grammar.errors import SchemaError
 from mesh.json_grammar.expressions import DIGIT, chars, either, maybe, seq, times
-from stages.grammar.syntax import Expression, Literal
+from stages.grammar.gbnf_parser import Expression, Literal
 
 _MAX_DIGITS: Final = 16
 _LARGEST: Final = 10**_MAX_DIGITS - 1

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.json_grammar.errors import SchemaError
 from mesh.json_grammar.expressions import NOTHING, chars, either, maybe, seq, times
 from mesh.json_grammar.string_grammar import CHAR, quoted
-from stages.grammar.syntax import Chars, Expression
-from stages.grammar.utf8_ranges import complement
+from stages.grammar.gbnf_parser import Chars, Expression, complement
 
 if TYPE_CHECKING:
     from mesh.json_grammar.flatten import Flat

@@ -12,9 +12,16 @@ from typing import Final, NoReturn
 
 from mesh.json_grammar.errors import SchemaError
 from mesh.json_grammar.expressions import NOTHING, either, seq, times
-from stages.grammar.limits import MAX_NESTING, MAX_REPEATS
-from stages.grammar.syntax import Chars, Expression
-from stages.grammar.utf8_ranges import MAX_CODE_POINT, CodeRange, complement, merged
+from stages.grammar.gbnf_parser import (
+    MAX_CODE_POINT,
+    MAX_NESTING,
+    MAX_REPEATS,
+    Chars,
+    CodeRange,
+    Expression,
+    complement,
+    merged,
+)
 
 _DIGITS: Final = ((0x30, 0x39),)
 _WORD: Final = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))

@@ -6,8 +6,18 @@ import json
 from typing import Final
 
 from mesh.json_grammar.expressions import HEX_DIGIT, chars, either, seq, times
-from stages.grammar.syntax import Chars, Choice, Expression, Literal, Ref, Repeat, Sequence
-from stages.grammar.utf8_ranges import MAX_CODE_POINT, complement, merged
+from stages.grammar.gbnf_parser import (
+    MAX_CODE_POINT,
+    Chars,
+    Choice,
+    Expression,
+    Literal,
+    Ref,
+    Repeat,
+    Sequence,
+    complement,
+    merged,
+)
 
 # What stands for itself between quotes. JSON allows DEL, but terminals do not show it.
 _PLAIN: Final = complement([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)])

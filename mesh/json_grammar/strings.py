@@ -10,8 +10,7 @@ from mesh.json_grammar.formats import PATTERNS
 from mesh.json_grammar.regular_expression import parse_pattern
 from mesh.json_grammar.string_grammar import CHAR, in_string
 from mesh.json_grammar.text_length import text_length
-from stages.grammar.limits import MAX_REPEATS
-from stages.grammar.syntax import Expression, Repeat, Sequence
+from stages.grammar.gbnf_parser import MAX_REPEATS, Expression, Repeat, Sequence
 
 if TYPE_CHECKING:
     from mesh.json_grammar.flatten import Flat

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.grammar.syntax import Chars, Choice, Expression, Literal, Repeat, Sequence
+from stages.grammar.gbnf_parser import Chars, Choice, Expression, Literal, Repeat, Sequence
 
 
 def text_length(expression: Expression) -> tuple[int, int | None]:

@@ -1,4 +1,4 @@
-"""A grammar run byte by byte, made deterministic as far as texts go.
+"""Deterministic automaton over a grammar graph, built lazily.
 
 A state is a set of configurations: each a node that reads a byte, and a stack of nodes to return to. States
 and stacks are numbered when they are first met, and what a byte leads to is remembered, as in a lazily built
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from stages.grammar.graph import END, Graph, Kind
-from stages.grammar.limits import (
+from stages.grammar.gbnf_parser import (
     MAX_CONFIGS,
     MAX_DRAW_WORK,
     MAX_RECURSION,
@@ -23,7 +22,7 @@ from stages.grammar.limits import (
     MAX_TABLE_CELLS,
     refusal,
 )
-from stages.grammar.recursion import recursion_of
+from stages.grammar.graph import END, Graph, Kind, recursion_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""A grammar as a graph of byte-wise steps, ready to be run.
+"""Grammar graph over bytes, with the checks for left recursion and recursion depth.
 
 Each rule becomes a fragment of a non-deterministic automaton (Thompson 1968) whose edges read bytes, with one
 addition: a node can call another rule and go on behind it. So a position in a text is a node and a stack of
@@ -8,16 +8,30 @@ right take no room.
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
-from stages.grammar.limits import MAX_NODES, refusal
-from stages.grammar.syntax import Chars, Choice, Expression, Literal, Ref, Repeat, Sequence
-from stages.grammar.utf8_ranges import byte_sequences
+from stages.grammar.gbnf_parser import (
+    MAX_NODES,
+    Chars,
+    Choice,
+    Expression,
+    Literal,
+    Ref,
+    Repeat,
+    byte_sequences,
+    refusal,
+)
+from stages.grammar.gbnf_parser import Sequence as SequenceNode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+
+    Call = tuple[int, int]
+
 
 ROOT: Final = "root"
 END: Final = 0
@@ -134,7 +148,7 @@ class _Builder:
                 node = self._add(Kind.CALL, self._rules[name], following)
                 self._callers[node] = self._caller
                 return node
-            case Sequence(items):
+            case SequenceNode(items):
                 for item in reversed(items):
                     following = self._build(item, following)
                 return following
@@ -210,3 +224,203 @@ def _is_one_step(item: Expression) -> bool:
 def _span(low: int, high: int) -> int:
     """The set of the bytes from `low` to `high`."""
     return (1 << (high + 1)) - (1 << low)
+
+
+_MAX_VISITS: Final = 2_000_000
+
+
+def refuse_left_recursion(graph: Graph) -> None:
+    """Check that no rule can come to itself again without reading a byte.
+
+    Raises:
+        InvalidRequest: Naming a rule that does, or if finding out takes too long.
+    """
+    calls = _first_calls(graph)
+    order: dict[int, int] = {}  # 1: being looked at, 2: done
+    for start in range(len(graph.entries)):
+        path = [(start, iter(calls[start]))]
+        if order.get(start):
+            continue
+        order[start] = 1
+        while path:
+            rule, remaining = path[-1]
+            following = next(remaining, None)
+            if following is None:
+                order[rule] = 2
+                path.pop()
+            elif order.get(following) == 1:
+                raise refusal(
+                    f"the rule `{graph.names[following]}` is left-recursive: it comes to itself again before"
+                    " any character; write it as a repetition or recursive on the right"
+                )
+            elif not order.get(following):
+                order[following] = 1
+                path.append((following, iter(calls[following])))
+
+
+def _first_calls(graph: Graph) -> Sequence[Sequence[int]]:
+    """For each rule, those that it can call before it has read a byte."""
+    count = len(graph.entries)
+    calls: list[list[int]] = [[] for _ in range(count)]
+    can_be_empty = [False] * count
+    # Who waits for whether a rule can be empty: nodes behind a call of it, and whose walk they belong to.
+    waiting: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    seen: list[set[int]] = [set() for _ in range(count)]
+    todo = deque((rule, entry) for rule, entry in enumerate(graph.entries))
+    num_visits = 0
+    while todo:
+        rule, node = todo.popleft()
+        if node in seen[rule]:
+            continue
+        seen[rule].add(node)
+        num_visits += 1
+        if num_visits > _MAX_VISITS:
+            raise refusal("it is too entangled: make it smaller")
+        kind, payload = graph.kinds[node], graph.payloads[node]
+        if kind is Kind.END and not can_be_empty[rule]:
+            can_be_empty[rule] = True
+            todo.extend(waiting[rule])
+        elif kind is Kind.SPLIT:
+            todo.extend((rule, target) for target in graph.branches[payload])
+            num_visits += len(graph.branches[payload])
+        elif kind is Kind.CALL:
+            calls[rule].append(payload)
+            behind = (rule, graph.followings[node])
+            waiting[payload].append(behind)
+            if can_be_empty[payload]:
+                todo.append(behind)
+    return calls
+
+
+# A small model that has begun to nest often never stops. So a grammar whose rules call themselves is followed
+# only to `MAX_RECURSION` of such calls within each other, and what could not be brought to its end within
+# them is not offered: where the next bracket would open one too many, only what closes remains.
+#
+# A call nests if its rule can come back to the caller and something must follow in the caller, as `)` does in
+# `sum ::= "(" sum ")"`. A call at the very end, as in `list ::= item list`, only repeats. Of the calls on one
+# way from a rule back to itself one counts, whatever detours an object takes through its properties.
+_MAX_CALL_VISITS: Final = 300_000
+
+NEVER: Final = 1 << 30
+"""The need of what has no end at all."""
+
+
+@dataclass(frozen=True)
+class Recursion:
+    """What a graph's nesting comes to.
+
+    Attributes:
+        nests: For each node, whether it is a call that counts.
+        needs: For each node, how many calls that count must at least be open within each other on the way
+            from it to the end of its rule; `NEVER` if there is no way.
+    """
+
+    nests: Sequence[bool]
+    needs: Sequence[int]
+
+
+def recursion_of(graph: Graph) -> Recursion:
+    """Look at a graph, once."""
+    nodes = [node for node, kind in enumerate(graph.kinds) if kind is Kind.CALL]
+    call_of = {node: (graph.callers[node], graph.payloads[node]) for node in nodes}
+    circle_of = _circles(len(graph.entries), call_of.values())
+    returning = {node: call for node, call in call_of.items() if circle_of[call[0]] == circle_of[call[1]]}
+    nesting = {node: call for node, call in returning.items() if graph.followings[node] != END}
+    repeating = {call for node, call in returning.items() if node not in nesting}
+    counted = _counted(len(graph.entries), repeating, dict.fromkeys(nesting.values()))
+    nests = [False] * len(graph.kinds)
+    for node, call in nesting.items():
+        nests[node] = call in counted
+    return Recursion(nests, _needs(graph, nests))
+
+
+def _counted(num_rules: int, repeating: Iterable[Call], nesting: Iterable[Call]) -> set[Call]:
+    """So many of the calls that nest that no way back is without one: those that close one, in turn.
+
+    Where it would take long to find out, more of them.
+    """
+    called = _called(num_rules, repeating)
+    counted: set[Call] = set()
+    num_visits = 0
+    for caller, rule in nesting:
+        seen, todo = {rule}, deque([rule])
+        while todo and caller not in seen and num_visits < _MAX_CALL_VISITS:
+            for following in called[todo.popleft()]:
+                num_visits += 1
+                if following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+        if todo or caller in seen:
+            counted.add((caller, rule))
+        else:
+            called[caller].append(rule)
+    return counted
+
+
+def _needs(graph: Graph, nests: Sequence[bool]) -> list[int]:
+    """Knuth's generalisation of Dijkstra's algorithm (1977): the least comes first, and is final then."""
+    users = _users(graph)
+    needs = [NEVER] * len(graph.kinds)
+    todo = [(0, END)]
+    while todo:
+        need, node = heapq.heappop(todo)
+        if needs[node] != NEVER:
+            continue
+        needs[node] = need
+        for user in users[node]:
+            found = need
+            if graph.kinds[user] is Kind.CALL:
+                # What comes later of the rule and what follows it is at hand when the other one is.
+                within = needs[graph.entries[graph.payloads[user]]] + nests[user]
+                found = max(within, needs[graph.followings[user]])
+            if found < needs[user]:
+                heapq.heappush(todo, (found, user))
+    return needs
+
+
+def _users(graph: Graph) -> list[list[int]]:
+    """For each node, those that lead to it or call it."""
+    users: list[list[int]] = [[] for _ in graph.kinds]
+    for node, kind in enumerate(graph.kinds):
+        if kind is Kind.SPLIT:
+            for target in graph.branches[graph.payloads[node]]:
+                users[target].append(node)
+        elif kind is not Kind.END:
+            users[graph.followings[node]].append(node)
+        if kind is Kind.CALL:
+            users[graph.entries[graph.payloads[node]]].append(node)
+    return users
+
+
+def _circles(num_rules: int, calls: Iterable[Call]) -> list[int]:
+    """The number of each rule's strongly connected component (Tarjan 1972), without recursion."""
+    called = _called(num_rules, calls)
+    order: dict[int, int] = {}
+    lowest: dict[int, int] = {}
+    found = [-1] * num_rules
+    unfinished: list[int] = []
+    for start in range(num_rules):
+        todo = [start]
+        while todo:
+            rule = todo[-1]
+            if rule not in order:
+                order[rule] = lowest[rule] = len(order)
+                unfinished.append(rule)
+                todo += [following for following in called[rule] if following not in order]
+                continue
+            todo.pop()
+            if found[rule] != -1:
+                continue
+            within = [following for following in called[rule] if found[following] == -1]
+            lowest[rule] = min(lowest[rule], *(lowest[following] for following in within), order[rule])
+            if lowest[rule] == order[rule]:
+                while found[rule] == -1:
+                    found[unfinished.pop()] = rule
+    return found
+
+
+def _called(num_rules: int, calls: Iterable[Call]) -> list[list[int]]:
+    called: list[list[int]] = [[] for _ in range(num_rules)]
+    for caller, rule in calls:
+        called[caller].append(rule)
+    return called

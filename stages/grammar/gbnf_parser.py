@@ -1,4 +1,4 @@
-"""GBNF, llama.cpp's notation for grammars, from text to a tree. Pure; its time is linear in the text.
+"""GBNF parser: grammar text to syntax tree, with size limits and UTF-8 ranges.
 
 The notation: `name ::= alternatives`, with "literals", [a-z] and [^a-z] character classes, `.`, (groups),
 the repetitions `* + ? {m} {m,} {m,n}`, and comments from `#` to the end of the line. A rule ends with its
@@ -9,14 +9,163 @@ line, unless a group is open or `::=` or `|` has just been read. llama.cpp's ter
 from __future__ import annotations
 
 import string
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from stages.grammar.limits import MAX_GRAMMAR_BYTES, MAX_NESTING, MAX_REPEATS, MAX_RULES, refusal
-from stages.grammar.syntax import Chars, Choice, Expression, Literal, Ref, Repeat, Sequence
-from stages.grammar.utf8_ranges import MAX_CODE_POINT, CodeRange, complement, merged
+from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
+
+
+@dataclass(frozen=True)
+class Literal:
+    """A text, as it stands; perhaps an empty one."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One code point out of these ranges: disjoint, ascending, not none."""
+
+    ranges: tuple[CodeRange, ...]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """What the rule of this name says."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One after the other."""
+
+    items: tuple[Expression, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of these."""
+
+    options: tuple[Expression, ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """An item at least so many times, and at most so many; None is no bound."""
+
+    item: Expression
+    least: int
+    most: int | None
+
+
+Expression = Literal | Chars | Ref | Sequence | Choice | Repeat
+
+
+# A range is split where the length of its encoding changes and where its continuation bytes would not all
+# range freely, so that each part is a plain product of byte ranges, as in RE2 and in Rust's utf8-ranges.
+# Surrogates have no encoding and are left out.
+MAX_CODE_POINT: Final = 0x10FFFF
+_SURROGATES: Final = (0xD800, 0xDFFF)
+# The last code point of each length of encoding.
+_LAST_OF_LENGTH: Final = (0x7F, 0x7FF, 0xFFFF, MAX_CODE_POINT)
+
+ByteRange = tuple[int, int]
+CodeRange = tuple[int, int]
+
+
+def merged(ranges: Iterable[CodeRange]) -> tuple[CodeRange, ...]:
+    """The same code points as few disjoint ranges, ascending."""
+    out: list[CodeRange] = []
+    for low, high in sorted(ranges):
+        if out and low <= out[-1][1] + 1:
+            out[-1] = (out[-1][0], max(out[-1][1], high))
+        else:
+            out.append((low, high))
+    return tuple(out)
+
+
+def complement(ranges: Iterable[CodeRange]) -> tuple[CodeRange, ...]:
+    """All other code points."""
+    out: list[CodeRange] = []
+    start = 0
+    for low, high in merged(ranges):
+        if start < low:
+            out.append((start, low - 1))
+        start = high + 1
+    if start <= MAX_CODE_POINT:
+        out.append((start, MAX_CODE_POINT))
+    return tuple(out)
+
+
+def byte_sequences(ranges: Iterable[CodeRange]) -> list[tuple[ByteRange, ...]]:
+    """How the code points of `ranges` are written in UTF-8.
+
+    Returns:
+        Sequences of 1 to 4 byte ranges; a text of one code point matches exactly one of them.
+    """
+    return [sequence for low, high in merged(ranges) for sequence in _sequences(low, high)]
+
+
+def _sequences(low: int, high: int) -> Iterator[tuple[ByteRange, ...]]:
+    if low > high:
+        return
+    if low <= _SURROGATES[1] and high >= _SURROGATES[0]:
+        yield from _sequences(low, min(high, _SURROGATES[0] - 1))
+        yield from _sequences(max(low, _SURROGATES[1] + 1), high)
+        return
+    for last in _LAST_OF_LENGTH:
+        if low <= last < high:
+            yield from _sequences(low, last)
+            yield from _sequences(last + 1, high)
+            return
+    yield from _of_one_length(low, high)
+
+
+def _of_one_length(low: int, high: int) -> Iterator[tuple[ByteRange, ...]]:
+    for bits in (6, 12, 18):
+        rest = (1 << bits) - 1
+        if high <= 0x7F or low & ~rest == high & ~rest:
+            break
+        # The lower bits must range freely where the higher ones differ.
+        if low & rest:
+            yield from _of_one_length(low, low | rest)
+            yield from _of_one_length((low | rest) + 1, high)
+            return
+        if high & rest != rest:
+            yield from _of_one_length(low, (high & ~rest) - 1)
+            yield from _of_one_length(high & ~rest, high)
+            return
+    yield tuple(zip(chr(low).encode(), chr(high).encode(), strict=True))
+
+
+# A grammar is a program from a stranger. Sizes are checked before it runs; how much it computes cannot be
+# known before, so that is counted while it runs. What is legitimate stays far below all of these.
+MAX_GRAMMAR_BYTES: Final = 256 * 1024
+MAX_RULES: Final = 8192
+MAX_NODES: Final = 100_000
+MAX_REPEATS: Final = 16_384
+MAX_NESTING: Final = 64
+# How many times what a grammar describes may stand within itself, as objects in objects do: see recursion.py.
+MAX_RECURSION: Final = 16
+
+# Ways in which the text so far can be read, at once.
+MAX_CONFIGS: Final = 4096
+# States and frames of one automaton: its memory. A new session gets a fresh one at half of them.
+MAX_STATES: Final = 65_536
+MAX_TABLE_CELLS: Final = 8 * 1024 * 1024
+# Elementary steps (about a microsecond each): for one token, and for one answer.
+MAX_DRAW_WORK: Final = 200_000
+MAX_ANSWER_WORK: Final = 4_000_000
+
+
+def refusal(reason: str) -> InvalidRequest:
+    """What a client hears of a grammar that does not work."""
+    return InvalidRequest(f"grammar: {reason}", param="grammar")
+
 
 _NAME_LETTERS: Final = frozenset(string.ascii_letters + string.digits + "-")
 _DIGITS: Final = frozenset(string.digits)
