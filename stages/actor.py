@@ -18,11 +18,8 @@ import structlog
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
-from stages.channels import SERVER_OPTIONS, add_port
 from stages.cutting.places import stage_store
 from stages.fetch import Brought, FetchSource, fetch_stage
-from stages.hidden_codec import HiddenType
-from stages.identity import Identity, NewKey
 from stages.orphan import orphaned
 from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
@@ -30,6 +27,8 @@ from stages.runtime.memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sent_rows import room_for_sent_rows
 from stages.server import StageService
+from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port
+from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size
 from stages.weights.keeping import read_keeping
 from stages.weights.stage_store import hold

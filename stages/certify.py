@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages import hidden_codec
 from stages.certificate import Certificate, CutResult, Difference, compare, phases_of
 from stages.cutting.cut import write_stage
 from stages.cutting.source_model import read_source
-from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.transport import hidden_codec
+from stages.transport.hidden_codec import HiddenType
 from stages.wire_loss import wire_loss
 
 if TYPE_CHECKING:

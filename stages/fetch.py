@@ -19,9 +19,9 @@ from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, InvalidModel, MeshError
 from stages.cancellable_work import CancellableWork
-from stages.channels import CLIENT_OPTIONS
 from stages.gguf.file_io import require_disk, write_error
-from stages.link import explain
+from stages.transport.channels import CLIENT_OPTIONS
+from stages.transport.stage_link import explain
 from stages.weights.assembly import Assembly
 from stages.weights.cache_limit import make_room
 from stages.weights.keeping import NOTHING_SAID, Keeping

@@ -16,13 +16,13 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
-from stages.channels import key_metadata, open_channel
-from stages.link import explain
+from stages.transport.channels import key_metadata, open_channel
+from stages.transport.stage_link import explain
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 log = structlog.get_logger()
 

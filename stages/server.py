@@ -14,14 +14,13 @@ from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError, StageFailed
-from stages.channels import KeyCheck, abort
 from stages.follower import Follower
-from stages.hidden_codec import HiddenType
 from stages.leading import Leading, pause_s
-from stages.link import MOST_BUNDLED_WINDOWS, StageLink
 from stages.ring_place import RingPlace
 from stages.sent_rows import LEAST_SENT_BYTES
-from stages.strangers import Strangers
+from stages.transport.channels import KeyCheck, Strangers, abort
+from stages.transport.hidden_codec import HiddenType
+from stages.transport.stage_link import MOST_BUNDLED_WINDOWS, StageLink
 from stages.window_path import WindowPath, monotonic_us
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from stages.identity import Identity
     from stages.runtime.stage_runtime import StageRuntime
+    from stages.transport.channels import Identity
 
 log = structlog.get_logger()
 

@@ -11,7 +11,6 @@ import structlog
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, MeshError, StageFailed, wire_of
-from stages.encoded_hidden import EncodedHidden
 from stages.grammar.session_grammar import Grammars
 from stages.judge import Judge
 from stages.opening import Opening
@@ -20,6 +19,7 @@ from stages.runtime.stage_runtime import Span, StageRuntime
 from stages.sent_rows import SentRows
 from stages.sessions import SessionTable
 from stages.stage_slots import StageSlots
+from stages.transport.hidden_codec import EncodedHidden
 from stages.wakefulness import Wakefulness
 from stages.window_queue import Begun, Passed, QueuedWindow, WindowQueue
 from stages.worker import StageWorker
@@ -27,9 +27,9 @@ from stages.worker import StageWorker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from stages.hidden_codec import HiddenType
-    from stages.link import StageLink
     from stages.slot_tokens import Marks
+    from stages.transport.hidden_codec import HiddenType
+    from stages.transport.stage_link import StageLink
 
 log = structlog.get_logger()
 

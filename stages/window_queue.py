@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from spanmesh_proto import windows_pb2 as wire
-    from stages.encoded_hidden import EncodedHidden
     from stages.judge import Judge
     from stages.runtime.stage_runtime import Span
+    from stages.transport.hidden_codec import EncodedHidden
 
 
 _MOST_PASSED_OVER: Final = 4

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from stages.hidden_codec import HiddenType
+    from stages.transport.hidden_codec import HiddenType
 
 
 @dataclass(frozen=True)

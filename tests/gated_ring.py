@@ -33,12 +33,12 @@ import structlog
 
 import mesh.coordinator.control
 import stages.follower
-import stages.link
+import stages.transport.stage_link
 import stages.window_path
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
-from stages.channels import SERVER_OPTIONS, open_channel
 from stages.server import StageService
+from stages.transport.channels import SERVER_OPTIONS, open_channel
 from stages.window_queue import WindowQueue
 from tests.fake_stage import FakeRuntime
 from tests.gated_streams import STREAM_HEADER, GatedChannel, GatedStage
@@ -325,7 +325,7 @@ def watched(patch: pytest.MonkeyPatch, ring_of: Callable[[], GatedRing | None]) 
             self._arrivals = WatchedArrivals(ring.gate_of_next)  # type: ignore[assignment]
 
     with patch.context() as patched:
-        for module in (mesh.coordinator.control, stages.link, stages.follower):
+        for module in (mesh.coordinator.control, stages.transport.stage_link, stages.follower):
             patched.setattr(module, "open_channel", open_gated)
         patched.setattr(stages.window_path, "WindowQueue", WatchedQueue)
         patched.setattr(stages.window_path, "monotonic_us", now_us)

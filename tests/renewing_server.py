@@ -8,7 +8,7 @@ import grpc
 
 from mesh.cluster.authority import Authority
 from mesh.cluster.certificate import make_certificate
-from stages.channels import SERVER_OPTIONS, add_port
+from stages.transport.channels import SERVER_OPTIONS, add_port
 
 _RENEWED_EVERY_S = 0.1
 

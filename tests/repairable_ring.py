@@ -13,9 +13,9 @@ import grpc
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
-from stages.channels import SERVER_OPTIONS
 from stages.sent_rows import LEAST_SENT_BYTES
 from stages.server import StageService
+from stages.transport.channels import SERVER_OPTIONS
 from tests.fake_stage import FakeRuntime
 from tests.ring_harness import RunningStage
 

@@ -39,8 +39,8 @@ from spanmesh_proto.errors import StageFailed
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
 from stages.fetch import FetchSource
-from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
+from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

@@ -13,7 +13,7 @@ from mesh.cluster.links import Link
 from mesh.tokenizer import Tokenizer
 from mesh.wire_choice import WireChoice
 from spanmesh_proto.errors import ClusterError, JoinError
-from stages.hidden_codec import HiddenType
+from stages.transport.hidden_codec import HiddenType
 from tests.api_harness import ScriptedEngine, running_api, tokenizer
 from tests.raw_client import RawClient, request_bytes
 

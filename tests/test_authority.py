@@ -14,7 +14,7 @@ from mesh.cluster.authority import Authority
 from mesh.cluster.certificate import make_certificate
 from mesh.cluster.host_certificate import HostCertificate, renewal_in_s
 from spanmesh_proto.errors import JoinError
-from stages.identity import NewKey, peer_name
+from stages.transport.channels import NewKey, peer_name
 
 NOW = dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
 AUTHORITY = Authority(make_certificate(NOW), clock=lambda: NOW)

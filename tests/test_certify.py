@@ -13,9 +13,9 @@ from stages.certificate import Difference, compare
 from stages.certify import CertifyOptions, certify
 from stages.cutting import families
 from stages.cutting.self_check import cut_stage
-from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.transport.hidden_codec import HiddenType
 from stages.wire_loss import wire_loss
 from tests.short_models import short_gemma3_path  # noqa: F401 - a fixture
 from tests.tiny_models import N_VOCAB, TinyModel

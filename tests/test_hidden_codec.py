@@ -8,7 +8,7 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from spanmesh_proto.errors import StageFailed
-from stages.hidden_codec import BLOCK_WIDTH, HiddenType, decode, encode
+from stages.transport.hidden_codec import BLOCK_WIDTH, HiddenType, decode, encode
 
 SMALLER = (HiddenType.F16, HiddenType.Q8)
 Hidden = NDArray[np.float32]

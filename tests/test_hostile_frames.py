@@ -17,9 +17,9 @@ from mesh.bench.fuzz.over_grpc import fuzz_grpc
 from mesh.bench.fuzz.small_model import small_layout, write_layout
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
-from stages.channels import key_metadata
-from stages.link import MOST_BUNDLED_WINDOWS
 from stages.runtime.stage_runtime import RuntimeOptions
+from stages.transport.channels import key_metadata
+from stages.transport.stage_link import MOST_BUNDLED_WINDOWS
 from tests.fake_stage import FakeRuntime
 from tests.ring_harness import MESH_KEY, RunningStage, running_services, running_stages
 from tests.test_stage_server import Peer, hello

@@ -14,9 +14,9 @@ from mesh.planner import StagePlacement
 from mesh.replanner import NewStage, Replan
 from mesh.serve.fleet import Fleet, Seat
 from mesh.serve.ledger import Ledger
-from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
 from stages.runtime.memory import GpuShare, StageMemory
+from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from mesh.serve.stage_handle import StageHandle

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanmesh_proto import windows_pb2 as wire
-from stages.link import frames
+from stages.transport.stage_link import frames
 
 MOST_BYTES = 64 * 1024
 

@@ -265,7 +265,7 @@ async def test_a_channel_trusts_the_pinned_certificate_only(tmp_path: Path) -> N
 async def test_a_host_without_a_certificate_request_is_refused_and_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.identity.NewKey.request_pem", lambda _: b"")
+    monkeypatch.setattr("stages.transport.channels.NewKey.request_pem", lambda _: b"")
     async with head(tmp_path) as side:
         with pytest.raises(JoinError, match="'studio' sent no proper certificate request"):
             await join(side.token)

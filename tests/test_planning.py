@@ -25,8 +25,8 @@ from mesh.serve.planning import agreed, is_room_as_before, made_in_thread
 from mesh.serve.repair import Repair
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit
-from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
+from stages.transport.hidden_codec import HiddenType
 from tests.test_planner import WORKLOAD, host, model
 
 if TYPE_CHECKING:

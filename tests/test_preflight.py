@@ -11,7 +11,7 @@ from mesh.serve.preflight import check, own_capacity
 from mesh.serve.speculation_options import SpeculationOptions
 from mesh.stage_sizes import StageSizes
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
-from stages.hidden_codec import HiddenType
+from stages.transport.hidden_codec import HiddenType
 from tests.ipv6 import needs_ipv6
 from tests.tiny_models import TinyModel
 

@@ -15,9 +15,9 @@ from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError
-from stages.channels import CLIENT_OPTIONS, key_metadata
-from stages.link import StageLink
 from stages.runtime.stage_runtime import Span
+from stages.transport.channels import CLIENT_OPTIONS, key_metadata
+from stages.transport.stage_link import StageLink
 from tests.fake_stage import FakeRuntime
 from tests.repairable_ring import NUM_STAGES, RepairableRing, serving
 from tests.ring_harness import RunningStage, collect

@@ -18,19 +18,19 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.actor import StageActor, StageConfig
-from stages.channels import key_metadata, open_channel
 from stages.cutting.cache import StageCache
 from stages.fetch import FetchSource
 from stages.layers import LayerRange
-from stages.link import StageLink
 from stages.runtime.memory import StageMemory
 from stages.runtime.stage_runtime import RuntimeOptions
+from stages.transport.channels import key_metadata, open_channel
+from stages.transport.stage_link import StageLink
 from tests.ipv6 import needs_ipv6
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 pytestmark = pytest.mark.model
 AUTHORITY = Authority(make_certificate(dt.datetime.now(dt.UTC)))

@@ -23,11 +23,11 @@ from spanmesh_proto.errors import (
     ProtocolVersionMismatch,
     StageFailed,
 )
-from stages.channels import key_metadata
-from stages.hidden_codec import HiddenType, encode
 from stages.layers import LayerRange
-from stages.link import StageLink
 from stages.runtime.stage_runtime import RuntimeOptions
+from stages.transport.channels import key_metadata
+from stages.transport.hidden_codec import HiddenType, encode
+from stages.transport.stage_link import StageLink
 from tests.ring_harness import MESH_ID, MESH_KEY, RunningStage, collect, running_coordinator, running_stages
 
 pytestmark = pytest.mark.model

@@ -15,7 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from mesh.cluster.certificate import CLOCK_SKEW
 from spanmesh_proto.errors import JoinError
-from stages.identity import Identity, NewKey, peer_name
+from stages.transport.channels import Identity, NewKey, peer_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,13 +11,12 @@ from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, InvalidRequest
-from stages.channels import SERVER_OPTIONS, KeyCheck, abort, add_port
-from stages.strangers import Strangers
+from stages.transport.channels import SERVER_OPTIONS, KeyCheck, Strangers, abort, add_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cryptography import x509
 
 from spanmesh_proto.errors import MeshError
-from stages.identity import Identity, NewKey
+from stages.transport.channels import Identity, NewKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,12 +14,12 @@ from mesh.cluster.links import Link
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError
-from stages.channels import key_metadata, open_channel
-from stages.link import explain
+from stages.transport.channels import key_metadata, open_channel
+from stages.transport.stage_link import explain
 
 if TYPE_CHECKING:
     from mesh.cluster.links import LinkWish
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
     Bounce = grpc.aio.StreamStreamCall[wire.Probe, wire.Probe]
 

@@ -11,7 +11,7 @@ from spanmesh_proto import membership_pb2 as wire
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 
 def order_of(id: int, targets: Mapping[str, str], wish: LinkWish) -> wire.LinkOrder:

@@ -17,7 +17,7 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from mesh.cluster.members import Member, Members
     from mesh.cluster.membership_server import MembershipService
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 log = structlog.get_logger()
 

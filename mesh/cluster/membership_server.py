@@ -23,8 +23,8 @@ from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import HostUnreachable, JoinError, MeshError, PortInUse
-from stages.channels import SERVER_OPTIONS, abort
 from stages.fetch import MAX_REQUEST_BYTES
+from stages.transport.channels import SERVER_OPTIONS, abort
 from stages.weights.rate_limit import RateLimit
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.members import Member, Members
     from stages.cutting.cache import StageCache
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 log = structlog.get_logger()
 

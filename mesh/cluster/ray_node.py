@@ -27,7 +27,7 @@ from mesh.cluster.ray_tls_files import RayTlsFiles
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 _MODE: Final = 0o600
 

@@ -15,7 +15,7 @@ from mesh.commands.model_argument import local_model
 from mesh.progress import progress_bars
 from stages.certify import CertifyOptions
 from stages.certify_apart import certify_apart
-from stages.hidden_codec import HiddenType
+from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

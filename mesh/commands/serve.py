@@ -176,7 +176,7 @@ def serve(
     from mesh.interruption import run_interruptible  # noqa: PLC0415
     from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
     from mesh.topology import read_topology  # noqa: PLC0415
-    from stages.hidden_codec import HiddenType  # noqa: PLC0415
+    from stages.transport.hidden_codec import HiddenType  # noqa: PLC0415
 
     name = name or socket.gethostname()
     topology = None if topology_path is None else read_topology(topology_path)

@@ -12,13 +12,13 @@ from mesh.coordinator.clock_offset import ClockOffset
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed
-from stages.channels import key_metadata, open_channel
-from stages.link import explain
+from stages.transport.channels import key_metadata, open_channel
+from stages.transport.stage_link import explain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 
 class ControlStream:

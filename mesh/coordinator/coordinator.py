@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from spanmesh_proto import windows_pb2 as wire
     from speculative.outcome import Outcome
     from speculative.proposer import Proposer
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 log = structlog.get_logger()
 

@@ -15,15 +15,15 @@ from mesh.coordinator.silence import Silence
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import HostUnreachable, MeshError, ProtocolError, StageFailed, from_code
-from stages.link import StageLink
+from stages.transport.stage_link import StageLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mesh.coordinator.clock_offset import ClockOffset
     from stages.grammar.token_masks import TokenTexts
-    from stages.identity import Identity
     from stages.layers import LayerRange
+    from stages.transport.channels import Identity
 
 log = structlog.get_logger()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mesh.serve.preflight import Preflight
     from mesh.serve.stage_handle import StageLoss
     from mesh.topology import Topology
-    from stages.hidden_codec import HiddenType
+    from stages.transport.hidden_codec import HiddenType
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mesh.serve.planning import agreed, is_room_as_before
 from mesh.serve.preflight import placed
 from mesh.serve.wires import HIDDEN_VALUE_BYTES, planned_wires
 from mesh.stage_sizes import StageSizes
-from stages.hidden_codec import HiddenType
+from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from mesh.replanner import Replan
     from mesh.serve.mesh_keys import MeshKeys
     from mesh.serve.stage_handle import StageHandle
-    from stages.hidden_codec import HiddenType
     from stages.layers import LayerRange
+    from stages.transport.hidden_codec import HiddenType
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mesh.serve.head_state import HeadState
     from mesh.serve.options import ServeOptions
     from stages.cutting.cache import StageCache
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 log = structlog.get_logger()
 

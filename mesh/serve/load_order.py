@@ -11,7 +11,7 @@ from mesh.serve.speculation_options import SpeculationOptions
 from mesh.serve.weights_options import WeightsOptions
 from spanmesh_proto.errors import InvalidRequest
 from stages.gguf.reader import model_name
-from stages.hidden_codec import HiddenType
+from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from mesh.engine import SpeculationMode

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.serve.weights_options import PLAIN_WEIGHTS, WeightsOptions
 from spanmesh_proto.errors import ClusterError
-from stages.hidden_codec import HiddenType
+from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from mesh.serve.speculation_options import SpeculationOptions

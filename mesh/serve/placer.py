@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mesh.serve.ledger import Account, InTheWay
     from mesh.serve.stage_handle import StageHandle
     from mesh.serve.stage_maker import StageMaker
-    from stages.hidden_codec import HiddenType
+    from stages.transport.hidden_codec import HiddenType
 
 
 log = structlog.get_logger()

@@ -24,8 +24,8 @@ from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.cutting.facts import ModelFacts, read_model_facts
 from stages.gguf.reader import read_header
-from stages.hidden_codec import HiddenType
 from stages.runtime.kv_types import check_kv_type
+from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from mesh.progress import ProgressTask
     from mesh.serve.mesh_keys import MeshKeys
     from stages.actor import StageConfig
-    from stages.hidden_codec import HiddenType
     from stages.layers import LayerRange
+    from stages.transport.hidden_codec import HiddenType
     from stages.weights.transfer import Transfer
 
 log = structlog.get_logger()

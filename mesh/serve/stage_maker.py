@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from mesh.serve.transfers import Transfers
     from stages.cutting.cache import StageCache
     from stages.fetch import FetchSource
-    from stages.hidden_codec import HiddenType
     from stages.layers import LayerRange
     from stages.runtime.memory import StageMemory
+    from stages.transport.hidden_codec import HiddenType
     from stages.weights.recipe import Recipe
 
 

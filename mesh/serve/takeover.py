@@ -14,8 +14,8 @@ from mesh.serve.head_state import HeadState, KeptModel, KeptStage
 from mesh.stage_sizes import StageSizes
 from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import MeshError, StageFailed
-from stages.hidden_codec import HiddenType
 from stages.layers import LayerRange
+from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mesh.serve.fleet import Seat
     from mesh.serve.mesh_keys import MeshKeys
     from mesh.serve.stage_handle import StageHandle
-    from stages.hidden_codec import HiddenType
+    from stages.transport.hidden_codec import HiddenType
 
 
 async def wire_up(seats: Sequence[Seat], keys: MeshKeys, blame: Blame) -> tuple[StageAddress, ...]:

@@ -9,12 +9,12 @@ from mesh.bench.fuzz.stage_process import HOST, MESH_KEY
 from mesh.coordinator.control import VerdictStream
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError
-from stages.link import StageLink
 from stages.opening import Opening
 from stages.sampling import Sampling
+from stages.transport.stage_link import StageLink
 
 if TYPE_CHECKING:
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 _PROMPT: Final = (5, 300, 7, 900, 11, 12, 13, 500)
 _NUM_STEPS: Final = 4

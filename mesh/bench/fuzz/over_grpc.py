@@ -25,12 +25,12 @@ from mesh.coordinator.control import ControlStream
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError
-from stages.channels import key_metadata, open_channel
+from stages.transport.channels import key_metadata, open_channel
 
 if TYPE_CHECKING:
     from mesh.bench.fuzz.options import FuzzOptions
     from mesh.bench.fuzz.report import FuzzReport
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 _LINK: Final = "/spanmesh.windows.Stage/Link"
 _CONTROL: Final = "/spanmesh.windows.Stage/Control"

@@ -16,18 +16,18 @@ import psutil
 from mesh.bench.fuzz.frames import StageShape
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
-from stages.channels import SERVER_OPTIONS, add_port
 from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.memory import ALLOCATOR
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
+from stages.transport.channels import SERVER_OPTIONS, add_port
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 HOST: Final = "fuzzed"
 MESH_ID: Final = "fuzz"

@@ -1,4 +1,4 @@
-"""The held-open stream to the next stage."""
+"""Stage link: an ordered stream of frames to the next stage, held open."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, StageFailed, from_code
-from stages.channels import key_metadata, open_channel
+from stages.transport.channels import key_metadata, open_channel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from stages.identity import Identity
+    from stages.transport.channels import Identity
 
 log = structlog.get_logger()
 

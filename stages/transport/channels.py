@@ -1,22 +1,75 @@
-"""How gRPC is set up between hosts: TLS, message sizes, keepalive, and the key that every call carries."""
+"""gRPC channels and ports over mutual TLS, with the identity of a host and failed handshakes."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import hmac
 import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import structlog
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.message import DecodeError
 
 from spanmesh_proto.errors import MeshError, ProtocolError, wire_of
-from stages.identity import peer_name
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from stages.identity import Identity
+
+@dataclass(frozen=True)
+class Identity:
+    """What a process shows its peers, and whom it believes. All PEM.
+
+    Attributes:
+        certificate_pem: Names the host that the process runs on; signed by the authority.
+        private_key_pem: Made in this process.
+        authority_pem: The mesh's authority: a peer whose certificate it did not sign is refused.
+    """
+
+    certificate_pem: bytes
+    private_key_pem: bytes = field(repr=False)
+    authority_pem: bytes
+
+
+class NewKey:
+    """A P-256 key that is made here and stays here; only the request to certify it travels."""
+
+    def __init__(self) -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+
+    @property
+    def public_key(self) -> ec.EllipticCurvePublicKey:
+        """Its public half."""
+        return self._key.public_key()
+
+    def request_pem(self) -> bytes:
+        """PKCS #10. It names nobody: who this host is, the authority knows from elsewhere."""
+        request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+        return request.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    def identity(self, certificate_pem: bytes, authority_pem: bytes) -> Identity:
+        """What the key becomes with the certificate that was made for it."""
+        private_key_pem = self._key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        return Identity(certificate_pem, private_key_pem, authority_pem)
+
+
+def peer_name(host: str) -> str:
+    """The DNS name in the certificates of a host.
+
+    Hosts may be called what no DNS name may, `10.0.0.7` among them, and `a` is another host than `A`: hence a
+    digest. The name that people know is the certificate's common name.
+    """
+    return f"{hashlib.sha256(host.encode()).hexdigest()[:32]}.host.spanmesh"
+
 
 log = structlog.get_logger()
 
@@ -207,3 +260,58 @@ def _refusal(handler: Any, on_refused: Callable[[str], None]) -> Any:
     if handler.request_streaming:
         return grpc.stream_stream_rpc_method_handler(refuse_stream)
     return grpc.unary_stream_rpc_method_handler(refuse_stream)
+
+
+# A peer that speaks plain text, or whose certificate another authority signed, fails in the handshake. gRPC
+# tells a server that a handshake begins, since it asks which certificate to show, and whose each call is. Who
+# connected and is not among the callers a few seconds later is a stranger.
+# Members call as soon as they are connected; so does a slow one, over a slow network, by then.
+PATIENCE_S: Final = 3.0
+# Connections with calls; a mesh has a few for each stage.
+_MOST_REMEMBERED: Final = 4096
+
+
+class Strangers:
+    """Counts the connections to one server, and logs those on which nobody called in time.
+
+    Lives in the event loop that made it.
+
+    Args:
+        patience_s: How long a peer may take from the beginning of its handshake to its first call.
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._patience_s = patience_s
+        self._callers: OrderedDict[str, None] = OrderedDict()
+        self._num_callers = 0
+        self._num_judged = 0
+        self._num_logged = 0
+
+    def connected(self) -> None:
+        """Somebody begins a handshake. May be called in any thread, as long as the loop is open."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, self._patience_s, self._judge)
+
+    def called(self, peer: str) -> None:
+        """A call came, whether it is answered or not.
+
+        Args:
+            peer: Address and port, as gRPC names them: one for each connection.
+        """
+        if peer not in self._callers:
+            self._num_callers += 1
+        self._callers[peer] = None
+        self._callers.move_to_end(peer)
+        if len(self._callers) > _MOST_REMEMBERED:
+            self._callers.popitem(last=False)
+
+    def _judge(self) -> None:
+        self._num_judged += 1
+        # Callers whose own time is not over yet only put this off until it is.
+        if self._num_judged - self._num_logged > self._num_callers:
+            self._num_logged += 1
+            log.warning(
+                "stranger_refused",
+                within_s=self._patience_s,
+                reason="no call came: it speaks plain text, has no certificate of this mesh, or hung up",
+            )

@@ -1,0 +1,1 @@
+"""Transport between stages: channels, links and the codec of hidden states."""
