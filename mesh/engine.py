@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from stages.sampling import Sampling
+from stages.sampling.sampler import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from mesh.ring_times import RingTimes
     from mesh.speculation_report import SpeculationReport
-    from stages.logprobs import TokenLogprobs
+    from stages.sampling.logprobs import TokenLogprobs
 
 
 SpeculationMode = Literal["off", "ngram", "draft", "auto", "replay"]
@@ -50,7 +50,7 @@ class GenerationRequest:
         uses_cache: Whether it may begin with tokens that earlier requests of the same client have left in
             the stages' caches.
         num_top_logprobs: How many likeliest tokens to report beside each committed one's logprob, up to
-            `stages.logprobs.MAX_TOP_LOGPROBS`; None reports nothing.
+            `stages.sampling.logprobs.MAX_TOP_LOGPROBS`; None reports nothing.
         grammar: GBNF that the answer must match, from its first token on; None leaves it free.
     """
 

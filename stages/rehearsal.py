@@ -20,11 +20,11 @@ import numpy as np
 import structlog
 
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit
-from stages.judge import Judge
 from stages.rehearsal_order import RehearsalOrder, StageTiming
 from stages.runtime.memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.sampling import Sampling
+from stages.sampling.sampler import Sampling
+from stages.sampling.verifier import Judge
 from stages.units import format_size
 from stages.wakefulness import Wakefulness
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
-from stages.opening import NOTHING_RESUMED
+from stages.sampling.session_spec import NOTHING_RESUMED
 
 if TYPE_CHECKING:
-    from stages.judge import Judge
-    from stages.opening import Resumed
+    from stages.sampling.session_spec import Resumed
+    from stages.sampling.verifier import Judge
 
 _NUM_CLOSED_REMEMBERED: Final = 4096
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stages.token_record import TokenRecord
+from stages.sampling.verifier import TokenRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

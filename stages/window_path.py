@@ -12,10 +12,10 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, MeshError, StageFailed, wire_of
 from stages.grammar.session_grammar import Grammars
-from stages.judge import Judge
-from stages.opening import Opening
 from stages.runtime.memory import resident_bytes
 from stages.runtime.stage_runtime import Span, StageRuntime
+from stages.sampling.session_spec import Opening
+from stages.sampling.verifier import Judge
 from stages.sent_rows import SentRows
 from stages.sessions import SessionTable
 from stages.stage_slots import StageSlots

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from spanmesh_proto import windows_pb2 as wire
-    from stages.judge import Judge
     from stages.runtime.stage_runtime import Span
+    from stages.sampling.verifier import Judge
     from stages.transport.hidden_codec import EncodedHidden
 
 

@@ -17,7 +17,7 @@ from mesh.api.backends import Backends
 from mesh.api.server import serve_api
 from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
 from mesh.tokenizer import Tokenizer
-from stages.logprobs import TokenLogprobs
+from stages.sampling.logprobs import TokenLogprobs
 
 MODEL = "smollm2"
 KEY = "sk-of-alice"

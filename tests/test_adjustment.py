@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
-from stages.adjustment import LogitAdjustment
-from stages.judge import Judge
-from stages.logprobs import from_wire, to_wire, token_logprobs
-from stages.opening import Opening
-from stages.sampling import MAX_BIASES, Sampler, Sampling
-from stages.token_record import TokenRecord
+from stages.sampling.logprobs import from_wire, to_wire, token_logprobs
+from stages.sampling.sampler import MAX_BIASES, LogitAdjustment, Sampler, Sampling
+from stages.sampling.session_spec import Opening
+from stages.sampling.verifier import Judge, TokenRecord
 
 N_VOCAB = 24
 tokens = st.lists(st.integers(0, N_VOCAB - 1), max_size=40)

@@ -13,7 +13,7 @@ from mesh.coordinator.suspicion import Suspicion, culprit
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import StageFailed
 from stages.runtime.stage_runtime import Span
-from stages.sampling import Sampler, Sampling
+from stages.sampling.sampler import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, plain_answer
 from tests.repairable_ring import RepairableRing, serving
 from tests.ring_harness import collect

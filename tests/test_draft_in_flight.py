@@ -16,7 +16,7 @@ from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions
 from speculative.draft.model import DraftModel
 from stages.runtime.stage_runtime import RuntimeOptions
-from stages.sampling import Sampling
+from stages.sampling.sampler import Sampling
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_stages
 
 pytestmark = pytest.mark.model

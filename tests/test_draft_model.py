@@ -16,7 +16,7 @@ from speculative.draft.context import DraftOptions, DraftUnusable
 from speculative.draft.model import DraftModel
 from speculative.proposer import EMPTY
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.sampling import Sampler, Sampling
+from stages.sampling.sampler import Sampler, Sampling
 from tests.draft_models import greedy, greedy_alone, running_draft, wait_for
 from tests.tiny_models import N_VOCAB, TinyModel
 

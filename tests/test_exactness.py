@@ -15,7 +15,7 @@ from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposal, Proposer
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.sampling import Sampling
+from stages.sampling.sampler import Sampling
 from tests.proposers import Parrot
 from tests.ring_harness import RunningStage, running_coordinator, running_stages
 from tests.short_models import short_smollm2_path  # noqa: F401 - a fixture

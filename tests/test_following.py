@@ -13,12 +13,12 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError, UncuttableModel
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
-from stages.judge import Judge
 from stages.layers import ranges_from_cuts
 from stages.leading import pause_s
-from stages.opening import Resumed
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.sampling import Sampling
+from stages.sampling.sampler import Sampling
+from stages.sampling.session_spec import Resumed
+from stages.sampling.verifier import Judge
 from stages.sent_rows import SentRows
 from stages.sessions import SessionTable
 from stages.slot_tokens import Marks

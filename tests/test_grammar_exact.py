@@ -12,7 +12,7 @@ from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.runtime.stage_runtime import RuntimeOptions
-from stages.sampling import Sampling
+from stages.sampling.sampler import Sampling
 from tests.proposers import Oracle, Parrot
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_stages
 from tests.whole_model_engine import WholeModelEngine

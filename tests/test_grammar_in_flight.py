@@ -20,7 +20,7 @@ from speculative.proposer import Proposer
 from stages.grammar.automaton import DEAD
 from stages.grammar.session_grammar import GrammarRecord, make_automaton
 from stages.grammar.token_masks import TokenTexts
-from stages.sampling import Sampler, Sampling
+from stages.sampling.sampler import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle, Parrot
 from tests.repairable_ring import NUM_STAGES, Deaths, RepairableRing, serving

@@ -9,7 +9,7 @@ from mesh.coordinator.guarded_proposer import GuardedProposer
 from mesh.engine import GenerationRequest
 from speculative.controller import ControllerOptions
 from speculative.proposer import EMPTY, Proposal
-from stages.sampling import Sampler, Sampling
+from stages.sampling.sampler import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle
 from tests.ring_harness import collect, running_coordinator, running_services

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mesh.engine import GenerationRequest, GenerationStats
 from mesh.serve.proposers import Proposers
 from speculative.controller import ControllerOptions
-from stages.sampling import Sampler, Sampling
+from stages.sampling.sampler import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, plain_answer
 from tests.ring_harness import collect, running_coordinator
 from tests.searches import search

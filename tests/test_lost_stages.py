@@ -16,7 +16,7 @@ from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.silence import Silence
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ModelDoesNotFit, StageFailed
-from stages.sampling import Sampler, Sampling
+from stages.sampling.sampler import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.repairable_ring import RepairableRing, serving
 from tests.ring_harness import MESH_ID, MESH_KEY, RunningStage, collect, running_services

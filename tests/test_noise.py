@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.noise import BLOCK_SIZE, _word, _words, block_rings, position_key, ring_times
+from stages.sampling.gumbel import BLOCK_SIZE, _word, _words, block_rings, position_key, ring_times
 
 seeds = st.integers(0, 2**64 - 1)
 positions = st.integers(0, 2**31)

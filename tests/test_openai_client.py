@@ -22,7 +22,7 @@ from mesh.chat_template import chat_template_of, encode_prompt
 from mesh.engine import GenerationRequest
 from mesh.text import AnswerText
 from mesh.tokenizer import Tokenizer
-from stages.sampling import Sampling
+from stages.sampling.sampler import Sampling
 from tests.whole_model_engine import WholeModelEngine
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sociable, pytest.mark.model]

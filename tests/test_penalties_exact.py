@@ -10,9 +10,9 @@ from mesh.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
-from stages.logprobs import TokenLogprobs
 from stages.runtime.stage_runtime import RuntimeOptions
-from stages.sampling import Sampling
+from stages.sampling.logprobs import TokenLogprobs
+from stages.sampling.sampler import Sampling
 from tests.proposers import Oracle, Parrot
 from tests.ring_harness import RunningStage, running_coordinator, running_stages
 from tests.whole_model_engine import WholeModelEngine

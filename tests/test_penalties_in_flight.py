@@ -14,10 +14,9 @@ from spanmesh_proto.errors import InvalidRequest, ProtocolError, RequestError
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
-from stages.judge import Draws, Judge
-from stages.logprobs import TokenLogprobs, token_logprobs
-from stages.sampling import Sampler, Sampling
-from stages.token_record import TokenRecord
+from stages.sampling.logprobs import TokenLogprobs, token_logprobs
+from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.verifier import Draws, Judge, TokenRecord
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle, Parrot
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_services

@@ -20,7 +20,7 @@ from mesh.coordinator.coordinator import Coordinator
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import InvalidWindow
 from speculative.controller import ControllerOptions
-from stages.sampling import Sampler, Sampling
+from stages.sampling.sampler import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Parrot
 from tests.ring_harness import RunningStage, collect, running_coordinator, running_services

@@ -14,8 +14,8 @@ from spanmesh_proto.errors import PrefixMismatch
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
-from stages.logprobs import TokenLogprobs, token_logprobs
-from stages.sampling import Sampler, Sampling
+from stages.sampling.logprobs import TokenLogprobs, token_logprobs
+from stages.sampling.sampler import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, plain_answer
 from tests.proposers import Oracle, Parrot, SlowOracle
 from tests.repairable_ring import NUM_STAGES, Deaths, RepairableRing, serving

@@ -15,7 +15,7 @@ from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.sampling import Sampling
+from stages.sampling.sampler import Sampling
 from tests.repairable_ring import RepairableRing, serving
 
 pytestmark = pytest.mark.model

@@ -11,10 +11,8 @@ from hypothesis.extra import numpy as st_np
 from numpy.typing import NDArray
 
 from spanmesh_proto.errors import InvalidRequest, StageFailed
-from stages.candidates import candidate_ids, nucleus_size, top_ids
-from stages.noise import position_key
-from stages.race import race_all, race_among
-from stages.sampling import Sampler, Sampling
+from stages.sampling.gumbel import position_key, race_all, race_among
+from stages.sampling.sampler import Sampler, Sampling, candidate_ids, nucleus_size, top_ids
 
 Row = NDArray[np.float32]
 

@@ -12,8 +12,8 @@ from mesh.coordinator.generation import Generation
 from mesh.coordinator.window_plan import WindowPlan
 from mesh.engine import GenerationRequest
 from speculative.proposer import Proposal
-from stages.sampling import Sampler, Sampling
-from stages.verify import verify
+from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.verifier import verify
 
 N_VOCAB = 5
 NUM_TOKENS = 3

@@ -19,7 +19,7 @@ from mesh.engine import GenerationRequest
 from mesh.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
-from stages.sampling import Sampler, Sampling
+from stages.sampling.sampler import Sampler, Sampling
 from tests import api_harness
 from tests.fake_stage import FakeRuntime, plain_answer
 from tests.proposers import Oracle, Parrot

@@ -14,7 +14,7 @@ from mesh.engine import Committed, GenerationRequest, SpeculationLimits
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import PredictionProposer
 from speculative.proposer import Proposer
-from stages.sampling import Sampler, Sampling
+from stages.sampling.sampler import Sampler, Sampling
 from tests.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.proposers import Oracle
 from tests.ring_harness import collect, running_coordinator, running_services

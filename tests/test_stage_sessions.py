@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
-from stages.judge import Judge
-from stages.opening import Resumed
 from stages.runtime.stage_runtime import Span
-from stages.sampling import Sampling
+from stages.sampling.sampler import Sampling
+from stages.sampling.session_spec import Resumed
+from stages.sampling.verifier import Judge
 from stages.sessions import SessionTable
 from stages.window_queue import Begun, Passed, QueuedWindow, WindowQueue
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spanmesh_proto.errors import InvalidWindow
-from stages.sampling import Sampler, Sampling
-from stages.verify import verify
+from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.verifier import verify
 
 GREEDY = Sampler(Sampling())
 N_VOCAB = 10

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from mesh.engine import Committed, GenerationRequest, GenerationStats
 from mesh.tokenizer import Tokenizer
 from spanmesh_proto.errors import ContextLengthExceeded, Overloaded
-from stages.logprobs import TokenLogprobs
 from stages.runtime.llama import init_backend
-from stages.sampling import Sampler
+from stages.sampling.logprobs import TokenLogprobs
+from stages.sampling.sampler import Sampler
 from tests.llama_grammar import LlamaGrammar
 
 _CHUNK_ROWS = 32

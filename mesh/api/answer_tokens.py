@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mesh.text import AnswerText
-    from stages.logprobs import TokenLogprobs
+    from stages.sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from stages.sampling import MAX_BIAS, MAX_BIASES
+from stages.sampling.sampler import MAX_BIAS, MAX_BIASES
 
 _SHOWN_CHARS = 32
 

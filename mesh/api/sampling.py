@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import InvalidRequest
-from stages.sampling import Sampling
+from stages.sampling.sampler import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable

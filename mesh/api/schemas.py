@@ -26,8 +26,14 @@ from mesh.api.strict_body import StrictBody
 from mesh.api.tool_schemas import MAX_TOOLS, ToolBody, ToolCallBody, ToolChoiceInput, parse_tool_choice
 from mesh.engine import SpeculationLimits, SpeculationMode
 from spanmesh_proto.errors import InvalidRequest
-from stages.logprobs import MAX_TOP_LOGPROBS
-from stages.sampling import MAX_BIAS, MAX_BIASES, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
+from stages.sampling.logprobs import MAX_TOP_LOGPROBS
+from stages.sampling.sampler import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+)
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 512

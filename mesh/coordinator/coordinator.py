@@ -21,7 +21,7 @@ from mesh.coordinator.slots import SlotPool
 from mesh.coordinator.speculators import Speculators
 from mesh.speculation_report import SpeculationReport
 from spanmesh_proto.errors import MeshError, PrefixMismatch, StageFailed, from_code
-from stages.opening import Opening
+from stages.sampling.session_spec import Opening
 from stages.wakefulness import Wakefulness
 
 if TYPE_CHECKING:

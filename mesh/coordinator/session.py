@@ -30,8 +30,8 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import judge_unread
 from speculative.proposer import EMPTY
-from stages.logprobs import from_wire
-from stages.opening import NOTHING_RESUMED, Resumed
+from stages.sampling.logprobs import from_wire
+from stages.sampling.session_spec import NOTHING_RESUMED, Resumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mesh.engine import GenerationRequest
     from spanmesh_proto.errors import MeshError
     from speculative.outcome import Outcome
-    from stages.opening import Opening
+    from stages.sampling.session_spec import Opening
 
 log = structlog.get_logger()
 

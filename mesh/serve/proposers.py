@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mesh.draft.load import load_draft
 from mesh.serve.recorded_answers import latest_answer
 from speculative.lookup_proposers import Histories, NgramProposer, PredictionProposer, ReplayProposer
-from stages.sampling import Sampler
+from stages.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

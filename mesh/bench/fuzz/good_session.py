@@ -9,8 +9,8 @@ from mesh.bench.fuzz.stage_process import HOST, MESH_KEY
 from mesh.coordinator.control import VerdictStream
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError
-from stages.opening import Opening
-from stages.sampling import Sampling
+from stages.sampling.sampler import Sampling
+from stages.sampling.session_spec import Opening
 from stages.transport.stage_link import StageLink
 
 if TYPE_CHECKING:

@@ -1,26 +1,105 @@
-"""One session at the tail: what was said so far, and the judging of its windows."""
+"""Window verifier of the tail: samples each row and compares it with the proposal."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from spanmesh_proto.errors import InvalidWindow
 from stages.grammar.session_grammar import GrammarRecord
-from stages.logprobs import TokenLogprobs, token_logprobs
-from stages.sampling import Sampler, Sampling
-from stages.token_record import TokenRecord
-from stages.verify import verify
+from stages.sampling.logprobs import TokenLogprobs, token_logprobs
+from stages.sampling.sampler import Sampler, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from stages.grammar.session_grammar import Grammars
     from stages.grammar.token_masks import TokenMasks
-    from stages.opening import Opening
+    from stages.sampling.session_spec import Opening
+
+
+def verify(
+    rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32],
+    tokens: Sequence[int],
+    start: int,
+    choose: Callable[[NDArray[np.float32], int], int],
+) -> list[int]:
+    """Draw the target's own token after each verified row, for as long as it is the one that was proposed.
+
+    Row `i` of a window tells what follows `tokens[i]`, so its draw has absolute position `start + i + 1` and
+    is compared with `tokens[i + 1]`. The first difference voids the rows after it: they were computed on a
+    history that was not taken. The last row has nothing to be compared with and is a free prediction.
+
+    With tokens 5 6 7 8 at 40 and all four rows verified, draws 6 7 9 answer `[6, 7, 9]`: two accepted, and 9
+    in the place of 8, at position 43.
+
+    Args:
+        rows_logits: float32, shape (verify_rows, n_vocab): logits of the window's last rows.
+        tokens: All tokens of the window.
+        start: Absolute position of its first row.
+        choose: The session's own draw: the token for an absolute position, given the row before it.
+
+    Returns:
+        The ids drawn, up to and including the first that differs from the proposed token; empty if no row is
+        to be verified.
+
+    Raises:
+        InvalidWindow: If there are more rows than tokens.
+        StageFailed: If a row's logits are not finite.
+    """
+    first = len(tokens) - len(rows_logits)
+    if first < 0:
+        raise InvalidWindow(f"window at {start}: {len(rows_logits)} rows to verify, but {len(tokens)} tokens")
+    drawn: list[int] = []
+    for row, logits in enumerate(rows_logits, first):
+        drawn.append(choose(logits, start + row + 1))
+        if row + 1 < len(tokens) and drawn[-1] != tokens[row + 1]:
+            break
+    return drawn
+
+
+_FIRST_CAPACITY: Final = 256
+
+
+class TokenRecord:
+    """Token ids by absolute position. Like the cache it is cut where a window starts, and goes on with it.
+
+    So there is nothing to take back after a rejection: the next window overwrites what was rejected.
+    """
+
+    def __init__(self) -> None:
+        self._ids = np.empty(_FIRST_CAPACITY, np.int64)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def write(self, start: int, tokens: Sequence[int]) -> None:
+        """Forget everything from `start` on and put `tokens` there.
+
+        Raises:
+            InvalidWindow: If that would leave a gap.
+        """
+        if start > self._size:
+            raise InvalidWindow(
+                f"a window starts at position {start}, but only {self._size} tokens are known"
+            )
+        stop = start + len(tokens)
+        if stop > self._ids.size:
+            grown = np.empty(max(stop, 2 * self._ids.size), np.int64)
+            grown[:start] = self._ids[:start]
+            self._ids = grown
+        self._ids[start:stop] = tokens
+        self._size = stop
+
+    def before(self, position: int) -> NDArray[np.int64]:
+        """The tokens at positions below `position`: int64, a view that the next `write` may change."""
+        return self._ids[: min(position, self._size)]
 
 
 @dataclass(frozen=True)

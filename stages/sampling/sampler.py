@@ -1,4 +1,4 @@
-"""How the tail draws a token from a row of logits."""
+"""Sampler: sampling parameters, penalties and biases, and top-k, top-p and min-p filters."""
 
 from __future__ import annotations
 
@@ -9,15 +9,159 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 
 from spanmesh_proto.errors import InvalidRequest, StageFailed
-from stages.adjustment import LogitAdjustment
-from stages.candidates import candidate_ids
-from stages.noise import position_key
-from stages.race import race_all, race_among
+from stages.sampling.gumbel import position_key, race_all, race_among
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+
+# - `frequency_penalty` and `presence_penalty` as OpenAI defines them: an id that the answer holds `c` times
+#   loses `c * frequency + presence`. Only the answer counts, never the prompt, as at OpenAI and in vLLM.
+# - `repetition_penalty` as in CTRL (Keskar et al. 2019), with the usual care for signs: the logit of an id
+#   seen before is divided by it if it is positive and multiplied by it otherwise. Prompt and answer count,
+#   all of them or the latest `repetition_window` tokens, as in vLLM and llama.cpp.
+# - `logit_bias` is added last: minus 100 rules an id out and 100 brings it about, however often it came
+#   before.
+#
+# Each is a function of the row and of the tokens before it, so a row computed again, or one that is rejected,
+# leaves nothing behind.
+class LogitAdjustment:
+    """One session's penalties and biases, ready to be applied.
+
+    Args:
+        sampling: The session's settings.
+        num_prompt: How many of its first tokens are the prompt.
+    """
+
+    def __init__(self, sampling: Sampling, num_prompt: int = 0) -> None:
+        self._num_prompt = num_prompt
+        self._frequency = np.float32(sampling.frequency_penalty)
+        self._presence = np.float32(sampling.presence_penalty)
+        self._repetition = np.float32(sampling.repetition_penalty)
+        self._window = sampling.repetition_window
+        self._bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
+        self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
+        self._counts_answer = bool(self._frequency) or bool(self._presence)
+        self._counts_all = sampling.repetition_penalty != 1.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether it asks what came before."""
+        return self._counts_answer or self._counts_all
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it leaves every row as it is."""
+        return not self.needs_history and not self._bias_ids.size
+
+    def apply(
+        self, logits: NDArray[np.float32], before: Sequence[int] | NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """The row as it is drawn from.
+
+        Args:
+            logits: float32, shape (n_vocab,); it is not changed.
+            before: The session's tokens up to this row, the prompt's too; read only if `needs_history`.
+
+        Returns:
+            float32, shape (n_vocab,): `logits` itself if there is nothing to adjust.
+        """
+        if self.is_idle:
+            return logits
+        adjusted = logits.copy()
+        if self.needs_history:
+            self._penalise(adjusted, np.asarray(before, np.int64))
+        adjusted[self._bias_ids] += self._biases
+        return adjusted
+
+    def _penalise(self, row: NDArray[np.float32], before: NDArray[np.int64]) -> None:
+        # An id that stands in `seen` or `said` more than once is written as often, each time the same value.
+        if self._counts_all:
+            seen = before[-self._window :] if self._window else before
+            values = row[seen]
+            row[seen] = np.where(values > 0, values / self._repetition, values * self._repetition)
+        if self._counts_answer:
+            said = before[self._num_prompt :]
+            counts = np.bincount(said)[said].astype(np.float32)
+            row[said] = row[said] - (counts * self._frequency + self._presence)
+
+
+# They apply in that order to the distribution *after* temperature, each to what the one before left:
+#
+# 1. temperature first, so that top-p and min-p speak of the probabilities that are really drawn from; 2.
+# top-k, which only counts, and bounds the work of the others; 3. top-p over the probabilities of what top-k
+# left, scaled up to sum to 1 again; 4. min-p last: it is a ratio to the most likely token, which neither the
+# scaling nor the others change.
+#
+# All three keep the head of one ranking, so each only says how long that head is. The ranking is by logit,
+# and by lowest id where logits tie: no tie depends on a sorting algorithm.
+_FIRST_NUCLEUS_TRY: Final = 64
+_NUCLEUS_GROWTH: Final = 8
+
+
+def candidate_ids(
+    logits: NDArray[np.float32], scaled: NDArray[np.float64], sampling: Sampling
+) -> NDArray[np.int64]:
+    """The ids that pass all filters; never none, as the most likely token passes each.
+
+    Args:
+        logits: float32, shape (n_vocab,), without NaN.
+        scaled: float64, shape (n_vocab,): `(logit - largest logit) / temperature`.
+        sampling: The filters.
+
+    Returns:
+        int64, shape (n,), ascending.
+    """
+    count = logits.size
+    if sampling.top_k:
+        count = min(count, sampling.top_k)
+    if sampling.top_p < 1.0:
+        count = nucleus_size(scaled, count, sampling.top_p)
+    if sampling.min_p > 0.0:
+        count = min(count, int(np.count_nonzero(scaled >= math.log(sampling.min_p))))
+    return top_ids(logits, count)
+
+
+def top_ids(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """The `count` highest-ranked ids, ascending.
+
+    Args:
+        logits: float32, shape (n_vocab,), without NaN.
+        count: From 1 to n_vocab.
+    """
+    if count == logits.size:
+        return np.arange(count)
+    threshold = np.partition(logits, -count)[-count]
+    level = np.flatnonzero(logits >= threshold)
+    surplus = level.size - count
+    if not surplus:
+        return level
+    tied = np.flatnonzero(logits[level] == threshold)
+    return np.delete(level, tied[-surplus:])
+
+
+def nucleus_size(scaled: NDArray[np.float64], count: int, top_p: float) -> int:
+    """How many of the `count` most likely tokens it takes to reach `top_p` of their probability.
+
+    Only as much of the ranking is sorted as the answer needs.
+
+    Args:
+        scaled: float64, shape (n_vocab,): `(logit - largest logit) / temperature`.
+        count: From 1 to n_vocab.
+        top_p: Above 0, below 1.
+    """
+    eligible = scaled if count == scaled.size else np.partition(scaled, -count)[-count:]
+    goal = top_p * float(np.exp(eligible).sum())
+    size = _FIRST_NUCLEUS_TRY
+    while True:
+        size = min(size, count)
+        head = eligible if size == count else np.partition(eligible, -size)[-size:]
+        mass = np.cumsum(np.exp(np.sort(head)[::-1]))
+        if mass[-1] >= goal or size == count:
+            return min(int(np.searchsorted(mass, goal)) + 1, count)
+        size *= _NUCLEUS_GROWTH
 
 
 # Up to here it is quicker to read every candidate's noise than to look for those that need not be read.
@@ -134,9 +278,9 @@ class Constraint(Protocol):
 class Sampler:
     """Draws one session's tokens: greedy, or by Gumbel-max among what the filters leave.
 
-    It holds settings and no state: the noise is a function of (seed, position, id), see `stages.noise`, and
-    penalties are one of the tokens before, see `stages.adjustment`. So a row drawn twice gives the same id,
-    and rows that are rejected leave no trace.
+    It holds settings and no state: the noise is a function of (seed, position, id), see
+    `stages.sampling.gumbel`, and penalties are one of the tokens before, see `stages.sampling.sampler`. So a
+    row drawn twice gives the same id, and rows that are rejected leave no trace.
 
     Args:
         sampling: The session's settings.

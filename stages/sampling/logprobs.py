@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn tokens: the model's own, before penalties, biases, temperature and filters.
+"""Log probabilities of sampled tokens, and their wire form.
 
 That is what vLLM (`raw_logprobs`) and llama.cpp report unless told otherwise, and what clients expect: a bias
 that forces a token does not make it look likely.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from spanmesh_proto import windows_pb2 as wire
-from stages.candidates import top_ids
+from stages.sampling.sampler import top_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

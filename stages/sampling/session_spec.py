@@ -1,4 +1,4 @@
-"""What starts a session at every stage, and how it travels."""
+"""Session specification: what opens a session at every stage, and its wire form."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
 from stages.grammar.gbnf_parser import MAX_GRAMMAR_BYTES, refusal
-from stages.logprobs import MAX_TOP_LOGPROBS
-from stages.sampling import Sampling
+from stages.sampling.logprobs import MAX_TOP_LOGPROBS
+from stages.sampling.sampler import Sampling
 
 
 @dataclass(frozen=True)

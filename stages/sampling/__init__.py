@@ -1,0 +1,1 @@
+"""Sampling and verification of windows at the tail."""
