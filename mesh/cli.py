@@ -106,7 +106,7 @@ class _LazyGroup(click.Group):
 @click.pass_context
 def mesh(context: click.Context, *, is_verbose: bool, config_path: Path | None) -> None:
     """Run one large language model over several ordinary machines."""
-    from mesh.logs import set_up_logs  # noqa: PLC0415 - `mesh --help` logs nothing
+    from mesh.util.logs import set_up_logs  # noqa: PLC0415 - `mesh --help` logs nothing
 
     set_up_logs(is_verbose=is_verbose)
     name = context.invoked_subcommand

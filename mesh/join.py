@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from mesh.cluster.ray_node import RayNodeConfig
     from mesh.home import Node
-    from mesh.interruption import Interruption
+    from mesh.util.tasks import Interruption
 
 log = structlog.get_logger()
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.cluster.membership_client import Membership, find_head
-from mesh.interruption import first_of
+from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError, MeshError
 
 if TYPE_CHECKING:
     from mesh.cluster.join_token import JoinToken
     from mesh.home import Home, Node
-    from mesh.interruption import Interruption
+    from mesh.util.tasks import Interruption
 
 log = structlog.get_logger()
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import numpy as np
 
-from mesh.logs import set_up_logs
+from mesh.util.logs import set_up_logs
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 
 if TYPE_CHECKING:

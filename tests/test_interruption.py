@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from mesh.interruption import Interruption, first_of, run_interruptible
+from mesh.util.tasks import Interruption, first_of, run_interruptible
 from spanmesh_proto.errors import ClusterError
 
 

@@ -15,8 +15,8 @@ from mesh.backoff import backoff_s
 from mesh.cluster.join_token import encode
 from mesh.cluster.membership_server import MembershipServer
 from mesh.cluster.ray_node import MOST_STARTS
-from mesh.interruption import Interruption
 from mesh.join import JoinOptions, join_mesh
+from mesh.util.tasks import Interruption
 from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidJoinToken, JoinError
 from tests.test_membership import HeadSide, head, until
 

@@ -18,7 +18,7 @@ from mesh.api.key_line import (
     own_name,
     parse_key_line,
 )
-from mesh.private_file import write_private_file
+from mesh.util.files import write_private_file
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from mesh.bench.contest import Contest, Settings
 from mesh.bench.prompts import load_prompts
 from mesh.lab.hosts import Lab
 from mesh.lab.support import lab_supported
-from mesh.logs import set_up_logs
 from mesh.serve.options import demo_model
+from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

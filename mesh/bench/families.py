@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.bench.families_record import FamilyRecord, Outcome, counts, to_json
-from mesh.logs import set_up_logs
-from mesh.progress import progress_bars
+from mesh.util.logs import set_up_logs
+from mesh.util.progress import progress_bars
 from spanmesh_proto.errors import MeshError
 from stages.certify import CertifyOptions, certify
 from stages.certify_apart import certify_apart

@@ -27,8 +27,8 @@ from mesh.commands.options import Numbers
 from mesh.forecast.time_model import HANDLING_MS
 from mesh.lab.hosts import Lab
 from mesh.lab.support import lab_supported
-from mesh.logs import set_up_logs
 from mesh.serve.options import demo_model
+from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import sys
 from typing import Final
 
 from mesh.gpu import Gpu
-from mesh.inherited import inherited_environment
+from mesh.util.child_environment import inherited_environment
 from spanmesh_proto.errors import ClusterError
 from stages.runtime.llama_libraries import may_have_layer_devices
 

@@ -16,7 +16,7 @@ import psutil
 from mesh.cluster.gpus import find_gpus
 from mesh.gpu_layers import check_gpu_layers
 from mesh.host_capacity import HostCapacity
-from mesh.inherited import inherited_environment
+from mesh.util.child_environment import inherited_environment
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.runtime.memory import free_memory_bytes

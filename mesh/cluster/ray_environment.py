@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from mesh.cluster.ray_tls_files import RayTlsFiles
-from mesh.inherited import inherited_environment
+from mesh.util.child_environment import inherited_environment
 from stages.runtime.memory import ALLOCATOR
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh.commands.model_argument import local_model
-from mesh.progress import progress_bars
+from mesh.util.progress import progress_bars
 from stages.certify import CertifyOptions
 from stages.certify_apart import certify_apart
 from stages.transport.hidden_codec import HiddenType

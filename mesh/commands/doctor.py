@@ -11,7 +11,7 @@ import click
 
 from mesh.commands.ask_head import ask_head
 from mesh.commands.head_options import key_of
-from mesh.inherited import API_KEY
+from mesh.util.child_environment import API_KEY
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import click
 
 from mesh.commands.model_argument import local_model
 from mesh.draft.requantise import QUANT_TYPES, requantise
-from mesh.progress import progress_bars
+from mesh.util.progress import progress_bars
 from spanmesh_proto.errors import ModelError
 from stages.gguf.reader import read_header
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from mesh.commands.options import read_first_key
-from mesh.inherited import API_KEY
+from mesh.util.child_environment import API_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable

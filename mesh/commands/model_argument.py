@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.hub.library import PulledModel
-    from mesh.progress import ProgressBars
+    from mesh.util.progress import ProgressBars
 
 
 def local_model(model: Path) -> PulledModel:
@@ -23,7 +23,7 @@ def local_model(model: Path) -> PulledModel:
     """
     from mesh.hub.library import HubLibrary, PulledModel  # noqa: PLC0415 - keeps --help quick
     from mesh.hub.reference import is_reference, parse_reference  # noqa: PLC0415
-    from mesh.progress import progress_bars  # noqa: PLC0415
+    from mesh.util.progress import progress_bars  # noqa: PLC0415
     from stages.cutting.places import default_root  # noqa: PLC0415
 
     if not is_reference(str(model)):

@@ -12,7 +12,7 @@ import click
 from mesh.commands.ask_head import ask_head
 from mesh.commands.head_options import key_of
 from mesh.commands.options import LayerCounts, MemorySize
-from mesh.inherited import API_KEY
+from mesh.util.child_environment import API_KEY
 from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:

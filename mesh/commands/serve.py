@@ -17,8 +17,8 @@ from mesh.commands.speculation import speculation_from
 from mesh.commands.weights import weights_from, weights_options
 
 if TYPE_CHECKING:
-    from mesh.interruption import Interruption
     from mesh.serve.options import ServeOptions
+    from mesh.util.tasks import Interruption
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 # Long enough for a person or systemd to start it again; hosts and their stages end after that.
@@ -173,9 +173,9 @@ def serve(
             "--topology says which hosts hold which layers: leave out --stages, --split and --wait-for"
         )
     from mesh.cluster.addresses import advertised, primary_address  # noqa: PLC0415 - keeps --help quick
-    from mesh.interruption import run_interruptible  # noqa: PLC0415
     from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
     from mesh.topology import read_topology  # noqa: PLC0415
+    from mesh.util.tasks import run_interruptible  # noqa: PLC0415
     from stages.transport.hidden_codec import HiddenType  # noqa: PLC0415
 
     name = name or socket.gethostname()

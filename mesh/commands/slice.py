@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from mesh.commands.model_argument import local_model
-from mesh.progress import progress_bars
+from mesh.util.progress import progress_bars
 from stages.layers import LayerRange
 
 

@@ -23,7 +23,7 @@ from mesh.cluster.addresses import (
 )
 from mesh.doctor.check import Check, fail, ok, warn
 from mesh.doctor.host_checks import host_checks
-from mesh.inherited import inherited_environment
+from mesh.util.child_environment import inherited_environment
 from spanmesh_proto.errors import MeshError
 from stages.units import format_size
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from mesh.cluster.links import Links
 from mesh.forecast.surroundings import KnownHost, Rehearsed, Surroundings
 from mesh.host_capacity import HostCapacity
-from mesh.inherited import inherited_environment
+from mesh.util.child_environment import inherited_environment
 from stages.rehearsal_order import StageTiming
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import structlog
 
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
-from mesh.interruption import first_of
 from mesh.replanner import NewStage, Replan
 from mesh.serve.announce import print_join_line
 from mesh.serve.blame import note_trouble
@@ -25,6 +24,7 @@ from mesh.serve.stage_maker import StageMaker
 from mesh.serve.takeover import Takeover
 from mesh.serve.tending import Tending
 from mesh.serve.wiring import wire_up
+from mesh.util.tasks import first_of
 from spanmesh_proto.errors import StageFailed
 from stages.runtime.numerics import numerics_for
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mesh.progress import progress_bars
+from mesh.util.progress import progress_bars
 from stages.cancellable_work import CancellableWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from mesh.progress import ProgressTask
+    from mesh.util.progress import ProgressTask
     from stages.cutting.cache import StageCache
     from stages.layers import LayerRange
     from stages.weights.recipe import Recipe

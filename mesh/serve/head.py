@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from mesh.cluster.host_facts import HostFacts
-    from mesh.interruption import Interruption
     from mesh.serve.head_state import HeadState
     from mesh.serve.options import ServeOptions
+    from mesh.util.tasks import Interruption
     from stages.cutting.cache import StageCache
     from stages.transport.channels import Identity
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mesh.progress import progress_bars
 from mesh.serve.blame import all_at_once, blaming
+from mesh.util.progress import progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,12 +11,12 @@ import structlog
 
 from mesh.serve.bringup import Bringup
 from mesh.serve.draining import drained
-from mesh.serve.entering import entered_in_thread
 from mesh.serve.load_order import order_of
 from mesh.serve.preflight import check_model
 from mesh.serve.proposers import open_proposers
 from mesh.serve.served_model import new_model
 from mesh.serve.speculation_fit import fitted_to
+from mesh.util.tasks import entered_in_thread
 from spanmesh_proto.errors import (
     ClusterError,
     InvalidRequest,

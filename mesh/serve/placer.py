@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
-from mesh.interruption import first_of
 from mesh.replanner import Copy
 from mesh.serve.fleet import Seat
 from mesh.serve.loading import load_all
+from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError, StageFailed
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NoReturn
 from mesh.api.app import create_app
 from mesh.api.server import serve_api
 from mesh.cluster.discovery import announced, head_found
-from mesh.interruption import first_of
 from mesh.serve.announce import print_join_line, print_served
 from mesh.serve.bringup import Bringup
 from mesh.serve.catalogue import Catalogue
@@ -27,6 +26,7 @@ from mesh.serve.strangers import end_strangers
 from mesh.serve.succession import open_succession
 from mesh.serve.takeover import head_state
 from mesh.tracing.tracer import closing, open_tracer
+from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
 from stages.cutting.cache import StageCache
 from stages.gguf.reader import model_name
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from mesh.api.backend import ModelOrders
-    from mesh.interruption import Interruption
     from mesh.serve.fleet import Fleet
     from mesh.serve.incidents import Incidents
     from mesh.serve.options import ServeOptions
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from mesh.serve.served_model import ServedModel
     from mesh.serve.succession import Succession
     from mesh.tracing.tracer import RequestTracer
+    from mesh.util.tasks import Interruption
 
 
 async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Interruption) -> None:

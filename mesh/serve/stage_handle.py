@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mesh.cluster.authority import Authority
     from mesh.cluster.members import Member
     from mesh.cluster.ray_driver import RayDriver
-    from mesh.progress import ProgressTask
     from mesh.serve.mesh_keys import MeshKeys
+    from mesh.util.progress import ProgressTask
     from stages.actor import StageConfig
     from stages.layers import LayerRange
     from stages.transport.hidden_codec import HiddenType

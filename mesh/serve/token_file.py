@@ -6,7 +6,7 @@ import contextlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mesh.private_file import write_private_file
+from mesh.util.files import write_private_file
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:

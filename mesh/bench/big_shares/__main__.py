@@ -13,8 +13,8 @@ import click
 from mesh.bench.big_shares.run import BigSharesOptions, measure_big_shares
 from mesh.bench.big_shares.shapes import SHAPES
 from mesh.bench.big_shares.shares import shares_table
-from mesh.logs import set_up_logs
 from mesh.stage_sizes import Workload
+from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

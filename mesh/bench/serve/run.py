@@ -18,8 +18,8 @@ from mesh.bench.serve.made_up import made_up_prompts
 from mesh.bench.serve.preflight import find_model
 from mesh.bench.serve.prompt import PATHS, Asking
 from mesh.bench.serve.report import Report, write_report
-from mesh.interruption import Interruption, run_interruptible
-from mesh.progress import ProgressTask, progress_bars
+from mesh.util.progress import ProgressTask, progress_bars
+from mesh.util.tasks import Interruption, run_interruptible
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
 

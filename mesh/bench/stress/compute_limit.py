@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.lab.companion import Companion
-from mesh.logs import set_up_logs
+from mesh.util.logs import set_up_logs
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
 from stages.layers import LayerRange

@@ -1,4 +1,4 @@
-"""What the processes that this one starts get of its environment."""
+"""Environment of child processes, without secrets."""
 
 from __future__ import annotations
 

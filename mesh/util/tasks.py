@@ -1,16 +1,19 @@
-"""Ctrl-C and SIGTERM as cancellation, so that everything is torn down in order, whatever was going on."""
+"""Task helpers: signals as cancellation, the first of several tasks, blocking context managers."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 import uvloop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
+    from contextlib import AbstractContextManager
+
 
 log = structlog.get_logger()
 
@@ -95,3 +98,23 @@ async def first_of(*works: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+Value = TypeVar("Value")
+
+
+@asynccontextmanager
+async def entered_in_thread(manager: AbstractContextManager[Value]) -> AsyncIterator[Value]:
+    """Open it in a thread, and close it here behind the block, or at once if nobody waits any more."""
+    entering = asyncio.create_task(asyncio.to_thread(manager.__enter__))
+    try:
+        value = await asyncio.shield(entering)
+    except asyncio.CancelledError:
+        await asyncio.wait([entering])
+        if not entering.cancelled() and entering.exception() is None:
+            manager.__exit__(None, None, None)
+        raise
+    try:
+        yield value
+    finally:
+        manager.__exit__(None, None, None)

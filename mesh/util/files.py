@@ -1,4 +1,4 @@
-"""Files with secrets: whole or not at all, and readable by this user only."""
+"""Private files, written atomically."""
 
 from __future__ import annotations
 

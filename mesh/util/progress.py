@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, a log event now and then elsewhere."""
+"""Progress bars on a terminal, log events elsewhere."""
 
 from __future__ import annotations
 

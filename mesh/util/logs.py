@@ -1,4 +1,4 @@
-"""Logs: events with keys, on standard error. Colours for a person, JSON lines for anything else."""
+"""Structured logs on stderr."""
 
 from __future__ import annotations
 
