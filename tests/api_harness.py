@@ -16,7 +16,7 @@ from mesh.api.app import create_app
 from mesh.api.backends import Backends
 from mesh.api.server import serve_api
 from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from stages.sampling.logprobs import TokenLogprobs
 
 MODEL = "smollm2"

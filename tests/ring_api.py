@@ -8,7 +8,7 @@ from typing import Any
 
 from mesh.api.api_keys import ApiKeys
 from mesh.coordinator.coordinator import Coordinator
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from speculative.proposer import Proposer
 from tests.api_harness import Api, running_api
 from tests.fake_stage import FakeRuntime

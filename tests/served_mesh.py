@@ -11,7 +11,7 @@ import pytest
 
 from mesh.api.api_keys import ApiKeys
 from mesh.api.key_line import KeyRecord, digest_of
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from speculative.lookup_proposers import NgramProposer
 from stages.runtime.stage_runtime import RuntimeOptions
 from tests.api_harness import KEY, running_api

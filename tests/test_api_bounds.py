@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.api.body import max_body_bytes
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from tests import api_harness
 from tests.api_harness import Api, ScriptedEngine
 

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from tests.api_harness import MODEL, Api, running_api
 from tests.whole_model_engine import WholeModelEngine
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from tests import api_harness
 from tests.api_harness import MODEL, Api, ScriptedEngine, running_api
 from tests.ring_api import running_ring_api

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import httpx
 
     from mesh.engine import GenerationRequest
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
 

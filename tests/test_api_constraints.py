@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from tests.proposers import Parrot
 from tests.ring_api import CHAT, RingApi, running_ring_api
 

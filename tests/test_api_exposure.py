@@ -20,7 +20,7 @@ from mesh.api.exposure import check_origins
 from mesh.api.local_hosts import names_this_machine
 from mesh.api.own_page import is_own_origin
 from mesh.api.page import page_files
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
 from tests import api_harness
 from tests.api_harness import KEY, Api, ScriptedEngine, running_api

@@ -10,7 +10,7 @@ import pytest
 from mesh.api import own_machine
 from mesh.cli import run
 from mesh.cluster.links import Link
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from mesh.wire_choice import WireChoice
 from spanmesh_proto.errors import ClusterError, JoinError
 from stages.transport.hidden_codec import HiddenType

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from mesh.api.api_keys import ApiKeys
 from mesh.api.key_file import add_key, remove_key
 from mesh.api.key_line import KeyRecord, digest_of
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import Overloaded, StageFailed
 from tests import api_harness
 from tests.api_harness import KEY, Api, ScriptedEngine, running_api

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mesh.coordinator.coordinator import Coordinator
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ModelDoesNotFit
 from tests import api_harness
 from tests.api_harness import Api, running_api

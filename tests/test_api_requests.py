@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mesh.api.body import max_body_bytes
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from tests import api_harness
 from tests.api_harness import Api, ScriptedEngine, running_api
 

@@ -9,7 +9,7 @@ import pytest
 from mesh.api.api_keys import ApiKeys
 from mesh.api.key_line import KeyRecord, digest_of
 from mesh.api.responses.store import ResponseStore, StoredResponse
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from tests import api_harness
 from tests.api_harness import KEY, MODEL, Api, ScriptedEngine, running_api

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mesh.engine import GenerationStats
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import Overloaded, StageFailed
 from tests.api_harness import MODEL, Api, ScriptedEngine, running_api
 

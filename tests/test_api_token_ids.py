@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mesh.api.answer import AnswerPart, answer_parts
 from mesh.api.job import Job
 from mesh.engine import GenerationRequest
-from mesh.said.pieces import Said, joined
-from mesh.tokenizer import Tokenizer
+from mesh.text.message_parts import Said, joined
+from mesh.text.tokenizer import Tokenizer
 from tests.api_harness import MODEL, Api, ScriptedEngine, running_api
 
 pytestmark = pytest.mark.model

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import PROTOCOL_VERSION
 from tests import api_harness
 from tests.api_harness import Api, ScriptedEngine

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mesh.said.formats import CallFormat
-from mesh.tokenizer import Tokenizer
+from mesh.text.message_parts import CallFormat
+from mesh.text.tokenizer import Tokenizer
 from stages.grammar.session_grammar import make_automaton
 from tests import api_harness
 from tests.api_harness import MODEL, Api, ScriptedEngine, running_api

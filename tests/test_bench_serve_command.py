@@ -18,7 +18,7 @@ from mesh.api.api_keys import ApiKeys
 from mesh.cli import run
 from mesh.cluster.addresses import free_port
 from mesh.engine import Engine
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import Overloaded
 from tests.api_harness import KEY, ScriptedEngine, running_api, tokenizer
 from tests.peer_server import ANSWER, DONE, END, WORD, Reply, peer_server

@@ -9,7 +9,7 @@ from mesh.bench.serve.dataset import draw, read_dataset
 from mesh.bench.serve.endpoint import EndpointName, parse_url
 from mesh.bench.serve.made_up import made_up_prompts
 from mesh.bench.serve.prompt import Asking, Prompt
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidRequest, MeshError
 
 

@@ -12,7 +12,7 @@ from mesh.bench.spec.presets import ServeOptions, acceptance_plan, quick_plan, s
 from mesh.bench.spec.setting import AUTO, DRAFT, OFF, OFF_AGAIN, REPLAY, Setting
 from mesh.bench.spec.workload import Workload
 from mesh.bench.spec.workloads import all_workloads, choose
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
 
 pytestmark = pytest.mark.model

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.chat_template import CHATML, PLAIN, ChatTemplate, chat_template_of, encode_prompt
-from mesh.tokenizer import Tokenizer
+from mesh.text.chat_template import CHATML, PLAIN, ChatTemplate, chat_template_of, encode_prompt
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidRequest
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -11,7 +11,7 @@ from mesh.draft.load import load_draft
 from mesh.draft.requantise import requantise
 from mesh.engine import GenerationRequest, SpeculationLimits, SpeculationMode
 from mesh.serve.proposers import Proposers
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions
 from speculative.draft.model import DraftModel

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mesh.draft.requantise import requantise
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from speculative.draft.context import DraftOptions, DraftUnusable
 from speculative.draft.model import DraftModel
 from speculative.proposer import EMPTY

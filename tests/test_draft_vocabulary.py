@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.draft.load import load_draft
-from mesh.draft.vocabulary import Vocabulary, num_shared_tokens
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer, Vocabulary, num_shared_tokens
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftOptions
 from tests.tiny_models import TinyModel

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mesh.engine import Engine, GenerationRequest, GenerationStats
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposal, Proposer

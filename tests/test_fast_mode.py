@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mesh.draft.requantise import requantise
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from stages.cutting.cache import StageCache
 from stages.cutting.facts import read_model_facts
 from stages.layers import ranges_from_cuts

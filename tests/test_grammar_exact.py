@@ -7,7 +7,7 @@ import pytest
 
 from mesh.engine import GenerationRequest
 from mesh.json_grammar.api import schema_grammar
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer

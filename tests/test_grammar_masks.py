@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import ProtocolError
 from stages.grammar.automaton import DEAD

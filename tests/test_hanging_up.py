@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from stages.runtime.stage_runtime import Span
 from tests import api_harness
 from tests.raw_client import RawClient, request_bytes

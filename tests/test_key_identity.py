@@ -12,7 +12,7 @@ from mesh.api.key_file import add_key, read_key_file, remove_key
 from mesh.api.key_line import KeyRecord, digest_of, own_name
 from mesh.api.responses.store import ResponseStore, StoredResponse
 from mesh.cli import run
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
 from tests import api_harness
 from tests.api_harness import MODEL, ScriptedEngine, running_api

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from tests import api_harness
 from tests.api_harness import Api, ScriptedEngine, running_api
 from tests.raw_client import RawClient, request_bytes

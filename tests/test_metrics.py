@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.tokenizer import Tokenizer
 
 tokenizer = api_harness.tokenizer
 ROOT = Path(__file__).parents[1]

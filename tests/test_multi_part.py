@@ -9,7 +9,7 @@ import gguf
 import pytest
 
 from mesh.draft.requantise import requantise
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel
 from stages.certify import CertifyOptions, certify
 from stages.cutting.cache import StageCache

@@ -18,10 +18,10 @@ import httpx
 import openai
 import pytest
 
-from mesh.chat_template import chat_template_of, encode_prompt
 from mesh.engine import GenerationRequest
-from mesh.text import AnswerText
-from mesh.tokenizer import Tokenizer
+from mesh.text.chat_template import chat_template_of, encode_prompt
+from mesh.text.detokenizer import AnswerText
+from mesh.text.tokenizer import Tokenizer
 from stages.sampling.sampler import Sampling
 from tests.whole_model_engine import WholeModelEngine
 

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 
 from mesh.api.api_keys import ApiKeys
 from mesh.api.key_line import KeyRecord, digest_of
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from tests.api_harness import KEY, Api, ScriptedEngine, running_api
 
 HELLO = [{"role": "user", "content": "Hello"}]

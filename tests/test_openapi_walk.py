@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mesh.bench.fuzz.schema_values import SchemaValues
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from tests.api_harness import Api, ScriptedEngine, running_api
 from tests.test_openapi import validator_of
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 from mesh.api.api_keys import ApiKeys
 from mesh.api.backends import backend_beside
 from mesh.api.key_line import KeyRecord, digest_of
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from tests.api_harness import KEY, ScriptedEngine, running_api
 from tests.browser import CHROMIUM, Page, browser_page
 from tests.page_mesh import PageMesh, page_mesh

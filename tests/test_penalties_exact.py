@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mesh.engine import Engine, GenerationRequest
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer

@@ -8,7 +8,7 @@ import pytest
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from stages.cutting.cache import StageCache

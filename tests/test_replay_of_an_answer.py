@@ -13,7 +13,7 @@ from mesh.bench.spec.replay_file import ReplayFile
 from mesh.bench.spec.setting import OFF, REPLAY, Setting
 from mesh.bench.stream_client import Answer, Ask, ask, chat
 from mesh.serve.proposers import Proposers
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
 from stages.runtime.stage_runtime import RuntimeOptions
 from tests.api_harness import Api, running_api

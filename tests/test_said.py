@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.said.formats import CallFormat, call_format_of, knows_tools
-from mesh.said.message_reader import MessageReader, Reading
-from mesh.said.pieces import CallArguments, CallBegun, Content, Reasoning, Said, joined
+from mesh.text.message_parts import (
+    CallArguments,
+    CallBegun,
+    CallFormat,
+    Content,
+    Reasoning,
+    Said,
+    call_format_of,
+    joined,
+    knows_tools,
+)
+from mesh.text.output_parser import MessageReader, Reading
 
 INSIDE = Reading(splits_reasoning=True, is_in_reasoning=True)
 HERMES = Reading(CallFormat.HERMES, frozenset({"look", "add"}), splits_reasoning=True)

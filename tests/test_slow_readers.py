@@ -16,7 +16,7 @@ from mesh.api import connection
 from mesh.coordinator import outbox
 from mesh.coordinator.session import Session
 from mesh.engine import GenerationRequest
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from stages.sampling.sampler import Sampler, Sampling

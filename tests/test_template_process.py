@@ -14,9 +14,9 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from mesh import template_process
-from mesh.chat_template import ChatTemplate
-from mesh.template_process import Rendering, TemplateProcess
+from mesh.text import template_process
+from mesh.text.chat_template import ChatTemplate
+from mesh.text.template_process import Rendering, TemplateProcess
 from spanmesh_proto.errors import InvalidRequest, Overloaded
 
 HELLO = [{"role": "user", "content": "Hello"}]

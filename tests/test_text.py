@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.text import AnswerText, StopScanner
+from mesh.text.detokenizer import AnswerText, StopScanner
 
 # A small alphabet makes overlaps, repeats and near misses of stop strings common.
 _crowded_text = st.text(alphabet="ab\u00e9\U0001f642", max_size=30)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.text import AnswerText
-from mesh.tokenizer import Tokenizer
+from mesh.text.detokenizer import AnswerText
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel, InvalidRequest
 from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange

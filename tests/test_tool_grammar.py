@@ -8,9 +8,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mesh.api.tool_grammar import Instead, call_grammar
-from mesh.said.formats import CallFormat
-from mesh.said.message_reader import MessageReader, Reading
-from mesh.said.pieces import Content, Reasoning, Said, calls_of, joined
+from mesh.text.message_parts import CallFormat, Content, Reasoning, Said, calls_of, joined
+from mesh.text.output_parser import MessageReader, Reading
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.session_grammar import make_automaton
 from tests.json_schemas import random_text

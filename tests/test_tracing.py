@@ -22,7 +22,7 @@ from tests.api_harness import KEY, ScriptedEngine, running_api
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.tokenizer import Tokenizer
 
 tokenizer = api_harness.tokenizer
 CHAT = "/v1/chat/completions"

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mesh.engine import GenerationRequest
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from speculative.controller import ControllerOptions
 from stages.cutting.cache import StageCache

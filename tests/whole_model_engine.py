@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh.engine import Committed, GenerationRequest, GenerationStats
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ContextLengthExceeded, Overloaded
 from stages.runtime.llama import init_backend
 from stages.sampling.logprobs import TokenLogprobs

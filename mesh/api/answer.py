@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 import structlog
 
 from mesh.api.answer_tokens import AnswerToken, AnswerTokens
-from mesh.said.message_reader import MessageReader
-from mesh.said.pieces import joined
-from mesh.text import AnswerText
+from mesh.text.detokenizer import AnswerText
+from mesh.text.message_parts import joined
+from mesh.text.output_parser import MessageReader
 from spanmesh_proto.errors import StageFailed
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mesh.api.job import Job
     from mesh.engine import Committed, Engine, GenerationStats
-    from mesh.said.pieces import Said
+    from mesh.text.message_parts import Said
 
     PieceWith = Callable[[Collection[str]], Callable[[int], bytes]]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mesh.text import AnswerText
+    from mesh.text.detokenizer import AnswerText
     from stages.sampling.logprobs import TokenLogprobs
 
 

@@ -36,9 +36,9 @@ from mesh.api.page import PageFiles
 from mesh.api.request_log import RequestLog
 from mesh.api.responses import endpoint as responses
 from mesh.api.traced import Traced
-from mesh.chat_template import chat_template_of
 from mesh.metrics.observed_engine import ObservedEngine
 from mesh.metrics.request_statistics import RequestStatistics
+from mesh.text.chat_template import chat_template_of
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from mesh.api.api_keys import ApiKeys
     from mesh.engine import Engine
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.tokenizer import Tokenizer
     from mesh.tracing.tracer import RequestTracer
 
 DEFAULT_PING_INTERVAL_S: Final = 1.0

@@ -15,9 +15,9 @@ from spanmesh_proto.errors import ClusterError, Overloaded
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from mesh.chat_template import ChatTemplate
     from mesh.engine import Engine
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.chat_template import ChatTemplate
+    from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError
 
 # Probes alone take about this long, over links of the length that a mesh can bear.

@@ -7,9 +7,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from mesh.api.backend import DEFAULT_MODEL, Backend
-from mesh.chat_template import chat_template_of
 from mesh.metrics.observed_engine import ObservedEngine
 from mesh.metrics.request_statistics import RequestStatistics
+from mesh.text.chat_template import chat_template_of
 from mesh.tracing.request_span import current_span
 from spanmesh_proto.errors import InvalidRequest, ModelNotFound
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from mesh.api.unknown_fields import UnknownFields
     from mesh.engine import Engine
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.tokenizer import Tokenizer
     from spanmesh_proto.errors import MeshError
 
 

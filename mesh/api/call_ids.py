@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from typing import TYPE_CHECKING, Final
 
-from mesh.said.formats import CallFormat
+from mesh.text.message_parts import CallFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,7 +23,7 @@ from mesh.api.logprobs import chat_logprobs
 from mesh.api.respond import respond
 from mesh.api.schemas import ChatBody, ConversationBody
 from mesh.api.tool_use import tool_use_of
-from mesh.said.pieces import CallArguments, CallBegun, Content, Reasoning, calls_of
+from mesh.text.message_parts import CallArguments, CallBegun, Content, Reasoning, calls_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mesh.api.answer_tokens import AnswerToken
     from mesh.api.backend import Backend
     from mesh.api.job import Job
-    from mesh.said.pieces import Said
+    from mesh.text.message_parts import Said
 
 _CALL: Final = ("name", "arguments")
 

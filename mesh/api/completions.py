@@ -21,7 +21,7 @@ from mesh.api.logprobs import completion_logprobs
 from mesh.api.respond import respond
 from mesh.api.schemas import CompletionBody, Prompt
 from mesh.api.tokens import require_ids, text_of
-from mesh.said.pieces import Content
+from mesh.text.message_parts import Content
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from mesh.api.answer import FinishReason
     from mesh.api.answer_tokens import AnswerToken
     from mesh.api.backend import Backend
-    from mesh.said.pieces import Said
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.message_parts import Said
+    from mesh.text.tokenizer import Tokenizer
 
 router = APIRouter()
 

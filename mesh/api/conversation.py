@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from mesh.api.hopeless_length import refuse_hopeless_length
 from mesh.api.tool_grammar import call_grammar
-from mesh.chat_template import Ending, encode_prompt
-from mesh.said.message_reader import Reading
-from mesh.said.reasoning import end_of_reasoning
+from mesh.text.chat_template import Ending, encode_prompt
+from mesh.text.output_parser import Reading
+from mesh.text.reasoning_parser import end_of_reasoning
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mesh.api.backend import Backend
     from mesh.api.tool_grammar import Instead
     from mesh.api.tool_use import ToolUse
-    from mesh.said.formats import CallFormat
+    from mesh.text.message_parts import CallFormat
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.api.json_response import json_bytes
 from mesh.api.token_ids import ANSWER_FIELD, PROMPT_FIELD, ids_member
-from mesh.said.pieces import Content
+from mesh.text.message_parts import Content
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.answer import FinishReason
     from mesh.api.answer_tokens import AnswerToken
-    from mesh.said.pieces import Said
+    from mesh.text.message_parts import Said
 
 _NOTHING: Final = Content("")
 

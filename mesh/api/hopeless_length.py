@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from spanmesh_proto.errors import ContextLengthExceeded
 
 if TYPE_CHECKING:
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.tokenizer import Tokenizer
 
 # Below that many characters per position reading the text costs little, and most texts have fewer.
 _SUSPICIOUS: Final = 8

@@ -9,7 +9,7 @@ from mesh.api.constraint import grammar_of, schema_of
 from mesh.api.prediction import encode_prediction
 from mesh.api.sampling import SEED_BITS, sampling_of
 from mesh.engine import GenerationRequest, SpeculationLimits
-from mesh.said.message_reader import Reading
+from mesh.text.output_parser import Reading
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mesh.api.answer_tokens import AnswerToken
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.tokenizer import Tokenizer
 
 # JSON has no infinity; OpenAI's word for "very unlikely".
 _IMPOSSIBLE: Final = -9999.0

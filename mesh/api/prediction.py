@@ -9,7 +9,7 @@ from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from mesh.api.schemas import PredictionBody
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.tokenizer import Tokenizer
 
 
 def encode_prediction(

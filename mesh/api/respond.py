@@ -18,7 +18,7 @@ from mesh.api.siblings import Siblings
 from mesh.api.streaming import EventStream
 from mesh.api.token_ids import ANSWER_FIELD, PROMPT_FIELD
 from mesh.api.usage import timings, usage
-from mesh.said.pieces import Content, joined
+from mesh.text.message_parts import Content, joined
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence

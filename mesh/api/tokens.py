@@ -19,7 +19,7 @@ from mesh.api.document import answers, takes
 from mesh.api.json_response import json_response
 from mesh.api.schemas import MAX_MESSAGES, ConversationBody, Message, refuse_too_many_messages
 from mesh.api.strict_body import StrictBody
-from mesh.text import AnswerText
+from mesh.text.detokenizer import AnswerText
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from mesh.json_grammar.errors import SchemaError
 from mesh.json_grammar.expressions import chars, either, seq, times
 from mesh.json_grammar.gbnf import to_gbnf
 from mesh.json_grammar.string_grammar import quoted
-from mesh.said.formats import CallFormat
+from mesh.text.message_parts import CallFormat
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement
 

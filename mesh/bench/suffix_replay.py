@@ -18,7 +18,7 @@ import click
 from mesh.bench.offline_replay import ReplayTotals, median_and_p99, replay
 from mesh.bench.release_edits import PAIRS, download, edits_between, read_folder
 from mesh.serve.options import demo_model
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 from speculative.lookup_proposers import NgramOptions, NgramProposer

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.draft.vocabulary import num_shared_tokens
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer, num_shared_tokens
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftUnusable
 from speculative.draft.model import DraftModel

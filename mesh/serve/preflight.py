@@ -20,7 +20,7 @@ from mesh.serve.options import ctx_size_for
 from mesh.serve.recorded_answers import latest_answer
 from mesh.serve.speculation_fit import fitted_to
 from mesh.stage_sizes import StageSizes, Workload
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.cutting.facts import ModelFacts, read_model_facts
 from stages.gguf.reader import read_header

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.said.pieces import CallArguments, CallBegun, Content, Reasoning
+from mesh.text.message_parts import CallArguments, CallBegun, Content, Reasoning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.said.pieces import Said
+    from mesh.text.message_parts import Said
 
 Event = dict[str, Any]
 

@@ -10,7 +10,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
 from stages.cutting.facts import read_model_facts
 from stages.cutting.self_check import cut_stage

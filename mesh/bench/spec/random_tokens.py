@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from mesh.bench.spec.workload import Question, Workload, chat_question
 
 if TYPE_CHECKING:
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.tokenizer import Tokenizer
 
 _NUM_TOKENS: Final = 48
 

@@ -30,7 +30,7 @@ from mesh.bench.spec.workloads import all_workloads, choose
 from mesh.draft.requantise import requantise
 from mesh.lab.hosts import Lab
 from mesh.lab.support import lab_supported
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.cutting.facts import read_model_facts

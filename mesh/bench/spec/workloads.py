@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from mesh.tokenizer import Tokenizer
+    from mesh.text.tokenizer import Tokenizer
 
 WARM_REPEAT: Final = "warm-repeat"
 

@@ -42,7 +42,7 @@ from mesh.bench.stress.visits import VisitOrder, bodies_of, draw_visits, scripts
 from mesh.lab.hosts import Lab
 from mesh.lab.support import lab_supported
 from mesh.stage_sizes import StageSizes, Workload
-from mesh.tokenizer import Tokenizer
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.cutting.facts import read_model_facts

@@ -1,17 +1,16 @@
-"""One answer's text to what the message says."""
+"""Output parser: the text of an answer as message parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mesh.said.calls import CallReader
-from mesh.said.formats import ARGUMENTS_MARK, CALL_END, CALL_ID_MARK, THINK_MARKS
-from mesh.said.pieces import Content, Said, joined
-from mesh.said.reasoning import ReasoningReader
+from mesh.text.message_parts import ARGUMENTS_MARK, CALL_END, CALL_ID_MARK, THINK_MARKS, Content, Said, joined
+from mesh.text.reasoning_parser import ReasoningReader
+from mesh.text.tool_call_parser import CallReader
 
 if TYPE_CHECKING:
-    from mesh.said.formats import CallFormat
+    from mesh.text.message_parts import CallFormat
 
 
 @dataclass(frozen=True)

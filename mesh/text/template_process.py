@@ -1,4 +1,4 @@
-"""A process apart for chat templates: one that runs for ever or fills memory ends that, and nothing else."""
+"""Client of the sandboxed process that renders chat templates."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def shared_template_process() -> TemplateProcess:
 def _start(limit_s: float) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         # Isolated, and without our environment: it may hold secrets.
-        [sys.executable, "-I", "-m", "mesh.template_child", f"{limit_s:g}"],
+        [sys.executable, "-I", "-m", "mesh.text.template_worker", f"{limit_s:g}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

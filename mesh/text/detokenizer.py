@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and nothing of a stop string."""
+"""Detokenizer: tokens as text, incrementally, with stop strings."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""What a model writes for itself before its answer, between `<think>` and `</think>` or the like."""
+"""Streaming parser of reasoning sections."""
 
 from __future__ import annotations
 
 from enum import Enum, auto
 
-from mesh.said.formats import THINK_MARKS
-from mesh.said.marks import MarkFinder
-from mesh.said.pieces import Content, Reasoning, Said
+from mesh.text.message_parts import THINK_MARKS, Content, MarkFinder, Reasoning, Said
 
 
 class _At(Enum):

@@ -1,0 +1,1 @@
+"""Text of a model: tokenizer, chat templates and the parts of its messages."""
