@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 from mesh.bench.schemas.run import SchemaAnswer, SchemaResult, ask_all, fault_of, questions, summary
 from mesh.bench.schemas.schemas import SCHEMA_CASES, SchemaCase
-from mesh.json_grammar.api import schema_grammar
+from mesh.structured_output.json_schema import schema_grammar
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mesh.engine import GenerationRequest
-from mesh.json_grammar.api import schema_grammar
+from mesh.structured_output.json_schema import schema_grammar
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from mesh.json_grammar.api import json_object_grammar, schema_grammar
+from mesh.structured_output.json_schema import json_object_grammar, schema_grammar
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import DEAD, Automaton
 from stages.grammar.gbnf_parser import MAX_RECURSION, parse_gbnf

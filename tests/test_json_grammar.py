@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from mesh.json_grammar.api import json_object_grammar, schema_grammar
-from mesh.json_grammar.gbnf import to_gbnf
+from mesh.structured_output.gbnf import to_gbnf
+from mesh.structured_output.json_schema import json_object_grammar, schema_grammar
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import Automaton
 from stages.grammar.gbnf_parser import parse_gbnf

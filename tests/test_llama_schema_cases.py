@@ -18,7 +18,7 @@ import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
 from mesh.bench.llama_rpc import unpacked_source
-from mesh.json_grammar.api import schema_grammar
+from mesh.structured_output.json_schema import schema_grammar
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import Automaton
 from stages.grammar.session_grammar import make_automaton

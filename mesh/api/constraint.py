@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.tool_grammar import Instead
-from mesh.json_grammar.api import checked_grammar, json_object_grammar, schema_grammar
+from mesh.structured_output.json_schema import checked_grammar, json_object_grammar, schema_grammar
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.json_grammar.api import checked_grammar
-from mesh.json_grammar.convert import Converter, check_size
-from mesh.json_grammar.errors import SchemaError
-from mesh.json_grammar.expressions import chars, either, seq, times
-from mesh.json_grammar.gbnf import to_gbnf
-from mesh.json_grammar.string_grammar import quoted
+from mesh.structured_output.converter import Converter, check_size
+from mesh.structured_output.gbnf import SchemaError, chars, either, seq, times, to_gbnf
+from mesh.structured_output.json_schema import checked_grammar
+from mesh.structured_output.strings import quoted
 from mesh.text.message_parts import CallFormat
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.gbnf_parser import Chars, Expression, Ref, complement

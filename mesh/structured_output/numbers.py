@@ -1,4 +1,4 @@
-"""Numbers within bounds, digit by digit.
+"""Grammars of bounded integers and numbers.
 
 Bounded numbers are written without an exponent, and with at most as many digits as a double keeps apart.
 Minus zero is never written.
@@ -10,8 +10,7 @@ from decimal import Decimal
 from itertools import groupby
 from typing import Final
 
-from mesh.json_grammar.errors import SchemaError
-from mesh.json_grammar.expressions import DIGIT, chars, either, maybe, seq, times
+from mesh.structured_output.gbnf import DIGIT, SchemaError, chars, either, maybe, seq, times
 from stages.grammar.gbnf_parser import Expression, Literal
 
 _MAX_DIGITS: Final = 16

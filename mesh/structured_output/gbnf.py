@@ -1,4 +1,4 @@
-"""Grammars as GBNF text."""
+"""Grammar expressions, their GBNF text, and schema errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from stages.grammar.gbnf_parser import Chars, Choice, Expression, Literal, Ref, 
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
 
 _ESCAPES: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t", '"': '\\"', "\\": "\\\\"}
 _IN_CLASS: Final = {**_ESCAPES, '"': '"', "[": "\\[", "]": "\\]", "-": "\\-", "^": "\\x5E"}
@@ -68,3 +69,48 @@ def _letter(letter: str, escapes: Mapping[str, str]) -> str:
         return letter
     code = ord(letter)
     return f"\\x{code:02X}" if code < 0x100 else f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
+
+
+NOTHING: Final = Literal("")
+DIGIT: Final = Chars(((0x30, 0x39),))
+HEX_DIGIT: Final = Chars(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))
+
+
+def seq(*items: Expression | str) -> Expression:
+    """One after the other."""
+    found = tuple(Literal(item) if isinstance(item, str) else item for item in items)
+    return found[0] if len(found) == 1 else Sequence(found)
+
+
+def either(*options: Expression | str) -> Expression:
+    """One of these."""
+    found = tuple(Literal(option) if isinstance(option, str) else option for option in options)
+    return found[0] if len(found) == 1 else Choice(found)
+
+
+def maybe(*items: Expression | str) -> Expression:
+    """All of these, or nothing."""
+    return Repeat(seq(*items), 0, 1)
+
+
+def times(item: Expression, least: int, most: int | None) -> Expression:
+    """An item so often."""
+    return Repeat(item, least, most)
+
+
+def chars(*ranges: str) -> Chars:
+    """One character of ranges such as `az`, or single ones."""
+    return Chars(tuple(sorted((ord(each[0]), ord(each[-1])) for each in ranges)))
+
+
+class SchemaError(Exception):
+    """A part of a schema that no grammar can say, or that means nothing; `where` it is, the reader adds.
+
+    Args:
+        reason: What is wrong, beginning with the keyword.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.where = ""

@@ -1,4 +1,4 @@
-r"""ECMAScript's regular expressions, JSON Schema's `pattern`s, as far as grammars can say the same.
+r"""Grammars of ECMAScript patterns.
 
 A pattern matches anywhere in a string unless `^` and `$` hold it. Shorthands such as `\d` mean ASCII, which
 every dialect agrees on; `\D`, `\W` and `\S` are ASCII, too, as dialects differ beyond. What looks around or
@@ -10,8 +10,7 @@ from __future__ import annotations
 import string
 from typing import Final, NoReturn
 
-from mesh.json_grammar.errors import SchemaError
-from mesh.json_grammar.expressions import NOTHING, either, seq, times
+from mesh.structured_output.gbnf import NOTHING, SchemaError, either, seq, times
 from stages.grammar.gbnf_parser import (
     MAX_CODE_POINT,
     MAX_NESTING,

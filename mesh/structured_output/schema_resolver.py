@@ -1,4 +1,4 @@
-"""A schema without `$ref`, `allOf`, `anyOf` and `oneOf` at its top: plain ones, any of which may hold.
+"""Schema resolver: $ref, allOf, anyOf and oneOf as plain schemas.
 
 What stands side by side in a schema must hold at once. So each alternative is merged with what stands beside
 it; what cannot be merged without loss is refused. A reference with nothing beside it stays one: that is how
@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
-from mesh.json_grammar.errors import SchemaError
+from mesh.structured_output.gbnf import SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""JSON Schema to grammar: what the grammar allows is valid, always; not all that is valid is allowed.
+"""Converter of plain schemas to grammar rules.
 
 What is fixed where a schema leaves a choice: properties come in the order of the schema, optional ones may be
 left out; objects with `properties` have no others unless `additionalProperties` asks for them, nor tuples
@@ -14,15 +14,11 @@ import json
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.json_grammar.arrays import array_of
-from mesh.json_grammar.errors import SchemaError
-from mesh.json_grammar.expressions import chars, either, maybe, seq, times
-from mesh.json_grammar.flatten import Flat, Flattener, type_of, types_of
-from mesh.json_grammar.gbnf import to_gbnf
-from mesh.json_grammar.number_grammar import Bound, integer_between, number_between
-from mesh.json_grammar.objects import free_object, object_of
-from mesh.json_grammar.string_grammar import CHAR
-from mesh.json_grammar.strings import string_of
+from mesh.structured_output.gbnf import SchemaError, chars, either, maybe, seq, times, to_gbnf
+from mesh.structured_output.numbers import Bound, integer_between, number_between
+from mesh.structured_output.objects import array_of, free_object, object_of
+from mesh.structured_output.schema_resolver import Flat, Flattener, type_of, types_of
+from mesh.structured_output.strings import CHAR, string_of
 from stages.grammar.gbnf_parser import Expression, Ref
 from stages.grammar.session_grammar import make_automaton
 

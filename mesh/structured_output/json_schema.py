@@ -1,13 +1,12 @@
-"""A whole schema as a grammar, or the reason why not."""
+"""JSON schema as a grammar, or why not."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any, Final
 
-from mesh.json_grammar.convert import Converter, check_size
-from mesh.json_grammar.errors import SchemaError
-from mesh.json_grammar.gbnf import to_gbnf
+from mesh.structured_output.converter import Converter, check_size
+from mesh.structured_output.gbnf import SchemaError, to_gbnf
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.session_grammar import make_automaton
 
