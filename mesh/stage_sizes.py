@@ -145,7 +145,8 @@ class StageSizes:
         width = sums[layers.stop] - sums[layers.start] + num_blanks * most_width
         state = states[layers.stop] - states[layers.start] + num_blanks * most_state
         if self.model.state_widths:
-            # A stage of one kind of layers has company of the other, see `stages.cutting.rules.company`.
+            # A stage of one kind of layers has company of the other, see
+            # `stages.slicing.architectures.layer_patterns`.
             width = width or most_width
             state = state or most_state
         state_bytes = state * _F32_BYTES * self.workload.num_slots

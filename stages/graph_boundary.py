@@ -28,7 +28,7 @@ class Handover:
         inlet: Name of the tensor that incoming hidden states replace; None if they go in as embeddings.
         takes_tokens: Whether the stage looks at the token ids themselves, whatever its layers.
         blanks_before: Layers without weights that stand in the file before the stage's own, see
-            `stages.cutting.family.Blanks`.
+            `stages.slicing.architectures.rules.Blanks`.
         blanks_after: The same after them.
     """
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.certificate import Difference, compare
 from stages.certify import CertifyOptions, certify
-from stages.cutting import families
 from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.slicing.architectures import registry
 from stages.transport.hidden_codec import HiddenType
 from stages.wire_loss import wire_loss
 from tests.short_models import short_gemma3_path  # noqa: F401 - a fixture
@@ -103,8 +103,8 @@ def test_stages_of_one_layer_each_are_bit_equal(model: TinyModel, tmp_path: Path
 
 def test_a_missing_rule_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = TinyModel("gemma3", n_layers=8).write(tmp_path / "model.gguf")
-    without_windows = dataclasses.replace(families.FAMILIES["gemma3"], rules=())
-    monkeypatch.setitem(families.FAMILIES, "gemma3", without_windows)
+    without_windows = dataclasses.replace(registry.FAMILIES["gemma3"], rules=())
+    monkeypatch.setitem(registry.FAMILIES, "gemma3", without_windows)
     (result,) = certify(source, [2], CertifyOptions(n_prompt=20, n_decode=5)).cuts
     prefill, _, chunks, _ = (phase.difference for phase in result.phases)
     assert not result.difference.is_bit_equal

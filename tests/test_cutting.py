@@ -14,12 +14,12 @@ import pytest
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
 from stages import certify_apart
 from stages.certify import certify
-from stages.cutting import families
 from stages.cutting.layout import FILLER_VOCAB
 from stages.cutting.self_check import cut_stage
 from stages.cutting.tensors import renumbered
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
+from stages.slicing.architectures import registry
 from tests.tiny_models import N_VOCAB, TinyModel
 
 
@@ -254,7 +254,7 @@ def test_an_unknown_family_is_refused_if_cutting_changes_it(
 ) -> None:
     # In this process, where the family can be made unknown.
     monkeypatch.setattr(certify_apart, "certify_apart", certify)
-    monkeypatch.delitem(families.FAMILIES, "granite")
+    monkeypatch.delitem(registry.FAMILIES, "granite")
     # Granite scales its embedding, and llama.cpp does so again with the hidden states of the stage before.
     source = TinyModel("granite").write(tmp_path / "granite.gguf")
     with pytest.raises(UncuttableModel, match=r"'granite' .* cut at 2 its logits differ by up to [\d.]+"):

@@ -10,7 +10,7 @@ from mesh.bench.families import examine
 from mesh.bench.families_record import FamilyRecord, Outcome, counts, from_json, markdown, to_json
 from spanmesh_proto.errors import MeshError
 from stages.certify import certify
-from stages.cutting.families import FAMILIES, family_of
+from stages.slicing.architectures.registry import FAMILIES, family_of
 from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 

@@ -7,8 +7,8 @@ import pytest
 
 from mesh.cli import run
 from stages.certify import certify
-from stages.cutting import families
 from stages.gguf.reader import read_header
+from stages.slicing.architectures import registry
 from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 
@@ -94,7 +94,7 @@ def test_certify_exits_with_1_on_a_mismatch(
 ) -> None:
     # In this process, where its family can lose its rules.
     monkeypatch.setattr("mesh.commands.certify.certify_apart", certify)
-    monkeypatch.delitem(families.FAMILIES, "granite")
+    monkeypatch.delitem(registry.FAMILIES, "granite")
     granite = TinyModel("granite").write(tmp_path / "granite.gguf")
     assert run(["certify", str(granite), "--cuts", "3", *flags]) == 1
     out = capsys.readouterr().out

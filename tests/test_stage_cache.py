@@ -10,11 +10,11 @@ from structlog.testing import capture_logs
 from spanmesh_proto.errors import ModelError, UncuttableModel
 from stages import certify_apart
 from stages.certify import certify
-from stages.cutting import families
 from stages.cutting.cache import StageCache, StageFile
 from stages.cutting.places import default_root
 from stages.cutting.stamp import Stamp
 from stages.layers import LayerRange
+from stages.slicing.architectures import registry
 from stages.weights.assembly import wrong_pieces
 from stages.weights.cache_limit import make_room
 from tests.tiny_models import TinyModel
@@ -135,7 +135,7 @@ def test_only_a_hash_becomes_a_path(cache: StageCache, name: str) -> None:
 def test_an_unknown_family_is_checked_once_for_each_cut(
     cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(families.FAMILIES, "internlm2")
+    monkeypatch.delitem(registry.FAMILIES, "internlm2")
     source = TinyModel("internlm2").write(tmp_path / "model.gguf")
     with capture_logs() as logs:
         cache.cut(source, LayerRange(0, 2))
@@ -162,7 +162,7 @@ def test_a_refused_family_leaves_no_stage(
     cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(certify_apart, "certify_apart", certify)
-    monkeypatch.delitem(families.FAMILIES, "granite")
+    monkeypatch.delitem(registry.FAMILIES, "granite")
     source = TinyModel("granite").write(tmp_path / "model.gguf")
     for _ in range(2):
         with pytest.raises(UncuttableModel, match="no rules for 'granite'"):

@@ -116,7 +116,7 @@ _TAIL: Final = """
 **proposals**: models whose sessions have a state that cannot go back to an earlier position run without
 speculation.
 {wrong}
-Rules are in [stages/cutting/families.py](stages/cutting/families.py), each with
+Rules are in [stages/slicing/architectures/registry.py](stages/slicing/architectures/registry.py), each with
 its reason. A family that is not in the table of rules is cut by the generic ones, and only after a self-check
 at the very cut; so is one whose rules no run has tried.
 """

@@ -9,10 +9,10 @@ import numpy as np
 
 from stages.cutting.packing import packing_bytes
 from stages.cutting.recurrent import state_widths
-from stages.cutting.rules.counted import RECURRENT_LAYERS, recurrent_flags
 from stages.cutting.source_model import read_source
 from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, OUTPUT_NORM
 from stages.layers import LayerRange
+from stages.slicing.architectures.layer_patterns import RECURRENT_LAYERS, recurrent_flags
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +55,7 @@ class ModelFacts:
         can_trim: Whether sessions can go back to an earlier position; those with recurrent state cannot.
         n_streams: How many rows of hidden states make one that crosses from stage to stage.
         num_blanks: Layers that every stage but the first computes in vain; see
-            `stages.cutting.family.Blanks`.
+            `stages.slicing.architectures.rules.Blanks`.
         embeds_everywhere: Whether every stage holds the token embedding.
     """
 

@@ -9,8 +9,8 @@
 5. Stages work with token ids, so the vocabulary's texts stay behind (`tokenizer.ggml.model` = "no_vocab").
 6. The size of a head, if the file leaves it to the first layer's number of heads, is written out.
 
-`stages.cutting.families` adds what single families need, blank layers among them
-(`stages.cutting.family.Blanks`).
+`stages.slicing.architectures.registry` adds what single families need, blank layers among them
+(`stages.slicing.architectures.rules.Blanks`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.cutting.families import FAMILIES, family_of
-from stages.cutting.family import NO_BLANKS
 from stages.cutting.tensors import (
     EMBEDDING,
     OUTPUT_NORM,
@@ -19,13 +17,15 @@ from stages.cutting.tensors import (
 )
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
+from stages.slicing.architectures.registry import FAMILIES, family_of
+from stages.slicing.architectures.rules import NO_BLANKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from stages.cutting.family import Blanks, Family, Rule
     from stages.gguf.header import GgufHeader, TensorInfo
+    from stages.slicing.architectures.rules import Blanks, Family, Rule
 
 
 @dataclass(frozen=True)

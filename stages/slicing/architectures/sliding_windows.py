@@ -1,4 +1,4 @@
-"""Layers that attend to a sliding window only.
+"""Rules for sliding-window attention.
 
 llama.cpp takes the pattern from the file, as one flag a layer, or counts it from layer 0. A stage that starts
 elsewhere would count from its own first layer, hence one flag a layer, true for a window.
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from stages.cutting.family import NO_BLANKS, Blanks, Rule
 from stages.gguf.header import Value, ValueType
+from stages.slicing.architectures.rules import NO_BLANKS, Blanks, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

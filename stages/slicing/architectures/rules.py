@@ -1,4 +1,4 @@
-"""What the rules of one family are made of."""
+"""Types of the rules of architectures."""
 
 from __future__ import annotations
 

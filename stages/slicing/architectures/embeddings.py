@@ -1,11 +1,11 @@
-"""Families that look at the token's own embedding after the first layer has begun."""
+"""Rules for architectures that read the token embedding again in later layers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from stages.cutting.family import NO_BLANKS, Blanks, Rule
 from stages.gguf.header import Value, ValueType
+from stages.slicing.architectures.rules import NO_BLANKS, Blanks, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

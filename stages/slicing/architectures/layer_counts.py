@@ -1,15 +1,15 @@
-"""What llama.cpp takes from the number of layers: it knows some models by it."""
+"""Rules for models that llama.cpp tells by their number of layers, and for uncuttable ones."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Final
 
-from stages.cutting.family import NO_BLANKS, Blanks, Rule
 from stages.gguf.header import Value, ValueType
+from stages.slicing.architectures.rules import NO_BLANKS, Blanks, Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from stages.gguf.header import GgufHeader
     from stages.layers import LayerRange
@@ -195,3 +195,17 @@ FOUR_LAYERS: Final = Rule(
     refused=_four_refused,
     blanks=_four_blanks,
 )
+
+
+def in_one_piece(reason: str, applies: Callable[[GgufHeader], bool] = lambda _header: True) -> Rule:
+    """The rule of a family that cannot be cut.
+
+    Args:
+        reason: Why.
+        applies: To which of its models.
+    """
+
+    def refused(header: GgufHeader) -> Mapping[int, str]:
+        return every_cut(header, reason) if applies(header) else {}
+
+    return Rule("in one piece", reason, refused=refused)

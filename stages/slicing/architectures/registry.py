@@ -1,4 +1,4 @@
-"""What each family of models needs beyond the generic rules. The only place where an architecture has a name.
+"""Registry of architectures and the rules by which they are cut.
 
 The generic rules (`stages.cutting.layout`) renumber layers and cut per-layer metadata. They are enough where
 llama.cpp looks at a layer's own tensors and metadata only. A family that is not in this table is cut by them
@@ -14,39 +14,37 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from stages.cutting.family import Entry, Family
-from stages.cutting.rules.company import (
-    COMPRESSED,
-    HYBRID,
-    HYBRID_BY_INTERVAL,
-    HYBRID_WITH_FFN,
-    NO_WINDOW,
-    SPARSE,
-)
-from stages.cutting.rules.counted import (
-    HEADS_EVERYWHERE,
-    LEADING_LAYERS,
-    RECURRENT_LAYERS,
-    STARTS_WITH_HEADS,
-    every_nth,
-    shared_indexers,
-)
-from stages.cutting.rules.embeddings import (
+from stages.slicing.architectures.embeddings import (
     DEEPSTACK,
     NGRAM_LAYER,
     SHARED_KV,
     embedding_again,
     has_ngram_layers,
 )
-from stages.cutting.rules.totals import (
+from stages.slicing.architectures.layer_counts import (
     DEEPSEEK2_LITE,
     FOUR_LAYERS,
     MINICPM_RESIDUAL,
     attention_scale,
+    in_one_piece,
     known_by_layers,
 )
-from stages.cutting.rules.whole import in_one_piece
-from stages.cutting.rules.windows import Bare, windows
+from stages.slicing.architectures.layer_patterns import (
+    COMPRESSED,
+    HEADS_EVERYWHERE,
+    HYBRID,
+    HYBRID_BY_INTERVAL,
+    HYBRID_WITH_FFN,
+    LEADING_LAYERS,
+    NO_WINDOW,
+    RECURRENT_LAYERS,
+    SPARSE,
+    STARTS_WITH_HEADS,
+    every_nth,
+    shared_indexers,
+)
+from stages.slicing.architectures.rules import Entry, Family
+from stages.slicing.architectures.sliding_windows import Bare, windows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
