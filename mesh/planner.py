@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mesh.seatings import Seating
-    from stages.cutting.facts import ModelFacts
     from stages.layers import LayerRange
     from stages.runtime.memory import StageMemory
+    from stages.slicing.model_facts import ModelFacts
 
 # Two measurements of the same host differ by this share, so a smaller difference says nothing.
 SPEED_NOISE: Final = 0.25

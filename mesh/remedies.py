@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mesh.stage_sizes import Workload
-    from stages.cutting.facts import ModelFacts
+    from stages.slicing.model_facts import ModelFacts
 
 # Half of f16's size, and of all that are smaller the one that changes a text least.
 _COMPACT: Final = "q8_0"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mesh.host_capacity import HostCapacity
-    from stages.cutting.facts import ModelFacts
+    from stages.slicing.model_facts import ModelFacts
 
 Bytes: TypeAlias = "NDArray[np.int64]"
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mesh.host_capacity import HostCapacity
     from mesh.replanner import Copy
     from mesh.stage_sizes import StageSizes
-    from stages.cutting.facts import ModelFacts
+    from stages.slicing.model_facts import ModelFacts
 
 _LAYERS: Final = re.compile(r"(\d{1,6}):(\d{1,6})")
 _OPTION: Final = "--topology"

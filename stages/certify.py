@@ -25,10 +25,10 @@ import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.certificate import Certificate, CutResult, Difference, compare, phases_of
-from stages.cutting.cut import write_stage
-from stages.cutting.source_model import read_source
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.slicing.source_model import read_source
+from stages.slicing.stage_writer import write_stage
 from stages.transport import hidden_codec
 from stages.transport.hidden_codec import HiddenType
 from stages.wire_loss import wire_loss
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.cutting.source_model import SourceModel
     from stages.graph_boundary import Handover
+    from stages.slicing.source_model import SourceModel
     from stages.wire_loss import WireLoss
 
 PHASES: Final = ("prefill", "decode", "chunks", "spans")

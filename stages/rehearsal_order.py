@@ -6,7 +6,7 @@ import base64
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from stages.cutting.blank import BlankStage
+from stages.slicing.stage_writer import BlankStage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

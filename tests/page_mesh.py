@@ -11,7 +11,7 @@ from mesh.serve.proposers import Proposers
 from mesh.serve.stage_counts import stage_counts
 from mesh.serve.state import MeshState
 from mesh.text.tokenizer import Tokenizer
-from stages.cutting.facts import read_model_facts
+from stages.slicing.model_facts import read_model_facts
 from tests.api_harness import running_api
 from tests.serve_harness import WORKLOAD, serving
 

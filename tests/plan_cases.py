@@ -25,7 +25,7 @@ from mesh.planner import Plan, even_out_noise, plan
 from mesh.serve.link_order import has_an_order, ordered_by_links
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import MeshError
-from stages.cutting.facts import ModelFacts
+from stages.slicing.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

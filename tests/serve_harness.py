@@ -37,9 +37,9 @@ from mesh.serve.wiring import wire_up
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import StageFailed
 from stages.cutting.cache import StageCache
-from stages.cutting.facts import read_model_facts
 from stages.fetch import FetchSource
 from stages.layers import LayerRange
+from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:

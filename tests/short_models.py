@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stages.cutting.gguf_writer import StageWriter
-from stages.cutting.layout import StageLayout, StageTensor
-from stages.cutting.per_layer import is_per_layer
-from stages.cutting.tensors import count_layers, layer_of
 from stages.gguf.file_io import ModelFile, Region
 from stages.gguf.header import Value, ValueType
 from stages.gguf.reader import read_header
+from stages.slicing.layout import StageLayout, StageTensor
+from stages.slicing.source_model import count_layers, is_per_layer, layer_of
+from stages.slicing.stage_writer import StageWriter
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,7 +22,7 @@ from mesh.bench.stress.script import Turn
 from mesh.bench.stress.step import Step, step_of
 from mesh.bench.stress.told import Told
 from mesh.stage_sizes import StageSizes, Workload
-from stages.cutting.facts import read_model_facts
+from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from mesh.bench.stress.processes import Role

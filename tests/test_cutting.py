@@ -14,12 +14,12 @@ import pytest
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
 from stages import certify_apart
 from stages.certify import certify
-from stages.cutting.layout import FILLER_VOCAB
 from stages.cutting.self_check import cut_stage
-from stages.cutting.tensors import renumbered
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures import registry
+from stages.slicing.layout import FILLER_VOCAB
+from stages.slicing.source_model import renumbered
 from tests.tiny_models import N_VOCAB, TinyModel
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.cutting.facts import read_model_facts
 from stages.cutting.self_check import cut_stage
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures.registry import FAMILIES, family_of
+from stages.slicing.model_facts import read_model_facts
 from tests.tiny_models import TinyModel
 
 PATTERN = "gemma3.attention.sliding_window_pattern"

@@ -12,7 +12,6 @@ from mesh.engine import GenerationRequest
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError, UncuttableModel
 from stages.cutting.cache import StageCache
-from stages.cutting.facts import read_model_facts
 from stages.layers import ranges_from_cuts
 from stages.leading import pause_s
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
@@ -21,6 +20,7 @@ from stages.sampling.session_spec import Resumed
 from stages.sampling.verifier import Judge
 from stages.sent_rows import SentRows
 from stages.sessions import SessionTable
+from stages.slicing.model_facts import read_model_facts
 from stages.slot_tokens import Marks
 from stages.stage_slots import StageSlots
 from tests.fake_stage import FakeRuntime

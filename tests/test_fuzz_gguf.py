@@ -14,8 +14,8 @@ from mesh.bench.fuzz.model_trial import trials, try_model
 from mesh.bench.fuzz.options import FuzzOptions
 from mesh.bench.fuzz.small_model import small_layout, write_layout
 from spanmesh_proto.errors import InvalidModel
-from stages.cutting.facts import read_model_facts
-from stages.cutting.tensors import layer_of
+from stages.slicing.model_facts import read_model_facts
+from stages.slicing.source_model import layer_of
 
 if TYPE_CHECKING:
     from pathlib import Path

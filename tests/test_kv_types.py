@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError
-from stages.cutting.facts import read_model_facts
 from stages.runtime import llama
 from stages.runtime.kv_types import KV_TYPES, check_kv_type
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.slicing.model_facts import read_model_facts
 from tests.tiny_models import TinyModel
 
 CTX_SIZE = 300

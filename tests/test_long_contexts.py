@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mesh.engine import GenerationRequest
-from stages.cutting.facts import read_model_facts
 from stages.runtime.stage_runtime import RuntimeOptions
+from stages.slicing.model_facts import read_model_facts
 from tests.ring_harness import collect, running_coordinator, running_stages
 from tests.tiny_models import TinyModel
 

@@ -15,8 +15,8 @@ from mesh.host_capacity import HostCapacity
 from mesh.planner import Plan, even_out_noise, plan
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
-from stages.cutting.facts import ModelFacts
 from stages.layers import LayerRange
+from stages.slicing.model_facts import ModelFacts
 
 MIB = 2**20
 WORKLOAD = Workload(ctx_size=1000, num_slots=2)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from mesh.stage_sizes import StageSizes, Workload
-from stages.cutting.facts import read_model_facts
 from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
 from stages.runtime import llama
 from stages.runtime.numerics import numerics_for
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.slicing.model_facts import read_model_facts
 from tests.tiny_families import TINY_FAMILIES
 
 N_EMBD, N_VOCAB = 256, 320

@@ -19,7 +19,7 @@ from tests.test_planner import model as model_of
 
 if TYPE_CHECKING:
     from mesh.host_capacity import HostCapacity
-    from stages.cutting.facts import ModelFacts
+    from stages.slicing.model_facts import ModelFacts
 
 SIZES = StageSizes(model_of(), WORKLOAD)
 

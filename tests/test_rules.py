@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.cutting.source_model import SourceModel
 from stages.gguf.header import GgufHeader, Value, ValueType
 from stages.layers import LayerRange
 from stages.slicing.architectures.registry import FAMILIES
 from stages.slicing.architectures.rules import Blanks
+from stages.slicing.source_model import SourceModel
 
 
 def header(architecture: str, n_layers: int, **values: list[int] | float) -> GgufHeader:

@@ -23,7 +23,7 @@ from tests.test_planner import WORKLOAD, host, model, models
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from stages.cutting.facts import ModelFacts
+    from stages.slicing.model_facts import ModelFacts
 
 rooms = st.lists(
     st.tuples(st.integers(0, 900), st.sampled_from([5.0, 20.0, 60.0])), min_size=1, max_size=5

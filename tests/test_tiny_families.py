@@ -7,9 +7,9 @@ import pytest
 from spanmesh_proto.errors import UncuttableModel
 from stages.certificate import Difference
 from stages.certify import CertifyOptions, certify
-from stages.cutting.facts import read_model_facts
 from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
+from stages.slicing.model_facts import read_model_facts
 from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 

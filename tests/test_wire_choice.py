@@ -11,8 +11,8 @@ from mesh.planner import Plan, StagePlacement
 from mesh.serve.wires import planned_wires
 from mesh.stage_sizes import StageSizes, Workload
 from mesh.wire_choice import WireChoice, transfer_ms, wire_choices
-from stages.cutting.facts import read_model_facts
 from stages.layers import LayerRange
+from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType
 from tests.tiny_models import TinyModel
 

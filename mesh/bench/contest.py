@@ -22,7 +22,7 @@ from mesh.bench.mesh_system import MeshSystem
 from mesh.bench.rpc_system import RpcSystem
 from mesh.bench.stream_client import Answer, Batch, chat
 from spanmesh_proto.errors import MeshError
-from stages.cutting.facts import read_model_facts
+from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

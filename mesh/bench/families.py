@@ -28,13 +28,13 @@ from mesh.util.progress import progress_bars
 from spanmesh_proto.errors import MeshError
 from stages.certify import CertifyOptions, certify
 from stages.certify_apart import certify_apart
-from stages.cutting.source_model import read_source
+from stages.slicing.source_model import read_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stages.certificate import Certificate
-    from stages.cutting.source_model import SourceModel
+    from stages.slicing.source_model import SourceModel
 
 # Tiny models show everything in a few rows.
 _OPTIONS = CertifyOptions(n_prompt=20, n_decode=6)

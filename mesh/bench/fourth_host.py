@@ -25,11 +25,11 @@ from mesh.planner import plan
 from mesh.serve.options import demo_model
 from mesh.stage_sizes import Workload
 from stages.cutting.cache import StageCache
-from stages.cutting.facts import read_model_facts
 from stages.cutting.self_check import cut_stage
-from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of
 from stages.fetch import fetch_stage
 from stages.gguf.reader import read_header
+from stages.slicing.model_facts import read_model_facts
+from stages.slicing.source_model import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of
 from stages.weights.stage_store import StageStore
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from mesh.planner import even_out_noise, plan
 from mesh.serve.planning import made_in_thread
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit
-from stages.cutting.facts import ModelFacts
+from stages.slicing.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mesh.forecast.surroundings import Surroundings
-    from stages.cutting.facts import ModelFacts
+    from stages.slicing.model_facts import ModelFacts
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -114,9 +114,9 @@ def plan(
     from mesh.serve.options import ctx_size_for  # noqa: PLC0415
     from mesh.stage_sizes import Workload  # noqa: PLC0415
     from mesh.topology import read_topology  # noqa: PLC0415
-    from stages.cutting.facts import read_model_facts  # noqa: PLC0415
-    from stages.cutting.source_model import read_source  # noqa: PLC0415
     from stages.runtime.kv_types import check_kv_type  # noqa: PLC0415
+    from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415
+    from stages.slicing.source_model import read_source  # noqa: PLC0415
 
     facts = read_model_facts(model)
     check_kv_type(kv_type, facts.name, facts.head_widths, option="--kv-type")

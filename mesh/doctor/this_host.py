@@ -173,7 +173,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check]:
-    from stages.cutting.facts import read_model_facts  # noqa: PLC0415 - brings numpy
+    from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415 - brings numpy
 
     what = f"model {path.name}"
     try:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelError
-from stages.cutting.facts import read_model_facts
 from stages.runtime.kv_types import check_kv_type
+from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from pathlib import Path

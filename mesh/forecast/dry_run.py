@@ -12,9 +12,9 @@ from mesh.forecast.time_model import Forecast, StageForecast, forecast
 from mesh.planner import plan
 from mesh.serve.link_order import has_an_order, ordered_by_links
 from mesh.stage_sizes import StageSizes
-from stages.cutting.blank import blank_stage
 from stages.rehearsal_order import RehearsalOrder
 from stages.runtime.numerics import FAST_MAX_ROWS
+from stages.slicing.stage_writer import blank_stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from mesh.planner import Plan, StagePlacement
     from mesh.stage_sizes import Workload
     from mesh.topology import Topology
-    from stages.cutting.facts import ModelFacts
-    from stages.cutting.source_model import SourceModel
     from stages.rehearsal_order import StageTiming
+    from stages.slicing.model_facts import ModelFacts
+    from stages.slicing.source_model import SourceModel
 
 # A stage has as long a pause between two tokens as the wire and the other stages take; more than this much
 # makes no processor any colder.

@@ -22,9 +22,9 @@ from mesh.serve.speculation_fit import fitted_to
 from mesh.stage_sizes import StageSizes, Workload
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
-from stages.cutting.facts import ModelFacts, read_model_facts
 from stages.gguf.reader import read_header
 from stages.runtime.kv_types import check_kv_type
+from stages.slicing.model_facts import ModelFacts, read_model_facts
 from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size
 

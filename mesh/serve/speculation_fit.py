@@ -11,7 +11,7 @@ from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
     from mesh.serve.options import ServeOptions
-    from stages.cutting.facts import ModelFacts
+    from stages.slicing.model_facts import ModelFacts
 
 log = structlog.get_logger()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mesh.serve.ledger import Ledger
     from mesh.serve.pending import PendingEngine
     from mesh.serve.succession import Succession
-    from stages.cutting.facts import ModelFacts
+    from stages.slicing.model_facts import ModelFacts
     from stages.weights.transfer import Transfer
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from stages.cutting.cache import StageCache, StageFile
-    from stages.cutting.facts import ModelFacts, read_model_facts
     from stages.cutting.self_check import cut_stage
+    from stages.slicing.model_facts import ModelFacts, read_model_facts
 
 __all__ = ["ModelFacts", "StageCache", "StageFile", "cut_stage", "read_model_facts"]
 

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING
 import structlog
 
 from spanmesh_proto.errors import ModelError
-from stages.cutting.cut import ByteCounter, write_stage
-from stages.cutting.gguf_writer import encode_header, stage_bytes
-from stages.cutting.layout import FORMAT_VERSION, lay_out
 from stages.cutting.places import default_root, stage_store
-from stages.cutting.shared_blocks import with_shared_blocks
-from stages.cutting.source_model import read_source
 from stages.gguf.file_io import require_disk, write_atomically
 from stages.layers import cuts_of
+from stages.slicing.layout import FORMAT_VERSION, lay_out
+from stages.slicing.source_model import read_source
+from stages.slicing.stage_writer import (
+    ByteCounter,
+    encode_header,
+    stage_bytes,
+    with_shared_blocks,
+    write_stage,
+)
 from stages.weights.file_stamp import stamps_of
 from stages.weights.local_pieces import KnownFile
 from stages.weights.model_hashes import ModelHashes
@@ -28,10 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from stages.cutting.layout import StageLayout
-    from stages.cutting.source_model import SourceModel
     from stages.gguf.file_io import Region
     from stages.layers import LayerRange
+    from stages.slicing.layout import StageLayout
+    from stages.slicing.source_model import SourceModel
     from stages.weights.file_stamp import FileStamp
 
 log = structlog.get_logger()

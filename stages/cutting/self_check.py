@@ -9,19 +9,17 @@ import structlog
 from spanmesh_proto.errors import ModelError, UncuttableModel
 from stages.certify import CertifyOptions
 from stages.certify_apart import certify_apart
-from stages.cutting.cut import ByteCounter, write_stage
-from stages.cutting.gguf_writer import stage_bytes
-from stages.cutting.layout import lay_out
-from stages.cutting.shared_blocks import with_shared_blocks
-from stages.cutting.source_model import read_source
 from stages.layers import cuts_of
+from stages.slicing.layout import lay_out
+from stages.slicing.source_model import read_source
+from stages.slicing.stage_writer import ByteCounter, stage_bytes, with_shared_blocks, write_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from stages.cutting.source_model import SourceModel
     from stages.layers import LayerRange
+    from stages.slicing.source_model import SourceModel
 
 log = structlog.get_logger()
 

@@ -23,7 +23,7 @@ from mesh.lab.hosts import Lab
 from mesh.lab.support import lab_supported
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError
-from stages.cutting.facts import read_model_facts
+from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from mesh.bench.big_shares.random_gguf import WeightType

@@ -10,7 +10,7 @@ from spanmesh_proto.errors import ModelDoesNotFit
 
 if TYPE_CHECKING:
     from mesh.stage_sizes import Workload
-    from stages.cutting.facts import ModelFacts
+    from stages.slicing.model_facts import ModelFacts
 
 _STEP_BYTES: Final = 2**20
 

@@ -32,7 +32,7 @@ from mesh.lab.support import lab_supported
 from mesh.stage_sizes import Workload
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
-from stages.cutting.facts import read_model_facts
+from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 from gguf.constants import GGMLQuantizationType
 
 from mesh.bench.fuzz.damage import damaged
-from stages.cutting.gguf_writer import encode_header
 from stages.gguf.header import FORMATS, Value, ValueType
+from stages.slicing.stage_writer import encode_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from random import Random
 
-    from stages.cutting.layout import StageLayout, StageTensor
+    from stages.slicing.layout import StageLayout, StageTensor
 
 _ODD_EXTENTS: Final = (0, 1, 7, 2**31 - 1, 2**32, 2**63 - 1, 2**64 - 1)
 _ODD_TEXTS: Final = ("", "llama", "qwen3", "gemma3", "no such thing", "nul\0l", "x" * 10_000, "\ufffd", "-1")

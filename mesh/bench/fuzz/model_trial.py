@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
-from stages.cutting.facts import read_model_facts
 from stages.cutting.self_check import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

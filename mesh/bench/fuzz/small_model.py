@@ -6,19 +6,18 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stages.cutting.gguf_writer import StageWriter
-from stages.cutting.layout import lay_out
-from stages.cutting.source_model import read_source
-from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS
 from stages.gguf.file_io import ModelFile, atomic_write
 from stages.gguf.header import Value, ValueType
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
+from stages.slicing.layout import lay_out
+from stages.slicing.source_model import EMBEDDING, OUTPUT, OUTPUT_BIAS, read_source
+from stages.slicing.stage_writer import StageWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stages.cutting.layout import StageLayout, StageTensor
+    from stages.slicing.layout import StageLayout, StageTensor
 
 
 def small_layout(source: Path, *, num_layers: int, num_tokens: int) -> StageLayout:

@@ -33,7 +33,7 @@ from mesh.lab.support import lab_supported
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
-from stages.cutting.facts import read_model_facts
+from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -45,7 +45,7 @@ from mesh.stage_sizes import StageSizes, Workload
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
-from stages.cutting.facts import read_model_facts
+from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from mesh.bench.stress.script import Script
     from mesh.bench.stress.step import Step
     from mesh.bench.stress.told import Told
-    from stages.cutting.facts import ModelFacts
+    from stages.slicing.model_facts import ModelFacts
 
 log = structlog.get_logger()
 

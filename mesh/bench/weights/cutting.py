@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.bench.weights.sparse_model import sparse_layout, write_sparse
 from spanmesh_proto.errors import MeshError
-from stages.cutting.facts import read_model_facts
+from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from pathlib import Path

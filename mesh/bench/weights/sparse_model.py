@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 from gguf.constants import GGMLQuantizationType
 
-from stages.cutting.gguf_writer import encode_header, padded, stage_bytes
-from stages.cutting.layout import StageLayout, StageTensor
 from stages.gguf.file_io import write_all
 from stages.gguf.header import Value, ValueType
+from stages.slicing.layout import StageLayout, StageTensor
+from stages.slicing.stage_writer import encode_header, padded, stage_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

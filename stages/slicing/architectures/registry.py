@@ -1,6 +1,6 @@
 """Registry of architectures and the rules by which they are cut.
 
-The generic rules (`stages.cutting.layout`) renumber layers and cut per-layer metadata. They are enough where
+The generic rules (`stages.slicing.layout`) renumber layers and cut per-layer metadata. They are enough where
 llama.cpp looks at a layer's own tensors and metadata only. A family that is not in this table is cut by them
 after a self-check that compares the cut model with the whole one.
 

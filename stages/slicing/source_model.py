@@ -1,20 +1,14 @@
-"""A whole model, read and checked, ready to be cut."""
+"""Source model: a whole model, checked, with its tensors by layer."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.cutting.tensors import (
-    EMBEDDING,
-    OUTPUT_NORM,
-    count_layers,
-    require_tensors,
-    require_uniform_layers,
-    tensors_by_layer,
-)
+from stages.gguf.header import ValueType
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures.registry import FAMILIES, family_of
@@ -24,8 +18,106 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from stages.gguf.header import GgufHeader, TensorInfo
+    from stages.gguf.header import GgufHeader, TensorInfo, Value
     from stages.slicing.architectures.rules import Blanks, Family, Rule
+
+
+EMBEDDING: Final = "token_embd.weight"
+OUTPUT_NORM: Final = "output_norm.weight"
+OUTPUT: Final = "output.weight"
+OUTPUT_BIAS: Final = "output.bias"
+
+_BLOCK: Final = re.compile(r"blk\.([0-9]{1,9})\.(.+)")
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor belongs to: `blk.7.attn_q.weight` gives 7, `rope_freqs.weight` None."""
+    match = _BLOCK.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def renumbered(name: str, shift: int) -> str:
+    """The layer's tensor as it is called when the layer moves down by `shift`."""
+    match = _BLOCK.fullmatch(name)
+    return f"blk.{int(match[1]) - shift}.{match[2]}" if match else name
+
+
+def count_layers(header: GgufHeader) -> int:
+    """Layers of the model, from its metadata.
+
+    Raises:
+        InvalidModel: If the metadata name no layers.
+        UncuttableModel: If some of its layers are no plain decoder layers.
+    """
+    architecture = header.architecture
+    n_layers = header.integer(f"{architecture}.block_count")
+    if n_layers < 1:
+        raise InvalidModel(f"{header.path}: {architecture}.block_count is {n_layers}, need at least 1")
+    if n_layers > len(header.tensors):
+        raise InvalidModel(
+            f"{header.path}: {n_layers} layers, but {len(header.tensors)} tensors; fetch it again"
+        )
+    if n_extra := header.integer(f"{architecture}.nextn_predict_layers", 0):
+        raise UncuttableModel(
+            f"{header.path.name} ends in {n_extra} layers for multi-token prediction: not supported yet; "
+            "convert the model without them"
+        )
+    return n_layers
+
+
+def tensors_by_layer(header: GgufHeader, n_layers: int) -> tuple[tuple[TensorInfo, ...], ...]:
+    """The tensors of each layer, in file order.
+
+    Raises:
+        InvalidModel: If a layer has no tensors, or the file has layers that the metadata do not count.
+    """
+    layers: list[list[TensorInfo]] = [[] for _ in range(n_layers)]
+    for tensor in header.tensors.values():
+        layer = layer_of(tensor.name)
+        if layer is None:
+            continue
+        if layer >= n_layers:
+            raise InvalidModel(
+                f"{header.path}: tensor {tensor.name!r} is of layer {layer}, the metadata count {n_layers}"
+            )
+        layers[layer].append(tensor)
+    for number, tensors in enumerate(layers):
+        if not tensors:
+            raise InvalidModel(
+                f"{header.path}: layer {number} of {n_layers} has no tensors; fetch the file again"
+            )
+    return tuple(tuple(tensors) for tensors in layers)
+
+
+def require_tensors(header: GgufHeader, names: tuple[str, ...]) -> None:
+    """Check that tensors outside the layers exist.
+
+    Raises:
+        InvalidModel: Naming the first that is missing.
+    """
+    for name in names:
+        if name not in header.tensors:
+            raise InvalidModel(f"{header.path}: tensor {name!r} is missing; convert or fetch the file again")
+
+
+def require_uniform_layers(header: GgufHeader, n_layers: int) -> None:
+    """Check that every layer has the tensors that most layers have.
+
+    Raises:
+        InvalidModel: Naming the first that is missing.
+    """
+    layers = [
+        {tensor.name.removeprefix(f"blk.{number}.") for tensor in tensors}
+        for number, tensors in enumerate(tensors_by_layer(header, n_layers))
+    ]
+    for kind in sorted(set[str]().union(*layers)):
+        holders = [kind in layer for layer in layers]
+        if 2 * sum(holders) > n_layers and not all(holders):
+            layer = holders.index(False)
+            raise InvalidModel(
+                f"{header.path}: tensor 'blk.{layer}.{kind}' is missing, other layers have theirs; "
+                "convert or fetch the file again"
+            )
 
 
 @dataclass(frozen=True)
@@ -173,3 +265,24 @@ def _require_embedding(header: GgufHeader) -> None:
     n_embd = header.integer(f"{header.architecture}.embedding_length")
     if len(shape) != 2 or shape[0] != n_embd:
         raise InvalidModel(f"{header.path}: {EMBEDDING} has shape {shape}, expected ({n_embd}, vocabulary)")
+
+
+# Arrays below the architecture's name that have a fixed length, which may happen to be the number of layers.
+_NOT_PER_LAYER: Final = (
+    "rope.dimension_sections",
+    "classifier.output_labels",
+    "ple.layers",
+    "ple.layer_multipliers",
+    "ple.head_offsets",
+    "ple.head_vocab_sizes",
+)
+
+
+def is_per_layer(key: str, value: Value, architecture: str, n_layers: int) -> bool:
+    """Whether a metadata value has one entry for each layer."""
+    return (
+        key.startswith(f"{architecture}.")
+        and value.count == n_layers
+        and not key.endswith(_NOT_PER_LAYER)
+        and value.type is not ValueType.STRING
+    )

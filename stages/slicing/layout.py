@@ -1,4 +1,4 @@
-"""What a stage file holds: the generic rules of cutting, as pure functions.
+"""Layout of a stage file: its tensors and metadata.
 
 1. The stage's layers are renumbered from 0 and `block_count` is their number.
 2. Metadata arrays with one entry per layer keep the entries of the stage's layers.
@@ -22,18 +22,17 @@ from typing import TYPE_CHECKING, Final
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.cutting.per_layer import is_per_layer
-from stages.cutting.tensors import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of, renumbered
 from stages.gguf.file_io import Region
 from stages.gguf.header import Value, ValueType
 from stages.layers import LayerRange
+from stages.slicing.source_model import EMBEDDING, OUTPUT, OUTPUT_BIAS, is_per_layer, layer_of, renumbered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stages.cutting.source_model import SourceModel
     from stages.gguf.header import TensorInfo
     from stages.graph_boundary import Handover
+    from stages.slicing.source_model import SourceModel
 
 # Raise this when a stage file made by the same source and layers comes out otherwise than before.
 FORMAT_VERSION: Final = 3
