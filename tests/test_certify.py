@@ -9,14 +9,13 @@ import pytest
 from numpy.typing import NDArray
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.certificate import Difference, compare
-from stages.certify import CertifyOptions, certify
-from stages.cutting.self_check import cut_stage
+from stages.certification.certify import CertifyOptions, certify
+from stages.certification.comparison import Difference, compare, wire_loss
+from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.slicing.architectures import registry
 from stages.transport.hidden_codec import HiddenType
-from stages.wire_loss import wire_loss
 from tests.short_models import short_gemma3_path  # noqa: F401 - a fixture
 from tests.tiny_models import N_VOCAB, TinyModel
 

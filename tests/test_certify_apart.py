@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.certify import CertifyOptions, certify
-from stages.certify_apart import certify_apart
+from stages.certification.certify import CertifyOptions, certify
+from stages.certification.isolated import certify_apart
 from tests.tiny_models import TinyModel
 
 SMALL = CertifyOptions(n_prompt=10, n_decode=3)

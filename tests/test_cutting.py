@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
-from stages import certify_apart
-from stages.certify import certify
-from stages.cutting.self_check import cut_stage
+from stages.certification import isolated
+from stages.certification.certify import certify
+from stages.certification.isolated import cut_stage
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures import registry
@@ -253,7 +253,7 @@ def test_an_unknown_family_is_refused_if_cutting_changes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In this process, where the family can be made unknown.
-    monkeypatch.setattr(certify_apart, "certify_apart", certify)
+    monkeypatch.setattr(isolated, "certify_apart", certify)
     monkeypatch.delitem(registry.FAMILIES, "granite")
     # Granite scales its embedding, and llama.cpp does so again with the hidden states of the stage before.
     source = TinyModel("granite").write(tmp_path / "granite.gguf")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.cutting.self_check import cut_stage
+from stages.certification.isolated import cut_stage
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures.registry import FAMILIES, family_of

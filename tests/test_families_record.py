@@ -9,7 +9,7 @@ from mesh.bench.arch_models import deepened
 from mesh.bench.families import examine
 from mesh.bench.families_record import FamilyRecord, Outcome, counts, from_json, markdown, to_json
 from spanmesh_proto.errors import MeshError
-from stages.certify import certify
+from stages.certification.certify import certify
 from stages.slicing.architectures.registry import FAMILIES, family_of
 from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel

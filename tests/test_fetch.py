@@ -22,8 +22,8 @@ from mesh.cluster.addresses import free_port
 from mesh.cluster.certificate import make_certificate
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, InvalidModel, MeshError, ModelError
 from stages import fetch
+from stages.certification.isolated import cut_stage
 from stages.cutting.cache import StageCache
-from stages.cutting.self_check import cut_stage
 from stages.fetch import FetchSource, fetch_stage
 from stages.layers import LayerRange
 from stages.weights.assembly import note_path

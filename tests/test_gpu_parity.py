@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stages.cutting.self_check import cut_stage
+from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.devices import layer_devices
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime

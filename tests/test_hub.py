@@ -16,8 +16,8 @@ from mesh.hub.choice import RepoFile, choose
 from mesh.hub.library import HubLibrary
 from mesh.hub.reference import HubReference, parse_reference
 from spanmesh_proto.errors import HubUnavailable, InvalidModel, ModelError
+from stages.certification.isolated import cut_stage
 from stages.cutting.cache import StageCache
-from stages.cutting.self_check import cut_stage
 from stages.fetch import fetch_stage
 from stages.layers import LayerRange
 from stages.weights import http_download, http_range

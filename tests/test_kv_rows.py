@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidWindow, StageFailed, UncuttableModel
-from stages.cutting.self_check import cut_stage
+from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.kv_state import KvRows
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mesh.cli import run
-from stages.certify import certify
+from stages.certification.certify import certify
 from stages.gguf.reader import read_header
 from stages.slicing.architectures import registry
 from tests.tiny_families import TINY_FAMILIES

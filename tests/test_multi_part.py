@@ -11,9 +11,9 @@ import pytest
 from mesh.draft.requantise import requantise
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel
-from stages.certify import CertifyOptions, certify
+from stages.certification.certify import CertifyOptions, certify
+from stages.certification.isolated import cut_stage
 from stages.cutting.cache import StageCache
-from stages.cutting.self_check import cut_stage
 from stages.gguf.reader import model_name, part_paths, read_header
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidModel
+from stages.certification.isolated import cut_stage
 from stages.cutting.cache import StageCache
-from stages.cutting.self_check import cut_stage
 from stages.gguf.file_io import Region
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange

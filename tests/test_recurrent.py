@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mesh.stage_sizes import StageSizes, Workload
-from stages.cutting.self_check import cut_stage
+from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime import llama
 from stages.runtime.numerics import numerics_for

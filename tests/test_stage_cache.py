@@ -8,8 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from spanmesh_proto.errors import ModelError, UncuttableModel
-from stages import certify_apart
-from stages.certify import certify
+from stages.certification import isolated
+from stages.certification.certify import certify
 from stages.cutting.cache import StageCache, StageFile
 from stages.cutting.places import default_root
 from stages.cutting.stamp import Stamp
@@ -161,7 +161,7 @@ def test_cutting_at_the_same_time(source: Path, tmp_path: Path) -> None:
 def test_a_refused_family_leaves_no_stage(
     cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certify_apart, "certify_apart", certify)
+    monkeypatch.setattr(isolated, "certify_apart", certify)
     monkeypatch.delitem(registry.FAMILIES, "granite")
     source = TinyModel("granite").write(tmp_path / "model.gguf")
     for _ in range(2):

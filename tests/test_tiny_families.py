@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.certificate import Difference
-from stages.certify import CertifyOptions, certify
-from stages.cutting.self_check import cut_stage
+from stages.certification.certify import CertifyOptions, certify
+from stages.certification.comparison import Difference
+from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from tests.tiny_families import TINY_FAMILIES

@@ -26,14 +26,14 @@ from mesh.bench.families_record import FamilyRecord, Outcome, counts, to_json
 from mesh.util.logs import set_up_logs
 from mesh.util.progress import progress_bars
 from spanmesh_proto.errors import MeshError
-from stages.certify import CertifyOptions, certify
-from stages.certify_apart import certify_apart
+from stages.certification.certify import CertifyOptions, certify
+from stages.certification.isolated import certify_apart
 from stages.slicing.source_model import read_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stages.certificate import Certificate
+    from stages.certification.comparison import Certificate
     from stages.slicing.source_model import SourceModel
 
 # Tiny models show everything in a few rows.

@@ -24,8 +24,8 @@ from mesh.host_capacity import HostCapacity
 from mesh.planner import plan
 from mesh.serve.options import demo_model
 from mesh.stage_sizes import Workload
+from stages.certification.isolated import cut_stage
 from stages.cutting.cache import StageCache
-from stages.cutting.self_check import cut_stage
 from stages.fetch import fetch_stage
 from stages.gguf.reader import read_header
 from stages.slicing.model_facts import read_model_facts

@@ -13,14 +13,14 @@ from rich.table import Table
 
 from mesh.commands.model_argument import local_model
 from mesh.util.progress import progress_bars
-from stages.certify import CertifyOptions
-from stages.certify_apart import certify_apart
+from stages.certification.certify import CertifyOptions
+from stages.certification.isolated import certify_apart
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stages.certificate import Certificate, Difference
+    from stages.certification.comparison import Certificate, Difference
 
 
 class _Cuts(click.ParamType[tuple[int, ...] | None]):

@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from stages.certification.isolated import cut_stage
     from stages.cutting.cache import StageCache, StageFile
-    from stages.cutting.self_check import cut_stage
     from stages.slicing.model_facts import ModelFacts, read_model_facts
 
 __all__ = ["ModelFacts", "StageCache", "StageFile", "cut_stage", "read_model_facts"]

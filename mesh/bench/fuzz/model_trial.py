@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
-from stages.cutting.self_check import cut_stage
+from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.slicing.model_facts import read_model_facts

@@ -16,7 +16,7 @@ import psutil
 from mesh.bench.fuzz.frames import StageShape
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
-from stages.cutting.self_check import cut_stage
+from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.memory import ALLOCATOR
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime

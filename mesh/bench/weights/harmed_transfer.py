@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mesh.bench.weights.head import sending_head
+from stages.certification.isolated import cut_stage
 from stages.cutting.cache import StageCache
-from stages.cutting.self_check import cut_stage
 from stages.fetch import fetch_stage
 from stages.weights.assembly import note_path
 from stages.weights.rate_limit import RateLimit

@@ -1,4 +1,4 @@
-"""Comparing a model cut in two with the same model whole: does cutting change a single bit?
+"""Certification: a model cut into stages compared with the whole model, phase by phase.
 
 Four phases, all in exact numeric mode. `prefill`: one batch of prompt rows. `decode`: one row at a time,
 each the whole model's greedy choice, whatever the cut model would have chosen. `chunks`: a longer prompt in
@@ -24,23 +24,22 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.certificate import Certificate, CutResult, Difference, compare, phases_of
+from stages.certification.comparison import Certificate, CutResult, Difference, compare, phases_of, wire_loss
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.slicing.source_model import read_source
 from stages.slicing.stage_writer import write_stage
 from stages.transport import hidden_codec
 from stages.transport.hidden_codec import HiddenType
-from stages.wire_loss import wire_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from stages.certification.comparison import WireLoss
     from stages.graph_boundary import Handover
     from stages.slicing.source_model import SourceModel
-    from stages.wire_loss import WireLoss
 
 PHASES: Final = ("prefill", "decode", "chunks", "spans")
 # Those with logits of every position.
