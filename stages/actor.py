@@ -18,8 +18,6 @@ import structlog
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
-from stages.cutting.places import stage_store
-from stages.fetch import Brought, FetchSource, fetch_stage
 from stages.orphan import orphaned
 from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
@@ -30,16 +28,16 @@ from stages.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port
 from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size
-from stages.weights.keeping import read_keeping
-from stages.weights.stage_store import hold
-from stages.weights.transfer import Transfer
+from stages.weights.assembly import Transfer
+from stages.weights.fetch import Brought, FetchSource, fetch_stage
+from stages.weights.store import hold, read_keeping, stage_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from stages.layers import LayerRange
     from stages.runtime.memory import StageMemory
-    from stages.weights.stage_store import StageStore
+    from stages.weights.store import StageStore
 
 log = structlog.get_logger()
 

@@ -19,13 +19,12 @@ import llama_cpp
 import structlog
 
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
-from stages.cutting.places import default_root
 from stages.runtime.devices import Device, list_devices
 from stages.runtime.llama import init_backend
 from stages.runtime.memory import free_memory_bytes
 from stages.wakefulness import DEVICE
 from stages.weights.assembly import wrong_pieces
-from stages.weights.stage_store import StageStore
+from stages.weights.store import StageStore, default_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -17,13 +17,13 @@ from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
 from speculative.controller import ControllerOptions
-from stages.cutting.cache import StageCache
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.server import StageService
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.channels import SERVER_OPTIONS
 from stages.transport.hidden_codec import HiddenType
+from stages.weights.stage_cache import StageCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence

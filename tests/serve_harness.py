@@ -36,11 +36,11 @@ from mesh.serve.weights_options import WeightsOptions
 from mesh.serve.wiring import wire_up
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import StageFailed
-from stages.cutting.cache import StageCache
-from stages.fetch import FetchSource
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType
+from stages.weights.fetch import FetchSource
+from stages.weights.stage_cache import StageCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

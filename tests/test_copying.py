@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stages.gguf import file_io
 from stages.gguf.file_io import copy_range, next_data
-from stages.weights.piece_hash import piece_sha256, zeros_sha256
+from stages.weights.hashing import piece_sha256, zeros_sha256
 
 if TYPE_CHECKING:
     from pathlib import Path

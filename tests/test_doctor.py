@@ -13,9 +13,9 @@ from mesh.doctor.check import Outcome, exit_code
 from mesh.doctor.host_checks import agreement_checks, host_checks
 from mesh.doctor.mesh_checks import mesh_checks
 from mesh.doctor.this_host import this_host_checks, token_checks
-from stages.cutting.cache import StageCache
 from stages.host_look import look
 from stages.layers import LayerRange
+from stages.weights.stage_cache import StageCache
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:

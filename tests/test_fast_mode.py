@@ -14,10 +14,10 @@ import pytest
 
 from mesh.draft.requantise import requantise
 from mesh.text.tokenizer import Tokenizer
-from stages.cutting.cache import StageCache
 from stages.layers import ranges_from_cuts
 from stages.runtime.numerics import numerics_for, prepare_process
 from stages.slicing.model_facts import read_model_facts
+from stages.weights.stage_cache import StageCache
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:

@@ -21,16 +21,13 @@ from structlog.testing import capture_logs
 from mesh.cluster.addresses import free_port
 from mesh.cluster.certificate import make_certificate
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, InvalidModel, MeshError, ModelError
-from stages import fetch
 from stages.certification.isolated import cut_stage
-from stages.cutting.cache import StageCache
-from stages.fetch import FetchSource, fetch_stage
 from stages.layers import LayerRange
-from stages.weights.assembly import note_path
-from stages.weights.keeping import CACHE_BYTES, MODELS, Keeping, read_keeping
-from stages.weights.rate_limit import RateLimit
-from stages.weights.sent_pieces import SentPieces
-from stages.weights.stage_store import StageStore
+from stages.weights import fetch
+from stages.weights.assembly import SentPieces, note_path
+from stages.weights.fetch import FetchSource, RateLimit, fetch_stage
+from stages.weights.stage_cache import StageCache
+from stages.weights.store import CACHE_BYTES, MODELS, Keeping, StageStore, read_keeping
 from tests.test_membership import head
 from tests.tiny_models import TinyModel
 
@@ -47,9 +44,9 @@ LAYERS = LayerRange(1, 5)
 FETCHING = """
 import asyncio, sys
 from pathlib import Path
-from stages.fetch import FetchSource, fetch_stage
-from stages.weights.sent_pieces import SentPieces
-from stages.weights.stage_store import StageStore
+from stages.weights.fetch import FetchSource, fetch_stage
+from stages.weights.assembly import SentPieces
+from stages.weights.store import StageStore
 folder, sha256, address, certificate = sys.argv[1:]
 source = FetchSource(address, Path(certificate).read_bytes(), "secret")
 asyncio.run(fetch_stage(StageStore(Path(folder)), sha256, source))

@@ -11,7 +11,6 @@ from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError, UncuttableModel
-from stages.cutting.cache import StageCache
 from stages.layers import ranges_from_cuts
 from stages.leading import pause_s
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
@@ -23,6 +22,7 @@ from stages.sessions import SessionTable
 from stages.slicing.model_facts import read_model_facts
 from stages.slot_tokens import Marks
 from stages.stage_slots import StageSlots
+from stages.weights.stage_cache import StageCache
 from tests.fake_stage import FakeRuntime
 from tests.repairable_ring import NUM_STAGES, RepairableRing, serving
 from tests.ring_harness import RunningStage, collect

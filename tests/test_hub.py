@@ -17,12 +17,12 @@ from mesh.hub.library import HubLibrary
 from mesh.hub.reference import HubReference, parse_reference
 from spanmesh_proto.errors import HubUnavailable, InvalidModel, ModelError
 from stages.certification.isolated import cut_stage
-from stages.cutting.cache import StageCache
-from stages.fetch import fetch_stage
 from stages.layers import LayerRange
-from stages.weights import http_download, http_range
-from stages.weights.hub_pieces import HubFile
-from stages.weights.stage_store import StageStore, hold
+from stages.weights import http
+from stages.weights.fetch import fetch_stage
+from stages.weights.sources import HubFile
+from stages.weights.stage_cache import StageCache
+from stages.weights.store import StageStore, hold
 from tests.hub_server import COMMIT, running_hub
 from tests.test_membership import head
 from tests.tiny_models import TinyModel
@@ -43,10 +43,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.setattr(http_range, "_FIRST_PAUSE_S", 0.01)
+        monkeypatch.setattr(http, "_FIRST_PAUSE_S", 0.01)
         monkeypatch.setattr("mesh.hub.repository._FIRST_PAUSE_S", 0.01)
         # Small enough that a tiny model has several.
-        monkeypatch.setattr(http_download, "_BLOCK_BYTES", 2**14)
+        monkeypatch.setattr(http, "_BLOCK_BYTES", 2**14)
         files = TinyModel("llama").write(tmp_path / "tiny-Q8_0.gguf")
         other = TinyModel("llama", seed=2).write(tmp_path / "tiny-Q4_K_M.gguf")
         running.files = {"tiny-Q8_0.gguf": files.read_bytes(), "tiny-Q4_K_M.gguf": other.read_bytes()}
@@ -165,9 +165,7 @@ def test_a_hub_that_gets_busy_half_way_keeps_what_came(hub: Hub, library: HubLib
     path = library._root / "direct.gguf"
     file = next(file for file in repository.files if "Q8_0" in file.name)
     with pytest.raises(HubUnavailable, match=r"429\), 5 times in a row; .* what came so far stays"):
-        http_download.download(
-            repository.url(file), file.size_bytes, file.sha256, path, on_bytes=lambda _count: None
-        )
+        http.download(repository.url(file), file.size_bytes, file.sha256, path, on_bytes=lambda _count: None)
 
 
 def test_a_hub_that_does_not_answer_is_not_needed_for_what_is_here(

@@ -25,8 +25,8 @@ from mesh.serve.link_order import round_times
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
 from spanmesh_proto import membership_pb2 as membership
-from stages.fetch import MAX_REQUEST_BYTES
 from stages.transport.channels import key_metadata, open_channel
+from stages.weights.fetch import MAX_REQUEST_BYTES
 from tests.test_membership import HOST, head, until
 
 if TYPE_CHECKING:

@@ -30,16 +30,16 @@ from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, JoinError, ProtocolVersionMismatch
-from stages.cutting.cache import StageCache
-from stages.fetch import MAX_REQUEST_BYTES, MOST_RANGES, FetchSource, pinned_channel
 from stages.layers import LayerRange
+from stages.weights.fetch import MAX_REQUEST_BYTES, MOST_RANGES, FetchSource, pinned_channel
+from stages.weights.stage_cache import StageCache
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from stages.weights.rate_limit import RateLimit
+    from stages.weights.fetch import RateLimit
     from stages.weights.recipe import Recipe
 
 VERSIONS = Versions("0.1.0", "0.3.36", "2.60.0", "3.11.7", "Linux x86_64")

@@ -13,19 +13,18 @@ from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidModel
 from stages.certification.isolated import cut_stage
-from stages.cutting.cache import StageCache
 from stages.gguf.file_io import Region
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
-from stages.weights.assembly import Assembly
-from stages.weights.local_pieces import take_from_model
+from stages.weights.assembly import Assembly, SentPieces
 from stages.weights.recipe import PIECE_BYTES, Recipe, RecipeTensor
-from stages.weights.sent_pieces import SentPieces
+from stages.weights.sources import take_from_model
+from stages.weights.stage_cache import StageCache
 from tests.tiny_families import TINY_FAMILIES
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:
-    from stages.weights.virtual_stage import VirtualStage
+    from stages.weights.stage_cache import VirtualStage
 
 LAYERS = LayerRange(2, 5)
 

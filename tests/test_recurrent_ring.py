@@ -9,10 +9,10 @@ import pytest
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
-from stages.cutting.cache import StageCache
 from stages.layers import LayerRange, ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import Sampling
+from stages.weights.stage_cache import StageCache
 from tests.repairable_ring import RepairableRing, serving
 from tests.ring_harness import running_coordinator, running_stages
 from tests.tiny_families import TINY_FAMILIES

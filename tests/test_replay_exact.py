@@ -11,11 +11,11 @@ from mesh.engine import Committed, GenerationRequest
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
-from stages.cutting.cache import StageCache
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import Sampling
 from stages.slicing.model_facts import read_model_facts
+from stages.weights.stage_cache import StageCache
 from tests.repairable_ring import RepairableRing, serving
 
 pytestmark = pytest.mark.model

@@ -14,7 +14,7 @@ from mesh.cluster.ray_node import RayNodeConfig
 from mesh.coordinator.ring import RingTerms
 from mesh.join import JoinOptions
 from mesh.serve.mesh_keys import MeshKeys
-from stages.fetch import FetchSource
+from stages.weights.fetch import FetchSource
 
 SECRET = "hunter2"
 NOW = dt.datetime(2030, 1, 1, tzinfo=dt.UTC)

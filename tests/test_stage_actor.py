@@ -18,13 +18,13 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.actor import StageActor, StageConfig
-from stages.cutting.cache import StageCache
-from stages.fetch import FetchSource
 from stages.layers import LayerRange
 from stages.runtime.memory import StageMemory
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import StageLink
+from stages.weights.fetch import FetchSource
+from stages.weights.stage_cache import StageCache
 from tests.ipv6 import needs_ipv6
 
 if TYPE_CHECKING:

@@ -10,13 +10,11 @@ from structlog.testing import capture_logs
 from spanmesh_proto.errors import ModelError, UncuttableModel
 from stages.certification import isolated
 from stages.certification.certify import certify
-from stages.cutting.cache import StageCache, StageFile
-from stages.cutting.places import default_root
-from stages.cutting.stamp import Stamp
 from stages.layers import LayerRange
 from stages.slicing.architectures import registry
 from stages.weights.assembly import wrong_pieces
-from stages.weights.cache_limit import make_room
+from stages.weights.stage_cache import StageCache, StageFile
+from stages.weights.store import Stamp, default_root, make_room
 from tests.tiny_models import TinyModel
 
 LAYERS = LayerRange(2, 5)

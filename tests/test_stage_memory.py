@@ -13,12 +13,12 @@ from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from speculative.draft.context import DraftOptions
 from stages.actor import StageActor, StageConfig
-from stages.cutting.cache import StageCache
-from stages.fetch import FetchSource
 from stages.layers import LayerRange
 from stages.runtime.memory import StageMemory, free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.slicing.model_facts import read_model_facts
+from stages.weights.fetch import FetchSource
+from stages.weights.stage_cache import StageCache
 from tests.tiny_models import TinyModel
 
 MIB = 2**20

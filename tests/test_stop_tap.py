@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.cutting.cache import StageCache
 from stages.graph_boundary import Handover
 from stages.layers import LayerRange
 from stages.runtime import hidden_tap
 from stages.runtime import stage_runtime as runtime_module
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from stages.weights.stage_cache import StageCache
 from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:

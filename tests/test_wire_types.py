@@ -12,10 +12,10 @@ from mesh.engine import GenerationRequest
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from speculative.controller import ControllerOptions
-from stages.cutting.cache import StageCache
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.transport.hidden_codec import HiddenType, decode, encode
+from stages.weights.stage_cache import StageCache
 from tests.fake_stage import FakeRuntime
 from tests.proposers import Oracle
 from tests.ring_harness import collect, running_coordinator, running_services, running_stages

@@ -25,19 +25,19 @@ from mesh.planner import plan
 from mesh.serve.options import demo_model
 from mesh.stage_sizes import Workload
 from stages.certification.isolated import cut_stage
-from stages.cutting.cache import StageCache
-from stages.fetch import fetch_stage
 from stages.gguf.reader import read_header
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.source_model import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of
-from stages.weights.stage_store import StageStore
+from stages.weights.fetch import fetch_stage
+from stages.weights.stage_cache import StageCache
+from stages.weights.store import StageStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from stages.fetch import FetchSource
     from stages.gguf.header import GgufHeader
     from stages.layers import LayerRange
+    from stages.weights.fetch import FetchSource
 
 _HOSTS: Final = ("host1", "host2", "host3", "host4")
 _MEMORY_BYTES: Final = 2**40

@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 
 from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken
-from stages.fetch import SERVER_NAME
+from stages.weights.fetch import SERVER_NAME
 
 # As long as any mesh: it cannot be renewed without another join token.
 _LIFETIME: Final = dt.timedelta(days=3650)

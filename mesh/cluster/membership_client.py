@@ -21,8 +21,8 @@ from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError, ProtocolVersionMismatch
-from stages.fetch import pinned_channel
 from stages.transport.stage_link import explain
+from stages.weights.fetch import pinned_channel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine

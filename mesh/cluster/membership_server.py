@@ -23,9 +23,8 @@ from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import HostUnreachable, JoinError, MeshError, PortInUse
-from stages.fetch import MAX_REQUEST_BYTES
 from stages.transport.channels import SERVER_OPTIONS, abort
-from stages.weights.rate_limit import RateLimit
+from stages.weights.fetch import MAX_REQUEST_BYTES, RateLimit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
     from mesh.cluster.host_facts import Versions
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.members import Member, Members
-    from stages.cutting.cache import StageCache
     from stages.transport.channels import Identity
+    from stages.weights.stage_cache import StageCache
 
 log = structlog.get_logger()
 

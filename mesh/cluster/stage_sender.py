@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from spanmesh_proto import membership_pb2 as wire
-    from stages.cutting.cache import StageCache
-    from stages.weights.rate_limit import RateLimit
+    from stages.weights.fetch import RateLimit
+    from stages.weights.stage_cache import StageCache
 
 _CHUNK_BYTES: Final = 1024 * 1024
 
 
 class Reader(Protocol):
-    """Bytes of one thing; see `stages.weights.virtual_stage`."""
+    """Bytes of one thing; see `stages.weights.stage_cache`."""
 
     size_bytes: int
 

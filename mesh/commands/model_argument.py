@@ -24,7 +24,7 @@ def local_model(model: Path) -> PulledModel:
     from mesh.hub.library import HubLibrary, PulledModel  # noqa: PLC0415 - keeps --help quick
     from mesh.hub.reference import is_reference, parse_reference  # noqa: PLC0415
     from mesh.util.progress import progress_bars  # noqa: PLC0415
-    from stages.cutting.places import default_root  # noqa: PLC0415
+    from stages.weights.store import default_root  # noqa: PLC0415
 
     if not is_reference(str(model)):
         return PulledModel(model, ())

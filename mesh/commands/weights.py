@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from mesh.hub.library import PulledModel
     from mesh.serve.weights_options import WeightsOptions
-    from stages.weights.keeping import Keeping
+    from stages.weights.store import Keeping
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
 
@@ -65,7 +65,7 @@ def weights_options(command: Command) -> Command:
 
 def keeping_from(*, models_dir: Path | None, cache_bytes: int | None) -> Keeping:
     """What the user says; processes that are started from now on know it."""
-    from stages.weights.keeping import Keeping  # noqa: PLC0415 - keeps --help quick
+    from stages.weights.store import Keeping  # noqa: PLC0415 - keeps --help quick
 
     keeping = Keeping(models_dir.resolve() if models_dir is not None else None, cache_bytes)
     keeping.to_environment()

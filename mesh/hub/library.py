@@ -23,8 +23,8 @@ from mesh.hub.repository import Repository, read_repository
 from spanmesh_proto.errors import HubUnavailable
 from stages.gguf.file_io import write_atomically
 from stages.gguf.reader import model_name, part_paths
-from stages.weights.http_download import download
-from stages.weights.hub_pieces import HubFile
+from stages.weights.http import download
+from stages.weights.sources import HubFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

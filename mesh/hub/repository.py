@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.hub.choice import RepoFile
 from spanmesh_proto.errors import ClusterError, HubUnavailable
-from stages.weights.http_range import TransientError, endpoint, refusal
+from stages.weights.http import TransientError, endpoint, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable

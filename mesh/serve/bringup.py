@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
     from mesh.topology import Topology
-    from stages.cutting.cache import StageCache
+    from stages.weights.stage_cache import StageCache
 
 log = structlog.get_logger()
 

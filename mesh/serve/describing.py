@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.util.progress import ProgressTask
-    from stages.cutting.cache import StageCache
     from stages.layers import LayerRange
     from stages.weights.recipe import Recipe
+    from stages.weights.stage_cache import StageCache
 
 
 async def describe_stages(cache: StageCache, model: Path, parts: Sequence[LayerRange]) -> tuple[Recipe, ...]:

@@ -24,8 +24,7 @@ from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig, new_ray_t
 from mesh.serve.token_file import token_file
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError
-from stages.fetch import FetchSource
-from stages.weights.rate_limit import RateLimit
+from stages.weights.fetch import FetchSource, RateLimit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     from mesh.serve.head_state import HeadState
     from mesh.serve.options import ServeOptions
     from mesh.util.tasks import Interruption
-    from stages.cutting.cache import StageCache
     from stages.transport.channels import Identity
+    from stages.weights.stage_cache import StageCache
 
 log = structlog.get_logger()
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mesh.serve.load_order import LoadOrder
     from mesh.serve.preflight import Preflight
     from mesh.serve.served_model import ServedModel
-    from stages.cutting.cache import StageCache
+    from stages.weights.stage_cache import StageCache
 
 log = structlog.get_logger()
 

@@ -28,8 +28,8 @@ from mesh.serve.takeover import head_state
 from mesh.tracing.tracer import closing, open_tracer
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
-from stages.cutting.cache import StageCache
 from stages.gguf.reader import model_name
+from stages.weights.stage_cache import StageCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stages.actor import StageConfig
     from stages.layers import LayerRange
     from stages.transport.hidden_codec import HiddenType
-    from stages.weights.transfer import Transfer
+    from stages.weights.assembly import Transfer
 
 log = structlog.get_logger()
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
     from mesh.serve.transfers import Transfers
-    from stages.cutting.cache import StageCache
-    from stages.fetch import FetchSource
     from stages.layers import LayerRange
     from stages.runtime.memory import StageMemory
     from stages.transport.hidden_codec import HiddenType
+    from stages.weights.fetch import FetchSource
     from stages.weights.recipe import Recipe
+    from stages.weights.stage_cache import StageCache
 
 
 class StageMaker:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mesh.serve.pending import PendingEngine
     from mesh.serve.succession import Succession
     from stages.slicing.model_facts import ModelFacts
-    from stages.weights.transfer import Transfer
+    from stages.weights.assembly import Transfer
 
 
 @dataclass

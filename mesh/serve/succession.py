@@ -20,7 +20,7 @@ from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.cancellable_work import CancellableWork
 from stages.gguf.reader import part_paths
-from stages.weights.file_stamp import stamps_of
+from stages.weights.hashing import stamps_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

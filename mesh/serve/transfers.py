@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from stages.weights.transfer import Transfer
+from stages.weights.assembly import Transfer
 
 if TYPE_CHECKING:
     from stages.layers import LayerRange

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from stages.weights.hub_pieces import HubFile
+    from stages.weights.sources import HubFile
 
 
 @dataclass(frozen=True)

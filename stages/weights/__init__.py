@@ -1,1 +1,1 @@
-"""Bringing weights to where they compute: what a stage file is made of, and who has or sends it."""
+"""Weights of stages: recipes, hashes, the store of stage files and their transfer."""

@@ -1,4 +1,4 @@
-"""A stage file on its way in: pieces come in any order, from anywhere, and are believed by their hash alone.
+"""Assembly of a stage file from pieces in any order, with transfer counts.
 
 Beside the file lies a note of the pieces that are in it, one byte each. A process that is killed leaves both;
 the next one checks what the note claims, and goes on.
@@ -6,18 +6,22 @@ the next one checks what the note claims, and goes on.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
+from spanmesh_proto.errors import InvalidModel
 from stages.gguf.file_io import write_all
-from stages.weights.piece_hash import in_threads, piece_sha256, zeros_sha256
+from stages.weights.hashing import in_threads, piece_sha256, zeros_sha256
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from stages.weights.recipe import Piece, Recipe
+
 
 _HERE: Final = b"\x01"
 
@@ -157,3 +161,93 @@ def _are_zeros(descriptor: int, stretches: Iterable[tuple[int, int]]) -> bool:
         piece_sha256(descriptor, start, stop - start) == zeros_sha256(stop - start)
         for start, stop in stretches
     )
+
+
+class SentPieces:
+    """Takes them in as they come.
+
+    Args:
+        assembly: Gets them.
+        indices: Which pieces come, in this order.
+
+    Attributes:
+        wrong: Those that did not have their hash.
+        num_bytes: Of what came.
+    """
+
+    def __init__(self, assembly: Assembly, indices: Sequence[int]) -> None:
+        self._assembly = assembly
+        self._coming = list(reversed(indices))
+        self._got = 0
+        self._digest = hashlib.sha256()
+        self.wrong: list[int] = []
+        self.num_bytes = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have come."""
+        return not self._coming
+
+    def take(self, data: bytes) -> None:
+        """The next bytes.
+
+        Raises:
+            OSError: If they cannot be written.
+            InvalidModel: If there are more than were asked for.
+        """
+        view = memoryview(data)
+        self.num_bytes += len(data)
+        while view:
+            if not self._coming:
+                raise InvalidModel(
+                    "more bytes came than were asked for; install the same spanmesh everywhere"
+                )
+            index = self._coming[-1]
+            piece = self._assembly.recipe.pieces[index]
+            part = view[: piece.num_bytes - self._got]
+            write_all(self._assembly.descriptor, part, piece.at + self._got)
+            self._digest.update(part)
+            self._got += len(part)
+            view = view[len(part) :]
+            if self._got == piece.num_bytes:
+                self._finish(index, piece.sha256)
+
+    def _finish(self, index: int, sha256: str) -> None:
+        if self._digest.hexdigest() == sha256:
+            self._assembly.claim(index)
+        else:
+            self.wrong.append(index)
+        self._coming.pop()
+        self._got = 0
+        self._digest = hashlib.sha256()
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Counts of one stage, or of several.
+
+    Attributes:
+        reused_bytes: Of weights that the host had: in another stage, in a model file, from an earlier try.
+        head_bytes: Of weights that the head sent.
+        hub_bytes: Of weights that came straight from the hub.
+        wrong_pieces: Pieces that did not have their hash, and were fetched once more.
+    """
+
+    reused_bytes: int = 0
+    head_bytes: int = 0
+    hub_bytes: int = 0
+    wrong_pieces: int = 0
+
+    def __add__(self, other: Transfer) -> Transfer:
+        """Both together."""
+        return Transfer(
+            self.reused_bytes + other.reused_bytes,
+            self.head_bytes + other.head_bytes,
+            self.hub_bytes + other.hub_bytes,
+            self.wrong_pieces + other.wrong_pieces,
+        )
+
+    @property
+    def moved_bytes(self) -> int:
+        """What crossed a network."""
+        return self.head_bytes + self.hub_bytes

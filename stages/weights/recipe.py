@@ -1,4 +1,4 @@
-"""What a stage file is made of: its header, and pieces of the model's tensors, each known by its hash. Pure.
+"""Recipe of a stage file: its header and its hashed pieces.
 
 A host that has the recipe can make the file out of whatever has the pieces: another stage in its cache, a
 copy of the model of its own, the head, the hub. The hash of the recipe is the stage's name: it says of every

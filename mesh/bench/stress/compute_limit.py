@@ -28,10 +28,10 @@ import click
 
 from mesh.lab.companion import Companion
 from mesh.util.logs import set_up_logs
-from stages.cutting.cache import StageCache
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.slicing.model_facts import read_model_facts
+from stages.weights.stage_cache import StageCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

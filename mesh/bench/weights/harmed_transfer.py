@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.bench.weights.head import sending_head
 from stages.certification.isolated import cut_stage
-from stages.cutting.cache import StageCache
-from stages.fetch import fetch_stage
 from stages.weights.assembly import note_path
-from stages.weights.rate_limit import RateLimit
-from stages.weights.stage_store import StageStore
+from stages.weights.fetch import RateLimit, fetch_stage
+from stages.weights.stage_cache import StageCache
+from stages.weights.store import StageStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from stages.layers import LayerRange
     from stages.weights.recipe import Recipe
-    from stages.weights.virtual_stage import VirtualStage
+    from stages.weights.stage_cache import VirtualStage
 
 # Between a look at how far a transfer is and the next.
 _LOOK_S: Final = 0.01

@@ -13,13 +13,13 @@ from mesh.cluster.host_facts import read_versions
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.members import Members
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
-from stages.fetch import FetchSource
+from stages.weights.fetch import FetchSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from stages.cutting.cache import StageCache
-    from stages.weights.rate_limit import RateLimit
+    from stages.weights.fetch import RateLimit
+    from stages.weights.stage_cache import StageCache
 
 _ADDRESS: Final = "127.0.0.1"
 _SECRET: Final = "bench"  # noqa: S105 - opens what is on loopback for some seconds

@@ -1,17 +1,17 @@
-"""What is known of models and their stages is found out once: hashes, recipes, stage files."""
+"""Stage cache: recipes, hashes and virtual stage files of the models on this host."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
 
-from spanmesh_proto.errors import ModelError
-from stages.cutting.places import default_root, stage_store
-from stages.gguf.file_io import require_disk, write_atomically
+from spanmesh_proto.errors import InvalidModel, ModelError
+from stages.gguf.file_io import ModelFile, require_disk, write_atomically
 from stages.layers import cuts_of
 from stages.slicing.layout import FORMAT_VERSION, lay_out
 from stages.slicing.source_model import read_source
@@ -22,11 +22,10 @@ from stages.slicing.stage_writer import (
     with_shared_blocks,
     write_stage,
 )
-from stages.weights.file_stamp import stamps_of
-from stages.weights.local_pieces import KnownFile
-from stages.weights.model_hashes import ModelHashes
+from stages.weights.hashing import ModelHashes, stamps_of
 from stages.weights.recipe import Recipe, RecipeTensor
-from stages.weights.virtual_stage import VirtualStage
+from stages.weights.sources import KnownFile
+from stages.weights.store import default_root, stage_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +35,63 @@ if TYPE_CHECKING:
     from stages.layers import LayerRange
     from stages.slicing.layout import StageLayout
     from stages.slicing.source_model import SourceModel
-    from stages.weights.file_stamp import FileStamp
+    from stages.weights.hashing import FileStamp
+
+
+class VirtualStage:
+    """Reads like the file that the recipe describes. Any thread may.
+
+    Args:
+        recipe: What is in it.
+        paths: The model's files.
+        stamps: What they looked like when they were hashed.
+
+    Raises:
+        InvalidModel: If they were changed since, or cannot be read.
+    """
+
+    def __init__(self, recipe: Recipe, paths: Sequence[Path], stamps: Sequence[FileStamp]) -> None:
+        if stamps_of(paths) != tuple(stamps):
+            raise InvalidModel(
+                f"{paths[0]} was changed since its layers were hashed; start `mesh serve` again"
+            )
+        self.size_bytes = recipe.size_bytes
+        self._header = recipe.header
+        self._pieces = recipe.pieces
+        self._starts = [piece.at for piece in recipe.pieces]
+        self._files = ModelFile(*paths)
+
+    def close(self) -> None:
+        """Close the model's files."""
+        self._files.close()
+
+    def read(self, at: int, count: int) -> bytes:
+        """Up to `count` bytes from `at` on, none at the end; fewer where a piece ends.
+
+        Raises:
+            InvalidModel: If the model cannot be read, or has become shorter.
+        """
+        count = min(count, self.size_bytes - at)
+        if count <= 0:
+            return b""
+        if at < len(self._header):
+            return self._header[at : at + count]
+        index = bisect_right(self._starts, at) - 1
+        if index >= 0 and at < self._pieces[index].at + self._pieces[index].num_bytes:
+            piece = self._pieces[index]
+            offset = at - piece.at
+            file = piece.region.file
+            data = piece.region.read(
+                lambda start, length: self._files.read_at(start, length, file),
+                piece.tensor_offset + offset,
+                min(count, piece.num_bytes - offset),
+            )
+            if not data:
+                raise InvalidModel(f"{self._files.paths[file]} has become shorter; fetch it again")
+            return data
+        following = self._starts[index + 1] if index + 1 < len(self._starts) else self.size_bytes
+        return bytes(min(count, following - at))
+
 
 log = structlog.get_logger()
 

@@ -1,22 +1,139 @@
-"""Hashes of a model's tensors, each found out once, and kept as long as the model's files do not change."""
+"""SHA-256 of the pieces of a model, cached by file stamp."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import astuple
-from typing import TYPE_CHECKING
+from dataclasses import astuple, dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from spanmesh_proto.errors import InvalidModel
-from stages.gguf.file_io import ModelFile, Region, unreadable, write_atomically
-from stages.weights.file_stamp import FileStamp, stamps_of
-from stages.weights.piece_hash import in_threads, region_sha256
+from stages.gguf.file_io import ModelFile, Region, next_data, unreadable, write_atomically
 from stages.weights.recipe import PIECE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterable, Sequence
     from pathlib import Path
+
+
+Work = TypeVar("Work")
+Found = TypeVar("Found")
+
+# A thread reads so much at a time.
+_BUFFER_BYTES: Final = 1024 * 1024
+_MOST_THREADS: Final = 4
+
+
+@cache
+def zeros_sha256(num_bytes: int) -> str:
+    """Of so many zeros, hex: they need not be read, sent or written."""
+    digest = hashlib.sha256()
+    buffer = bytes(min(num_bytes, _BUFFER_BYTES))
+    for start in range(0, num_bytes, _BUFFER_BYTES):
+        digest.update(buffer[: num_bytes - start])
+    return digest.hexdigest()
+
+
+def piece_sha256(descriptor: int, start: int, num_bytes: int) -> str | None:
+    """Hash part of an open file.
+
+    Returns:
+        The sha256, hex; None if the file ends before.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    if os.fstat(descriptor).st_size < start + num_bytes:
+        return None
+    stop = start + num_bytes
+    if next_data(descriptor, start, stop)[0] == stop:
+        return zeros_sha256(num_bytes)
+    digest = hashlib.sha256()
+    while start < stop:
+        chunk = os.pread(descriptor, min(stop - start, _BUFFER_BYTES), start)
+        if not chunk:
+            return None
+        digest.update(chunk)
+        start += len(chunk)
+    return digest.hexdigest()
+
+
+def region_sha256(descriptor: int, region: Region, offset: int, num_bytes: int) -> str | None:
+    """Hash some bytes of a region of an open file; see `piece_sha256`.
+
+    Args:
+        descriptor: Of the region's file.
+        region: What to read from.
+        offset: First byte, among the region's.
+        num_bytes: How many.
+    """
+    if region.is_whole:
+        return piece_sha256(descriptor, region.start + offset, num_bytes)
+
+    def read_at(start: int, length: int) -> bytes:
+        return os.pread(descriptor, length, start)
+
+    digest = hashlib.sha256()
+    stop = offset + num_bytes
+    while offset < stop:
+        chunk = region.read(read_at, offset, min(stop - offset, _BUFFER_BYTES))
+        if not chunk:
+            return None
+        digest.update(chunk)
+        offset += len(chunk)
+    return digest.hexdigest()
+
+
+def in_threads(
+    work: Callable[[Work], Found], items: Iterable[Work]
+) -> Generator[tuple[Work, Found], None, None]:
+    """Do the same with many things, several at a time; what comes out comes in their order.
+
+    Whoever stops to listen ends it: what was not begun is not done.
+    """
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="hash")
+    try:
+        tasks = [(item, pool.submit(work, item)) for item in items]
+        for item, task in tasks:
+            yield item, task.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """What a file looked like when its content was found out.
+
+    The time of the last change of status cannot be set by anybody: a file that was altered and given its old
+    times back has another.
+    """
+
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileStamp:
+        """The stamp of a file as it is now.
+
+        Raises:
+            InvalidModel: If it is not there any more.
+        """
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from error
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def stamps_of(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
+    """Of every file; see `FileStamp.of`."""
+    return tuple(FileStamp.of(path) for path in paths)
 
 
 class ModelHashes:

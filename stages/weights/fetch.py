@@ -1,4 +1,4 @@
-"""Brings a stage file to this host: out of what is here, from the head, or straight from the hub."""
+"""Fetch of a stage file from this host, the head or a hub, with rate limit and resumption."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import threading
+import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,21 +23,19 @@ from stages.cancellable_work import CancellableWork
 from stages.gguf.file_io import require_disk, write_error
 from stages.transport.channels import CLIENT_OPTIONS
 from stages.transport.stage_link import explain
-from stages.weights.assembly import Assembly
-from stages.weights.cache_limit import make_room
-from stages.weights.keeping import NOTHING_SAID, Keeping
-from stages.weights.local_pieces import KnownFile, take_from_folder, take_from_model, take_from_store
+from stages.weights.assembly import Assembly, SentPieces, Transfer
 from stages.weights.recipe import Recipe
-from stages.weights.sent_pieces import SentPieces
-from stages.weights.transfer import Transfer
+from stages.weights.sources import KnownFile, take_from_folder, take_from_model, take_from_store
+from stages.weights.store import NOTHING_SAID, Keeping, make_room
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
     from pathlib import Path
 
-    from stages.weights.hub_pieces import HubFile
     from stages.weights.recipe import Piece
-    from stages.weights.stage_store import StageStore
+    from stages.weights.sources import HubFile
+    from stages.weights.store import StageStore
+
 
 log = structlog.get_logger()
 
@@ -287,7 +286,7 @@ class _Filling:
             self._note_wrong(sent.wrong, "the head's copy of the model")
 
     async def _from_hub(self) -> None:
-        from stages.weights.hub_pieces import fetch_from_hub, has_hub_pieces  # noqa: PLC0415 - few need HTTP
+        from stages.weights.sources import fetch_from_hub, has_hub_pieces  # noqa: PLC0415 - few need HTTP
 
         while has_hub_pieces(self._assembly):
             fetched = await self._work.run(
@@ -388,3 +387,35 @@ def _is_still(file: BinaryIO, path: Path) -> bool:
         return path.stat().st_ino == os.fstat(file.fileno()).st_ino
     except FileNotFoundError:
         return False
+
+
+class RateLimit:
+    """Shared by all who send: together they keep to it.
+
+    Args:
+        bytes_per_s: None lets everything pass at once.
+        clock_s: Monotonic, seconds.
+        sleep: Waits for seconds.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float | None,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock_s = clock_s
+        self._sleep = sleep
+        self._free_at_s = clock_s()
+
+    async def take(self, num_bytes: int) -> None:
+        """Return when so many bytes may be sent. Who comes later waits for those before."""
+        if self._bytes_per_s is None:
+            return
+        now_s = self._clock_s()
+        begins_s = max(now_s, self._free_at_s)
+        self._free_at_s = begins_s + num_bytes / self._bytes_per_s
+        if begins_s > now_s:
+            await self._sleep(begins_s - now_s)

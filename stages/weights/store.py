@@ -1,28 +1,142 @@
-"""Stage files by the hash of their recipe."""
+"""Store of stage files by recipe hash: locks, eviction by size and age, settings."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from spanmesh_proto.errors import InvalidModel, ModelError
-from stages.cutting.stamp import Stamp
-from stages.gguf.file_io import atomic_write, write_error
+from stages.gguf.file_io import atomic_write, write_atomically, write_error
+from stages.units import format_size
 from stages.weights.assembly import note_path, wrong_pieces
 from stages.weights.recipe import Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
-    from pathlib import Path
+
 
 log = structlog.get_logger()
+
+
+def make_room(
+    store: StageStore, needed_bytes: int, limit_bytes: int | None, *, keep: Collection[str] = ()
+) -> int:
+    """Remove stages until what is left, and what is to come, keeps to the limit.
+
+    Stages that are loaded, or on their way in, stay; where the limit is too small for them it is exceeded.
+
+    Args:
+        store: Whose.
+        needed_bytes: What is to come.
+        limit_bytes: None limits nothing.
+        keep: Names of stages that are to stay.
+
+    Returns:
+        The bytes that were freed.
+
+    Raises:
+        ModelError: If what is to come is more than the limit by itself.
+    """
+    if limit_bytes is None:
+        return 0
+    if needed_bytes > limit_bytes:
+        raise ModelError(
+            f"a stage of {format_size(needed_bytes)} is larger than the whole cache may be, "
+            f"{format_size(limit_bytes)}: raise --cache-size",
+            param="--cache-size",
+        )
+    stages = sorted(store.stages(), key=lambda stage: stage.used_at_s)
+    total_bytes = sum(stage.size_bytes for stage in stages)
+    freed_bytes = 0
+    for stage in stages:
+        if total_bytes - freed_bytes + needed_bytes <= limit_bytes:
+            break
+        if stage.sha256 not in keep and store.remove(stage):
+            freed_bytes += stage.size_bytes
+            log.info("cached_stage_removed", sha256=stage.sha256[:12], size_bytes=stage.size_bytes)
+    if total_bytes - freed_bytes + needed_bytes > limit_bytes:
+        log.warning(
+            "cache_over_limit", bytes=total_bytes - freed_bytes + needed_bytes, limit_bytes=limit_bytes
+        )
+    return freed_bytes
+
+
+# `mesh join` and `mesh serve` set the variables for the processes that they start.
+MODELS: Final = "SPANMESH_MODELS"
+CACHE_BYTES: Final = "SPANMESH_CACHE_BYTES"
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How weights are kept.
+
+    Attributes:
+        models: A folder with GGUF files of this host's own, if there is one.
+        cache_bytes: What stage files may take of the disk together, if that is limited.
+    """
+
+    models: Path | None = None
+    cache_bytes: int | None = None
+
+    def to_environment(self) -> None:
+        """Let the processes that this one starts know."""
+        for name, value in ((MODELS, self.models), (CACHE_BYTES, self.cache_bytes)):
+            if value is not None:
+                os.environ[name] = str(value)
+
+
+NOTHING_SAID: Final = Keeping()
+
+
+def read_keeping() -> Keeping:
+    """What whoever started this process said."""
+    models, cache_bytes = os.environ.get(MODELS), os.environ.get(CACHE_BYTES)
+    return Keeping(Path(models) if models else None, int(cache_bytes) if cache_bytes else None)
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """A file's content, and what the file looked like when that was found out."""
+
+    sha256: str
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path, sha256: str) -> Stamp:
+        """The stamp of a file as it is now."""
+        status = path.stat()
+        return cls(sha256, status.st_size, status.st_mtime_ns)
+
+    def fits(self, path: Path) -> bool:
+        """Whether the file looks as it did; one that is gone does not."""
+        try:
+            return self == Stamp.of(path, self.sha256)
+        except OSError:
+            return False
+
+    def save(self, path: Path) -> None:
+        """Write the stamp to a small file of its own."""
+        write_atomically(path, json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Stamp | None:
+        """A saved stamp; None if there is none, or none that can be understood."""
+        try:
+            saved = json.loads(path.read_text())
+            return cls(str(saved["sha256"]), int(saved["size_bytes"]), int(saved["mtime_ns"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -261,3 +375,17 @@ def hold(path: Path) -> int:
     except OSError as error:
         raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from error
     return descriptor
+
+
+def default_root() -> Path:
+    """`$XDG_CACHE_HOME/spanmesh`, or `~/.cache/spanmesh`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spanmesh"
+
+
+def stage_store(root: Path | None = None) -> StageStore:
+    """The stage files themselves, cut here or fetched; all that a host needs that cuts nothing.
+
+    Args:
+        root: The cache's folder, `default_root` unless given.
+    """
+    return StageStore((root if root is not None else default_root()) / "stages")
