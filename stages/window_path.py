@@ -12,6 +12,7 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, MeshError, StageFailed, wire_of
 from stages.grammar.session_grammar import Grammars
+from stages.host.cpu_latency import Wakefulness
 from stages.runtime.memory import resident_bytes
 from stages.runtime.stage_runtime import Span, StageRuntime
 from stages.sampling.session_spec import Opening
@@ -20,7 +21,6 @@ from stages.sent_rows import SentRows
 from stages.sessions import SessionTable
 from stages.stage_slots import StageSlots
 from stages.transport.hidden_codec import EncodedHidden
-from stages.wakefulness import Wakefulness
 from stages.window_queue import Begun, Passed, QueuedWindow, WindowQueue
 from stages.worker import StageWorker
 

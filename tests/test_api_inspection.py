@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from stages.host.profile_request import RehearsalOrder
 from stages.layers import LayerRange
-from stages.rehearsal_order import RehearsalOrder
 from stages.slicing.source_model import read_source
 from stages.slicing.stage_writer import BlankStage, blank_stage
 from tests.api_harness import ScriptedEngine, running_api, tokenizer

@@ -13,7 +13,7 @@ from mesh.doctor.check import Outcome, exit_code
 from mesh.doctor.host_checks import agreement_checks, host_checks
 from mesh.doctor.mesh_checks import mesh_checks
 from mesh.doctor.this_host import this_host_checks, token_checks
-from stages.host_look import look
+from stages.host.host_report import look
 from stages.layers import LayerRange
 from stages.weights.stage_cache import StageCache
 from tests.tiny_models import TinyModel

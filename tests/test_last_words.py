@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stages.last_words import telling_line
+from stages.host.crash_log import telling_line
 
 ABORTED = """:actor_name:StageActor
 ggml/src/ggml-cpu/ops.cpp:12: GGML_ASSERT(n > 0) failed
@@ -16,7 +16,7 @@ Fatal Python error: Aborted
 Stack (most recent call first):
 """
 READER = """
-from stages.last_words import WordReader
+from stages.host.crash_log import WordReader
 print(WordReader().last_words({pid}))
 """
 

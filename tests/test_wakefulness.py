@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.wakefulness import DEVICE, Wakefulness
+from stages.host.cpu_latency import DEVICE, Wakefulness
 
 FILES = Path("/proc/self/fd")
 

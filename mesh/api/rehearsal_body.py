@@ -22,7 +22,7 @@ class BlankBody(BaseModel):
 
 
 class OrderBody(BaseModel):
-    """What one host is to time; see `stages.rehearsal_order`."""
+    """What one host is to time; see `stages.host.profile_request`."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -21,8 +21,8 @@ from mesh.coordinator.slots import SlotPool
 from mesh.coordinator.speculators import Speculators
 from mesh.speculation_report import SpeculationReport
 from spanmesh_proto.errors import MeshError, PrefixMismatch, StageFailed, from_code
+from stages.host.cpu_latency import Wakefulness
 from stages.sampling.session_spec import Opening
-from stages.wakefulness import Wakefulness
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence

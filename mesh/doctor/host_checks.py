@@ -28,7 +28,7 @@ def host_checks(where: str, look: Mapping[str, Any], *, has_gpu_hardware: bool =
 
     Args:
         where: The host's name.
-        look: `stages.host_look.HostLook` as JSON has it.
+        look: `stages.host.host_report.HostLook` as JSON has it.
         has_gpu_hardware: Whether a GPU is there, as far as anybody but llama.cpp knows.
     """
     versions = look["versions"]

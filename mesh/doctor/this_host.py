@@ -109,10 +109,10 @@ def _packages(name: str) -> Check:
 
 
 def _look() -> dict[str, Any] | str:
-    """What `stages.host_look` finds, or why it does not, in a child: llama.cpp may end it."""
+    """What `stages.host.host_report` finds, or why it does not, in a child: llama.cpp may end it."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "stages.host_look"],
+            [sys.executable, "-m", "stages.host.host_report"],
             env=inherited_environment(),
             capture_output=True,
             text=True,

@@ -12,7 +12,7 @@ from mesh.forecast.time_model import Forecast, StageForecast, forecast
 from mesh.planner import plan
 from mesh.serve.link_order import has_an_order, ordered_by_links
 from mesh.stage_sizes import StageSizes
-from stages.rehearsal_order import RehearsalOrder
+from stages.host.profile_request import RehearsalOrder
 from stages.runtime.numerics import FAST_MAX_ROWS
 from stages.slicing.stage_writer import blank_stage
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mesh.planner import Plan, StagePlacement
     from mesh.stage_sizes import Workload
     from mesh.topology import Topology
-    from stages.rehearsal_order import StageTiming
+    from stages.host.profile_request import StageTiming
     from stages.slicing.model_facts import ModelFacts
     from stages.slicing.source_model import SourceModel
 

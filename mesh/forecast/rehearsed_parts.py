@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from stages.host.profile_request import StageTiming
 from stages.layers import LayerRange
-from stages.rehearsal_order import StageTiming
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.cluster.links import Link, Links
 from mesh.forecast.surroundings import KnownHost, Rehearsed, Surroundings
 from mesh.host_capacity import HostCapacity
-from stages.rehearsal_order import StageTiming
+from stages.host.profile_request import StageTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from stages.rehearsal_order import RehearsalOrder
+    from stages.host.profile_request import RehearsalOrder
 
     # Path, body and seconds of patience to the answer; a path without a body is asked with GET.
     Ask = Callable[[str, Mapping[str, Any] | None, str, float], Mapping[str, Any]]

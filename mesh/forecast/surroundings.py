@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from mesh.cluster.links import Links
     from mesh.host_capacity import HostCapacity
-    from stages.rehearsal_order import RehearsalOrder, StageTiming
+    from stages.host.profile_request import RehearsalOrder, StageTiming
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from mesh.cluster.links import Links
 from mesh.forecast.surroundings import KnownHost, Rehearsed, Surroundings
 from mesh.host_capacity import HostCapacity
 from mesh.util.child_environment import inherited_environment
-from stages.rehearsal_order import StageTiming
+from stages.host.profile_request import StageTiming
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mesh.cluster.host_facts import HostFacts
-    from stages.rehearsal_order import RehearsalOrder
+    from stages.host.profile_request import RehearsalOrder
 
 _TIMEOUT_S: Final = 120.0
 
@@ -84,7 +84,7 @@ def _in_a_child(orders: Sequence[RehearsalOrder]) -> Rehearsed:
     for order in orders:
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "stages.rehearsal"],
+                [sys.executable, "-m", "stages.host.profiler"],
                 input=json.dumps(order.as_dict()),
                 env=inherited_environment(),
                 capture_output=True,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stages.rehearsal_order import StageTiming
+    from stages.host.profile_request import StageTiming
 
 # What a token takes beyond what stages report as computing and links were measured to take, for each stage
 # and once more for the coordinator: queues, messages, event loops, the answer's way to the client. An

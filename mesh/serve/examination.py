@@ -11,7 +11,7 @@ import structlog
 
 from mesh.cluster.ray_driver import result_of
 from spanmesh_proto.errors import MeshError
-from stages.host_look import LookingHost
+from stages.host.host_report import LookingHost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ import structlog
 
 from mesh.cluster.ray_driver import result_of
 from spanmesh_proto.errors import MeshError
-from stages.last_words import WordReader
+from stages.host.crash_log import WordReader
 
 if TYPE_CHECKING:
     from mesh.cluster.members import Member

@@ -10,7 +10,7 @@ import structlog
 
 from mesh.cluster.ray_driver import result_of
 from spanmesh_proto.errors import MeshError, StageFailed
-from stages.rehearsal import Rehearsal
+from stages.host.profiler import Rehearsal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

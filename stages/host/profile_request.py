@@ -1,4 +1,4 @@
-"""What is asked of a host whose speed is to be found out, and what it answers; see `stages.rehearsal`."""
+"""Request and result of the stage profiler, importable without llama.cpp."""
 
 from __future__ import annotations
 

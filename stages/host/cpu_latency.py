@@ -1,4 +1,4 @@
-"""Keeps this host's processors from falling asleep while an answer is under way.
+"""CPU latency request: /dev/cpu_dma_latency held open while requests run.
 
 Between two windows of a session a stage has nothing to do for some ten milliseconds: long enough for an idle
 processor to go to sleep, and each of a hop's threads then waits for one to wake up. On Linux a process may

@@ -1,4 +1,4 @@
-"""What a host finds when it looks at itself: versions, devices, memory, disk, clock, files. Measures nothing.
+"""Host report for `mesh doctor`: versions, devices, memory, disk and clock.
 
 Run as a program: sha256 of recipes of stage files as arguments, the findings as JSON on standard output.
 """
@@ -19,10 +19,10 @@ import llama_cpp
 import structlog
 
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from stages.host.cpu_latency import DEVICE
 from stages.runtime.devices import Device, list_devices
 from stages.runtime.llama import init_backend
 from stages.runtime.memory import free_memory_bytes
-from stages.wakefulness import DEVICE
 from stages.weights.assembly import wrong_pieces
 from stages.weights.store import StageStore, default_root
 
@@ -45,7 +45,8 @@ class HostLook:
         free_memory_bytes: What new processes may take.
         free_disk_bytes: Where stage files are kept.
         cache_dir: That place.
-        can_stay_awake: Whether processors can be kept awake while requests run, see `stages.wakefulness`.
+        can_stay_awake: Whether processors can be kept awake while requests run, see
+            `stages.host.cpu_latency`.
         files: By the sha256 of its recipe, whether a stage file is what that says; None if it is not there.
         unix_s: This host's clock when it was done.
     """

@@ -1,4 +1,4 @@
-"""What a stage's process said before it crashed: Ray keeps the standard error of each process on its host."""
+"""Crash log: the end of the stderr of a crashed stage process, read on its host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long this host would take for a stage, found out by computing in a blank one.
+"""Stage profiler: times a stage with blank weights, in a child process or a Ray actor.
 
 Run as a program: an order as JSON on standard input, timings as JSON on standard output. A process of its own
 takes llama.cpp away with it; on other hosts Ray starts one, see `Rehearsal`.
@@ -20,13 +20,13 @@ import numpy as np
 import structlog
 
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit
-from stages.rehearsal_order import RehearsalOrder, StageTiming
+from stages.host.cpu_latency import Wakefulness
+from stages.host.profile_request import RehearsalOrder, StageTiming
 from stages.runtime.memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling.sampler import Sampling
 from stages.sampling.verifier import Judge
 from stages.units import format_size
-from stages.wakefulness import Wakefulness
 
 # Weights may be kept twice: as the file's pages, and rearranged for the processor.
 _WEIGHT_COPIES: Final = 2
