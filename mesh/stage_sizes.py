@@ -19,7 +19,7 @@ from stages.layers import LayerRange
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.memory import StageMemory
 from stages.runtime.numerics import Numerics, numerics_for
-from stages.sent_rows import LEAST_SENT_BYTES, SHARE_OF_CACHE, room_for_sent_rows
+from stages.serving.kv_cache import LEAST_SENT_BYTES, SHARE_OF_CACHE, room_for_sent_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -32,14 +32,14 @@ import grpc
 import structlog
 
 import mesh.coordinator.control
-import stages.follower
+import stages.serving.kv_replication
+import stages.serving.stage_engine
 import stages.transport.stage_link
-import stages.window_path
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
-from stages.server import StageService
+from stages.serving.scheduler import WindowQueue
+from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, open_channel
-from stages.window_queue import WindowQueue
 from tests.fake_stage import FakeRuntime
 from tests.gated_streams import STREAM_HEADER, GatedChannel, GatedStage
 from tests.gates import BatchGate, Choice, Gate, StillLoop, Stream, WatchedArrivals, next_batch, next_message
@@ -325,10 +325,10 @@ def watched(patch: pytest.MonkeyPatch, ring_of: Callable[[], GatedRing | None]) 
             self._arrivals = WatchedArrivals(ring.gate_of_next)  # type: ignore[assignment]
 
     with patch.context() as patched:
-        for module in (mesh.coordinator.control, stages.transport.stage_link, stages.follower):
+        for module in (mesh.coordinator.control, stages.transport.stage_link, stages.serving.kv_replication):
             patched.setattr(module, "open_channel", open_gated)
-        patched.setattr(stages.window_path, "WindowQueue", WatchedQueue)
-        patched.setattr(stages.window_path, "monotonic_us", now_us)
+        patched.setattr(stages.serving.stage_engine, "WindowQueue", WatchedQueue)
+        patched.setattr(stages.serving.stage_engine, "monotonic_us", now_us)
         with silent():
             yield
 

@@ -17,7 +17,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from stages.server import StageService
+    from stages.serving.server import StageService
     from tests.gated_ring import GatedRing
     from tests.gates import Stream
 

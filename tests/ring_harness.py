@@ -19,7 +19,7 @@ from spanmesh_proto import windows_pb2_grpc as rpc
 from speculative.controller import ControllerOptions
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.server import StageService
+from stages.serving.server import StageService
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.channels import SERVER_OPTIONS
 from stages.transport.hidden_codec import HiddenType

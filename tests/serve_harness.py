@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from mesh.serve.preflight import Preflight
     from mesh.topology import Topology
     from speculative.proposer import Proposer
-    from stages.actor import StageActor
+    from stages.serving.actor import StageActor
 
 WORKLOAD = Workload(ctx_size=256, num_slots=2, is_exact=True)
 PARTS = (LayerRange(0, 10), LayerRange(10, 20), LayerRange(20, 30))

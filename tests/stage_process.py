@@ -15,7 +15,7 @@ import spanmesh_proto.grpc_tuning  # noqa: F401 - before gRPC is first used
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.layers import LayerRange
-from stages.server import StageService
+from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS
 from tests.fake_stage import FakeRuntime
 

@@ -12,16 +12,14 @@ from mesh.engine import GenerationRequest
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError, UncuttableModel
 from stages.layers import ranges_from_cuts
-from stages.leading import pause_s
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.sampling.sampler import Sampling
 from stages.sampling.session_spec import Resumed
 from stages.sampling.verifier import Judge
-from stages.sent_rows import SentRows
-from stages.sessions import SessionTable
+from stages.serving.kv_cache import Marks, SentRows, StageSlots
+from stages.serving.kv_replication import pause_s
+from stages.serving.sessions import SessionTable
 from stages.slicing.model_facts import read_model_facts
-from stages.slot_tokens import Marks
-from stages.stage_slots import StageSlots
 from stages.weights.stage_cache import StageCache
 from tests.fake_stage import FakeRuntime
 from tests.repairable_ring import NUM_STAGES, RepairableRing, serving

@@ -139,7 +139,7 @@ async def test_a_stage_is_refused_before_its_gpu_is_overfull(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (processor,) = (device for device in list_devices() if device.kind == "cpu")
-    monkeypatch.setattr("stages.actor.layer_devices", lambda: (processor,))
+    monkeypatch.setattr("stages.serving.actor.layer_devices", lambda: (processor,))
     path = TinyModel("llama").write(tmp_path / "tiny.gguf")
     share = GpuShare(processor.name, 3, MIB, MIB, MIB)
     fitting = StageMemory(MIB, MIB, MIB, 192 * MIB, (share,))

@@ -17,7 +17,7 @@ from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError
-from stages.server import StageService
+from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port
 from stages.transport.stage_link import StageLink
 from tests.fake_stage import FakeRuntime

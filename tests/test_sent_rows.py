@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.sent_rows import LEAST_SENT_BYTES, SentRows, room_for_sent_rows
+from stages.serving.kv_cache import LEAST_SENT_BYTES, SentRows, room_for_sent_rows
 
 NUM_SLOTS = 3
 ROW_BYTES = 4

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.slot_run import run_around
-from stages.window_queue import WindowQueue
+from stages.serving.scheduler import WindowQueue, run_around
 from tests.test_stage_sessions import window
 
 

@@ -12,10 +12,10 @@ from mesh.draft.memory import draft_memory_bytes
 from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from speculative.draft.context import DraftOptions
-from stages.actor import StageActor, StageConfig
 from stages.layers import LayerRange
 from stages.runtime.memory import StageMemory, free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions
+from stages.serving.actor import StageActor, StageConfig
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.fetch import FetchSource
 from stages.weights.stage_cache import StageCache

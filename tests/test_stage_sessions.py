@@ -11,8 +11,8 @@ from stages.runtime.stage_runtime import Span
 from stages.sampling.sampler import Sampling
 from stages.sampling.session_spec import Resumed
 from stages.sampling.verifier import Judge
-from stages.sessions import SessionTable
-from stages.window_queue import Begun, Passed, QueuedWindow, WindowQueue
+from stages.serving.scheduler import Begun, Passed, QueuedWindow, WindowQueue
+from stages.serving.sessions import SessionTable
 
 
 def window(

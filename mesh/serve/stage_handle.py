@@ -15,7 +15,7 @@ from mesh.cluster.ray_driver import result_of
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import MeshError, StageFailed
-from stages.actor import StageActor
+from stages.serving.actor import StageActor
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from mesh.cluster.ray_driver import RayDriver
     from mesh.serve.mesh_keys import MeshKeys
     from mesh.util.progress import ProgressTask
-    from stages.actor import StageConfig
     from stages.layers import LayerRange
+    from stages.serving.actor import StageConfig
     from stages.transport.hidden_codec import HiddenType
     from stages.weights.assembly import Transfer
 

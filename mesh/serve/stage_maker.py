@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from mesh.serve.describing import describe_stages
 from mesh.serve.mesh_keys import new_mesh_keys
 from mesh.serve.stage_handle import StageHandle
-from stages.actor import StageConfig
 from stages.runtime.stage_runtime import RuntimeOptions
+from stages.serving.actor import StageConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -20,7 +20,7 @@ from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime.memory import ALLOCATOR
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.server import StageService
+from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, add_port
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Windows that wait for a stage, and which of them share the next batch.
+"""Window scheduler: the queue of windows, and which of them share the next batch.
 
 Filled by the event loop, emptied by the thread that owns llama.cpp.
 """
@@ -10,15 +10,36 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from stages.slot_run import run_around
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from spanmesh_proto import windows_pb2 as wire
     from stages.runtime.stage_runtime import Span
     from stages.sampling.verifier import Judge
     from stages.transport.hidden_codec import EncodedHidden
+
+
+def run_around(slot: int, rows_of: Mapping[int, int], most_slots: int, most_rows: int) -> range:
+    """Slots that follow one another with equally many rows each, the given one among them.
+
+    A longer run is divided from its beginning, so that a slot meets the same neighbours again and again:
+    those that go round the pipeline together come back together.
+
+    Args:
+        slot: One of `rows_of`.
+        rows_of: Rows that wait, by slot; a window without any is refused later, but by itself.
+        most_slots: How many may be computed together, at least 1.
+        most_rows: How many rows may be, at least those of the slot.
+    """
+    num_rows = rows_of[slot]
+    first = last = slot
+    while rows_of.get(first - 1) == num_rows:
+        first -= 1
+    while rows_of.get(last + 1) == num_rows:
+        last += 1
+    limit = max(1, min(most_slots, most_rows // max(1, num_rows)))
+    start = first + (slot - first) // limit * limit
+    return range(start, min(start + limit, last + 1))
 
 
 _MOST_PASSED_OVER: Final = 4

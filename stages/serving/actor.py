@@ -1,4 +1,4 @@
-"""The Ray actor that holds one stage on one host: brings its file, loads it, serves it.
+"""Stage actor of Ray: fetches, loads and serves one stage, and ends when its head is gone.
 
 Ray places it, starts it and watches it; tokens never pass through Ray.
 """
@@ -18,13 +18,12 @@ import structlog
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
-from stages.orphan import orphaned
 from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.sent_rows import room_for_sent_rows
-from stages.server import StageService
+from stages.serving.kv_cache import room_for_sent_rows
+from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port
 from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size
@@ -38,6 +37,18 @@ if TYPE_CHECKING:
     from stages.layers import LayerRange
     from stages.runtime.memory import StageMemory
     from stages.weights.store import StageStore
+
+
+async def orphaned(alone_s: Callable[[], float], orphan_s: float) -> None:
+    """Wait until nobody has needed the stage for so long.
+
+    Args:
+        alone_s: For how long nobody has now, in seconds; 0 while somebody does.
+        orphan_s: How long that may last.
+    """
+    while (left_s := orphan_s - alone_s()) > 0:  # noqa: ASYNC110 - nothing tells that nobody came
+        await asyncio.sleep(left_s)
+
 
 log = structlog.get_logger()
 

@@ -1,23 +1,214 @@
-"""What a stage keeps by slot: the KV cache, what it sent on, and the tokens of both. One thread owns it.
+"""KV cache by slot: token ids, rows sent on for replays, copies and trims.
 
 The three always hold the same positions, so they are changed here together, and only here told to others.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import PrefixMismatch, ProtocolError, UncuttableModel
 from stages.runtime.kv_state import KvRows
-from stages.slot_tokens import SlotTokens
+from stages.sampling.verifier import TokenRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from stages.runtime.stage_runtime import Span, StageRuntime
-    from stages.sent_rows import SentRows
-    from stages.slot_tokens import Marks
+
+
+# A stage that was lost has to compute all its sessions anew, and for that it needs what the stage before it
+# gave: hidden states, which no KV cache holds. Kept here, they leave a second time without a layer being
+# computed. So a repair costs what the lost stage computes, not what all do. Petals keeps the inputs of every
+# server at its clients for that (Borzunov et al. 2023); here each stage keeps its own outputs, and the
+# coordinator never sees hidden states.
+# Enough for a few short sessions.
+LEAST_SENT_BYTES: Final = 8 * 2**20
+# Of most models a row is about a fifth of what a stage's KV cache takes for it.
+SHARE_OF_CACHE: Final = 32
+
+
+def room_for_sent_rows(cache_bytes: int) -> int:
+    """How many bytes of rows a stage keeps at most.
+
+    Args:
+        cache_bytes: Its KV cache.
+    """
+    return max(LEAST_SENT_BYTES, cache_bytes // SHARE_OF_CACHE)
+
+
+class SentRows:
+    """Encoded rows by slot and position, each slot's from 0 on without a gap.
+
+    When there is no room for a row, those of the slot that has sent nothing for longest are dropped. What
+    is missing here is computed again.
+
+    Args:
+        num_slots: Slots of the stage.
+        most_bytes: What all rows together may take.
+    """
+
+    def __init__(self, num_slots: int, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._row_bytes = 0
+        self._num_bytes = 0
+        # The one that sent last is at the end.
+        self._rows: OrderedDict[int, bytearray] = OrderedDict(
+            (slot, bytearray()) for slot in range(num_slots)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What all rows together take now."""
+        return self._num_bytes
+
+    def keep(self, slot: int, start: int, rows: bytes, row_bytes: int) -> None:
+        """Note rows that left, in place of what was there from `start` on.
+
+        Args:
+            slot: Whose.
+            start: Position of the first.
+            rows: All of them.
+            row_bytes: What each takes; rows of another wire type, so of another size, are dropped.
+        """
+        if row_bytes != self._row_bytes:
+            self._row_bytes = row_bytes
+            for other in self._rows:
+                self.trim(other, 0)
+        self.trim(slot, start)
+        self._rows.move_to_end(slot)
+        kept = self._rows[slot]
+        if len(kept) == start * row_bytes and self._has_room_for(len(rows), slot):
+            kept += rows
+            self._num_bytes += len(rows)
+
+    def find(self, slot: int, start: int, num_rows: int, row_bytes: int) -> bytes | None:
+        """Rows as they left; None if not all of them are here in this size."""
+        stop = (start + num_rows) * row_bytes
+        kept = self._rows[slot]
+        if row_bytes != self._row_bytes or stop > len(kept):
+            return None
+        return bytes(kept[start * row_bytes : stop])
+
+    def trim(self, slot: int, start: int) -> None:
+        """Drop a slot's rows from a position on."""
+        kept = self._rows[slot]
+        surplus = len(kept) - start * self._row_bytes
+        if surplus > 0:
+            self._num_bytes -= surplus
+            del kept[len(kept) - surplus :]
+
+    def copy(self, source: int, slot: int, num_rows: int) -> None:
+        """Have a slot hold the first rows of another, as far as they are here, and nothing else."""
+        self.trim(slot, 0)
+        self._rows.move_to_end(source)
+        self._rows.move_to_end(slot)
+        rows = self._rows[source][: num_rows * self._row_bytes]
+        if self._has_room_for(len(rows), slot):
+            self._rows[slot] = rows
+            self._num_bytes += len(rows)
+
+    def _has_room_for(self, num_bytes: int, slot: int) -> bool:
+        """Make room; no slot makes room for itself."""
+        if len(self._rows[slot]) + num_bytes > self._most_bytes:
+            return False
+        for other in list(self._rows):
+            if self._num_bytes + num_bytes <= self._most_bytes:
+                return True
+            if other != slot:
+                self.trim(other, 0)
+        return self._num_bytes + num_bytes <= self._most_bytes
+
+
+class SlotTokens:
+    """Token ids by slot and position, as the KV cache has them. Follows every change of the cache.
+
+    Args:
+        num_slots: Slots that there are.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._records = [TokenRecord() for _ in range(num_slots)]
+        self._marks: list[Marks] = []
+
+    def length(self, slot: int) -> int:
+        """Positions that a slot holds."""
+        return len(self._records[slot])
+
+    def tokens(self, slot: int) -> NDArray[np.int64]:
+        """Its token ids, int64; a view that the next `write` may change."""
+        record = self._records[slot]
+        return record.before(len(record))
+
+    def num_same(self, slot: int, start: int, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, a slot holds at the positions from `start` on.
+
+        A slot that does not exist holds none.
+        """
+        if not 0 <= slot < len(self._records):
+            return 0
+        stop = start + len(tokens)
+        held = self._records[slot].before(stop)[start:]
+        differs = np.flatnonzero(held != np.asarray(tokens, np.int64)[: len(held)])
+        return int(differs[0]) if len(differs) else len(held)
+
+    def digest(self, slot: int, num_positions: int) -> bytes:
+        """A hash of its first token ids: slots of two stages with the same one hold the same there."""
+        return hashlib.sha256(self._records[slot].before(num_positions).tobytes()).digest()
+
+    def write(self, slot: int, start: int, tokens: Sequence[int]) -> None:
+        """Put tokens in place of what was there from `start` on.
+
+        Raises:
+            InvalidWindow: If that would leave a gap.
+        """
+        self._records[slot].write(start, tokens)
+        self._lower(slot, start)
+
+    def trim(self, slot: int, start: int) -> None:
+        """Forget a slot's tokens from a position on."""
+        if start < self.length(slot):
+            self.write(slot, start, ())
+
+    def copy(self, source: int, slot: int, num_positions: int) -> None:
+        """Have a slot hold the first tokens of another, and nothing else."""
+        self.write(slot, 0, self._records[source].before(num_positions).tolist())
+
+    def follow(self, marks: Marks) -> None:
+        """Keep the marks of somebody who is told of every slot, until `unfollow`."""
+        self._marks.append(marks)
+
+    def unfollow(self, marks: Marks) -> None:
+        """Keep them no more."""
+        self._marks.remove(marks)
+
+    def _lower(self, slot: int, start: int) -> None:
+        for marks in self._marks:
+            marks.told[slot] = min(marks.told[slot], start)
+
+
+class Marks:
+    """What somebody has been told of the slots.
+
+    Args:
+        num_slots: Slots that there are.
+
+    Attributes:
+        told: By slot, how many of its first positions, as they are now.
+        sessions: By slot, which session's they were; 0 for none.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.told = [0] * num_slots
+        self.sessions = [0] * num_slots
+
 
 # llama.cpp gives a slot's rows only all together, for which there has to be memory.
 _MOST_KV_BYTES: Final = 64 * 2**20

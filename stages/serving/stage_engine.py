@@ -1,4 +1,4 @@
-"""What happens to windows inside a stage: from its streams to the queue, from the worker to whom they go."""
+"""Stage engine: the way of windows from the streams through the worker to the next stage."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from stages.runtime.memory import resident_bytes
 from stages.runtime.stage_runtime import Span, StageRuntime
 from stages.sampling.session_spec import Opening
 from stages.sampling.verifier import Judge
-from stages.sent_rows import SentRows
-from stages.sessions import SessionTable
-from stages.stage_slots import StageSlots
+from stages.serving.kv_cache import SentRows, StageSlots
+from stages.serving.scheduler import Begun, Passed, QueuedWindow, WindowQueue
+from stages.serving.sessions import SessionTable
+from stages.serving.worker import StageWorker
 from stages.transport.hidden_codec import EncodedHidden
-from stages.window_queue import Begun, Passed, QueuedWindow, WindowQueue
-from stages.worker import StageWorker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from stages.slot_tokens import Marks
+    from stages.serving.kv_cache import Marks
     from stages.transport.hidden_codec import HiddenType
     from stages.transport.stage_link import StageLink
 

@@ -1,4 +1,4 @@
-"""The thread that owns llama.cpp: takes windows from the queue, computes them, hands results on."""
+"""Worker thread of a stage, which owns llama.cpp: decodes, then samples or encodes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, StageFailed, wire_of
 from stages.sampling.logprobs import to_wire
+from stages.serving.scheduler import Passed
 from stages.transport.hidden_codec import TO_WIRE, HiddenType, encode
-from stages.window_queue import Passed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.runtime.stage_runtime import StageRuntime
-    from stages.stage_slots import StageSlots
-    from stages.window_queue import Begun, Change, QueuedWindow, WindowQueue
+    from stages.serving.kv_cache import StageSlots
+    from stages.serving.scheduler import Begun, Change, QueuedWindow, WindowQueue
 
 log = structlog.get_logger()
 

@@ -1,27 +1,25 @@
-"""The gRPC face of one stage."""
+"""gRPC server of one stage, and its place in a ring."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
-from spanmesh_proto.errors import MeshError, ProtocolError, StageFailed
-from stages.follower import Follower
-from stages.leading import Leading, pause_s
-from stages.ring_place import RingPlace
-from stages.sent_rows import LEAST_SENT_BYTES
+from spanmesh_proto.errors import MeshError, ProtocolError, ProtocolVersionMismatch, StageFailed
+from stages.serving.kv_cache import LEAST_SENT_BYTES
+from stages.serving.kv_replication import Follower, Leading, pause_s
+from stages.serving.stage_engine import WindowPath, monotonic_us
 from stages.transport.channels import KeyCheck, Strangers, abort
 from stages.transport.hidden_codec import HiddenType
 from stages.transport.stage_link import MOST_BUNDLED_WINDOWS, StageLink
-from stages.window_path import WindowPath, monotonic_us
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -30,6 +28,72 @@ if TYPE_CHECKING:
 
     from stages.runtime.stage_runtime import StageRuntime
     from stages.transport.channels import Identity
+
+
+# A mesh id is a sha256 in hex.
+_SHOWN_CHARS: Final = 64
+
+
+@dataclass(frozen=True)
+class RingPlace:
+    """One stage's place.
+
+    Attributes:
+        stage_index: From 0, in the pipeline.
+        mesh_id: Which ring it is.
+        mesh_key: Shared by all stages and the coordinator of the ring.
+        term: Of the coordinator that the ring is for.
+    """
+
+    stage_index: int
+    mesh_id: str
+    mesh_key: str
+    term: int
+
+    def is_of(self, hello: wire.Hello) -> bool:
+        """Whether a peer greeted this very ring."""
+        return hello.mesh_id == self.mesh_id
+
+    def refusal(self, hello: wire.Hello | None) -> MeshError | None:
+        """Why a peer is not talked to; None if it is.
+
+        Args:
+            hello: The first message of its stream; None if that was something else.
+        """
+        if hello is None:
+            return ProtocolError("the first message of a stream must be a Hello")
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return ProtocolVersionMismatch(
+                f"{_shown(hello.sender) or 'the peer'} speaks protocol version {hello.protocol_version} "
+                f"(spanmesh {_shown(hello.software_version) or 'unknown'}), stage {self.stage_index} "
+                f"speaks {PROTOCOL_VERSION} (spanmesh {SOFTWARE_VERSION}): install the same spanmesh on "
+                "every host"
+            )
+        if not self.is_of(hello):
+            return ProtocolError(
+                f"this stage belongs to mesh {self.mesh_id!r}, not to {_shown(hello.mesh_id)!r}"
+            )
+        if hello.term < self.term:
+            return self.stale(_shown(hello.sender) or "the peer", hello.term)
+        return None
+
+    def stale(self, sender: str, term: int) -> ProtocolError:
+        """What a peer of a lower term is told.
+
+        Args:
+            sender: What the peer calls itself.
+            term: The peer's.
+        """
+        return ProtocolError(
+            f"{sender} is of term {term}, stage {self.stage_index} serves term {self.term}: another "
+            "`mesh serve` has taken the mesh over; end the older one"
+        )
+
+
+def _shown(text: str) -> str:
+    """What a peer says of itself, fit for one line: a status with more is not delivered at all."""
+    return "".join(letter for letter in text[:_SHOWN_CHARS] if letter.isprintable())
+
 
 log = structlog.get_logger()
 
@@ -49,7 +113,7 @@ class StageService(rpc.StageServicer):
         identity: What it shows the next stage, asked at each connection; None if that is in this process.
         term: Of the coordinator that it is for; one of a lower term is refused.
         most_sent_bytes: How much of what it sent on it keeps, to send it again after a repair.
-        pause_s: How long it waits before it tells copies more, see `stages.leading.pause_s`.
+        pause_s: How long it waits before it tells copies more, see `stages.serving.kv_replication.pause_s`.
 
     Attributes:
         key_check: What its server must ask first.

@@ -1,4 +1,4 @@
-"""Which sessions are open at a stage, in which slots, and which of their windows are void. Pure."""
+"""Open sessions of a stage, their slots and cancelled epochs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Serving of one stage: actor, gRPC server, scheduler, worker and KV cache."""
