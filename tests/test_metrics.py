@@ -15,9 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from mesh.api.api_keys import ApiKeys
 from mesh.engine import Committed, GenerationRequest, GenerationStats
-from mesh.metrics.histogram import Histogram
-from mesh.metrics.observed_engine import ObservedEngine
-from mesh.metrics.request_statistics import RequestStatistics
+from mesh.metrics.request_metrics import Histogram, ObservedEngine, RequestStatistics
 from spanmesh_proto.errors import StageFailed
 from tests import api_harness
 from tests.api_harness import KEY, ScriptedEngine, running_api

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from mesh.api.api_keys import ApiKeys
 from mesh.engine import GenerationStats
-from mesh.tracing.tracer import RequestTracer, open_tracer
+from mesh.metrics.tracing import RequestTracer, open_tracer
 from spanmesh_proto.errors import StageFailed
 from tests import api_harness
 from tests.api_harness import KEY, ScriptedEngine, running_api
@@ -158,7 +158,7 @@ class TestSwitch:
 
     def test_nothing_is_imported_unless_somebody_asks(self) -> None:
         code = (
-            "import sys, mesh.api, mesh.serve.run; from mesh.tracing import open_tracer;"
+            "import sys, mesh.api, mesh.serve.run; from mesh.metrics.tracing import open_tracer;"
             "assert open_tracer({}) is None;"
             # FastAPI looks for the bare API by itself.
             "sys.exit(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
@@ -167,5 +167,5 @@ class TestSwitch:
         assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
     def test_a_missing_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("mesh.tracing.tracer.find_spec", lambda _name: None)
+        monkeypatch.setattr("mesh.metrics.tracing.find_spec", lambda _name: None)
         assert open_tracer({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}) is None

@@ -36,8 +36,7 @@ from mesh.api.page import PageFiles
 from mesh.api.request_log import RequestLog
 from mesh.api.responses import endpoint as responses
 from mesh.api.traced import Traced
-from mesh.metrics.observed_engine import ObservedEngine
-from mesh.metrics.request_statistics import RequestStatistics
+from mesh.metrics.request_metrics import ObservedEngine, RequestStatistics
 from mesh.text.chat_template import chat_template_of
 from spanmesh_proto.errors import MeshError
 
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
 
     from mesh.api.api_keys import ApiKeys
     from mesh.engine import Engine
+    from mesh.metrics.tracing import RequestTracer
     from mesh.text.tokenizer import Tokenizer
-    from mesh.tracing.tracer import RequestTracer
 
 DEFAULT_PING_INTERVAL_S: Final = 1.0
 

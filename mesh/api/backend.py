@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.api.responses.store import ResponseStore
 from mesh.api.unknown_fields import UnknownFields
-from mesh.metrics.request_statistics import RequestStatistics
+from mesh.metrics.request_metrics import RequestStatistics
 from spanmesh_proto.errors import ClusterError, Overloaded
 
 if TYPE_CHECKING:

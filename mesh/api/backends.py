@@ -7,10 +7,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from mesh.api.backend import DEFAULT_MODEL, Backend
-from mesh.metrics.observed_engine import ObservedEngine
-from mesh.metrics.request_statistics import RequestStatistics
+from mesh.metrics.request_metrics import ObservedEngine, RequestStatistics
+from mesh.metrics.tracing import current_span
 from mesh.text.chat_template import chat_template_of
-from mesh.tracing.request_span import current_span
 from spanmesh_proto.errors import InvalidRequest, ModelNotFound
 
 if TYPE_CHECKING:

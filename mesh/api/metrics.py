@@ -10,8 +10,7 @@ from mesh.api.backends import backend_of, backends_of
 from mesh.api.document import answers_text, answers_with
 from mesh.api.health import whole_status
 from mesh.api.json_response import json_response
-from mesh.metrics.publish import ModelFigures, exposition
-from mesh.metrics.targets import targets
+from mesh.metrics.prometheus import ModelFigures, exposition, targets
 
 router = APIRouter()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from mesh.tracing.tracer import RequestTracer
+    from mesh.metrics.tracing import RequestTracer
 
 _PREFIX: Final = "/v1/"
 _CARRIED: Final = {b"traceparent": "traceparent", b"tracestate": "tracestate"}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mesh.api.app import create_app
 from mesh.api.server import serve_api
 from mesh.cluster.discovery import announced, head_found
+from mesh.metrics.tracing import closing, open_tracer
 from mesh.serve.announce import print_join_line, print_served
 from mesh.serve.bringup import Bringup
 from mesh.serve.catalogue import Catalogue
@@ -25,7 +26,6 @@ from mesh.serve.stage_counts import stage_counts
 from mesh.serve.strangers import end_strangers
 from mesh.serve.succession import open_succession
 from mesh.serve.takeover import head_state
-from mesh.tracing.tracer import closing, open_tracer
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
 from stages.gguf.reader import model_name
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from mesh.api.backend import ModelOrders
+    from mesh.metrics.tracing import RequestTracer
     from mesh.serve.fleet import Fleet
     from mesh.serve.incidents import Incidents
     from mesh.serve.options import ServeOptions
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
     from mesh.serve.succession import Succession
-    from mesh.tracing.tracer import RequestTracer
     from mesh.util.tasks import Interruption
 
 

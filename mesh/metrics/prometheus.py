@@ -1,0 +1,336 @@
+"""Prometheus exposition and scrape targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from mesh.metrics.request_metrics import FINISH_REASONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from prometheus_client.metrics_core import Metric
+
+    from mesh.metrics.request_metrics import Histogram, RequestStatistics
+
+
+class Sheet(Collector):
+    """What one scrape gets.
+
+    Args:
+        model: Label of every sample, as vLLM has it; of those that follow `of`, another's.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._families: dict[str, Metric] = {}
+
+    def of(self, model: str) -> None:
+        """What is added from now on is of this model."""
+        self._model = model
+
+    def counter(self, name: str, help_: str, value: float, **labels: str) -> None:
+        """Add a sample that only grows; `_total` comes behind its name."""
+        family = self._families.get(name)
+        if family is None:
+            family = self._families[name] = CounterMetricFamily(name, help_)
+        family.add_sample(f"{name}_total", self._labels(labels), value)
+
+    def gauge(self, name: str, help_: str, value: float, **labels: str) -> None:
+        """Add a sample that goes up and down."""
+        family = self._families.get(name)
+        if family is None:
+            family = self._families[name] = GaugeMetricFamily(name, help_)
+        family.add_sample(name, self._labels(labels), value)
+
+    def histogram(self, name: str, help_: str, histogram: Histogram) -> None:
+        """Add a histogram."""
+        family = self._families.get(name)
+        if not isinstance(family, HistogramMetricFamily):
+            family = self._families[name] = HistogramMetricFamily(name, help_, labels=["model_name"])
+        buckets = [(_bound(bound), count) for bound, count in histogram.cumulative()]
+        family.add_metric([self._model], buckets, histogram.total)
+
+    def collect(self) -> Iterator[Metric]:
+        """What `prometheus_client` asks of a collector."""
+        yield from self._families.values()
+
+    def _labels(self, labels: dict[str, str]) -> dict[str, str]:
+        return {"model_name": self._model, **labels}
+
+
+def _bound(bound: float) -> str:
+    return "+Inf" if bound == float("inf") else repr(float(bound))
+
+
+def add_model(sheet: Sheet, status: Mapping[str, Any]) -> None:
+    """Add those of one model's ring.
+
+    Args:
+        sheet: What is scraped.
+        status: What `/mesh/status` answers of the model.
+    """
+    if "ready" in status:
+        sheet.gauge("mesh_ready", "Whether requests are answered at once.", int(status["ready"]))
+    if "prefix_mismatches" in status:
+        sheet.counter(
+            "mesh_prefix_mismatches",
+            "Sessions that began anew: a slot did not hold the tokens that it was believed to.",
+            status["prefix_mismatches"],
+        )
+    if (repairs := status.get("repairs")) is not None:
+        sheet.counter("mesh_stage_losses", "Stages that were lost.", repairs["losses"])
+        sheet.counter("mesh_repairs", "Repairs of the ring.", repairs["count"])
+        sheet.counter("mesh_moves", "Times that layers moved while all was well.", repairs["moves"])
+        if repairs["last_s"] is not None:
+            sheet.gauge("mesh_last_repair_seconds", "How long the latest repair took.", repairs["last_s"])
+
+
+def add_mesh(sheet: Sheet, status: Mapping[str, Any]) -> None:
+    """Add those of the mesh as a whole.
+
+    Args:
+        sheet: What is scraped.
+        status: What `/mesh/status` answers.
+    """
+    if "version" in status:
+        labels = {name: str(status[name]) for name in ("version", "protocol_version")}
+        sheet.gauge("mesh_info", "What runs here.", 1, **labels)
+    hosts = status.get("hosts", ())
+    if isinstance(hosts, list):
+        _add_hosts(sheet, hosts)
+
+
+def _add_hosts(sheet: Sheet, hosts: list[Mapping[str, Any]]) -> None:
+    states = [_state(host) for host in hosts]
+    for state in ("serving", "spare", "joining", "leaving"):
+        sheet.gauge("mesh_hosts", "Hosts by what they do.", states.count(state), state=state)
+    num_copies = sum(len(host["copies"]) for host in hosts)
+    sheet.gauge("mesh_spare_copies", "Copies of stages that could take over at once.", num_copies)
+    for host in hosts:
+        sheet.gauge("mesh_host_memory_bytes", "What it gives.", host["memory_bytes"], host=host["name"])
+
+
+def _state(host: Mapping[str, Any]) -> str:
+    if host["leaving"]:
+        return "leaving"
+    if not host["ready"]:
+        return "joining"
+    return "serving" if host["layers"] else "spare"
+
+
+def add_requests(sheet: Sheet, statistics: RequestStatistics, sessions: Mapping[str, Any] | None) -> None:
+    """Add them.
+
+    Args:
+        sheet: What is scraped.
+        statistics: Since the server started.
+        sessions: `sessions` of the status; None while no ring was ever up.
+    """
+    for name, help_, histogram in (
+        ("time_to_first_token", "From asking to the first token.", statistics.time_to_first_token_s),
+        ("inter_token_latency", "From one token to the next.", statistics.inter_token_s),
+        ("e2e_request_latency", "From asking to the last token.", statistics.whole_s),
+        ("request_queue_time", "Waiting for a slot, or for a repair.", statistics.queue_s),
+        ("request_prefill_time", "From the first window to the first token.", statistics.prefill_s),
+        ("request_decode_time", "From the first token to the last.", statistics.decode_s),
+    ):
+        sheet.histogram(f"mesh_{name}_seconds", help_, histogram)
+    sheet.counter("mesh_prompt_tokens", "Tokens of prompts.", statistics.num_prompt_tokens)
+    sheet.counter("mesh_generation_tokens", "Tokens of answers.", statistics.num_generated_tokens)
+    sheet.counter("mesh_prefix_cache_queries", "Tokens of prompts looked up.", statistics.num_cache_queries)
+    sheet.counter("mesh_prefix_cache_hits", "Those that the stages held.", statistics.num_cache_hits)
+    sheet.counter(
+        "mesh_request_replays", "Sessions that began again in another ring.", statistics.num_replays
+    )
+    for reason in FINISH_REASONS:
+        sheet.counter(
+            "mesh_request_success",
+            "Requests that ended.",
+            statistics.finished[reason],
+            finished_reason=reason,
+        )
+    if sessions is not None:
+        sheet.gauge("mesh_num_requests_running", "Requests that have a slot.", sessions["running"])
+        sheet.gauge("mesh_num_requests_waiting", "Requests that wait for one.", sessions["waiting"])
+        sheet.gauge("mesh_num_requests_paused", "Requests whose client does not read.", sessions["paused"])
+        room = sessions["slots"] * sessions["context"]
+        sheet.gauge(
+            "mesh_kv_cache_usage_perc", "Share of the KV caches' positions in use, 0 to 1.",
+            sessions["positions"] / room,
+        )  # fmt: skip
+
+
+def add_ring(
+    sheet: Sheet, stages: Sequence[Mapping[str, Any]], round_trips: Mapping[str, Any] | None
+) -> None:
+    """Add them. A ring that was made anew counts from 0, as Prometheus expects of what was started again.
+
+    Args:
+        sheet: What is scraped.
+        stages: `stages` of the status.
+        round_trips: `round_trips` of the status; None while no ring was ever up.
+    """
+    for stage in stages:
+        _add_stage(sheet, stage)
+    if round_trips is not None:
+        _add_links(sheet, stages, round_trips)
+
+
+def _add_stage(sheet: Sheet, stage: Mapping[str, Any]) -> None:
+    start, stop = stage["layers"]
+    labels = {"stage": str(stage["index"]), "host": stage["host"], "layers": f"[{start}, {stop})"}
+    sheet.counter(
+        "mesh_stage_windows", "Windows computed, chunks of prompts too.", stage["windows"], **labels
+    )
+    for kind, help_ in (("compute", "Computing windows."), ("queue", "Windows waiting at the stage.")):
+        sheet.counter(f"mesh_stage_{kind}_seconds", help_, stage[f"{kind}_ms"] / 1000, **labels)
+    if stage["rtt_ms"] is not None:
+        sheet.gauge(
+            "mesh_stage_rtt_seconds",
+            "From the coordinator to the stage and back, the shortest of late.",
+            stage["rtt_ms"] / 1000,
+            **labels,
+        )
+    if "rows" not in stage:
+        return  # a stage that did not answer in time
+    sheet.counter("mesh_stage_rows", "Rows computed.", stage["rows"], **labels)
+    sheet.counter("mesh_stage_dropped_windows", "Void windows dropped.", stage["dropped_windows"], **labels)
+    sheet.gauge("mesh_stage_queued_windows", "Windows that wait now.", stage["queued_windows"], **labels)
+    sheet.gauge("mesh_stage_open_sessions", "Sessions that it knows.", stage["open_sessions"], **labels)
+    sheet.gauge(
+        "mesh_stage_resident_memory_bytes",
+        "In memory, mapped files included.",
+        stage["resident_bytes"],
+        **labels,
+    )
+
+
+def _add_links(sheet: Sheet, stages: Sequence[Mapping[str, Any]], round_trips: Mapping[str, Any]) -> None:
+    names = ["coordinator", *(f"stage {stage['index']}" for stage in stages), "coordinator"]
+    sent_bytes = [round_trips["sent_bytes"], *(stage.get("sent_bytes") for stage in stages)]
+    sent_bytes[-1] = round_trips["received_bytes"]
+    for (source, target), wire_ms, num_bytes in zip(
+        pairwise(names), round_trips["wire_ms"], sent_bytes, strict=True
+    ):
+        labels = {"source": source, "target": target}
+        sheet.counter(
+            "mesh_link_wire_seconds",
+            "Windows that decode on their way over the link.",
+            wire_ms / 1000,
+            **labels,
+        )
+        sheet.counter("mesh_link_windows", "Those windows.", round_trips["windows"], **labels)
+        if num_bytes is not None:
+            sheet.counter("mesh_link_sent_bytes", "Sent over the link.", num_bytes, **labels)
+
+
+_STEM = "mesh_spec_decode_num"
+
+
+def add_speculation(sheet: Sheet, speculation: Mapping[str, Any] | None) -> None:
+    """Add them.
+
+    Args:
+        sheet: What is scraped.
+        speculation: `speculation` of the status; None while no ring was ever up.
+    """
+    if speculation is None:
+        return
+    sheet.counter("mesh_windows", "Windows judged, chunks of prompts left out.", speculation["windows"])
+    sheet.counter("mesh_stale_rows", "Rows that a rejection voided on their way.", speculation["stale_rows"])
+    sheet.counter(
+        "mesh_stale_rows_computed",
+        "Those of them that all stages computed all the same.",
+        speculation["stale_rows_computed"],
+    )
+    for name, proposer in speculation["proposers"].items():
+        sheet.counter(f"{_STEM}_drafts", "Windows that proposed tokens.", proposer["drafts"], proposer=name)
+        sheet.counter(
+            f"{_STEM}_draft_tokens", "Tokens proposed and verified.", proposer["drafted"], proposer=name
+        )
+        sheet.counter(
+            f"{_STEM}_accepted_tokens", "Those that the model chose too.", proposer["accepted"], proposer=name
+        )
+        for position, count in enumerate(proposer["accepted_per_position"]):
+            sheet.counter(
+                f"{_STEM}_accepted_tokens_per_pos",
+                "By their place in the window.",
+                count,
+                proposer=name,
+                position=str(position),
+            )
+    for kind in ("measured", "plain"):
+        if (rate := speculation.get(f"{kind}_tokens_per_s")) is not None:
+            sheet.gauge(
+                "mesh_spec_decode_tokens_per_second",
+                "Of the latest session: while it speculated, and what plain windows would bring.",
+                rate,
+                mode=kind,
+            )
+
+
+PREFIX: Final = "mesh_"
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """What is known of one model.
+
+    Attributes:
+        name: The id that clients see.
+        statistics: Of requests.
+        status: What `/mesh/status` would answer if it were the first, what the stages count included. Parts
+            of it that are not there yet are left out.
+    """
+
+    name: str
+    statistics: RequestStatistics
+    status: Mapping[str, Any]
+
+
+def exposition(models: Sequence[ModelFigures], accept: str = "") -> tuple[bytes, str]:
+    """One scrape.
+
+    Args:
+        models: At least one. What is of the mesh as a whole comes with the first one's name.
+        accept: The request's header; OpenMetrics is spoken to those who ask for it.
+
+    Returns:
+        Body and content type.
+    """
+    sheet = Sheet(models[0].name)
+    for model in models:
+        status = model.status
+        sheet.of(model.name)
+        add_requests(sheet, model.statistics, status.get("sessions"))
+        add_speculation(sheet, status.get("speculation"))
+        add_ring(sheet, status.get("stages", ()), status.get("round_trips"))
+        add_model(sheet, status)
+    sheet.of(models[0].name)
+    add_mesh(sheet, models[0].status)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(sheet)
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
+def targets(host: str, scheme: str, model: str) -> list[dict[str, Any]]:
+    """One target: the coordinator, which tells of every host of its mesh.
+
+    Args:
+        host: Name and port by which it was asked, so that whoever asked reaches it; none if it did not say.
+        scheme: `http` or `https`.
+        model: The id that clients see.
+    """
+    if not host:
+        return []
+    labels = {"__metrics_path__": "/metrics", "__scheme__": scheme, "job": "spanmesh", "mesh_model": model}
+    return [{"targets": [host], "labels": labels}]
