@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 import structlog
 
-import mesh.coordinator.control
+import mesh.coordinator.stage_streams
 import stages.serving.kv_replication
 import stages.serving.stage_engine
 import stages.transport.stage_link
@@ -325,7 +325,11 @@ def watched(patch: pytest.MonkeyPatch, ring_of: Callable[[], GatedRing | None]) 
             self._arrivals = WatchedArrivals(ring.gate_of_next)  # type: ignore[assignment]
 
     with patch.context() as patched:
-        for module in (mesh.coordinator.control, stages.transport.stage_link, stages.serving.kv_replication):
+        for module in (
+            mesh.coordinator.stage_streams,
+            stages.transport.stage_link,
+            stages.serving.kv_replication,
+        ):
             patched.setattr(module, "open_channel", open_gated)
         patched.setattr(stages.serving.stage_engine, "WindowQueue", WatchedQueue)
         patched.setattr(stages.serving.stage_engine, "monotonic_us", now_us)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mesh.serve.pending import PendingEngine
+from mesh.coordinator.coordinator import PendingEngine
 from mesh.serve.proposers import Proposers
 from mesh.serve.stage_counts import stage_counts
 from mesh.serve.state import MeshState

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator.options import CoordinatorOptions
-from mesh.coordinator.suspicion import Suspicion, culprit
+from mesh.coordinator.session import Suspicion, culprit
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import StageFailed
 from stages.runtime.stage_runtime import Span

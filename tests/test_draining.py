@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from mesh.coordinator.coordinator import PendingEngine
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from mesh.serve.draining import drained
-from mesh.serve.pending import PendingEngine
 from spanmesh_proto.errors import ModelNotFound, StageFailed
 from tests.fake_stage import FakeRuntime
 from tests.repairable_ring import RepairableRing, serving

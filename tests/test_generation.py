@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.generation import Generation
-from mesh.coordinator.window_plan import WindowPlan
+from mesh.coordinator.generation import Generation, WindowPlan
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import SpanClass

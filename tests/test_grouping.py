@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.grouping import Grouping
+from mesh.coordinator.batching import Grouping
 from speculative.outcome import StageMeasure
 
 NUM_STAGES = 3

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from structlog.testing import capture_logs
 
-from mesh.coordinator.guarded_proposer import GuardedProposer
+from mesh.coordinator.speculation import GuardedProposer
 from mesh.engine import GenerationRequest
 from speculative.controller import ControllerOptions
 from speculative.proposer import EMPTY, Proposal

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.kept_prefixes import Beginning, KeptPrefixes
+from mesh.coordinator.prefix_cache import Beginning, KeptPrefixes
 
 LONG = tuple(range(100, 140))
 

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.hold_times import HoldTimes
-from mesh.coordinator.line import Line
-from mesh.coordinator.slots import SlotPool
+from mesh.coordinator.request_queue import HoldTimes, Line, SlotPool
 from spanmesh_proto.errors import Overloaded
 
 CLIENTS = ("ann", "bob", "cy", None)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator.coordinator import Coordinator
-from mesh.coordinator.gate import Gate
 from mesh.coordinator.options import CoordinatorOptions
-from mesh.coordinator.silence import Silence
+from mesh.coordinator.request_queue import Gate
+from mesh.coordinator.ring import Silence
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ModelDoesNotFit, StageFailed
 from stages.sampling.sampler import Sampler, Sampling

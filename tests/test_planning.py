@@ -14,7 +14,7 @@ import pytest
 from mesh.bench.plan_time import cases, made_up_model
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.members import Member, Members
-from mesh.coordinator.ring_loss import RingLoss
+from mesh.coordinator.ring import RingLoss
 from mesh.planner import StagePlacement, plan
 from mesh.replanner import Replan, replan
 from mesh.serve.crew import Crew

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.clock_offset import ClockOffset
-from mesh.coordinator.round_trips import RoundTrips
+from mesh.coordinator.ring_stats import RoundTrips
+from mesh.coordinator.stage_streams import ClockOffset
 from mesh.engine import GenerationRequest
 from spanmesh_proto import windows_pb2 as wire
 from tests.fake_stage import fake_ring

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mesh.coordinator.generation import Generation
-from mesh.coordinator.window_plan import WindowPlan
+from mesh.coordinator.generation import Generation, WindowPlan
 from mesh.engine import GenerationRequest
 from speculative.proposer import Proposal
 from stages.sampling.sampler import Sampler, Sampling

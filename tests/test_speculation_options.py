@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from mesh.cli import mesh
-from mesh.coordinator.limits import narrowed
+from mesh.coordinator.speculation import narrowed
 from mesh.engine import SpeculationLimits, SpeculationMode
 from mesh.serve.proposers import narrower
 from mesh.serve.speculation_options import SpeculationOptions

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from mesh.coordinator.generation import Generation
-from mesh.coordinator.guarded_proposer import GuardedProposer
-from mesh.coordinator.speculator import Speculator
+from mesh.coordinator.speculation import GuardedProposer, Speculator
 from mesh.engine import GenerationRequest
 from speculative.acceptance import Judgement, SpanClass
 from speculative.controller import ControllerOptions, SharedMeasures

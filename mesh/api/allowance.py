@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from mesh.api.token_bucket import TokenBucket
-from mesh.coordinator.hold_times import HoldTimes
+from mesh.coordinator.request_queue import HoldTimes
 from spanmesh_proto.errors import RateLimited
 
 if TYPE_CHECKING:

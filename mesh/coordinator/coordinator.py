@@ -1,4 +1,4 @@
-"""Sessions over the ring: what `mesh serve` answers requests with."""
+"""Coordinator: the engine over a ring of stages, also before the ring is ready."""
 
 from __future__ import annotations
 
@@ -10,31 +10,60 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.coordinator.gate import Gate
 from mesh.coordinator.generation import Generation
-from mesh.coordinator.incarnation import Incarnation
-from mesh.coordinator.request_check import check_request
-from mesh.coordinator.revival import Revival, blame
+from mesh.coordinator.request_queue import Gate, SlotPool
 from mesh.coordinator.ring import Ring, RingTerms, StageAddress
+from mesh.coordinator.ring_stats import Incarnation
 from mesh.coordinator.session import Session
-from mesh.coordinator.slots import SlotPool
-from mesh.coordinator.speculators import Speculators
+from mesh.coordinator.session_replay import Revival, blame
+from mesh.coordinator.speculation import Speculators
 from mesh.speculation_report import SpeculationReport
-from spanmesh_proto.errors import MeshError, PrefixMismatch, StageFailed, from_code
+from spanmesh_proto.errors import (
+    ClusterError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    MeshError,
+    PrefixMismatch,
+    StageFailed,
+    from_code,
+)
 from stages.host.cpu_latency import Wakefulness
 from stages.sampling.session_spec import Opening
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from mesh.coordinator.kept_prefixes import Beginning
     from mesh.coordinator.options import CoordinatorOptions
-    from mesh.coordinator.ring_loss import RingLoss
+    from mesh.coordinator.prefix_cache import Beginning
+    from mesh.coordinator.ring import RingLoss
     from mesh.engine import Committed, GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
     from speculative.outcome import Outcome
     from speculative.proposer import Proposer
     from stages.transport.channels import Identity
+
+
+def check_request(request: GenerationRequest, options: CoordinatorOptions) -> None:
+    """Check that it can be answered.
+
+    Raises:
+        InvalidRequest: If the prompt is empty, no token is wanted, a biased token does not exist, or grammars
+            are out of reach.
+        ContextLengthExceeded: If prompt + 1 exceeds the context.
+    """
+    if not request.prompt:
+        raise InvalidRequest("the prompt is empty: send at least one token", param="prompt")
+    if request.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {request.max_tokens}; ask for at least 1", param="max_tokens")
+    if len(request.prompt) + 1 > options.context_length:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(request.prompt)} tokens; the context served is {options.context_length}, "
+            "and the answer needs at least 1: shorten the prompt or serve with a larger --ctx-size"
+        )
+    if request.grammar is not None and options.token_texts is None:
+        raise InvalidRequest("grammar: answers cannot be held to one here: leave it out", param="grammar")
+    request.sampling.require_vocabulary(options.n_vocab)
+
 
 log = structlog.get_logger()
 
@@ -416,3 +445,43 @@ def _opening(session: int, beginning: Beginning, request: GenerationRequest) -> 
         beginning.source_slot,
         grammar=request.grammar,
     )
+
+
+class PendingEngine:
+    """Passes requests to the coordinator once it is there. Implements `mesh.engine.Engine`.
+
+    Args:
+        context_length: Positions of one session.
+
+    Attributes:
+        coordinator: None until the ring is connected.
+        ended: Why it answers no more, once the model was unloaded.
+    """
+
+    def __init__(self, context_length: int) -> None:
+        self.context_length = context_length
+        self.coordinator: Coordinator | None = None
+        self.ended: MeshError | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every stage is connected."""
+        return self.coordinator is not None and self.coordinator.is_ready
+
+    @property
+    def refusal(self) -> MeshError | None:
+        """Why no request is answered for now, if the mesh was given up until hosts join."""
+        return None if self.coordinator is None else self.coordinator.refusal
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
+        """See `Engine.generate`.
+
+        Raises:
+            ClusterError: While the model is loading.
+            MeshError: Once it was unloaded.
+        """
+        if self.ended is not None:
+            raise self.ended
+        if self.coordinator is None:
+            raise ClusterError("the model is still loading: try again in a moment", retry_after_s=2)
+        return self.coordinator.generate(request)

@@ -1,4 +1,4 @@
-"""One request's way from prompt to last token, as windows out and verdicts in. Pure: no I/O, no clock.
+"""Generation: the state machine of committed tokens and windows in flight.
 
 Windows fly one behind the other, as in PipeInfer (Butler et al. 2024), but by absolute positions: each
 starts where the one before it stops. Verdicts are judged in the order of the windows. The first token of the
@@ -13,7 +13,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mesh.coordinator.window_plan import WindowPlan
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import Judgement, judge
 from speculative.proposer import EMPTY, Proposal
@@ -22,6 +21,36 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.engine import GenerationRequest
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """A span of tokens to compute.
+
+    Attributes:
+        start: Absolute position of the first token.
+        tokens: Part of the prompt; or a committed token, then proposed ones; or, of a window that flies
+            behind another one, proposed ones alone.
+        num_verified: How many of the last rows the tail samples.
+        proposal: The proposed ones among the tokens: always the last.
+        is_prompt: Whether it is part of the prompt.
+    """
+
+    start: int
+    tokens: tuple[int, ...]
+    num_verified: int
+    proposal: Proposal = EMPTY
+    is_prompt: bool = False
+
+    @property
+    def stop(self) -> int:
+        """Absolute position after the last token."""
+        return self.start + len(self.tokens)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it was sent behind another window, whose free prediction judges its first token."""
+        return len(self.proposal.tokens) == len(self.tokens)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a coordinator is told once."""
+"""Options of the coordinator."""
 
 from __future__ import annotations
 

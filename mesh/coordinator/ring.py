@@ -1,4 +1,4 @@
-"""All streams between the coordinator and its stages, as one thing."""
+"""Ring: all streams to the stages, their liveness and their loss."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.coordinator.control import ControlStream, VerdictStream
-from mesh.coordinator.ring_loss import RingLoss
-from mesh.coordinator.silence import Silence
+from mesh.coordinator.stage_streams import ControlStream, VerdictStream
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import HostUnreachable, MeshError, ProtocolError, StageFailed, from_code
@@ -20,10 +18,67 @@ from stages.transport.stage_link import StageLink
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.coordinator.clock_offset import ClockOffset
+    from mesh.coordinator.stage_streams import ClockOffset
     from stages.grammar.token_masks import TokenTexts
     from stages.layers import LayerRange
     from stages.transport.channels import Identity
+
+
+# A failure detector by heartbeats (Chandra and Toueg 1996). Too eager, it takes a busy stage for a dead one:
+# so a coordinator that was late itself holds that against nobody.
+class Silence:
+    """Counts for each stage the time in which it could have been heard and was not.
+
+    Args:
+        num_stages: Stages of the pipeline.
+        interval_s: Between two questions to each stage, in seconds.
+        timeout_s: A stage that is silent for longer is lost.
+    """
+
+    def __init__(self, num_stages: int, interval_s: float, timeout_s: float) -> None:
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._silent_s = [0.0] * num_stages
+
+    def heard(self, stage: int) -> None:
+        """A stage answered."""
+        self._silent_s[stage] = 0.0
+
+    def heard_all(self) -> None:
+        """A window came back: every stage computed it."""
+        self._silent_s = [0.0] * len(self._silent_s)
+
+    def tick(self, elapsed_s: float) -> tuple[int, ...]:
+        """Note that an interval is over; returns the stages that are lost.
+
+        Args:
+            elapsed_s: What it took. Of a longer one only the interval counts: what came meanwhile lies
+                unread, and shows before the next.
+        """
+        counted_s = min(elapsed_s, self._interval_s)
+        self._silent_s = [silent_s + counted_s for silent_s in self._silent_s]
+        return tuple(stage for stage, silent_s in enumerate(self._silent_s) if silent_s > self._timeout_s)
+
+
+@dataclass(frozen=True)
+class RingLoss:
+    """Why a ring is broken, and where to look first.
+
+    Attributes:
+        reason: One line for a person.
+        suspects: Indices of stages that may be gone, in order: those whose streams ended, those that did not
+            answer, and those to which the stage before them lost its link. One of them may live and be
+            unreachable from there only; a stage that is not among them answered a moment ago.
+        is_crash: Whether a stage's own streams ended, as they do when its process dies. A stage that merely
+            fell silent is frozen or cut off.
+        silent: Those of the suspects that have left every question unanswered until the time-out.
+    """
+
+    reason: str
+    suspects: tuple[int, ...]
+    is_crash: bool = False
+    silent: tuple[int, ...] = ()
+
 
 log = structlog.get_logger()
 

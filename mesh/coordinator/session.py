@@ -1,4 +1,4 @@
-"""One running request: a pump that is woken by verdicts and proposers, and sends at once what should fly.
+"""Session: one running request, its windows in flight, verdicts and output queue.
 
 Everything here runs in the event loop and never waits: a verdict is judged, and the next window leaves,
 before anybody else hears of it.
@@ -17,34 +17,169 @@ import asyncio
 import contextlib
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
 
-from mesh.coordinator.flight import Flight, measures, outcome
-from mesh.coordinator.outbox import Outbox
-from mesh.coordinator.suspicion import Suspicion
 from mesh.coordinator.telemetry import SessionTelemetry
 from mesh.engine import Committed
 from spanmesh_proto import windows_pb2 as wire
-from spanmesh_proto.errors import ProtocolError
+from spanmesh_proto.errors import MeshError, ProtocolError
 from speculative.acceptance import judge_unread
+from speculative.outcome import Outcome, StageMeasure
 from speculative.proposer import EMPTY
 from stages.sampling.logprobs import from_wire
 from stages.sampling.session_spec import NOTHING_RESUMED, Resumed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
-    from mesh.coordinator.generation import Generation, Step
-    from mesh.coordinator.incarnation import Incarnation
-    from mesh.coordinator.kept_prefixes import Beginning
-    from mesh.coordinator.speculator import Speculator
-    from mesh.coordinator.window_plan import WindowPlan
+    from mesh.coordinator.generation import Generation, Step, WindowPlan
+    from mesh.coordinator.prefix_cache import Beginning
+    from mesh.coordinator.ring_stats import Incarnation
+    from mesh.coordinator.speculation import Speculator
     from mesh.engine import GenerationRequest
-    from spanmesh_proto.errors import MeshError
-    from speculative.outcome import Outcome
+    from speculative.acceptance import Judgement
     from stages.sampling.session_spec import Opening
+
+
+class Flight(NamedTuple):
+    """A window under way.
+
+    Attributes:
+        id: Of the window, within its session.
+        window: What was sent.
+        sent_ms: When.
+        num_ahead: Windows of its session that were under way then.
+    """
+
+    id: int
+    window: WindowPlan
+    sent_ms: float
+    num_ahead: int
+
+
+def measures(verdict: wire.Verdict) -> tuple[StageMeasure, ...]:
+    """What each stage took for a window, in order; nothing if one did not compute it."""
+    if not all(time.num_rows for time in verdict.times):
+        return ()
+    return tuple(
+        StageMeasure(time.num_rows, time.queue_us / 1000, time.compute_us / 1000) for time in verdict.times
+    )
+
+
+def outcome(
+    judgement: Judgement,
+    flight: Flight,
+    arrived_ms: float,
+    *,
+    stages: tuple[StageMeasure, ...],
+    voided: Collection[Flight],
+    behind: Collection[Flight],
+) -> Outcome:
+    """What the controller learns of a judged window."""
+    return Outcome(
+        judgement=judgement,
+        proposal=flight.window.proposal,
+        position=flight.window.start,
+        sent_ms=flight.sent_ms,
+        arrived_ms=arrived_ms,
+        num_in_flight=flight.num_ahead,
+        stages=stages,
+        num_stale=len(voided),
+        num_behind=len(behind),
+    )
+
+
+# Seconds of an answer: a reader that is merely late never notices.
+MAX_UNREAD_TOKENS: Final = 256
+
+
+class Outbox:
+    """Hands parts of an answer to their reader, and says when that one is too far behind.
+
+    Args:
+        on_room: Called when a reader that was too far behind has caught up.
+    """
+
+    def __init__(self, on_room: Callable[[], None]) -> None:
+        self._on_room = on_room
+        self._parts: asyncio.Queue[Committed | MeshError] = asyncio.Queue()
+        self._num_tokens = 0
+        self._is_full = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits that no more should be made; what is under way still has room."""
+        return self._is_full
+
+    def put(self, part: Committed | MeshError) -> None:
+        """Tokens that joined the answer, or why it ends."""
+        if not isinstance(part, MeshError):
+            self._num_tokens += len(part.tokens)
+            self._is_full = self._is_full or self._num_tokens >= MAX_UNREAD_TOKENS
+        self._parts.put_nowait(part)
+
+    async def take(self) -> Committed:
+        """The oldest part; waits until there is one.
+
+        Raises:
+            MeshError: If the answer ended with it.
+        """
+        part = await self._parts.get()
+        if isinstance(part, MeshError):
+            raise part
+        self._num_tokens -= len(part.tokens)
+        if self._is_full and self._num_tokens <= MAX_UNREAD_TOKENS // 2:
+            self._is_full = False
+            self._on_room()
+        return part
+
+
+# When a stage's process dies, any session with a window under way may have killed it, or none. The first time
+# all are replayed together. A session that is still at the same place when a stage crashes again is on trial
+# from then on: it replays alone, while all others wait. Who is alone under way at so many crashes in a row,
+# at the same place each time, is the culprit.
+#
+# So no session fails for what another did. Crashes that have nothing to do with any input, such as a killed
+# process, would have to hit the same session at the same place as often, while it is alone.
+@dataclass
+class Suspicion:
+    """Of one session.
+
+    Attributes:
+        num_crashes: Crashes in a row with a window of it under way and no token committed between them.
+        num_alone: Those of them, the latest in a row, at which nobody else had one.
+        position: Its prompt and committed tokens at the latest.
+    """
+
+    num_crashes: int = 0
+    num_alone: int = 0
+    position: int = 0
+
+    def add(self, position: int, *, is_alone: bool) -> None:
+        """A stage crashed with a window of it under way."""
+        if position != self.position:
+            self.num_crashes = self.num_alone = 0
+        self.num_crashes += 1
+        self.num_alone = self.num_alone + 1 if is_alone else 0
+        self.position = position
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether it must replay alone."""
+        return self.num_crashes > 1
+
+
+def culprit(under_way: Sequence[Suspicion], most_crashes: int) -> Suspicion | None:
+    """Whose doing a crash was, now that all with a window under way know of it; None if that is open.
+
+    Args:
+        under_way: Of all these sessions.
+        most_crashes: A session that was alone at so many is the culprit.
+    """
+    return next((each for each in under_way if each.num_alone >= most_crashes), None)
+
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""What one session's windows came to: noted as verdicts come, added up when somebody asks."""
+"""Telemetry of one session: counts and times."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mesh.coordinator.ring_loss import RingLoss
+from mesh.coordinator.ring import RingLoss
 from mesh.serve.survivors import find_survivors
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts, StageFailed
 

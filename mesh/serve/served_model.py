@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mesh.coordinator.coordinator import PendingEngine
 from mesh.serve.fleet import Fleet
-from mesh.serve.pending import PendingEngine
 from mesh.serve.state import MeshState
 from mesh.serve.succession import setup_of
 from mesh.serve.transfers import Transfers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mesh.serve.pending import PendingEngine
+    from mesh.coordinator.coordinator import PendingEngine
     from spanmesh_proto import windows_pb2 as wire
 
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from mesh.cluster.link_survey import LinkSurvey
     from mesh.cluster.members import Member, Members
+    from mesh.coordinator.coordinator import PendingEngine
     from mesh.engine import SpeculationMode
     from mesh.planner import StagePlacement
     from mesh.serve.departures import Departures
     from mesh.serve.fleet import Fleet
     from mesh.serve.inspection import Inspection
     from mesh.serve.ledger import Ledger
-    from mesh.serve.pending import PendingEngine
     from mesh.serve.succession import Succession
     from stages.slicing.model_facts import ModelFacts
     from stages.weights.assembly import Transfer

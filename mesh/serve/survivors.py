@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping
 
     from mesh.cluster.members import Member
-    from mesh.coordinator.ring_loss import RingLoss
+    from mesh.coordinator.ring import RingLoss
     from mesh.serve.fleet import Fleet
     from mesh.serve.stage_handle import StageHandle, StageLoss
 

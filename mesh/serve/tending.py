@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import structlog
 
-from mesh.coordinator.ring_loss import RingLoss
+from mesh.coordinator.ring import RingLoss
 from mesh.serve.blame import note_trouble
 from mesh.serve.repair import Repair
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts

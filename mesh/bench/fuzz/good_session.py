@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from mesh.bench.fuzz.stage_process import HOST, MESH_KEY
-from mesh.coordinator.control import VerdictStream
+from mesh.coordinator.stage_streams import VerdictStream
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError
 from stages.sampling.sampler import Sampling

@@ -21,7 +21,7 @@ from mesh.bench.fuzz.stage_process import HOST, MESH_ID, MESH_KEY, TERM, Served,
 from mesh.bench.fuzz.tally import Tally
 from mesh.cluster.authority import Authority
 from mesh.cluster.certificate import make_certificate
-from mesh.coordinator.control import ControlStream
+from mesh.coordinator.stage_streams import ControlStream
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError

@@ -1,4 +1,4 @@
-"""What the slots hold of sessions before, and which of it a new session begins with. Pure."""
+"""Prefix cache: what slots hold, and the longest shared prefix."""
 
 from __future__ import annotations
 

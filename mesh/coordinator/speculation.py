@@ -1,0 +1,310 @@
+"""Speculation of each session: guarded proposers, controllers and limits."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from speculative.controller import Controller, SharedMeasures
+from speculative.outcome import Decision, Moment
+from speculative.proposer import EMPTY, ChainProposer, Proposal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from mesh.coordinator.generation import Generation
+    from mesh.coordinator.options import CoordinatorOptions
+    from mesh.engine import GenerationRequest, SpeculationLimits
+    from speculative.controller import ControllerOptions
+    from speculative.outcome import Outcome
+    from speculative.proposer import Proposer
+
+
+log = structlog.get_logger()
+
+
+class Speculator:
+    """Asks the controller, then the proposer, then the controller again.
+
+    Args:
+        proposers: Cheapest first, at least one.
+        options: The controller's, for this session.
+        shared: What the sessions of the coordinator learn together.
+        end_tokens: Ids that end the answer.
+        num_sessions: How many run now.
+        clock_ms: Monotonic.
+    """
+
+    def __init__(
+        self,
+        proposers: Sequence[GuardedProposer],
+        options: ControllerOptions,
+        shared: SharedMeasures,
+        *,
+        end_tokens: Collection[int],
+        num_sessions: Callable[[], int],
+        clock_ms: Callable[[], float],
+    ) -> None:
+        self._guarded = tuple(proposers)
+        self._controller = Controller(options, shared, "+".join(proposer.name for proposer in proposers))
+        self._proposer: Proposer = (
+            proposers[0] if len(proposers) == 1 else ChainProposer(proposers, self._controller.acceptances)
+        )
+        self._timing = shared.timing
+        self._end_tokens = end_tokens
+        self._num_sessions = num_sessions
+        self._clock_ms = clock_ms
+        self._untold: list[int] = []
+        # Until it is first asked the proposer rests anyway.
+        self._is_resting = True
+        self._decision = Decision(0, "nothing decided yet")
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        """Name what to call, from any thread, when the proposer knows more."""
+        self._proposer.listen(on_ready)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Show the proposer the prompt."""
+        self._proposer.extend(prompt)
+
+    def next_proposal(self, generation: Generation) -> Proposal:
+        """The proposed tokens that should leave now; none are a reason to wait, or to send a plain window."""
+        room = generation.room
+        if room < 1:
+            return EMPTY
+        moment = Moment(
+            now_ms=self._clock_ms(),
+            num_in_flight=generation.num_in_flight,
+            position=generation.position,
+            room=room,
+            num_sessions=self._num_sessions(),
+        )
+        wanted = min(self._controller.wanted(moment), room)
+        if wanted < 1:
+            self._controller.decide(moment, EMPTY)
+            self._rest(generation)
+            return EMPTY
+        # While no tokens are wanted the proposer need not follow: speculation that is off costs nothing.
+        self._is_resting = False
+        self._catch_up()
+        proposal = self._without_end(self._proposer.propose(wanted, generation.ahead))
+        decision = self._controller.decide(moment, proposal)
+        if decision != self._decision:
+            self._decision = decision
+            log.debug(
+                "speculation_decided",
+                width=decision.width,
+                reason=decision.reason,
+                proposer=proposal.proposer,
+                in_flight=moment.num_in_flight,
+            )
+        return proposal.first(decision.width) if decision.width > 0 else EMPTY
+
+    def landed(self, *, is_void: bool) -> None:
+        """Take note that the oldest window came back, before the next proposal is asked for.
+
+        Args:
+            is_void: Whether all that flew behind it is void.
+        """
+        self._controller.landed(is_void=is_void)
+
+    def committed(self, tokens: Sequence[int]) -> None:
+        """Take note of tokens for the proposer; it hears of them when it is asked again."""
+        self._untold.extend(tokens)
+
+    def learn(self, outcomes: Iterable[Outcome]) -> None:
+        """Tell the controller what became of windows."""
+        self._timing.draft_ms_per_token = self.draft_ms_per_token() or self._timing.draft_ms_per_token
+        for outcome in outcomes:
+            self._controller.judged(outcome)
+
+    def draft_ms_per_token(self) -> float | None:
+        """What a token costs the draft model now; None without one."""
+        costs = (proposer.draft_ms_per_token for proposer in self._guarded)
+        return next((cost for cost in costs if cost is not None), None)
+
+    def summary(self) -> Mapping[str, Any]:
+        """What the controller does, and why."""
+        return self._controller.summary()
+
+    def close(self) -> None:
+        """The session is over."""
+        self._catch_up()
+        self._proposer.close()
+        self._controller.close()
+
+    def _rest(self, generation: Generation) -> None:
+        """Have a draft model stop too: it would slow the plain windows of a stage on its host."""
+        if self._controller.is_resting and not self._is_resting:
+            self._is_resting = True
+            self._catch_up()
+            self._proposer.propose(0, generation.ahead)
+
+    def _catch_up(self) -> None:
+        if self._untold:
+            self._proposer.extend(self._untold)
+            self._untold = []
+
+    def _without_end(self, proposal: Proposal) -> Proposal:
+        """Nothing follows an end token, and the row before it tells whether it comes."""
+        for index, token in enumerate(proposal.tokens):
+            if token in self._end_tokens:
+                return proposal.first(index)
+        return proposal
+
+
+class GuardedProposer:
+    """Passes on what a proposer says until it raises or names a token that does not exist.
+
+    From then on it proposes nothing for this session, and one warning says why. See
+    `speculative.proposer.Proposer`.
+
+    Args:
+        proposer: Not trusted.
+        n_vocab: Token ids are below this.
+        session: Whose proposer it is, for the warning.
+    """
+
+    def __init__(self, proposer: Proposer, *, n_vocab: int, session: int) -> None:
+        self.name = proposer.name
+        self._proposer = proposer
+        self._n_vocab = n_vocab
+        self._session = session
+        self._is_off = False
+
+    @property
+    def draft_ms_per_token(self) -> float | None:
+        """What a token costs a proposer that computes; None for others."""
+        return getattr(self._proposer, "draft_ms_per_token", None)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """See `Proposer.extend`."""
+        if not self._is_off:
+            try:
+                self._proposer.extend(tokens)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the answer goes on
+                self._switch_off(repr(error))
+
+    def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
+        """See `Proposer.propose`."""
+        if self._is_off:
+            return EMPTY
+        try:
+            proposal = self._proposer.propose(max_tokens, after).first(max_tokens)
+            tokens = tuple(map(operator.index, proposal.tokens))
+            confidences = tuple(map(float, proposal.confidences))
+        except Exception as error:  # noqa: BLE001
+            self._switch_off(repr(error))
+            return EMPTY
+        stray = next((token for token in tokens if not 0 <= token < self._n_vocab), None)
+        if stray is not None:
+            self._switch_off(f"it proposed token {stray}, which is outside the vocabulary of {self._n_vocab}")
+            return EMPTY
+        if len(confidences) != len(tokens):
+            self._switch_off(f"it proposed {len(tokens)} tokens with {len(confidences)} confidences")
+            return EMPTY
+        return Proposal(tokens, confidences, proposal.proposer)
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        """See `Proposer.listen`."""
+        try:
+            self._proposer.listen(on_ready)
+        except Exception as error:  # noqa: BLE001
+            self._switch_off(repr(error))
+
+    def close(self) -> None:
+        """See `Proposer.close`."""
+        try:
+            self._proposer.close()
+        except Exception as error:  # noqa: BLE001
+            self._switch_off(repr(error))
+
+    def _switch_off(self, reason: str) -> None:
+        if not self._is_off:
+            self._is_off = True
+            log.warning("proposer_switched_off", proposer=self.name, session=self._session, reason=reason)
+
+
+def narrowed(options: ControllerOptions, limits: SpeculationLimits) -> ControllerOptions | None:
+    """The controller's options for one request; None if nothing may be proposed.
+
+    Args:
+        options: The server's.
+        limits: The request's; a bound above the server's changes nothing.
+    """
+    if limits.mode == "off" or limits.max_width == 0 or options.fixed_width == 0:
+        return None
+    width, depth = limits.max_width, limits.depth
+    return replace(
+        options,
+        max_width=_least(options.max_width, width),
+        max_depth=_least(options.max_depth, depth),
+        fixed_width=None if options.fixed_width is None else _least(options.fixed_width, width),
+        fixed_depth=None if options.fixed_depth is None else _least(options.fixed_depth, depth),
+    )
+
+
+def _least(bound: int, wanted: int | None) -> int:
+    return bound if wanted is None else min(bound, wanted)
+
+
+class Speculators:
+    """Makes them.
+
+    Args:
+        make_proposers: Gives each request its proposers, cheapest first; None if nothing is ever proposed.
+        options: Limits of speculation, and the size of the vocabulary.
+        num_sessions: How many run now.
+        clock_ms: Monotonic.
+
+    Attributes:
+        shared: What the sessions learn together.
+    """
+
+    def __init__(
+        self,
+        make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None,
+        options: CoordinatorOptions,
+        *,
+        num_sessions: Callable[[], int],
+        clock_ms: Callable[[], float],
+    ) -> None:
+        self.shared = SharedMeasures()
+        self._make_proposers = make_proposers
+        self._options = options
+        self._num_sessions = num_sessions
+        self._clock_ms = clock_ms
+
+    @property
+    def are_any(self) -> bool:
+        """Whether anything is ever proposed."""
+        return self._make_proposers is not None
+
+    def make(self, session: int, request: GenerationRequest) -> Speculator | None:
+        """The speculator of one request; None if nothing may be proposed for it.
+
+        Args:
+            session: For the log.
+            request: Says how far it may speculate.
+        """
+        controller = narrowed(self._options.controller, request.speculation)
+        if self._make_proposers is None or controller is None:
+            return None
+        try:
+            proposers = self._make_proposers(request)
+        except Exception as error:  # noqa: BLE001 - an answer without speculation is an answer
+            log.warning("speculation_switched_off", session=session, reason=repr(error))
+            return None
+        if not proposers:
+            return None
+        return Speculator(
+            [GuardedProposer(each, n_vocab=self._options.n_vocab, session=session) for each in proposers],
+            controller,
+            self.shared,
+            end_tokens=request.end_tokens,
+            num_sessions=self._num_sessions,
+            clock_ms=self._clock_ms,
+        )
