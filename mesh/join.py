@@ -39,7 +39,8 @@ class JoinOptions:
         memory_bytes: What the mesh may use, or None for all that is free.
         num_threads: Threads for computing, or None for one per core.
         give_up_after_s: How long to look for a head that was there once.
-        gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see `mesh.gpu_layers`.
+        gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see
+            `mesh.placement.host_capacity`.
     """
 
     token: str = field(repr=False)

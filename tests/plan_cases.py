@@ -16,14 +16,12 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.cluster.links import Link, Links
 from mesh.forecast.time_model import HANDLING_MS
-from mesh.gpu import Gpu
-from mesh.host_capacity import HostCapacity
-from mesh.offload import read_time
-from mesh.planner import Plan, even_out_noise, plan
-from mesh.serve.link_order import has_an_order, ordered_by_links
-from mesh.stage_sizes import StageSizes, Workload
+from mesh.placement.host_capacity import Gpu, HostCapacity
+from mesh.placement.links import Link, Links
+from mesh.placement.planner import Plan, even_out_noise, plan
+from mesh.placement.stage_order import has_an_order, ordered_by_links
+from mesh.placement.stage_sizes import StageSizes, Workload, read_time
 from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import ModelFacts
 

@@ -17,8 +17,9 @@ from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
-from mesh.planner import StagePlacement
-from mesh.replanner import NewStage, Replan, replan
+from mesh.placement.planner import StagePlacement
+from mesh.placement.replanner import NewStage, Replan, replan
+from mesh.placement.stage_sizes import StageSizes, Workload
 from mesh.serve.blame import note_trouble
 from mesh.serve.crew import Crew
 from mesh.serve.departures import Departures
@@ -34,7 +35,6 @@ from mesh.serve.tending import Tending
 from mesh.serve.transfers import Transfers
 from mesh.serve.weights_options import WeightsOptions
 from mesh.serve.wiring import wire_up
-from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import StageFailed
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
     from mesh.cluster.membership_server import MembershipService
     from mesh.engine import GenerationRequest
+    from mesh.placement.topology import Topology
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
-    from mesh.topology import Topology
     from speculative.proposer import Proposer
     from stages.serving.actor import StageActor
 

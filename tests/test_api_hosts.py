@@ -9,9 +9,9 @@ import pytest
 
 from mesh.api import own_machine
 from mesh.cli import run
-from mesh.cluster.links import Link
+from mesh.placement.links import Link
+from mesh.placement.wire_types import WireChoice
 from mesh.text.tokenizer import Tokenizer
-from mesh.wire_choice import WireChoice
 from spanmesh_proto.errors import ClusterError, JoinError
 from stages.transport.hidden_codec import HiddenType
 from tests.api_harness import ScriptedEngine, running_api, tokenizer

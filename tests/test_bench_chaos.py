@@ -39,9 +39,9 @@ from mesh.bench.stress.moment import NO_HANG_UPS, HangUps
 from mesh.bench.stress.script import Turn
 from mesh.bench.stress.told import Told
 from mesh.commands.bench_chaos import chaos
-from mesh.host_capacity import HostCapacity
-from mesh.planner import plan
-from mesh.stage_sizes import Workload
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.planner import plan
+from mesh.placement.stage_sizes import Workload
 from spanmesh_proto.errors import ModelDoesNotFit
 from tests.peer_server import ANSWER, Reply, peer_server
 from tests.test_planner import model as made_up_model

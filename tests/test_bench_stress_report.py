@@ -21,7 +21,7 @@ from mesh.bench.stress.report import Report, RoleMemory, as_json, write_report
 from mesh.bench.stress.script import Turn
 from mesh.bench.stress.step import Step, step_of
 from mesh.bench.stress.told import Told
-from mesh.stage_sizes import StageSizes, Workload
+from mesh.placement.stage_sizes import StageSizes, Workload
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:

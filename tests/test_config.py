@@ -14,7 +14,7 @@ from mesh.cli import command_named, configurable_commands, run
 from mesh.config.keys import keys_of, nearest
 from mesh.config.location import find_config
 from mesh.config.settings import settings_for
-from mesh.topology import read_topology
+from mesh.placement.topology import read_topology
 from spanmesh_proto.errors import ClusterError
 
 Show = Callable[..., tuple[int, dict[str, str], str]]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.copies import next_copy
-from mesh.planner import StagePlacement
-from mesh.replanner import Copy
-from mesh.stage_sizes import StageSizes
+from mesh.placement.planner import StagePlacement
+from mesh.placement.replanner import Copy, next_copy
+from mesh.placement.stage_sizes import StageSizes
 from stages.layers import LayerRange
 from tests.test_planner import WORKLOAD, host, model
 

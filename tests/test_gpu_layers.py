@@ -12,8 +12,7 @@ from mesh.cli import run
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member
 from mesh.cluster.reports import member_of, report_of
-from mesh.gpu import Gpu
-from mesh.gpu_layers import ALL, check_gpu_layers, format_gpu_layers, parse_gpu_layers
+from mesh.placement.host_capacity import ALL, Gpu, check_gpu_layers, format_gpu_layers, parse_gpu_layers
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.runtime.devices import GpuPlacing, layer_devices, list_devices
 from stages.runtime.memory import GpuShare, StageMemory

@@ -9,9 +9,9 @@ import pytest
 
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.members import Member
-from mesh.gpu import Gpu
-from mesh.planner import StagePlacement
-from mesh.replanner import NewStage, Replan
+from mesh.placement.host_capacity import Gpu
+from mesh.placement.planner import StagePlacement
+from mesh.placement.replanner import NewStage, Replan
 from mesh.serve.fleet import Fleet, Seat
 from mesh.serve.ledger import Ledger
 from stages.layers import LayerRange

@@ -19,9 +19,9 @@ from mesh.cluster.certificate import make_certificate
 from mesh.cluster.echo import MAX_ANSWER_BYTES, EchoServer, echo_key
 from mesh.cluster.link_probe import measure_link
 from mesh.cluster.link_survey import LinkSurvey
-from mesh.cluster.links import Link, Links, LinkWish
 from mesh.cluster.membership_client import Membership, find_head
-from mesh.serve.link_order import round_times
+from mesh.placement.links import Link, Links, LinkWish
+from mesh.placement.stage_order import round_times
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
 from spanmesh_proto import membership_pb2 as membership

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.topology import LockedStage, Topology
+from mesh.placement.topology import LockedStage, Topology
 from spanmesh_proto.errors import ClusterError, StageFailed
 from tests.serve_harness import PARTS, host, serving
 from tests.test_tending import answer, some_way

@@ -21,11 +21,11 @@ from mesh.cluster.certificate import Certificate, make_certificate
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.link_probe import measure_link
-from mesh.cluster.links import LinkWish
 from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_client import Head, Membership, find_head
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
 from mesh.cluster.reachability import CheckListener
+from mesh.placement.links import LinkWish
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc

@@ -9,14 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.copies import next_copy
-from mesh.gpu import Gpu
-from mesh.gpu_layers import ALL
-from mesh.host_capacity import HostCapacity
-from mesh.offload import GPU_PROCESS_BYTES, memory_on, read_time
-from mesh.planner import plan
-from mesh.replanner import replan
-from mesh.stage_sizes import StageSizes, Workload
+from mesh.placement.host_capacity import ALL, Gpu, HostCapacity
+from mesh.placement.planner import plan
+from mesh.placement.replanner import next_copy, replan
+from mesh.placement.stage_sizes import GPU_PROCESS_BYTES, StageSizes, Workload, memory_on, read_time
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
 from tests.test_planner import MIB, OVERHEAD_BYTES, WORKLOAD

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.stage_sizes import Workload
+from mesh.placement.stage_sizes import Workload
 from spanmesh_proto.errors import MeshError
 from tests.plan_cases import hosts_of_case, model_of, plan_cases, planned, rated
 
 if TYPE_CHECKING:
-    from mesh.planner import Plan
+    from mesh.placement.planner import Plan
 
 LINES = [
     json.loads(line) for line in Path(__file__).with_name("plans_430fc7c.jsonl").read_text().splitlines()

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.host_capacity import HostCapacity
-from mesh.planner import Plan, even_out_noise, plan
-from mesh.stage_sizes import StageSizes, Workload
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.planner import Plan, even_out_noise, plan
+from mesh.placement.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.layers import LayerRange
 from stages.slicing.model_facts import ModelFacts

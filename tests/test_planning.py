@@ -15,15 +15,15 @@ from mesh.bench.plan_time import cases, made_up_model
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator.ring import RingLoss
-from mesh.planner import StagePlacement, plan
-from mesh.replanner import Replan, replan
+from mesh.placement.planner import StagePlacement, plan
+from mesh.placement.replanner import Replan, replan
+from mesh.placement.stage_sizes import StageSizes, Workload
 from mesh.serve.crew import Crew
 from mesh.serve.first_plan import FirstPlan
 from mesh.serve.fleet import Fleet, Seat
 from mesh.serve.ledger import Ledger
 from mesh.serve.planning import agreed, is_room_as_before, made_in_thread
 from mesh.serve.repair import Repair
-from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
 from stages.transport.hidden_codec import HiddenType

@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from mesh.stage_sizes import StageSizes, Workload
+from mesh.placement.stage_sizes import StageSizes, Workload
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
 from stages.runtime import llama

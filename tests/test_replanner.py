@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.planner import StagePlacement, plan
-from mesh.replanner import Copy, Replan, replan
-from mesh.stage_sizes import StageSizes
+from mesh.placement.planner import StagePlacement, plan
+from mesh.placement.replanner import Copy, Replan, replan
+from mesh.placement.stage_sizes import StageSizes
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
 from stages.layers import LayerRange
 from tests.test_planner import OVERHEAD_BYTES, WORKLOAD, host, models
 from tests.test_planner import model as model_of
 
 if TYPE_CHECKING:
-    from mesh.host_capacity import HostCapacity
+    from mesh.placement.host_capacity import HostCapacity
     from stages.slicing.model_facts import ModelFacts
 
 SIZES = StageSizes(model_of(), WORKLOAD)

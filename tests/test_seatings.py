@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.gpu import Gpu
-from mesh.host_capacity import HostCapacity
-from mesh.offload import memory_on, read_time
-from mesh.seatings import find_seating, seat_all
-from mesh.stage_sizes import StageSizes, Workload
-from mesh.stage_table import StageTable
+from mesh.placement.host_assignment import find_seating, seat_all
+from mesh.placement.host_capacity import Gpu, HostCapacity
+from mesh.placement.stage_sizes import StageSizes, Workload, memory_on, read_time
+from mesh.placement.stage_table import StageTable
 from stages.layers import LayerRange
 from tests.test_planner import WORKLOAD, host, model, models
 

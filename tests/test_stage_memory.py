@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mesh.draft.memory import draft_memory_bytes
-from mesh.stage_sizes import StageSizes, Workload
+from mesh.placement.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from speculative.draft.context import DraftOptions
 from stages.layers import LayerRange

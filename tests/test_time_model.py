@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mesh.forecast.rehearsed_parts import parts_to_rehearse, stage_timing
 from mesh.forecast.time_model import HANDLING_MS, StageForecast, forecast, rows_ms
-from mesh.stage_sizes import StageSizes
+from mesh.placement.stage_sizes import StageSizes
 from stages.host.profile_request import StageTiming
 from stages.layers import LayerRange
 from tests.test_planner import MIB, WORKLOAD, model

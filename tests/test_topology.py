@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.host_capacity import HostCapacity
-from mesh.stage_sizes import StageSizes
-from mesh.topology import LockedStage, Topology, read_topology
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.stage_sizes import StageSizes
+from mesh.placement.topology import LockedStage, Topology, read_topology
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.layers import LayerRange
 from tests.test_planner import WORKLOAD, model

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.cluster.links import Link, Links
-from mesh.planner import Plan, StagePlacement
-from mesh.serve.wires import planned_wires
-from mesh.stage_sizes import StageSizes, Workload
-from mesh.wire_choice import WireChoice, transfer_ms, wire_choices
+from mesh.placement.links import Link, Links
+from mesh.placement.planner import Plan, StagePlacement
+from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.wire_types import WireChoice, planned_wires, transfer_ms, wire_choices
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType

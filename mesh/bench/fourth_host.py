@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.bench.weights.head import sending_head
-from mesh.host_capacity import HostCapacity
-from mesh.planner import plan
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.planner import plan
+from mesh.placement.stage_sizes import Workload
 from mesh.serve.options import demo_model
-from mesh.stage_sizes import Workload
 from stages.certification.isolated import cut_stage
 from stages.gguf.reader import read_header
 from stages.slicing.model_facts import read_model_facts

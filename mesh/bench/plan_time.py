@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.bench.markdown_table import markdown_table
-from mesh.host_capacity import HostCapacity
-from mesh.offload import read_time
-from mesh.planner import even_out_noise, plan
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.planner import even_out_noise, plan
+from mesh.placement.stage_sizes import StageSizes, Workload, read_time
 from mesh.serve.planning import made_in_thread
-from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.slicing.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mesh.planner import Plan
+    from mesh.placement.planner import Plan
 
 _MIB: Final = 2**20
 _GIB: Final = 2**30

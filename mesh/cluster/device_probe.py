@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from mesh.gpu import Gpu
+from mesh.placement.host_capacity import Gpu
 from stages.runtime.devices import device_speed_gb_per_s, layer_devices
 from stages.runtime.memory import free_memory_bytes
 

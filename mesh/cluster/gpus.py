@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Final
 
-from mesh.gpu import Gpu
+from mesh.placement.host_capacity import Gpu
 from mesh.util.child_environment import inherited_environment
 from spanmesh_proto.errors import ClusterError
 from stages.runtime.llama_libraries import may_have_layer_devices

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from mesh.cluster.gpus import find_gpus
-from mesh.gpu_layers import check_gpu_layers
-from mesh.host_capacity import HostCapacity
+from mesh.placement.host_capacity import HostCapacity, check_gpu_layers
 from mesh.util.child_environment import inherited_environment
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
 from stages.runtime.memory import free_memory_bytes
 
 if TYPE_CHECKING:
-    from mesh.gpu import Gpu
+    from mesh.placement.host_capacity import Gpu
 
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -54,7 +53,7 @@ class HostFacts:
         versions: Of the software on it.
         gpus: What GPUs llama.cpp finds on it, if layers may go there.
         gpu_layers: How many layers of each stage they are to hold; None for as many as find room, see
-            `mesh.gpu_layers`.
+            `mesh.placement.host_capacity`.
     """
 
     memory_bytes: int

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from mesh.cluster.echo import echo_key
-from mesh.cluster.links import Link
+from mesh.placement.links import Link
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
 from spanmesh_proto.errors import HostUnreachable, MeshError
@@ -18,7 +18,7 @@ from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import explain
 
 if TYPE_CHECKING:
-    from mesh.cluster.links import LinkWish
+    from mesh.placement.links import LinkWish
     from stages.transport.channels import Identity
 
     Bounce = grpc.aio.StreamStreamCall[wire.Probe, wire.Probe]

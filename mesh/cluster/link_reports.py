@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mesh.cluster.link_probe import measure_link
-from mesh.cluster.links import Link, LinkWish
+from mesh.placement.links import Link, LinkWish
 from spanmesh_proto import membership_pb2 as wire
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.cluster.link_reports import carry_out, links_of, order_of
-from mesh.cluster.links import Link, Links, LinkWish
+from mesh.placement.links import Link, Links, LinkWish
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import MeshError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.members import Member
-from mesh.gpu import Gpu
+from mesh.placement.host_capacity import Gpu
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 

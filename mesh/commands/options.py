@@ -40,8 +40,8 @@ class GpuLayers(click.ParamType[int | None]):
     def convert(
         self, value: str | int | None, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | None:
-        """To a number, as `mesh.gpu_layers` has it."""
-        from mesh.gpu_layers import parse_gpu_layers  # noqa: PLC0415 - keeps --help quick
+        """To a number, as `mesh.placement.host_capacity` has it."""
+        from mesh.placement.host_capacity import parse_gpu_layers  # noqa: PLC0415 - keeps --help quick
 
         if not isinstance(value, str):
             return value

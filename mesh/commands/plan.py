@@ -111,9 +111,9 @@ def plan(
             "--url, --host-spec and --hosts-file each name the hosts: leave out all but one"
         )
     from mesh.forecast.dry_run import Wishes, dry_run  # noqa: PLC0415 - keeps --help quick
+    from mesh.placement.stage_sizes import Workload  # noqa: PLC0415
+    from mesh.placement.topology import read_topology  # noqa: PLC0415
     from mesh.serve.options import ctx_size_for  # noqa: PLC0415
-    from mesh.stage_sizes import Workload  # noqa: PLC0415
-    from mesh.topology import read_topology  # noqa: PLC0415
     from stages.runtime.kv_types import check_kv_type  # noqa: PLC0415
     from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415
     from stages.slicing.source_model import read_source  # noqa: PLC0415

@@ -173,8 +173,8 @@ def serve(
             "--topology says which hosts hold which layers: leave out --stages, --split and --wait-for"
         )
     from mesh.cluster.addresses import advertised, primary_address  # noqa: PLC0415 - keeps --help quick
+    from mesh.placement.topology import read_topology  # noqa: PLC0415
     from mesh.serve.options import ServeOptions, demo_model, demo_num_stages  # noqa: PLC0415
-    from mesh.topology import read_topology  # noqa: PLC0415
     from mesh.util.tasks import run_interruptible  # noqa: PLC0415
     from stages.transport.hidden_codec import HiddenType  # noqa: PLC0415
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mesh.stage_sizes import StageSizes, Workload
+from mesh.placement.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ModelError
 from stages.runtime.kv_types import check_kv_type
 from stages.slicing.model_facts import read_model_facts

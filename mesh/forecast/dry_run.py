@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.forecast.left_out import left_out
 from mesh.forecast.rehearsed_parts import parts_to_rehearse, stage_timing
 from mesh.forecast.time_model import Forecast, StageForecast, forecast
-from mesh.planner import plan
-from mesh.serve.link_order import has_an_order, ordered_by_links
-from mesh.stage_sizes import StageSizes
+from mesh.placement.planner import plan
+from mesh.placement.stage_order import has_an_order, ordered_by_links
+from mesh.placement.stage_sizes import StageSizes
 from stages.host.profile_request import RehearsalOrder
 from stages.runtime.numerics import FAST_MAX_ROWS
 from stages.slicing.stage_writer import blank_stage
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.forecast.surroundings import KnownHost, Surroundings
-    from mesh.host_capacity import HostCapacity
-    from mesh.planner import Plan, StagePlacement
-    from mesh.stage_sizes import Workload
-    from mesh.topology import Topology
+    from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.planner import Plan, StagePlacement
+    from mesh.placement.stage_sizes import Workload
+    from mesh.placement.topology import Topology
     from stages.host.profile_request import StageTiming
     from stages.slicing.model_facts import ModelFacts
     from stages.slicing.source_model import SourceModel

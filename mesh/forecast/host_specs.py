@@ -6,10 +6,10 @@ import tomllib
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.cluster.host_facts import parse_size
-from mesh.cluster.links import Link, Links
 from mesh.cluster.members import check_name
 from mesh.forecast.surroundings import KnownHost
-from mesh.host_capacity import HostCapacity
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.links import Link, Links
 from spanmesh_proto.errors import ClusterError, MeshError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from mesh.forecast.surroundings import KnownHost
-    from mesh.planner import Plan
-    from mesh.stage_sizes import StageSizes
+    from mesh.placement.planner import Plan
+    from mesh.placement.stage_sizes import StageSizes
 
 
 def left_out(sizes: StageSizes, plan: Plan, hosts: Iterable[KnownHost]) -> dict[str, str]:

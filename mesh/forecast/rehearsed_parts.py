@@ -16,7 +16,7 @@ from stages.layers import LayerRange
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mesh.stage_sizes import StageSizes
+    from mesh.placement.stage_sizes import StageSizes
 
 MOST_BYTES: Final = 512 * 2**20
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.cluster.links import Link, Links
 from mesh.forecast.surroundings import KnownHost, Rehearsed, Surroundings
-from mesh.host_capacity import HostCapacity
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.links import Link, Links
 from stages.host.profile_request import StageTiming
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from mesh.cluster.links import Links
-    from mesh.host_capacity import HostCapacity
+    from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.links import Links
     from stages.host.profile_request import RehearsalOrder, StageTiming
 
 

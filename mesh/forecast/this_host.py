@@ -8,9 +8,9 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from mesh.cluster.links import Links
 from mesh.forecast.surroundings import KnownHost, Rehearsed, Surroundings
-from mesh.host_capacity import HostCapacity
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.links import Links
 from mesh.util.child_environment import inherited_environment
 from stages.host.profile_request import StageTiming
 

@@ -10,7 +10,7 @@ import structlog
 
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
-from mesh.replanner import NewStage, Replan
+from mesh.placement.replanner import NewStage, Replan
 from mesh.serve.announce import print_join_line
 from mesh.serve.blame import note_trouble
 from mesh.serve.crew import make_crew
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from mesh.coordinator.ring import StageAddress
-    from mesh.planner import Plan, StagePlacement
+    from mesh.placement.planner import Plan, StagePlacement
+    from mesh.placement.topology import Topology
     from mesh.serve.departures import Departures
     from mesh.serve.head import Head
     from mesh.serve.head_state import KeptRing
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from mesh.serve.mesh_keys import MeshKeys
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
-    from mesh.topology import Topology
     from stages.weights.stage_cache import StageCache
 
 log = structlog.get_logger()

@@ -6,26 +6,26 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mesh.replanner import Copy, replan
+from mesh.placement.replanner import Copy, replan
+from mesh.placement.stage_sizes import StageSizes
 from mesh.serve.planning import agreed, is_room_as_before
 from mesh.serve.switch import Switch
-from mesh.stage_sizes import StageSizes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
     from mesh.cluster.members import Member, Members
     from mesh.coordinator.coordinator import Coordinator
-    from mesh.host_capacity import HostCapacity
-    from mesh.planner import StagePlacement
-    from mesh.replanner import Replan
+    from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.planner import StagePlacement
+    from mesh.placement.replanner import Replan
+    from mesh.placement.topology import Topology
     from mesh.serve.fleet import Fleet, Seat
     from mesh.serve.head import Head
     from mesh.serve.incidents import Failure, Incidents
     from mesh.serve.placer import Placer
     from mesh.serve.preflight import Preflight
     from mesh.serve.stage_handle import StageLoss
-    from mesh.topology import Topology
     from stages.transport.hidden_codec import HiddenType
 
 
@@ -73,7 +73,7 @@ class Crew:
         on_failure: Called with each lost stage, so that its last words can be read.
         say: Tells everybody what is going on.
         clock_s: Monotonic, seconds.
-        replan: Decides where lost stages go, as `mesh.replanner.replan` does.
+        replan: Decides where lost stages go, as `mesh.placement.replanner.replan` does.
     """
 
     fleet: Fleet

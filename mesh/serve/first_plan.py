@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mesh.cluster.links import LinkWish
-from mesh.serve.link_order import has_an_order, hosts_of, ordered_by_links
+from mesh.placement.links import LinkWish
+from mesh.placement.stage_order import has_an_order, hosts_of, ordered_by_links
+from mesh.placement.stage_sizes import StageSizes
+from mesh.placement.wire_types import HIDDEN_VALUE_BYTES, planned_wires
 from mesh.serve.planning import agreed, is_room_as_before
 from mesh.serve.preflight import placed
-from mesh.serve.wires import HIDDEN_VALUE_BYTES, planned_wires
-from mesh.stage_sizes import StageSizes
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.cluster.links import Links
-    from mesh.host_capacity import HostCapacity
-    from mesh.planner import Plan
+    from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.links import Links
+    from mesh.placement.planner import Plan
     from mesh.serve.head import Head
     from mesh.serve.ledger import Account
     from mesh.serve.options import ServeOptions

@@ -6,13 +6,13 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mesh.replanner import Copy
+from mesh.placement.replanner import Copy
 from spanmesh_proto.errors import StageFailed
 
 if TYPE_CHECKING:
     from mesh.cluster.members import Member
-    from mesh.planner import StagePlacement
-    from mesh.replanner import Replan
+    from mesh.placement.planner import StagePlacement
+    from mesh.placement.replanner import Replan
     from mesh.serve.mesh_keys import MeshKeys
     from mesh.serve.stage_handle import StageHandle
     from stages.layers import LayerRange

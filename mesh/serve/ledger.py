@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from mesh.cluster.members import Member
-    from mesh.host_capacity import HostCapacity
-    from mesh.planner import StagePlacement
+    from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.planner import StagePlacement
     from mesh.serve.fleet import Fleet
     from mesh.serve.stage_handle import StageHandle
 

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from mesh.cluster.links import LinkWish
-from mesh.serve.link_order import round_times
+from mesh.placement.links import LinkWish
+from mesh.placement.stage_order import round_times
+from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.wire_types import HIDDEN_VALUE_BYTES, planned_wires
 from mesh.serve.planning import made_in_thread
-from mesh.serve.wires import HIDDEN_VALUE_BYTES, planned_wires
-from mesh.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
-    from mesh.cluster.links import Links
+    from mesh.placement.links import Links
+    from mesh.placement.wire_types import WireChoice
     from mesh.serve.state import MeshState
-    from mesh.wire_choice import WireChoice
 
 log = structlog.get_logger()
 

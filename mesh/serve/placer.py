@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
-from mesh.replanner import Copy
+from mesh.placement.replanner import Copy
 from mesh.serve.fleet import Seat
 from mesh.serve.loading import load_all
 from mesh.util.tasks import first_of
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mesh.cluster.members import Member, Members
-    from mesh.replanner import NewStage, Replan
+    from mesh.placement.replanner import NewStage, Replan
     from mesh.serve.blame import Blame
     from mesh.serve.ledger import Account, InTheWay
     from mesh.serve.stage_handle import StageHandle

@@ -20,7 +20,7 @@ from stages.cancellable_work import CancellableWork
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from mesh.host_capacity import HostCapacity
+    from mesh.placement.host_capacity import HostCapacity
 
 log = structlog.get_logger()
 
@@ -37,7 +37,7 @@ async def made_in_thread(
     """Have a plan made in a thread of its own, which ends soon after this was cancelled.
 
     Args:
-        make: Makes it; gets what it should ask whether its time is up, see `mesh.planner.plan`.
+        make: Makes it; gets what it should ask whether its time is up, see `mesh.placement.planner.plan`.
         clock_s: Monotonic, seconds.
 
     Raises:

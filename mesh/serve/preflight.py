@@ -13,13 +13,13 @@ from mesh.cluster.addresses import check_port_free
 from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name
 from mesh.draft.memory import draft_memory_bytes
-from mesh.gpu_layers import check_gpu_layers
-from mesh.planner import Plan, check_stages, plan
-from mesh.seatings import never
+from mesh.placement.host_assignment import never
+from mesh.placement.host_capacity import HostCapacity, check_gpu_layers
+from mesh.placement.planner import Plan, check_stages, plan
+from mesh.placement.stage_sizes import StageSizes, Workload
 from mesh.serve.options import ctx_size_for
 from mesh.serve.recorded_answers import latest_answer
 from mesh.serve.speculation_fit import fitted_to
-from mesh.stage_sizes import StageSizes, Workload
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.gguf.reader import read_header
@@ -31,7 +31,6 @@ from stages.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.host_capacity import HostCapacity
     from mesh.serve.options import ServeOptions
     from mesh.serve.speculation_options import SpeculationOptions
 
@@ -167,7 +166,7 @@ def placed(
         options: What the user says.
         known: What was found out beforehand.
         hosts: In the order in which they came.
-        is_time_up: See `mesh.planner.plan`.
+        is_time_up: See `mesh.placement.planner.plan`.
 
     Raises:
         ModelDoesNotFit: With what is needed and what each host has.

@@ -13,7 +13,7 @@ from mesh.serve.survivors import find_survivors
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts, StageFailed
 
 if TYPE_CHECKING:
-    from mesh.replanner import Replan
+    from mesh.placement.replanner import Replan
     from mesh.serve.crew import Crew
     from mesh.serve.stage_handle import StageHandle, StageLoss
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import structlog
 
-from mesh.copies import left_beside, next_copy
-from mesh.offload import memory_on
-from mesh.planner import StagePlacement
+from mesh.placement.planner import StagePlacement
+from mesh.placement.replanner import left_beside, next_copy
+from mesh.placement.stage_sizes import memory_on
 from mesh.serve.loading import load_all
 from mesh.serve.planning import made_in_thread
 from spanmesh_proto.errors import MeshError
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mesh.cluster.members import Member, Members
-    from mesh.host_capacity import HostCapacity
-    from mesh.replanner import Copy
+    from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.replanner import Copy
+    from mesh.placement.stage_sizes import StageSizes
     from mesh.serve.fleet import Fleet
     from mesh.serve.stage_handle import StageHandle
     from mesh.serve.stage_maker import StageMaker
-    from mesh.stage_sizes import StageSizes
 
 log = structlog.get_logger()
 

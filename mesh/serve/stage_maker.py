@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mesh.cluster.members import Member
-    from mesh.planner import StagePlacement
+    from mesh.placement.planner import StagePlacement
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight

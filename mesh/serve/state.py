@@ -6,8 +6,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mesh.gpu_layers import format_gpu_layers
-from mesh.planner import Plan
+from mesh.placement.host_capacity import format_gpu_layers
+from mesh.placement.planner import Plan
 from mesh.serve.incidents import Incidents
 from mesh.serve.speculation_fit import speculation_refusal
 from mesh.serve.transfers import Transfers
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member, Members
     from mesh.coordinator.coordinator import PendingEngine
     from mesh.engine import SpeculationMode
-    from mesh.planner import StagePlacement
+    from mesh.placement.planner import StagePlacement
     from mesh.serve.departures import Departures
     from mesh.serve.fleet import Fleet
     from mesh.serve.inspection import Inspection

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mesh.coordinator.coordinator import Coordinator
-    from mesh.planner import StagePlacement
+    from mesh.placement.planner import StagePlacement
     from mesh.serve.fleet import Fleet, Seat
     from mesh.serve.stage_handle import StageHandle
     from spanmesh_proto.errors import MeshError

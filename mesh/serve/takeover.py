@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mesh.offload import memory_on
-from mesh.planner import StagePlacement
+from mesh.placement.planner import StagePlacement
+from mesh.placement.stage_sizes import StageSizes, memory_on
 from mesh.serve.fleet import Seat
 from mesh.serve.head_state import HeadState, KeptModel, KeptStage
-from mesh.stage_sizes import StageSizes
 from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import MeshError, StageFailed
 from stages.layers import LayerRange
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from mesh.cluster.members import Member
-    from mesh.host_capacity import HostCapacity
+    from mesh.placement.host_capacity import HostCapacity
     from mesh.serve.fleet import Fleet
     from mesh.serve.head import Head
     from mesh.serve.head_state import KeptRing

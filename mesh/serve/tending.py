@@ -15,7 +15,7 @@ from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
 
-    from mesh.replanner import Replan
+    from mesh.placement.replanner import Replan
     from mesh.serve.crew import Crew
     from mesh.serve.departures import Departures
     from mesh.serve.fleet import Seat

@@ -13,7 +13,7 @@ import click
 from mesh.bench.big_shares.run import BigSharesOptions, measure_big_shares
 from mesh.bench.big_shares.shapes import SHAPES
 from mesh.bench.big_shares.shares import shares_table
-from mesh.stage_sizes import Workload
+from mesh.placement.stage_sizes import Workload
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError
 

@@ -21,7 +21,7 @@ from mesh.bench.stress.footprint import footprints
 from mesh.bench.stress.memory import MemoryWatch
 from mesh.lab.hosts import Lab
 from mesh.lab.support import lab_supported
-from mesh.stage_sizes import StageSizes, Workload
+from mesh.placement.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError
 from stages.slicing.model_facts import read_model_facts
 

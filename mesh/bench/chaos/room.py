@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mesh.host_capacity import HostCapacity
-from mesh.planner import plan
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.planner import plan
 from spanmesh_proto.errors import ModelDoesNotFit
 
 if TYPE_CHECKING:
-    from mesh.stage_sizes import Workload
+    from mesh.placement.stage_sizes import Workload
     from stages.slicing.model_facts import ModelFacts
 
 _STEP_BYTES: Final = 2**20

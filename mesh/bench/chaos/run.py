@@ -29,7 +29,7 @@ from mesh.bench.stress.ground import open_sessions
 from mesh.bench.stress.memory import MemoryWatch
 from mesh.lab.hosts import Lab
 from mesh.lab.support import lab_supported
-from mesh.stage_sizes import Workload
+from mesh.placement.stage_sizes import Workload
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.slicing.model_facts import read_model_facts

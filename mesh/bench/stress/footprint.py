@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.bench.stress.memory import MemorySample
-    from mesh.stage_sizes import StageSizes
+    from mesh.placement.stage_sizes import StageSizes
 
 # Of a stage's process, for everything that is neither weights nor KV cache.
 ALLOWED_OVERHEAD_BYTES: Final = 300 * 10**6

@@ -41,7 +41,7 @@ from mesh.bench.stress.step import saturation, step_of
 from mesh.bench.stress.visits import VisitOrder, bodies_of, draw_visits, scripts_with_shared_beginnings
 from mesh.lab.hosts import Lab
 from mesh.lab.support import lab_supported
-from mesh.stage_sizes import StageSizes, Workload
+from mesh.placement.stage_sizes import StageSizes, Workload
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError

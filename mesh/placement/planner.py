@@ -1,4 +1,4 @@
-"""Which host holds which layers. Pure: facts in, plan out."""
+"""Planner: which host holds which layers, and what would make a model fit."""
 
 from __future__ import annotations
 
@@ -6,35 +6,74 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from mesh.host_capacity import HostCapacity
-from mesh.offload import memory_on
-from mesh.remedies import remedies
-from mesh.seatings import find_seating, never
-from mesh.stage_sizes import StageSizes, Workload
-from mesh.stage_table import StageTable
+from mesh.placement.host_assignment import find_seating, never
+from mesh.placement.stage_sizes import StageSizes, Workload, memory_on
+from mesh.placement.stage_table import StageTable
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
+from stages.runtime.kv_types import KV_TYPES, fits_heads
 from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.seatings import Seating
+    from mesh.placement.host_assignment import Seating
+    from mesh.placement.host_capacity import HostCapacity
     from stages.layers import LayerRange
     from stages.runtime.memory import StageMemory
     from stages.slicing.model_facts import ModelFacts
 
+
+# Half of f16's size, and of all that are smaller the one that changes a text least.
+_COMPACT: Final = "q8_0"
+# Caches grow by so many positions.
+_CTX_STEP: Final = 256
+
+
+def remedies(model: ModelFacts, workload: Workload, fits: Callable[[Workload], bool]) -> list[str]:
+    """Options, each of which alone makes the model fit, the mildest first.
+
+    Args:
+        model: What does not fit.
+        workload: With which it does not.
+        fits: Whether it would with another.
+
+    Returns:
+        As a user types them; none if nothing helps.
+    """
+    found = []
+    compact = KV_TYPES[_COMPACT]
+    is_smaller = compact.num_bytes(compact.block_width) < KV_TYPES[workload.kv_type].num_bytes(
+        compact.block_width
+    )
+    if is_smaller and fits_heads(compact, model.head_widths) and fits(replace(workload, kv_type=_COMPACT)):
+        found.append(f"--kv-type {_COMPACT}")
+    steps = _most((workload.ctx_size - 1) // _CTX_STEP, lambda n: fits(_with_ctx(workload, n * _CTX_STEP)))
+    if steps:
+        found.append(f"--ctx-size {steps * _CTX_STEP}")
+    slots = _most(workload.num_slots - 1, lambda n: fits(replace(workload, num_slots=n)))
+    if slots:
+        found.append(f"--parallel {slots}")
+    return found
+
+
+def _with_ctx(workload: Workload, ctx_size: int) -> Workload:
+    return replace(workload, ctx_size=ctx_size)
+
+
+def _most(limit: int, holds: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` for which `holds`, which must hold for all below one; 0 if none."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 # Two measurements of the same host differ by this share, so a smaller difference says nothing.
 SPEED_NOISE: Final = 0.25
-
-__all__ = [
-    "SPEED_NOISE",
-    "HostCapacity",
-    "Plan",
-    "StagePlacement",
-    "check_stages",
-    "even_out_noise",
-    "plan",
-]
 
 
 @dataclass(frozen=True)

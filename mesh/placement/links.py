@@ -1,4 +1,4 @@
-"""What the links between hosts are like. Pure."""
+"""Measured links."""
 
 from __future__ import annotations
 

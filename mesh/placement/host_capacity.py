@@ -1,17 +1,17 @@
-"""What a host can take and how fast it is, as far as planning cares. Pure."""
+"""Host capacity: memory, speed and GPUs that a host offers, and --gpu-layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from spanmesh_proto.errors import ClusterError
 from stages.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
-    from mesh.gpu import Gpu
     from stages.runtime.memory import StageMemory
 
 
@@ -26,7 +26,7 @@ class HostCapacity:
         draft_bytes: What a draft model takes of it besides, for messages.
         gpus: Its GPUs, each with what stages may use of it.
         gpu_layers: How many layers of each stage they are to hold; None for as many as find room, see
-            `mesh.gpu_layers`.
+            `mesh.placement.host_capacity`.
         others_bytes: What other models hold of its memory besides, for messages.
     """
 
@@ -114,3 +114,80 @@ class HostCapacity:
         draft = f" beside {format_size(self.draft_bytes)} for the draft model" if self.draft_bytes else ""
         others = f" beside {format_size(self.others_bytes)} of other models" if self.others_bytes else ""
         return f"{format_size(max(0, self.memory_bytes))} on {self.name}{on_gpus}{draft}{others}"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device that layers can go to.
+
+    Attributes:
+        name: As llama.cpp calls it, such as `CUDA0`.
+        description: For people.
+        free_bytes: Of its memory.
+        total_bytes: Of its memory.
+        speed_gb_per_s: How fast it reads weights.
+        shares_host_memory: Whether what it holds is taken from the host's own memory.
+    """
+
+    name: str
+    description: str
+    free_bytes: int
+    total_bytes: int
+    speed_gb_per_s: float
+    shares_host_memory: bool = False
+
+
+ALL: Final = -1
+"""Every layer, however many there are; llama.cpp says it the same way."""
+
+_WORDS: Final[dict[str, int | None]] = {"auto": None, "all": ALL, "none": 0}
+
+
+def parse_gpu_layers(text: str) -> int | None:
+    """A number, or `all`, `none` or `auto`.
+
+    Returns:
+        How many, `ALL` for all, None for as many as there is room for.
+
+    Raises:
+        ClusterError: If it is none of these.
+    """
+    word = text.strip().lower()
+    if word in _WORDS:
+        return _WORDS[word]
+    if not word.isdecimal():
+        raise ClusterError(f"{text!r} is no number of layers; write one, or all, none or auto")
+    return int(word)
+
+
+def format_gpu_layers(wanted: int | None) -> str:
+    """As the user would write it."""
+    return next((word for word, number in _WORDS.items() if number == wanted), str(wanted))
+
+
+def check_gpu_layers(wanted: int | None, gpus: Sequence[Gpu], *, is_exact: bool = False) -> None:
+    """Refuse to promise what cannot be had.
+
+    Args:
+        wanted: By the user.
+        gpus: Of this host.
+        is_exact: Whether texts are to be the same however they are computed.
+
+    Raises:
+        ClusterError: If layers are to go to a GPU and there is none, or exactness is promised.
+    """
+    if not wanted:
+        return
+    if is_exact:
+        raise ClusterError(
+            f"--exact computes on processors alone, where it is measured; --gpu-layers "
+            f"{format_gpu_layers(wanted)} asks for a GPU: leave one of the two out",
+            param="--gpu-layers",
+        )
+    if not gpus:
+        raise ClusterError(
+            f"--gpu-layers {format_gpu_layers(wanted)}: llama.cpp finds no GPU here; build it for one "
+            "(CMAKE_ARGS='-DGGML_CUDA=ON' pip install --no-binary llama-cpp-python llama-cpp-python), or "
+            "leave it out",
+            param="--gpu-layers",
+        )

@@ -1,7 +1,8 @@
-"""Who takes over the layers of stages that are lost, or that are to leave their host. Pure.
+"""Replanner: placement after a loss or a drain, and the replica to load next.
 
 What survives stays where it is as long as that is possible at all: loading is what a repair waits for. So the
-plan that comes out is not the one that `mesh.planner` would make of the same hosts, but the nearest one.
+plan that comes out is not the one that `mesh.placement.planner` would make of the same hosts, but the nearest
+one.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from mesh.offload import memory_on
-from mesh.planner import StagePlacement, plan
-from mesh.seatings import never, seat_all
-from mesh.stage_table import StageTable
+from mesh.placement.host_assignment import never, seat_all
+from mesh.placement.planner import StagePlacement, plan
+from mesh.placement.stage_sizes import memory_on
+from mesh.placement.stage_table import StageTable
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from mesh.host_capacity import HostCapacity
-    from mesh.planner import Plan
-    from mesh.stage_sizes import StageSizes
+    from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.planner import Plan
+    from mesh.placement.stage_sizes import StageSizes
     from stages.layers import LayerRange
     from stages.runtime.memory import StageMemory
 
@@ -96,7 +97,7 @@ def replan(
         hosts: Where something may be placed, each with all the memory that it gives, what is on it included.
         copies: What hosts have loaded ahead.
         may_start_over: Whether surviving stages may be given up for a new plan.
-        is_time_up: See `mesh.planner.plan`.
+        is_time_up: See `mesh.placement.planner.plan`.
 
     Raises:
         ModelDoesNotFit: With what is needed and what each host has left.
@@ -270,3 +271,58 @@ def _no_room(stages: Iterable[StagePlacement], room: _Room) -> str:
     )
     free = ", ".join(map(str, room.left.values()))
     return f"nobody else can hold what is to move: {needed}; free are {free}; join more hosts"
+
+
+# Of one stage: for a second loss before the first is made good.
+_MOST_COPIES: Final = 2
+
+
+def next_copy(
+    sizes: StageSizes,
+    stages: Sequence[StagePlacement],
+    hosts: Sequence[HostCapacity],
+    copies: Collection[Copy],
+) -> Copy | None:
+    """The copy most worth having that nobody has yet.
+
+    A spare, that is a host without a stage, takes copies for as long as its memory lasts: first of a stage
+    of which there are fewest copies, of those the one whose loss would cost most, which is the one with the
+    most bytes to load. Nothing is copied more than twice: weights cross the network for it.
+
+    Args:
+        sizes: Of the model's stages.
+        stages: The ring as it is.
+        hosts: All that are ready, each with all the memory that it gives.
+        copies: Those that there are.
+
+    Returns:
+        None if every spare is full, or has a copy of everything.
+    """
+    busy = {stage.host for stage in stages}
+    wanted = []
+    for host in hosts:
+        if host.name in busy:
+            continue
+        held = [copy for copy in copies if copy.host == host.name]
+        left = left_beside(sizes, host, held)
+        for index, stage in enumerate(stages):
+            copy = Copy(host.name, stage.layers)
+            if copy in held or memory_on(sizes, stage.layers, left) is None:
+                continue
+            num_copies = sum(other.layers == stage.layers for other in copies)
+            if num_copies < _MOST_COPIES:
+                wanted.append((num_copies, -stage.memory.weight_bytes, index, copy))
+    return min(wanted, key=lambda item: item[:3])[3] if wanted else None
+
+
+def left_beside(sizes: StageSizes, host: HostCapacity, held: Collection[Copy]) -> HostCapacity:
+    """What a host has left beside copies.
+
+    Args:
+        sizes: Of the model's stages.
+        host: With all that it gives.
+        held: Its copies, in the order in which they were loaded.
+    """
+    for copy in held:
+        host = host.without(memory_on(sizes, copy.layers, host) or sizes.memory(copy.layers))
+    return host

@@ -1,4 +1,4 @@
-"""Which wire type a link between two stages asks for. Pure.
+"""Wire types that the links ask for.
 
 In a full pipeline a row of hidden states is on the link while the stages compute the next: as long as that
 takes no longer than computing a row, the link holds nobody up, and exact float32 costs nothing. Batches and
@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from mesh.placement.links import Links
+    from mesh.placement.planner import Plan
+    from mesh.placement.stage_sizes import StageSizes
 
 
 @dataclass(frozen=True)
@@ -90,4 +94,41 @@ def _choice(source: str, target: str, compute_ms: float, n_embd: int, rate: floa
         transfer_ms(HiddenType.F32, n_embd, rate),
         compute_ms,
         next(fitting, HiddenType.Q8),
+    )
+
+
+# Hidden states travel as float32 unless the user chooses otherwise.
+HIDDEN_VALUE_BYTES: Final = 4
+
+# A measurement of nothing must not divide by nothing.
+_SLOWEST_GB_PER_S: Final = 0.01
+
+
+def planned_wires(
+    plan: Plan, sizes: StageSizes, speeds_gb_per_s: Mapping[str, float], links: Links
+) -> tuple[WireChoice | None, ...]:
+    """What each stage's link to the next asks for.
+
+    A row takes a stage as long as its host needs to read the stage's weights, which is what a token takes
+    alone; in a batch rows take less, so a link that looks just fast enough may still hold up a full pipeline.
+
+    Args:
+        plan: Which host holds what.
+        sizes: Of the plan's model.
+        speeds_gb_per_s: How fast hosts read weights.
+        links: With their bandwidths.
+
+    Returns:
+        One for each stage; None for the tail, between stages of one host, and where nothing was measured.
+    """
+    compute_ms = [
+        sizes.read_bytes(stage.layers) / max(speeds_gb_per_s.get(stage.host, 0.0), _SLOWEST_GB_PER_S) / 1e6
+        for stage in plan.stages
+    ]
+    rates = {(link.source, link.target): link.bytes_per_s for link in links.links}
+    return wire_choices(
+        [stage.host for stage in plan.stages],
+        compute_ms,
+        sizes.model.hidden_width,
+        lambda source, target: rates.get((source, target)),
     )

@@ -1,4 +1,4 @@
-"""A placement that is locked: which host holds which layers, as a file says. Pure but for `read_topology`.
+"""Topology file: a locked placement in TOML.
 
 A mesh with a topology fails closed: it waits for a host that is missing, and never places that host's layers
 elsewhere, neither at first nor in a repair.
@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.planner import Plan, StagePlacement
-from mesh.replanner import NewStage, Replan
-from mesh.seatings import never
+from mesh.placement.host_assignment import never
+from mesh.placement.planner import Plan, StagePlacement
+from mesh.placement.replanner import NewStage, Replan
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, NotEnoughHosts, UncuttableModel
 from stages.layers import LayerRange
 from stages.units import format_size
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
-    from mesh.host_capacity import HostCapacity
-    from mesh.replanner import Copy
-    from mesh.stage_sizes import StageSizes
+    from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.replanner import Copy
+    from mesh.placement.stage_sizes import StageSizes
     from stages.slicing.model_facts import ModelFacts
 
 _LAYERS: Final = re.compile(r"(\d{1,6}):(\d{1,6})")
@@ -117,10 +117,10 @@ class Topology:
         hosts: Sequence[HostCapacity],
         copies: Iterable[Copy] = (),
         *,
-        may_start_over: bool = True,  # noqa: ARG002 - called in the place of `mesh.replanner.replan`
+        may_start_over: bool = True,  # noqa: ARG002 - called in the place of `mesh.placement.replanner.replan`
         is_time_up: Callable[[], bool] = never,  # noqa: ARG002 - likewise
     ) -> Replan:
-        """Lost stages come back on their own hosts, or not at all; see `mesh.replanner.replan`.
+        """Lost stages come back on their own hosts, or not at all; see `mesh.placement.replanner.replan`.
 
         Raises:
             NotEnoughHosts: If the host of a lost stage is not there.

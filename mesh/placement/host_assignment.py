@@ -1,11 +1,11 @@
-"""Which hosts hold a model's stages, in which order. Pure.
+"""Search for the hosts that hold a model's stages, and for their order.
 
 Two searches by dynamic programming, each over what distinguishes hosts and not over every order of them:
 
 - which sets of hosts can hold all layers in any order at all. Hosts that have room for the same stages are
   interchangeable there, so a set is no more than a number of hosts of each class (Held and Karp's programme
   over sets, 1962, with multisets); what such a set reaches is computed for all sets of one size at once.
-- how the layers are shared out among hosts in one order, see `mesh.stage_table.StageTable.balance`.
+- how the layers are shared out among hosts in one order, see `mesh.placement.stage_table.StageTable.balance`.
 
 What the first finds is tried with the second, fast hosts first, and the fastest of that is the answer.
 """
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from mesh.host_capacity import HostCapacity
-    from mesh.stage_table import StageTable
+    from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.stage_table import StageTable
     from stages.layers import LayerRange
 
 # Sets of hosts of which the fastest is taken.

@@ -1,4 +1,4 @@
-"""Read times of every stage that a model can be cut into, on every kind of host, as matrices. Pure.
+"""Stage table: read times of every possible stage on every kind of host, as matrices.
 
 Where a stage may start and stop are the edges: 0, the allowed cuts, and the number of layers. A matrix has a
 row for each edge where a stage starts and a column for each where it stops, so that one step of a search over
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from mesh.offload import SLOWEST_GB_PER_S, memory_on, read_time
+from mesh.placement.stage_sizes import SLOWEST_GB_PER_S, memory_on, read_time
 from stages.layers import LayerRange
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from mesh.host_capacity import HostCapacity
-    from mesh.stage_sizes import StageSizes
+    from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.stage_sizes import StageSizes
 
 Matrix: TypeAlias = "NDArray[np.float64]"
 
