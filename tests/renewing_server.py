@@ -6,8 +6,7 @@ import sys
 
 import grpc
 
-from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import make_certificate
+from mesh.cluster.certificates import Authority, make_certificate
 from stages.transport.channels import SERVER_OPTIONS, add_port
 
 _RENEWED_EVERY_S = 0.1

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import make_certificate
+from mesh.cluster.certificates import Authority, make_certificate
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator.coordinator import Coordinator

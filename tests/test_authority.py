@@ -10,9 +10,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import make_certificate
-from mesh.cluster.host_certificate import HostCertificate, renewal_in_s
+from mesh.cluster.certificates import Authority, HostCertificate, make_certificate, renewal_in_s
 from spanmesh_proto.errors import JoinError
 from stages.transport.channels import NewKey, peer_name
 

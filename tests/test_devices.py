@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.cluster.gpus import find_gpus
+from mesh.cluster.host_facts import find_gpus
 from spanmesh_proto.errors import ClusterError
 from stages.runtime.devices import Device, device_speed_gb_per_s, layer_devices, list_devices
 from stages.runtime.llama_libraries import may_have_layer_devices

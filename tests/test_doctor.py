@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.cluster.certificate import make_certificate
+from mesh.cluster.certificates import make_certificate
 from mesh.cluster.join_token import JoinToken, encode
 from mesh.doctor.check import Outcome, exit_code
 from mesh.doctor.host_checks import agreement_checks, host_checks

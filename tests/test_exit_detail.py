@@ -1,6 +1,6 @@
 """One line from what Ray says of a dead actor."""
 
-from mesh.cluster.exit_detail import exit_detail, exited_pid
+from mesh.cluster.ray_driver import exit_detail, exited_pid
 
 KILLED = """The actor died unexpectedly before finishing this task.
 \tclass_name: StageActor

@@ -19,7 +19,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mesh.cluster.addresses import free_port
-from mesh.cluster.certificate import make_certificate
+from mesh.cluster.certificates import make_certificate
 from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, InvalidModel, MeshError, ModelError
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange

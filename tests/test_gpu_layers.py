@@ -11,7 +11,7 @@ import pytest
 from mesh.cli import run
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member
-from mesh.cluster.reports import member_of, report_of
+from mesh.cluster.membership_messages import member_of, report_of
 from mesh.placement.host_capacity import ALL, Gpu, check_gpu_layers, format_gpu_layers, parse_gpu_layers
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from stages.runtime.devices import GpuPlacing, layer_devices, list_devices

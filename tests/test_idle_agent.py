@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from mesh.cluster.idle_agent import options_of, port_names
-from mesh.cluster.ray_hook import start_less
+from mesh.cluster.ray_idle_agent import options_of, port_names
+from mesh.cluster.ray_start_hook import start_less
 
 if TYPE_CHECKING:
     from pathlib import Path

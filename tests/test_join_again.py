@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.backoff import backoff_s
+from mesh.cluster.join import JoinOptions, backoff_s, join_mesh
 from mesh.cluster.join_token import encode
 from mesh.cluster.membership_server import MembershipServer
 from mesh.cluster.ray_node import MOST_STARTS
-from mesh.join import JoinOptions, join_mesh
 from mesh.util.tasks import Interruption
 from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidJoinToken, JoinError
 from tests.test_membership import HeadSide, head, until

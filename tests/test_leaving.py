@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.cluster.door import Door
+from mesh.cluster.admission import Door
 from mesh.cluster.membership_client import Membership, find_head
 from spanmesh_proto.errors import InvalidJoinToken, JoinError
 from stages.weights.fetch import fetch_stage

@@ -14,10 +14,8 @@ import pytest
 from mesh.api.links import MAX_PROBES
 from mesh.cluster import link_probe
 from mesh.cluster.addresses import free_port
-from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import make_certificate
-from mesh.cluster.echo import MAX_ANSWER_BYTES, EchoServer, echo_key
-from mesh.cluster.link_probe import measure_link
+from mesh.cluster.certificates import Authority, make_certificate
+from mesh.cluster.link_probe import MAX_ANSWER_BYTES, EchoServer, echo_key, measure_link
 from mesh.cluster.link_survey import LinkSurvey
 from mesh.cluster.membership_client import Membership, find_head
 from mesh.placement.links import Link, Links, LinkWish

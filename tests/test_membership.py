@@ -16,8 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mesh.cluster.addresses import free_port
-from mesh.cluster.authority import LIFETIME, Authority
-from mesh.cluster.certificate import Certificate, make_certificate
+from mesh.cluster.certificates import LIFETIME, Authority, Certificate, make_certificate
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.link_probe import measure_link
@@ -300,7 +299,7 @@ async def test_a_host_renews_its_certificate_while_it_is_a_member(tmp_path: Path
 async def test_another_protocol_version_is_refused_with_both_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mesh.cluster.reports.PROTOCOL_VERSION", 99)
+    monkeypatch.setattr("mesh.cluster.membership_messages.PROTOCOL_VERSION", 99)
     async with head(tmp_path) as side:
         with pytest.raises(
             ProtocolVersionMismatch, match=rf"version 99 .* the head speaks {PROTOCOL_VERSION}"

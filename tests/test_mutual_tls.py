@@ -11,8 +11,7 @@ import grpc
 import pytest
 import structlog
 
-from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import Certificate, make_certificate
+from mesh.cluster.certificates import Authority, Certificate, make_certificate
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc

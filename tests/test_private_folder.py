@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.cluster.private_folder import PrivateFolder
+from mesh.cluster.ray_node import PrivateFolder
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import make_certificate
-from mesh.cluster.ray_environment import child_environment, ray_environment
-from mesh.cluster.ray_tls_files import RayTlsFiles
+from mesh.cluster.certificates import Authority, make_certificate
+from mesh.cluster.ray_environment import RayTlsFiles, child_environment, ray_environment
 
 if TYPE_CHECKING:
     from pathlib import Path

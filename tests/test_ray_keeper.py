@@ -26,7 +26,7 @@ echo started
 
 
 def keeper(*command: str) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", "mesh.cluster.ray_keeper", "sleep", *command]
+    arguments = [sys.executable, "-m", "mesh.cluster.ray_reaper", "sleep", *command]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 

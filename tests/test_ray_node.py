@@ -18,8 +18,14 @@ import grpc
 import psutil
 import pytest
 
-from mesh.cluster.private_folder import PrivateFolder
-from mesh.cluster.ray_node import RayNode, RayNodeConfig, RayNodeRecord, _NodeFolder, new_ray_token
+from mesh.cluster.ray_node import (
+    PrivateFolder,
+    RayNode,
+    RayNodeConfig,
+    RayNodeRecord,
+    _NodeFolder,
+    new_ray_token,
+)
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:

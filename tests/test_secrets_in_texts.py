@@ -6,13 +6,12 @@ import datetime as dt
 
 import pytest
 
-from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import make_certificate
+from mesh.cluster.certificates import Authority, make_certificate
+from mesh.cluster.join import JoinOptions
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.membership_server import RayAccess
 from mesh.cluster.ray_node import RayNodeConfig
 from mesh.coordinator.ring import RingTerms
-from mesh.join import JoinOptions
 from mesh.serve.mesh_keys import MeshKeys
 from stages.weights.fetch import FetchSource
 

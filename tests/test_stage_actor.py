@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.bench.fuzz.small_model import small_layout, write_layout
-from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import make_certificate
+from mesh.cluster.certificates import Authority, make_certificate
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc

@@ -1,1 +1,1 @@
-"""How hosts become a mesh: join tokens, membership, and the Ray node on each host."""
+"""Membership, certificates, links and Ray nodes of the hosts of a mesh."""

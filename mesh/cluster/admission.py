@@ -1,8 +1,10 @@
-"""May this host join? Pure checks, in the order in which a person can act on them."""
+"""Admission of hosts: token, versions and evicted names."""
 
 from __future__ import annotations
 
 import hmac
+import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spanmesh_proto import PROTOCOL_VERSION
@@ -64,3 +66,56 @@ def check_report(report: wire.HostReport, token: JoinToken, head: Versions, now_
 
 def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
+
+
+class Door:
+    """Keeps the join token, and the names of hosts that were evicted.
+
+    Args:
+        token: What the head gives out first.
+
+    Attributes:
+        token: What it gives out now.
+    """
+
+    def __init__(self, token: JoinToken) -> None:
+        self.token = token
+        self._evicted: set[str] = set()
+
+    def check(self, report: wire.HostReport, head: Versions, now_s: float) -> None:
+        """Refuse a host that has no right to join, or that could not work with the head.
+
+        Args:
+            report: The host's first report.
+            head: Versions at the head.
+            now_s: Unix time at the head.
+
+        Raises:
+            InvalidJoinToken: If the token is not the one of now, expired, or the host was evicted.
+            JoinError: See `check_report`.
+        """
+        if report.name in self._evicted:
+            raise eviction(report.name)
+        check_report(report, self.token, head, now_s)
+
+    def check_secret(self, secret: str) -> None:
+        """Refuse who does not know the secret of now.
+
+        Raises:
+            InvalidJoinToken: If it is another.
+        """
+        check_secret(secret, self.token)
+
+    def evict(self, name: str) -> None:
+        """Never let in a host of this name again, nor anybody with the token that it was given."""
+        self._evicted.add(name)
+        self.token = replace(self.token, secret=secrets.token_urlsafe(32))
+
+    def is_evicted(self, name: str) -> bool:
+        """Whether a host of this name was shown out."""
+        return name in self._evicted
+
+
+def eviction(name: str) -> InvalidJoinToken:
+    """What an evicted host is told."""
+    return InvalidJoinToken(f"host {name} was evicted from the mesh, and its join token is no longer good")

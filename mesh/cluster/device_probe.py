@@ -1,6 +1,6 @@
-"""What GPUs this host has and how fast they are, as llama.cpp sees them.
+"""Child process that lists GPUs and measures their speed.
 
-Run as a program: JSON on standard output, a list of `Gpu`s; see `mesh.cluster.gpus`.
+Run as a program: JSON on standard output, a list of `Gpu`s; see `mesh.cluster.host_facts`.
 """
 
 from __future__ import annotations

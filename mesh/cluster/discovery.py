@@ -1,4 +1,4 @@
-"""Heads in the local network, found by mDNS: an extra, for who would rather not carry addresses about.
+"""Discovery of heads by mDNS.
 
 What is announced anybody may know: a name, an address, versions, and the beginning of the certificate's hash,
 by which the owner of a join token recognises its head. Whoever answers must then prove to be it, as always:

@@ -1,4 +1,4 @@
-"""The one line that a person carries from the head to a host that shall join."""
+"""Join token: encoding and decoding."""
 
 from __future__ import annotations
 

@@ -1,27 +1,107 @@
-"""Measures one link, from this host."""
+"""Link probe: measurement of a link, its echo service and its protobuf form."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from mesh.cluster.echo import echo_key
-from mesh.placement.links import Link
+from mesh.placement.links import Link, LinkWish
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
-from spanmesh_proto.errors import HostUnreachable, MeshError
-from stages.transport.channels import key_metadata, open_channel
+from spanmesh_proto import membership_pb2 as membership_wire
+from spanmesh_proto.addresses import join_address
+from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidRequest, MeshError
+from stages.transport.channels import (
+    SERVER_OPTIONS,
+    KeyCheck,
+    Strangers,
+    abort,
+    add_port,
+    key_metadata,
+    open_channel,
+)
 from stages.transport.stage_link import explain
 
 if TYPE_CHECKING:
-    from mesh.placement.links import LinkWish
+    from collections.abc import AsyncIterator, Callable, Mapping
+
     from stages.transport.channels import Identity
 
     Bounce = grpc.aio.StreamStreamCall[wire.Probe, wire.Probe]
+
+
+MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
+
+
+def echo_key(secret: str) -> str:
+    """What a caller must know: made from the join token's secret, which it does not give away."""
+    return hashlib.sha256(f"spanmesh echo {secret}".encode()).hexdigest()
+
+
+class EchoService(rpc.EchoServicer):
+    """Sends back as many bytes as were asked for.
+
+    Args:
+        strangers: Is told of each call.
+    """
+
+    def __init__(self, strangers: Strangers) -> None:
+        self._strangers = strangers
+
+    async def Bounce(  # noqa: N802 - the service's name for it
+        self,
+        request_iterator: AsyncIterator[wire.Probe],
+        context: grpc.aio.ServicerContext[wire.Probe, wire.Probe],
+    ) -> AsyncIterator[wire.Probe]:
+        """Each probe is answered once, in order."""
+        self._strangers.called(context.peer())
+        async for probe in request_iterator:
+            if probe.answer_bytes > MAX_ANSWER_BYTES:
+                asked = f"an answer of {probe.answer_bytes} bytes; {MAX_ANSWER_BYTES} at most"
+                await abort(context, InvalidRequest(asked))
+                return
+            yield wire.Probe(payload=bytes(probe.answer_bytes))
+
+
+class EchoServer:
+    """The service on a free port, for those who know the key.
+
+    Args:
+        secret: The join token's.
+        identity: What this host shows; asked at each connection.
+    """
+
+    def __init__(self, secret: str, identity: Callable[[], Identity]) -> None:
+        self._identity = identity
+        self._strangers = Strangers()
+        key_check = KeyCheck(echo_key(secret), self._strangers.called)
+        self._server = grpc.aio.server(interceptors=[key_check], options=SERVER_OPTIONS)
+        rpc.add_EchoServicer_to_server(EchoService(self._strangers), self._server)
+
+    async def start(self, address: str) -> int:
+        """Listen; returns the port.
+
+        Raises:
+            ClusterError: If nothing can be bound there.
+        """
+        try:
+            port = add_port(self._server, join_address(address, 0), self._identity, self._strangers.connected)
+        except RuntimeError as error:
+            raise ClusterError(
+                f"cannot listen on {address}: {error}; --advertise must be an address of this host"
+            ) from None
+        await self._server.start()
+        return port
+
+    async def stop(self) -> None:
+        """Stop at once."""
+        await self._server.stop(grace=0)
+
 
 SMALL_BYTES: Final = 64
 # The first round trips open the connection and find the other end asleep.
@@ -114,3 +194,66 @@ async def _write(call: Bounce, probe: wire.Probe) -> None:
 async def _answer(call: Bounce) -> None:
     if not isinstance(await call.read(), wire.Probe):
         raise HostUnreachable("the stream ended in the middle of a measurement")
+
+
+def order_of(id: int, targets: Mapping[str, str], wish: LinkWish) -> membership_wire.LinkOrder:
+    """What the head asks a host for.
+
+    Args:
+        id: To tell the answer from others of the same host.
+        targets: Addresses of echo services, by host.
+        wish: What is to be measured of each.
+    """
+    return membership_wire.LinkOrder(
+        id=id,
+        targets=[membership_wire.LinkTarget(name=name, address=address) for name, address in targets.items()],
+        hidden_bytes=wish.hidden_bytes,
+        num_probes=wish.num_probes,
+        bulk_bytes=wish.bulk_bytes,
+    )
+
+
+async def carry_out(
+    order: membership_wire.LinkOrder, source: str, secret: str, identity: Identity
+) -> membership_wire.LinkReport:
+    """Measure what is ordered from this host, one link after the other.
+
+    Args:
+        order: The head's.
+        source: Name of this host.
+        secret: The join token's.
+        identity: What this host shows the others.
+    """
+    wish = LinkWish(order.hidden_bytes, order.num_probes, order.bulk_bytes)
+    links = [
+        await measure_link(source, target.name, target.address, wish, secret=secret, identity=identity)
+        for target in order.targets
+    ]
+    return membership_wire.LinkReport(
+        id=order.id,
+        links=[
+            membership_wire.MeasuredLink(
+                target=link.target,
+                small_ms=link.small_ms,
+                hidden_ms=link.hidden_ms,
+                bytes_per_s=link.bytes_per_s,
+                failure=link.failure,
+            )
+            for link in links
+        ],
+    )
+
+
+def links_of(source: str, report: membership_wire.LinkReport) -> list[Link]:
+    """What a host measured."""
+    return [
+        Link(
+            source,
+            link.target,
+            tuple(link.small_ms),
+            tuple(link.hidden_ms),
+            link.bytes_per_s if link.HasField("bytes_per_s") else None,
+            link.failure,
+        )
+        for link in report.links
+    ]

@@ -1,4 +1,4 @@
-"""The head has every host measure its links to every other."""
+"""Link survey: every host measures its link to every other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mesh.cluster.link_reports import carry_out, links_of, order_of
+from mesh.cluster.link_probe import carry_out, links_of, order_of
 from mesh.placement.links import Link, Links, LinkWish
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import MeshError

@@ -1,4 +1,4 @@
-"""Who belongs to the mesh now."""
+"""Members of a mesh and their state."""
 
 from __future__ import annotations
 

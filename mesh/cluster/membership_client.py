@@ -1,4 +1,4 @@
-"""A host's side of membership: asks to join, then listens for as long as it belongs."""
+"""Membership client of a joining host."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import grpc
 
-from mesh.cluster.certificate import fetch_pinned_certificate
-from mesh.cluster.echo import EchoServer
-from mesh.cluster.host_certificate import HostCertificate
-from mesh.cluster.link_reports import carry_out
-from mesh.cluster.membership_keepalive import KEEPALIVE
+from mesh.cluster.certificates import HostCertificate, fetch_pinned_certificate
+from mesh.cluster.link_probe import EchoServer, carry_out
+from mesh.cluster.membership_messages import KEEPALIVE, report_of
 from mesh.cluster.membership_server import RayAccess
 from mesh.cluster.reachability import CheckListener
-from mesh.cluster.reports import report_of
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc

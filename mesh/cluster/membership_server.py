@@ -1,4 +1,4 @@
-"""The head's side of membership: admits hosts, remembers them, sends them stage files."""
+"""Membership service of the head."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 
-from mesh.cluster.certificate import server_credentials
-from mesh.cluster.door import Door, eviction
-from mesh.cluster.membership_keepalive import KEEPALIVE, SERVER_PINGS
+from mesh.cluster.admission import Door, eviction
+from mesh.cluster.certificates import server_credentials
+from mesh.cluster.membership_messages import KEEPALIVE, SERVER_PINGS, member_of
 from mesh.cluster.reachability import check_reachable_back
-from mesh.cluster.reports import member_of
-from mesh.cluster.stage_sender import StageSender
+from mesh.cluster.stage_files import StageSender
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
@@ -29,8 +28,7 @@ from stages.weights.fetch import MAX_REQUEST_BYTES, RateLimit
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from mesh.cluster.authority import Authority
-    from mesh.cluster.certificate import Certificate
+    from mesh.cluster.certificates import Authority, Certificate
     from mesh.cluster.host_facts import Versions
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.members import Member, Members

@@ -1,4 +1,4 @@
-"""How fast this host's memory is read.
+"""Child process that measures memory bandwidth.
 
 Run as a program: the number of threads as its argument, GB/s on standard output.
 """

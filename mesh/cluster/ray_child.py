@@ -1,4 +1,4 @@
-"""`python -m mesh.cluster.ray_child start …`: a Ray node under a process that dies with its owner.
+"""Child process that runs `ray start` and dies with its parent.
 
 Setting this up between fork and exec would run Python code in a forked copy of a process with threads, which
 may hang.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from mesh.cluster.ray_environment import LINGER_S, OWNER_PATH, PARENT_PID
-from mesh.cluster.ray_keeper import Ownership, keep
+from mesh.cluster.ray_reaper import Ownership, keep
 
 _PR_SET_PDEATHSIG: Final = 1
 

@@ -1,16 +1,60 @@
-"""How Ray is set up by environment: token required, silent, nothing reported to anybody."""
+"""Environment variables and TLS files of Ray."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Final
 
-from mesh.cluster.ray_tls_files import RayTlsFiles
 from mesh.util.child_environment import inherited_environment
 from stages.runtime.memory import ALLOCATOR
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from stages.transport.channels import Identity
+
+
+# Ray's processes take them from files only. They lie in the node's folder, which is this user's alone and
+# goes with the node.
+_MODE: Final = 0o600
+
+
+class RayTlsFiles:
+    """Three files.
+
+    Args:
+        folder: Of the node; nobody else can enter it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._certificate = folder / "certificate.pem"
+        self._key = folder / "key.pem"
+        self._authority = folder / "authority.pem"
+
+    @property
+    def exist(self) -> bool:
+        """Whether this node speaks TLS."""
+        return self._key.exists()
+
+    def write(self, identity: Identity) -> None:
+        """Write them, readable by this user only."""
+        for path, content in (
+            (self._certificate, identity.certificate_pem),
+            (self._authority, identity.authority_pem),
+            (self._key, identity.private_key_pem),
+        ):
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE), "wb") as file:
+                file.write(content)
+
+    def environment(self) -> dict[str, str]:
+        """What tells Ray of them."""
+        return {
+            "RAY_USE_TLS": "1",
+            "RAY_TLS_SERVER_CERT": str(self._certificate),
+            "RAY_TLS_SERVER_KEY": str(self._key),
+            "RAY_TLS_CA_CERT": str(self._authority),
+        }
+
 
 PARENT_PID: Final = "SPANMESH_PARENT_PID"
 # For a node that may outlive its starter: the file that its owner locks, and for how long nobody may.
@@ -72,6 +116,6 @@ def child_environment(token_path: Path, owner_path: Path, linger_s: float) -> di
         PARENT_PID: str(os.getpid()),
         OWNER_PATH: str(owner_path),
         LINGER_S: str(linger_s),
-        "RAY_START_HOOK": "mesh.cluster.ray_hook.leave_out",
+        "RAY_START_HOOK": "mesh.cluster.ray_start_hook.leave_out",
         "PYTHONUNBUFFERED": "1",
     }

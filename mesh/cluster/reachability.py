@@ -1,4 +1,4 @@
-"""Can the head reach a host back? The host listens and says a nonce, the head dials and compares."""
+"""Reachability of a joining host from the head."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def join(
             raise click.UsageError("give the join token, or --token-file, and not both")
     decode(text)
     from mesh.cluster.addresses import advertised  # noqa: PLC0415
-    from mesh.join import JoinOptions, join_mesh  # noqa: PLC0415
+    from mesh.cluster.join import JoinOptions, join_mesh  # noqa: PLC0415
     from mesh.util.tasks import run_interruptible  # noqa: PLC0415 - brings grpc, which a refusal needs not
 
     keeping_from(models_dir=models_dir, cache_bytes=cache_bytes)

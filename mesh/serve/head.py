@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mesh.cluster.addresses import is_loopback
-from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import Certificate, make_certificate
-from mesh.cluster.echo import EchoServer
+from mesh.cluster.certificates import Authority, Certificate, make_certificate
 from mesh.cluster.join_token import JoinToken, encode
+from mesh.cluster.link_probe import EchoServer
 from mesh.cluster.link_survey import LinkSurvey
 from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.cluster.exit_detail import exited_pid
-from mesh.cluster.ray_driver import result_of
+from mesh.cluster.ray_driver import exited_pid, result_of
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import MeshError, StageFailed
@@ -20,7 +19,7 @@ from stages.serving.actor import StageActor
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from mesh.cluster.authority import Authority
+    from mesh.cluster.certificates import Authority
     from mesh.cluster.members import Member
     from mesh.cluster.ray_driver import RayDriver
     from mesh.serve.mesh_keys import MeshKeys

@@ -6,7 +6,7 @@ nobody says anything: every GPU once, even if two backends know it; integrated G
 other.
 
 To ask wakes the devices up: CUDA, for one, gives a process that looks at a GPU a few hundred MB of it. So a
-process that stays, and computes nothing there, has another one look: see `mesh.cluster.gpus`.
+process that stays, and computes nothing there, has another one look: see `mesh.cluster.host_facts`.
 """
 
 from __future__ import annotations

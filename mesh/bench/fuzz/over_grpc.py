@@ -19,8 +19,7 @@ from mesh.bench.fuzz.good_session import good_session
 from mesh.bench.fuzz.small_model import small_layout, write_layout
 from mesh.bench.fuzz.stage_process import HOST, MESH_ID, MESH_KEY, TERM, Served, StageProcess
 from mesh.bench.fuzz.tally import Tally
-from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import make_certificate
+from mesh.cluster.certificates import Authority, make_certificate
 from mesh.coordinator.stage_streams import ControlStream
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire

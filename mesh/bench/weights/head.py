@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from mesh.cluster.addresses import free_port
-from mesh.cluster.authority import Authority
-from mesh.cluster.certificate import make_certificate
+from mesh.cluster.certificates import Authority, make_certificate
 from mesh.cluster.host_facts import read_versions
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.members import Members

@@ -1,4 +1,4 @@
-"""What `ray start` calls before it starts a node's processes: leaves out those that a mesh has no use for.
+"""Start hook of Ray: leaves out its agents and dashboard.
 
 Ray's command line has no option against them. Its agents take 100 MB on every host; the dashboard and the
 server for Ray Client, which also takes a fixed port, 150 MB more on the head.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.cluster import idle_agent
+from mesh.cluster import ray_idle_agent
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -36,7 +36,7 @@ def leave_out(ray_params: Any, head: bool) -> None:  # noqa: FBT001 - Ray's sign
 
 
 def start_less(services: ModuleType) -> None:
-    """Have Ray start idle agents, see `idle_agent`, and no dashboard.
+    """Have Ray start idle agents, see `ray_idle_agent`, and no dashboard.
 
     Args:
         services: Ray's module that starts processes.
@@ -45,7 +45,7 @@ def start_less(services: ModuleType) -> None:
 
     def idle_command_of(component: str, *arguments: Any, **options: Any) -> list[str]:
         if component in _AGENTS:
-            return [sys.executable, "-I", "-S", idle_agent.__file__]
+            return [sys.executable, "-I", "-S", ray_idle_agent.__file__]
         command: list[str] = command_of(component, *arguments, **options)
         return command
 

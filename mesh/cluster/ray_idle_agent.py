@@ -1,4 +1,4 @@
-"""Stands in for one of the two agents that Ray starts beside every raylet, in a fifteenth of its memory.
+"""Child process that stands in for an agent of Ray.
 
 Ray's own are there for its dashboard, its metrics and its runtime environments, none of which a mesh uses,
 and import all of Ray for it: 50 MB each, on every host. The raylet asks no more of them than to live as long

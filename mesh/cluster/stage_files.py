@@ -1,4 +1,4 @@
-"""What the head sends of stages: recipes, and bytes of files that it need not have written."""
+"""Transfer of recipes and pieces of stage files from the head."""
 
 from __future__ import annotations
 

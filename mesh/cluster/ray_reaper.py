@@ -1,4 +1,4 @@
-"""The first process of a Ray node on Linux: keeps what `ray start` leaves running, and ends it.
+"""Child process that keeps Ray's daemons and ends them.
 
 `ray start --block` does the same with all of Ray imported, in 80 MB on every host. This needs a tenth: it is
 the reaper of its descendants (prctl(2), PR_SET_CHILD_SUBREAPER), so that Ray's processes become its children
@@ -173,7 +173,7 @@ def _signal_children(number: signal.Signals) -> None:
 
 
 def main() -> None:
-    """`python -m mesh.cluster.ray_keeper DAEMON COMMAND…`."""
+    """`python -m mesh.cluster.ray_reaper DAEMON COMMAND…`."""
     sys.exit(keep(sys.argv[2:], sys.argv[1]))
 
 

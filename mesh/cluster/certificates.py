@@ -1,0 +1,322 @@
+"""Certificates of a mesh: authority, head and hosts, and their renewal.
+
+It is the mesh's certificate authority, too: see `mesh.cluster.certificates`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import hashlib
+import hmac
+import ipaddress
+import ssl
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import grpc
+import structlog
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from spanmesh_proto.addresses import split_address
+from spanmesh_proto.errors import HostUnreachable, InvalidJoinToken, JoinError, MeshError
+from stages.transport.channels import Identity, NewKey, peer_name
+from stages.weights.fetch import SERVER_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+# As long as any mesh: it cannot be renewed without another join token.
+_LIFETIME: Final = dt.timedelta(days=3650)
+CLOCK_SKEW: Final = dt.timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate with its private key, both PEM.
+
+    Attributes:
+        certificate_pem: Goes to every peer.
+        private_key_pem: Stays on the head's host.
+    """
+
+    certificate_pem: bytes
+    private_key_pem: bytes = field(repr=False)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """sha256 of the DER form, 32 bytes."""
+        return fingerprint_of(self.certificate_pem)
+
+
+def make_certificate(now: dt.datetime) -> Certificate:
+    """A new P-256 key and a certificate for `SERVER_NAME`, good for ten years.
+
+    Args:
+        now: Aware time of making; a day earlier counts too, for hosts whose clock is behind.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SERVER_NAME)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(now + _LIFETIME)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return Certificate(
+        certificate_pem=certificate.public_bytes(serialization.Encoding.PEM),
+        private_key_pem=key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
+    )
+
+
+def fingerprint_of(certificate_pem: bytes) -> bytes:
+    """sha256 of a PEM certificate's DER form, 32 bytes."""
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate_pem.decode())).digest()
+
+
+def server_credentials(certificate: Certificate) -> grpc.ServerCredentials:
+    """For the port of the membership service."""
+    return grpc.ssl_server_credentials([(certificate.private_key_pem, certificate.certificate_pem)])
+
+
+async def fetch_pinned_certificate(address: str, fingerprint: bytes, *, timeout_s: float) -> bytes:
+    """The PEM certificate that the server at `address` presents, if it is the one expected.
+
+    Nothing but the TLS handshake crosses the wire: no secret is at stake yet.
+
+    Args:
+        address: `host:port`.
+        fingerprint: sha256 that the certificate's DER form must have.
+        timeout_s: For connecting and the handshake together.
+
+    Raises:
+        HostUnreachable: If nothing answers there in time, or what answers does not speak TLS.
+        InvalidJoinToken: If the server presents another certificate.
+    """
+    host, port = split_address(address)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # The fingerprint below decides, not a chain of authorities.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, port, ssl=context)
+    except TimeoutError:
+        raise HostUnreachable(f"no answer from the head at {address} within {timeout_s:g} s") from None
+    except ssl.SSLError as error:
+        raise HostUnreachable(f"what listens at {address} is not a mesh head: {error.reason}") from error
+    except OSError as error:
+        raise HostUnreachable(f"cannot reach the head at {address}: {error.strerror or error}") from error
+    try:
+        der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    finally:
+        writer.transport.abort()
+    if not hmac.compare_digest(hashlib.sha256(der).digest(), fingerprint):
+        raise InvalidJoinToken(
+            f"the server at {address} is not the one that made this join token (its certificate differs): "
+            "was the head started anew? Use the line that it printed last"
+        )
+    return ssl.DER_cert_to_PEM_cert(der).encode()
+
+
+log = structlog.get_logger()
+
+# Of a certificate. A host's is renewed when two thirds of that are over, a stage's when its ring is connected
+# the next time after that.
+LIFETIME: Final = dt.timedelta(days=30)
+_MAX_REQUEST_BYTES: Final = 4096
+
+
+def _now() -> dt.datetime:
+    return dt.datetime.now(dt.UTC)
+
+
+class Authority:
+    """Signs the keys of admitted hosts. Its own key is the head's, and like it never travels.
+
+    Args:
+        certificate: The head's, with its key.
+        lifetime: Of the certificates that it signs.
+        clock: Aware time.
+    """
+
+    def __init__(
+        self,
+        certificate: Certificate,
+        *,
+        lifetime: dt.timedelta = LIFETIME,
+        clock: Callable[[], dt.datetime] = _now,
+    ) -> None:
+        key = serialization.load_pem_private_key(certificate.private_key_pem, password=None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey)  # noqa: S101 - `make_certificate` makes no other
+        self._key = key
+        self._certificate = x509.load_pem_x509_certificate(certificate.certificate_pem)
+        self._lifetime = lifetime
+        self._clock = clock
+        self.certificate_pem = certificate.certificate_pem
+
+    def sign(self, request_pem: bytes, host: str, address: str) -> bytes:
+        """A certificate for a key that was made elsewhere.
+
+        Args:
+            request_pem: PKCS #10, of a P-256 key. Whatever names or extensions it asks for are ignored.
+            host: The host's name, as it was admitted.
+            address: IP address or host name where the others reach it.
+
+        Returns:
+            The certificate, PEM.
+
+        Raises:
+            JoinError: If the request is none, or is not signed with its own key.
+        """
+        return self._sign(request_pem, host, address, self._clock() + self._lifetime)
+
+    def is_due(self, certificate_pem: bytes) -> bool:
+        """Whether two thirds of the life of a certificate that it signed are over."""
+        until = x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc
+        return until - self._clock() < self._lifetime / 3
+
+    def sign_for_ray(self, request_pem: bytes, host: str, address: str) -> bytes:
+        """The same for Ray's processes, which read it once: good as long as the authority.
+
+        Raises:
+            JoinError: As for `sign`.
+        """
+        return self._sign(request_pem, host, address, self._certificate.not_valid_after_utc)
+
+    def own_identity(self, hosts: Sequence[str], address: str) -> Identity:
+        """For the head's own process, which holds the authority's key anyway: good as long as that is.
+
+        Args:
+            hosts: What the head's host is called.
+            address: Where the others reach it.
+        """
+        key = NewKey()
+        certificate = self._issue(key.public_key, hosts, address, self._certificate.not_valid_after_utc)
+        return key.identity(certificate.public_bytes(serialization.Encoding.PEM), self.certificate_pem)
+
+    def _sign(self, request_pem: bytes, host: str, address: str, until: dt.datetime) -> bytes:
+        certificate = self._issue(_requested_key(request_pem, host), [host], address, until)
+        log.info("certificate_signed", host=host, until=certificate.not_valid_after_utc.isoformat())
+        return certificate.public_bytes(serialization.Encoding.PEM)
+
+    def _issue(
+        self, key: ec.EllipticCurvePublicKey, hosts: Sequence[str], address: str, until: dt.datetime
+    ) -> x509.Certificate:
+        names = [x509.DNSName(peer_name(host)) for host in hosts]
+        return (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])]))
+            .issuer_name(self._certificate.subject)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(self._clock() - CLOCK_SKEW)
+            .not_valid_after(min(until, self._certificate.not_valid_after_utc))
+            .add_extension(x509.SubjectAlternativeName([*names, _general_name(address)]), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+                critical=False,
+            )
+            .sign(self._key, hashes.SHA256())
+        )
+
+
+def _requested_key(request_pem: bytes, host: str) -> ec.EllipticCurvePublicKey:
+    malformed = JoinError(
+        f"host {host!r} sent no proper certificate request: install the same spanmesh on both hosts"
+    )
+    if len(request_pem) > _MAX_REQUEST_BYTES:
+        raise malformed
+    try:
+        request = x509.load_pem_x509_csr(request_pem)
+        key = request.public_key()
+        if not request.is_signature_valid:
+            raise malformed
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
+        raise malformed from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise malformed
+    return key
+
+
+def _general_name(address: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(address))
+    except ValueError:
+        if not address.isascii():
+            raise JoinError(
+                f"{address!r} cannot stand in a certificate; give --advertise an IP address"
+            ) from None
+        return x509.DNSName(address)
+
+
+def renewal_in_s(certificate_pem: bytes, now: dt.datetime) -> float:
+    """Seconds until two thirds of what is left of a certificate's life are over.
+
+    Args:
+        certificate_pem: Fresh from the head.
+        now: Aware time. However wrong this clock is, the head is not asked more than once a second.
+    """
+    left = x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc - now
+    return max(left.total_seconds() * 2 / 3, 1.0)
+
+
+class HostCertificate:
+    """Keys are made here, the head certifies them, the latest certificate counts. For one event loop.
+
+    Args:
+        authority_pem: The head's certificate, which the join token pins.
+        clock: Aware time.
+    """
+
+    def __init__(self, authority_pem: bytes, *, clock: Callable[[], dt.datetime] = _now) -> None:
+        self._authority_pem = authority_pem
+        self._clock = clock
+        self._key = NewKey()
+        self._identity: Identity | None = None
+        self._taken = asyncio.Event()
+
+    def request_pem(self) -> bytes:
+        """A request for a key made just now."""
+        self._key = NewKey()
+        self._taken.clear()
+        return self._key.request_pem()
+
+    def take(self, certificate_pem: bytes) -> None:
+        """What came of the latest request."""
+        self._identity = self.with_certificate(certificate_pem)
+        self._taken.set()
+
+    def with_certificate(self, certificate_pem: bytes) -> Identity:
+        """The key of the latest request with another certificate that was made for it."""
+        return self._key.identity(certificate_pem, self._authority_pem)
+
+    def identity(self) -> Identity:
+        """What to show peers from now on.
+
+        Raises:
+            MeshError: If nothing was taken yet.
+        """
+        if self._identity is None:
+            raise MeshError("this host has no certificate yet")
+        return self._identity
+
+    async def due(self) -> None:
+        """Return when there is a certificate and it is time to ask for the next one."""
+        await self._taken.wait()
+        await asyncio.sleep(renewal_in_s(self.identity().certificate_pem, self._clock()))

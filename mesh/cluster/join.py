@@ -1,0 +1,312 @@
+"""Joining: membership of this host, its Ray node, and rejoining with backoff."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+import structlog
+
+from mesh.cluster.addresses import primary_address
+from mesh.cluster.host_facts import read_host_facts
+from mesh.cluster.join_token import decode
+from mesh.cluster.members import Member, check_name
+from mesh.cluster.membership_client import Membership, find_head
+from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig
+from mesh.util.tasks import first_of
+from spanmesh_proto.addresses import split_address
+from spanmesh_proto.errors import ClusterError, HostUnreachable, JoinError, MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from mesh.cluster.host_facts import HostFacts
+    from mesh.cluster.join_token import JoinToken
+    from mesh.cluster.membership_server import RayAccess
+    from mesh.util.tasks import Interruption
+
+
+log = structlog.get_logger()
+
+
+class Node(Protocol):
+    """What is needed of a Ray node; see `RayNode`."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its first process lives."""
+
+    async def wait_ready(self) -> str:
+        """Wait until it is part of its cluster."""
+
+    async def ended(self) -> None:
+        """Return when its first process has ended."""
+
+    def stop(self) -> None:
+        """End every process of it."""
+
+
+class Home:
+    """What stays when a stay ends.
+
+    Args:
+        options: What the user says.
+        start_node: Starts a Ray node.
+    """
+
+    def __init__(self, options: JoinOptions, start_node: Callable[[RayNodeConfig], Node]) -> None:
+        self._options = options
+        self._start_node = start_node
+        self._facts: HostFacts | None = None
+        self._node: Node | None = None
+        self._node_name = ""
+        self._access: RayAccess | None = None
+
+    async def member(self, head_address: str) -> Member:
+        """This host as it introduces itself.
+
+        Memory is read while no node of ours takes any: beside a loaded stage less of it is free.
+
+        Args:
+            head_address: Where the head was found.
+        """
+        options = self._options
+        if self._node is None or not self._node.is_running or self._facts is None:
+            self.close()
+            self._node_name = f"{options.name}.{secrets.token_hex(4)}"
+            self._facts = await asyncio.to_thread(
+                read_host_facts,
+                memory_bytes=options.memory_bytes,
+                num_threads=options.num_threads,
+                gpu_layers=options.gpu_layers,
+            )
+        return Member(
+            name=options.name,
+            address=options.advertise or primary_address(split_address(head_address)[0]),
+            facts=self._facts,
+            ray_node_name=self._node_name,
+        )
+
+    def node(self, member: Member, access: RayAccess) -> Node | None:
+        """The node that belongs to this cluster: the one that runs, or a new one.
+
+        Args:
+            member: This host as it was admitted.
+            access: Where the cluster is.
+
+        Returns:
+            None if the one that runs belongs to another cluster: it is ended, and the host is to join anew.
+        """
+        if self._node is not None and self._access != access:
+            log.info("ray_is_another", was=self._access and self._access.address, now=access.address)
+            self.close()
+            return None
+        if self._node is None:
+            # Here, in the main thread: the node dies with the thread that starts it.
+            self._node = self._start_node(
+                RayNodeConfig(
+                    member.address,
+                    member.ray_node_name,
+                    access.token,
+                    access.address,
+                    identity=access.identity,
+                )
+            )
+            self._access = access
+        return self._node
+
+    def close(self) -> None:
+        """End the node, and all that runs on it."""
+        if self._node is not None:
+            self._node.stop()
+            self._node = None
+
+
+# Moving layers means to bring them to another host: that may take minutes, but not for ever.
+_LEAVE_S: Final = 600.0
+
+
+class Stay:
+    """Joins once.
+
+    Args:
+        token: Of the mesh.
+        home: This host.
+        interruption: Asks to leave.
+
+    Attributes:
+        was_admitted: Whether the head took this host in.
+        was_ready: Whether this host was a member, with a Ray node that ran.
+    """
+
+    def __init__(self, token: JoinToken, home: Home, interruption: Interruption) -> None:
+        self._token = token
+        self._home = home
+        self._interruption = interruption
+        self._wants_to_leave = asyncio.Event()
+        self.was_admitted = False
+        self.was_ready = False
+
+    async def run(self) -> None:
+        """Return when the head has let this host go, or when it has asked to leave and the head is gone.
+
+        Raises:
+            JoinError: If the head refuses this host, or is gone.
+            ClusterError: If this host's Ray node does not start, or ends.
+        """
+        head = await find_head(self._token)
+        member = await self._home.member(head.address)
+        async with Membership(head, self._token.secret, member) as membership:
+            access = await membership.join()
+            self.was_admitted = True
+            log.info(
+                "joined",
+                head=head.address,
+                name=member.name,
+                address=member.address,
+                memory_bytes=member.facts.memory_bytes,
+                threads=member.facts.num_threads,
+                speed_gb_per_s=round(member.facts.speed_gb_per_s, 1),
+            )
+            self._interruption.soften(self._wants_to_leave.set)
+            try:
+                node = self._home.node(member, access)
+                if node is None:
+                    raise ClusterError("the head has another Ray cluster than before")
+                await first_of(_listen(membership), self._serve(membership, node), self._leave(membership))
+            except MeshError as error:
+                if not self._wants_to_leave.is_set():
+                    raise
+                log.info("left_without_goodbye", reason=error.message)
+            finally:
+                self._interruption.soften(None)
+                log.info("left", name=member.name)
+
+    async def _serve(self, membership: Membership, node: Node) -> None:
+        await node.wait_ready()
+        await membership.report_ready()
+        self.was_ready = True
+        await node.ended()
+        raise ClusterError("this host's Ray node ended")
+
+    async def _leave(self, membership: Membership) -> None:
+        await self._wants_to_leave.wait()
+        log.info("leaving", wait="until what is here has moved; Ctrl-C again leaves at once")
+        await membership.report_leaving()
+        await asyncio.sleep(_LEAVE_S)
+        log.warning("leaving_at_once", reason=f"the head has not let this host go within {_LEAVE_S:g} s")
+
+
+async def _listen(membership: Membership) -> None:
+    async for state in membership.states():
+        log.info("head_says", state=state)
+
+
+_FIRST_S: Final = 0.5
+# A try is one connection: a price worth paying for being back seconds after the head is.
+_MOST_S: Final = 2.0
+
+
+def backoff_s(jitter: Callable[[], float]) -> Iterator[float]:
+    """Pauses between tries, in seconds: each about twice as long as the one before, up to two seconds.
+
+    Args:
+        jitter: From 0 to 1. Each pause is between a half and three halves of what it would be without.
+    """
+    pause_s = _FIRST_S
+    while True:
+        yield pause_s * (0.5 + jitter())
+        pause_s = min(2 * pause_s, _MOST_S)
+
+
+def may_pass(error: MeshError) -> bool:
+    """Whether what ended a stay may be over after a while.
+
+    A head that is away may come back; one that still believes this host to be there under its name finds out;
+    a Ray node can be started again. But a token that is refused now is refused for good, and so is a version.
+    """
+    return type(error) in {JoinError, HostUnreachable} or isinstance(error, ClusterError)
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """What the user says.
+
+    Attributes:
+        token: The join token's text.
+        name: What to call this host.
+        advertise: Address where the others reach it, or None for the one that leads to the head.
+        memory_bytes: What the mesh may use, or None for all that is free.
+        num_threads: Threads for computing, or None for one per core.
+        give_up_after_s: How long to look for a head that was there once.
+        gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see
+            `mesh.placement.host_capacity`.
+    """
+
+    token: str = field(repr=False)
+    name: str
+    advertise: str | None
+    memory_bytes: int | None
+    num_threads: int | None
+    give_up_after_s: float = 600.0
+    gpu_layers: int | None = None
+
+
+async def join_mesh(
+    options: JoinOptions,
+    interruption: Interruption,
+    *,
+    start_node: Callable[[RayNodeConfig], Node] = RayNode.start,
+    jitter: Callable[[], float] = random.random,
+) -> None:
+    """Join, and stay until the head closes the mesh or lets this host go.
+
+    Whatever ends a stay before that, such as a network that is away for a while, is waited out: the host
+    joins again, with the Ray node that it has if that still runs.
+
+    Args:
+        options: What the user says.
+        interruption: Its first signal asks the head to move what is here; its second leaves at once.
+        start_node: Starts this host's Ray node, in the main thread.
+        jitter: From 0 to 1, so that hosts that lost their head do not all come back at the same instant.
+
+    Raises:
+        InvalidJoinToken: If the token is malformed, wrong or expired, or this host was evicted.
+        HostUnreachable: If the head cannot be reached, from the start or for `give_up_after_s`, or cannot
+            reach this host.
+        JoinError: If the head refuses this host.
+        ClusterError: If Ray does not start, however often it is tried.
+    """
+    token = decode(options.token)
+    check_name(options.name)
+    home = Home(options, start_node)
+    delays_s = backoff_s(jitter)
+    heard_s: float | None = None
+    num_false_starts = 0
+    try:
+        while True:
+            token.check_expiry(time.time())
+            stay = Stay(token, home, interruption)
+            try:
+                await stay.run()
+            except (ClusterError, JoinError) as error:
+                if stay.was_ready:
+                    heard_s, delays_s = time.monotonic(), backoff_s(jitter)
+                num_false_starts += stay.was_admitted and not stay.was_ready
+                is_known = heard_s is not None or 0 < num_false_starts < MOST_STARTS
+                if not is_known or not may_pass(error):
+                    raise
+                if heard_s is not None and time.monotonic() - heard_s > options.give_up_after_s:
+                    log.warning("head_given_up", after_s=options.give_up_after_s)
+                    raise
+                delay_s = next(delays_s)
+                log.warning("join_again", reason=error.message, in_s=round(delay_s, 1))
+                await asyncio.sleep(delay_s)
+            else:
+                return
+    finally:
+        home.close()
