@@ -9,10 +9,15 @@ import pytest
 
 from mesh.cluster.certificates import make_certificate
 from mesh.cluster.join_token import JoinToken, encode
-from mesh.doctor.check import Outcome, exit_code
-from mesh.doctor.host_checks import agreement_checks, host_checks
-from mesh.doctor.mesh_checks import mesh_checks
-from mesh.doctor.this_host import this_host_checks, token_checks
+from mesh.doctor import (
+    Outcome,
+    agreement_checks,
+    exit_code,
+    host_checks,
+    mesh_checks,
+    this_host_checks,
+    token_checks,
+)
 from stages.host.host_report import look
 from stages.layers import LayerRange
 from stages.weights.stage_cache import StageCache

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mesh.draft.load import load_draft
-from mesh.draft.requantise import requantise
 from mesh.engine import GenerationRequest, SpeculationLimits, SpeculationMode
+from mesh.requantize import requantise
 from mesh.serve.proposers import Proposers
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions

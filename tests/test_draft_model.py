@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from mesh.draft.requantise import requantise
+from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from speculative.draft.context import DraftOptions, DraftUnusable
 from speculative.draft.model import DraftModel

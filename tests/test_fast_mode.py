@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from mesh.draft.requantise import requantise
+from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from stages.layers import ranges_from_cuts
 from stages.runtime.numerics import numerics_for, prepare_process

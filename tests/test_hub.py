@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.cli import run
-from mesh.hub.choice import RepoFile, choose
-from mesh.hub.library import HubLibrary
-from mesh.hub.reference import HubReference, parse_reference
+from mesh.hub import HubLibrary, HubReference, RepoFile, choose, parse_reference
 from spanmesh_proto.errors import HubUnavailable, InvalidModel, ModelError
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
@@ -44,7 +42,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.setattr(http, "_FIRST_PAUSE_S", 0.01)
-        monkeypatch.setattr("mesh.hub.repository._FIRST_PAUSE_S", 0.01)
+        monkeypatch.setattr("mesh.hub._FIRST_PAUSE_S", 0.01)
         # Small enough that a tiny model has several.
         monkeypatch.setattr(http, "_BLOCK_BYTES", 2**14)
         files = TinyModel("llama").write(tmp_path / "tiny-Q8_0.gguf")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import gguf
 import pytest
 
-from mesh.draft.requantise import requantise
+from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidModel
 from stages.certification.certify import CertifyOptions, certify

@@ -17,7 +17,7 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mesh.doctor.check import Check
+    from mesh.doctor import Check
 
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 _MARKS: Final = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
@@ -58,8 +58,7 @@ def doctor(
     Each failure names what to do. Exits with 1 if anything failed.
     """
     from mesh.cluster.join_token import read_token  # noqa: PLC0415 - keeps --help quick
-    from mesh.doctor.check import exit_code  # noqa: PLC0415
-    from mesh.doctor.this_host import this_host_checks, token_checks  # noqa: PLC0415
+    from mesh.doctor import exit_code, this_host_checks, token_checks  # noqa: PLC0415
 
     name = socket.gethostname()
     checks = [*this_host_checks(name, port=port, advertise=advertise, model=model, url=url)]
@@ -75,8 +74,7 @@ def doctor(
 
 
 def _of_mesh(url: str, key: str | None) -> Iterable[Check]:
-    from mesh.doctor.check import fail  # noqa: PLC0415 - keeps --help quick
-    from mesh.doctor.mesh_checks import mesh_checks  # noqa: PLC0415
+    from mesh.doctor import fail, mesh_checks  # noqa: PLC0415 - keeps --help quick
 
     try:
         status = ask_head(f"{url}/mesh/status", key)

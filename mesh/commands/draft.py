@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from mesh.commands.model_argument import local_model
-from mesh.draft.requantise import QUANT_TYPES, requantise
+from mesh.requantize import QUANT_TYPES, requantise
 from mesh.util.progress import progress_bars
 from spanmesh_proto.errors import ModelError
 from stages.gguf.reader import read_header

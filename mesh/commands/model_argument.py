@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from mesh.hub.library import PulledModel
+    from mesh.hub import PulledModel
     from mesh.util.progress import ProgressBars
 
 
@@ -21,8 +21,7 @@ def local_model(model: Path) -> PulledModel:
     Raises:
         ModelError: If it is at the hub, and cannot be had there.
     """
-    from mesh.hub.library import HubLibrary, PulledModel  # noqa: PLC0415 - keeps --help quick
-    from mesh.hub.reference import is_reference, parse_reference  # noqa: PLC0415
+    from mesh.hub import HubLibrary, PulledModel, is_reference, parse_reference  # noqa: PLC0415
     from mesh.util.progress import progress_bars  # noqa: PLC0415
     from stages.weights.store import default_root  # noqa: PLC0415
 

@@ -18,7 +18,7 @@ from spanmesh_proto.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.hub.library import HubLibrary, KeptModel
+    from mesh.hub import HubLibrary, KeptModel
     from stages.weights.store import StageStore, StoredStage
 
 _LEAST_PREFIX = 6
@@ -80,7 +80,7 @@ def list_(*, as_json: bool) -> None:
 @click.argument("reference")
 def pull(reference: str) -> None:
     """Bring a model of the hub here: hf:org/repo:QUANT."""
-    from mesh.hub.reference import parse_reference  # noqa: PLC0415 - keeps --help quick
+    from mesh.hub import parse_reference  # noqa: PLC0415 - keeps --help quick
 
     parse_reference(reference)
     click.echo(local_model(Path(reference)).path)
@@ -119,7 +119,7 @@ def prune(limit_bytes: int | None) -> None:
 
 
 def _entries() -> list[_Entry]:
-    from mesh.hub.library import HubLibrary  # noqa: PLC0415 - keeps --help quick
+    from mesh.hub import HubLibrary  # noqa: PLC0415 - keeps --help quick
     from stages.weights.store import default_root, stage_store  # noqa: PLC0415
 
     library, store = HubLibrary(default_root()), stage_store()

@@ -12,7 +12,7 @@ from mesh.commands.options import MemorySize
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mesh.hub.library import PulledModel
+    from mesh.hub import PulledModel
     from mesh.serve.weights_options import WeightsOptions
     from stages.weights.store import Keeping
 

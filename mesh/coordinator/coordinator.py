@@ -17,7 +17,7 @@ from mesh.coordinator.ring_stats import Incarnation
 from mesh.coordinator.session import Session
 from mesh.coordinator.session_replay import Revival, blame
 from mesh.coordinator.speculation import Speculators
-from mesh.speculation_report import SpeculationReport
+from mesh.engine import SpeculationReport
 from spanmesh_proto.errors import (
     ClusterError,
     ContextLengthExceeded,

@@ -6,9 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.engine import GenerationStats
-from mesh.ring_times import RingTimes, StageTimes
-from mesh.speculation_report import SpeculationReport
+from mesh.engine import GenerationStats, RingTimes, SpeculationReport, StageTimes
 from speculative.acceptance import SpeculationStatistics
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from mesh.bench.spec.results import Circumstances, Results
 from mesh.bench.spec.runner import Runner, RunnerOptions
 from mesh.bench.spec.workload import SPEC_BENCH, Workload
 from mesh.bench.spec.workloads import all_workloads, choose
-from mesh.draft.requantise import requantise
 from mesh.lab.hosts import Lab
 from mesh.lab.support import lab_supported
+from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError

@@ -1,4 +1,4 @@
-"""A model in fewer bits: a draft model for itself, with the same vocabulary and nearly the same mind.
+"""Requantisation of a GGUF in a child process.
 
 llama.cpp does it, in a process of its own: it takes minutes for a large model, during which Ctrl-C should be
 heard, and it aborts on some malformed files.

@@ -1,0 +1,478 @@
+"""Checks of `mesh doctor`: of this host, of hosts and of a mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from mesh.cluster.addresses import (
+    LOOPBACK,
+    advertised,
+    check_port_free,
+    free_port,
+    is_loopback,
+    primary_address,
+)
+from mesh.util.child_environment import inherited_environment
+from spanmesh_proto.errors import MeshError
+from stages.units import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+
+class Outcome(StrEnum):
+    """What came of a check."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found, and what helps.
+
+    Attributes:
+        where: The host, or both ends of a link.
+        what: In a word or two.
+        outcome: A warning costs speed or will cost something later; a failure keeps a mesh from working.
+        detail: What was found.
+        fix: What to do; empty if all is well.
+    """
+
+    where: str
+    what: str
+    outcome: Outcome
+    detail: str
+    fix: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "where": self.where,
+            "what": self.what,
+            "outcome": str(self.outcome),
+            "detail": self.detail,
+            "fix": self.fix or None,
+        }
+
+
+def ok(where: str, what: str, detail: str) -> Check:
+    """All is well."""
+    return Check(where, what, Outcome.OK, detail)
+
+
+def warn(where: str, what: str, detail: str, fix: str) -> Check:
+    """It works, but."""
+    return Check(where, what, Outcome.WARN, detail, fix)
+
+
+def fail(where: str, what: str, detail: str, fix: str) -> Check:
+    """It does not work."""
+    return Check(where, what, Outcome.FAIL, detail, fix)
+
+
+def exit_code(checks: Iterable[Check]) -> int:
+    """1 if anything failed."""
+    return int(any(check.outcome is Outcome.FAIL for check in checks))
+
+
+_GIB: Final = 2**30
+# Less leaves no room for a stage of any model worth sharing.
+_LITTLE_MEMORY_BYTES: Final = _GIB
+_LITTLE_DISK_BYTES: Final = 2 * _GIB
+# What must be the same everywhere, and what breaks if it is not.
+_MUST_AGREE: Final = {
+    "spanmesh": "install the same spanmesh on both",
+    "protocol": "install the same spanmesh on both",
+    "ray": "install the same ray on both: pip install -c constraints.txt ray",
+    "python": "use the same minor version of Python on both",
+}
+
+
+def host_checks(where: str, look: Mapping[str, Any], *, has_gpu_hardware: bool = False) -> Iterator[Check]:
+    """Versions, devices, memory, disk, processors, stage files.
+
+    Args:
+        where: The host's name.
+        look: `stages.host.host_report.HostLook` as JSON has it.
+        has_gpu_hardware: Whether a GPU is there, as far as anybody but llama.cpp knows.
+    """
+    versions = look["versions"]
+    yield ok(where, "versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
+    yield _devices(where, look, has_gpu_hardware=has_gpu_hardware)
+    yield _room(
+        where,
+        "memory",
+        look["free_memory_bytes"],
+        _LITTLE_MEMORY_BYTES,
+        "end what else runs there, or serve with --head-only if it is the head",
+    )
+    yield _room(
+        where,
+        f"disk at {look['cache_dir']}",
+        look["free_disk_bytes"],
+        _LITTLE_DISK_BYTES,
+        "remove stage files there that are not needed, or set XDG_CACHE_HOME to a larger disk",
+    )
+    if look["can_stay_awake"]:
+        yield ok(where, "processors", "can be kept awake while requests run")
+    else:
+        yield warn(
+            where,
+            "processors",
+            "may fall asleep between two tokens",
+            "let the user write /dev/cpu_dma_latency, by a udev rule or as root",
+        )
+    yield from _files(where, look["files"])
+
+
+def agreement_checks(where: str, versions: Mapping[str, str], head: Mapping[str, str]) -> Iterator[Check]:
+    """Whether a host runs what the head runs."""
+    for name, fix in _MUST_AGREE.items():
+        here, there = _shortened(name, versions[name]), _shortened(name, head[name])
+        if here != there:
+            yield fail(where, name, f"{here} here, {there} on the head", fix)
+    if versions["llama_cpp"] != head["llama_cpp"]:
+        yield warn(
+            where,
+            "llama.cpp",
+            f"{versions['llama_cpp']} here, {head['llama_cpp']} on the head: texts may differ in near-ties",
+            "install the same llama-cpp-python on both",
+        )
+
+
+def _shortened(name: str, version: str) -> str:
+    """Of Python only the minor version matters."""
+    return ".".join(version.split(".")[:2]) if name == "python" else version
+
+
+def _devices(where: str, look: Mapping[str, Any], *, has_gpu_hardware: bool) -> Check:
+    shown = ", ".join(f"{each['name']} ({each['description'].strip()})" for each in look["devices"])
+    if not look["devices"]:
+        return fail(
+            where, "device", "llama.cpp finds nothing to compute on", "install llama-cpp-python again"
+        )
+    if has_gpu_hardware and not look["can_offload"]:
+        return warn(
+            where,
+            "device",
+            f"llama.cpp computes on {shown}, though there is a GPU",
+            'build it for the GPU, such as CMAKE_ARGS="-DGGML_CUDA=on" pip install --force-reinstall '
+            "--no-binary llama-cpp-python llama-cpp-python",
+        )
+    return ok(where, "device", f"llama.cpp computes on {shown}")
+
+
+def _room(where: str, what: str, free_bytes: int, little_bytes: int, fix: str) -> Check:
+    detail = f"{format_size(free_bytes)} free"
+    return ok(where, what, detail) if free_bytes >= little_bytes else warn(where, what, detail, fix)
+
+
+def _files(where: str, files: Mapping[str, bool | None]) -> Iterator[Check]:
+    for sha256, is_whole in files.items():
+        name = f"stage file {sha256[:12]}"
+        if is_whole is None:
+            yield warn(
+                where, name, "is gone from the disk", "nothing now: it is fetched again when it is needed"
+            )
+        elif not is_whole:
+            yield fail(where, name, "is not what its hash says", "remove it, and look after that disk")
+        else:
+            yield ok(where, name, "is what its hash says")
+
+
+_MB: Final = 10**6
+# Logs and limits per minute become hard to read from here; certificates and join tokens fail from there.
+_CLOCK_WARN_MS: Final = 2_000.0
+_CLOCK_FAIL_MS: Final = 60_000.0
+
+
+def mesh_checks(
+    status: Mapping[str, Any], links: Mapping[str, Any], hosts: Sequence[Mapping[str, Any]]
+) -> Iterator[Check]:
+    """All that can be said of a running mesh.
+
+    Args:
+        status: Answer of `/mesh/status`.
+        links: Answer of `/mesh/links`.
+        hosts: Of the answer of `/mesh/examine`.
+    """
+    yield _state(status)
+    for model in (status.get("models") or ())[1:]:
+        yield _state_of(model["name"], model)
+    if reason := status.get("state_not_written"):
+        yield fail(
+            "mesh",
+            "takeover",
+            f"what a next head would have to know is not written: {reason}",
+            "make room on the head's disk, where `mesh serve --state` is",
+        )
+    for failure in (status.get("failures") or ())[-3:]:
+        yield warn(
+            failure["host"],
+            "failure",
+            f"layers {failure['layers']}: {failure['reason']}",
+            "look into that host's log of that time",
+        )
+    head = links["head"]
+    looks = {each["host"]: each["look"] for each in hosts if each["look"] is not None}
+    reference = looks.get(head) or next(iter(looks.values()), None)
+    for each in hosts:
+        yield from _host(each, None if reference is None else reference["versions"])
+    for link in links["links"]:
+        yield _link(link)
+    if not links["links"]:
+        yield ok(head, "links", "no other host has joined")
+    yield from _order(links)
+
+
+def _state(status: Mapping[str, Any]) -> Check:
+    return _state_of(status["model"]["name"], status)
+
+
+def _state_of(model: str, status: Mapping[str, Any]) -> Check:
+    if status["ready"]:
+        return ok("mesh", "serving", f"{model} in {len(status['stages'])} stages")
+    if status.get("lost"):
+        return fail(
+            "mesh", "serving", f"{model} is not served: {status['lost']}", "join a host that can hold it"
+        )
+    return warn("mesh", "serving", f"{model}: {status['phase']}", "wait, or join the hosts that it waits for")
+
+
+def _host(found: Mapping[str, Any], reference: Mapping[str, str] | None) -> Iterator[Check]:
+    where, look = found["host"], found["look"]
+    if look is None:
+        yield fail(
+            where, "examination", found["failure"], "look into that host's log; does it answer at all?"
+        )
+        return
+    yield from host_checks(where, look)
+    if reference is not None:
+        yield from agreement_checks(where, look["versions"], reference)
+    ahead_ms, within_ms = found["clock_ahead_ms"], found["clock_within_ms"]
+    detail = f"{ahead_ms:+.0f} ms from the head's, within {within_ms:.0f} ms"
+    off_ms = abs(ahead_ms) - within_ms
+    fix = "set the clock, and let NTP keep it: timedatectl set-ntp true"
+    if off_ms > _CLOCK_FAIL_MS:
+        yield fail(where, "clock", detail, fix)
+    elif off_ms > _CLOCK_WARN_MS:
+        yield warn(where, "clock", detail, fix)
+    else:
+        yield ok(where, "clock", detail)
+
+
+def _link(link: Mapping[str, Any]) -> Check:
+    where = f"{link['from']} to {link['to']}"
+    if link["failure"]:
+        return fail(
+            where,
+            "link",
+            link["failure"],
+            f"let TCP through the firewall on any port from {link['from']} to {link['to']}, and check that "
+            f"{link['to']} joined with an address (--advertise) that {link['from']} reaches",
+        )
+    rate = link["bytes_per_s"]
+    speed = "" if rate is None else f", {rate / _MB:.0f} MB/s"
+    rtt_ms = link["rtt_ms"]
+    return ok(where, "link", f"round trip {rtt_ms['p50']:.2f} ms (p99 {rtt_ms['p99']:.2f}){speed}")
+
+
+def _order(links: Mapping[str, Any]) -> Iterator[Check]:
+    found = links["round"]
+    if found and found["best"] != found["order"]:
+        way = " - ".join(found["best"])
+        yield warn(
+            "mesh",
+            "order of stages",
+            f"a token's round takes {found['order_ms']:.1f} ms, {found['best_ms']:.1f} ms by {way}",
+            "start `mesh serve` again: it orders stages by their links",
+        )
+    for wire in links["wires"]:
+        if wire["proposed"] != "f32":
+            yield warn(
+                f"{wire['from']} to {wire['to']}",
+                "bandwidth",
+                f"a row takes {wire['row_transfer_ms']:.1f} ms on the wire, "
+                f"{wire['row_compute_ms']:.1f} ms at a stage",
+                f"serve with --wire {wire['proposed']}",
+            )
+
+
+_LOOK_TIMEOUT_S: Final = 120.0
+_CONNECT_TIMEOUT_S: Final = 2.0
+_GPU_DEVICES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+def this_host_checks(
+    name: str, *, port: int, advertise: str | None, model: Path | None, url: str | None = None
+) -> Iterator[Check]:
+    """All that can be known without a mesh.
+
+    Args:
+        name: What to call this host.
+        port: Where the API would listen.
+        advertise: Where others would reach this host, or None for the address towards the default route.
+        model: A model to look at, too.
+        url: Of a mesh that is looked at besides, or None: it may well be what has the port.
+    """
+    yield _packages(name)
+    look = _look()
+    if isinstance(look, str):
+        yield fail(name, "llama.cpp", look, "install llama-cpp-python again: make environment")
+    else:
+        has_gpu = any(device.exists() for device in _GPU_DEVICES)
+        yield from host_checks(name, look, has_gpu_hardware=has_gpu)
+    yield _api_port(name, port, url)
+    yield _address(name, advertise)
+    if model is not None:
+        yield from _model(name, model, None if isinstance(look, str) else look["free_disk_bytes"])
+
+
+def token_checks(name: str, text: str) -> Iterator[Check]:
+    """Whether a head is where a join token says, seen from here; nothing joins.
+
+    Args:
+        name: What to call this host.
+        text: The token.
+    """
+    import time  # noqa: PLC0415
+
+    from mesh.cluster.join_token import decode  # noqa: PLC0415 - brings grpc
+    from mesh.cluster.membership_client import find_head  # noqa: PLC0415
+
+    try:
+        token = decode(text)
+        token.check_expiry(time.time())
+        head = asyncio.run(find_head(token))
+    except MeshError as error:
+        yield fail(
+            name,
+            "join token",
+            error.message,
+            "have the head print a new one, let TCP through to it, and check that both clocks are right",
+        )
+    else:
+        yield ok(name, "join token", f"the head answers at {head.address} and proves to be the token's")
+
+
+def _packages(name: str) -> Check:
+    """Whether everything that is needed is installed, new enough."""
+    from packaging.requirements import Requirement  # noqa: PLC0415
+
+    missing = []
+    for text in requires("spanmesh") or ():
+        wanted = Requirement(text)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = version(wanted.name)
+        except PackageNotFoundError:
+            missing.append(f"{wanted.name} is not installed")
+            continue
+        if found not in wanted.specifier:
+            missing.append(f"{wanted.name} {found}, needed is {wanted.specifier}")
+    if missing:
+        return fail(name, "packages", "; ".join(missing), "install them: make environment")
+    return ok(name, "packages", "all that are needed are here")
+
+
+def _look() -> dict[str, Any] | str:
+    """What `stages.host.host_report` finds, or why it does not, in a child: llama.cpp may end it."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "stages.host.host_report"],
+            env=inherited_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_LOOK_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+        return f"it cannot be used: {lines[-1]}"
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _api_port(name: str, port: int, url: str | None) -> Check:
+    what = f"port {port}"
+    if url is not None and _is_here(url, port):
+        return ok(name, what, f"is that of the mesh at {url}")
+    try:
+        check_port_free(LOOPBACK, port, "--port")
+    except MeshError as error:
+        return warn(
+            name, what, error.message, "if that is a mesh of yours, look at it with --url; else end it"
+        )
+    return ok(name, what, "is free for the API")
+
+
+def _is_here(url: str, port: int) -> bool:
+    """Whether a URL is that of a server on this host, at this port."""
+    parts = urlsplit(url)
+    return parts.port == port and is_loopback(parts.hostname or "")
+
+
+def _address(name: str, advertise: str | None) -> Check:
+    """Whether packets to the address where others would reach this host come back here."""
+    fix = "name an address of this host that the others reach, with --advertise"
+    try:
+        address = advertised(advertise) if advertise else primary_address()
+    except MeshError as error:
+        return fail(name, "address", error.message, fix)
+    if address == LOOPBACK:
+        return warn(name, "address", "no way leads out of this host, so that no other can join", fix)
+    try:
+        port = free_port(address)
+        with (
+            socket.create_server((address, port), family=_family(address)),
+            socket.create_connection((address, port), _CONNECT_TIMEOUT_S),
+        ):
+            return ok(name, "address", f"{address} can be listened on and reached from here")
+    except (OSError, MeshError) as error:
+        reason = error.message if isinstance(error, MeshError) else error.strerror or str(error)
+        return fail(name, "address", f"{address}: {reason}", fix)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check]:
+    from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415 - brings numpy
+
+    what = f"model {path.name}"
+    try:
+        facts = read_model_facts(path)
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        yield fail(name, what, f"{path} cannot be read: {error.strerror or error}", "look after its disk")
+        return
+    except MeshError as error:
+        yield fail(name, what, error.message, "fetch it again")
+        return
+    cuts = f"{len(facts.allowed_cuts)} places to cut at" if facts.allowed_cuts else "cannot be cut"
+    yield ok(name, what, f"{facts.architecture}, {facts.n_layers} layers, {cuts}; sha256 {sha256}")
+    if free_disk_bytes is not None and free_disk_bytes < facts.file_bytes:
+        yield warn(
+            name,
+            "disk",
+            f"{format_size(free_disk_bytes)} free, cutting takes up to {format_size(facts.file_bytes)}",
+            "make room, or set XDG_CACHE_HOME to a larger disk",
+        )

@@ -1,0 +1,471 @@
+"""Models of Hugging Face: names, choice of files, downloads and the local library."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from spanmesh_proto.errors import ClusterError, HubUnavailable, ModelError
+from stages.gguf.file_io import write_atomically
+from stages.gguf.reader import model_name, part_paths
+from stages.weights.http import TransientError, download, endpoint, refusal
+from stages.weights.sources import HubFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+
+_PART: Final = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})")
+# As llama.cpp's own commands choose if nothing is said.
+_USUAL: Final = "Q4_K_M"
+# What lies beside models and is none.
+_NO_MODEL: Final = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+_QUANT: Final = re.compile(r"(?:^|[-._/])((?:I?Q[0-9]|TQ[0-9]|BF16|F16|F32|MXFP4)[A-Z0-9_]*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RepoFile:
+    """A file of a repository.
+
+    Attributes:
+        name: With its folders.
+        size_bytes: Its size.
+        sha256: Of its content, hex, if the hub knows it.
+    """
+
+    name: str
+    size_bytes: int
+    sha256: str | None
+
+
+def choose(reference: HubReference, files: Sequence[RepoFile]) -> tuple[RepoFile, ...]:
+    """The files of the model that is wanted, in the order of its parts.
+
+    Args:
+        reference: What is wanted.
+        files: All that the repository has.
+
+    Raises:
+        HubUnavailable: If there is no such model, several, or parts of it are missing.
+    """
+    models = _models(files)
+    if not models:
+        raise HubUnavailable(
+            f"{reference.repo} has no GGUF file: name a repository with GGUFs, often called "
+            f"{reference.repo}-GGUF"
+        )
+    wanted = reference.wanted
+    if wanted is None:
+        found = list(models) if len(models) == 1 else [name for name in models if _has(name, _USUAL)]
+    else:
+        found = [name for name in models if _is_called(name, wanted)] or [
+            name for name in models if _has(name, wanted)
+        ]
+    if len(found) != 1:
+        among = ", ".join(sorted({_label(name) for name in (found or models)}))
+        trouble = f"{len(found)} models fit" if found else "no model fits"
+        raise HubUnavailable(f"{trouble} {reference}: say which after a colon; there are {among}")
+    return _parts(reference, found[0], models[found[0]])
+
+
+def _models(files: Sequence[RepoFile]) -> dict[str, list[RepoFile]]:
+    """By name without `.gguf` and without the number of a part."""
+    models: dict[str, list[RepoFile]] = {}
+    for file in files:
+        if not file.name.endswith(".gguf") or _NO_MODEL.search(file.name):
+            continue
+        stem = file.name.removesuffix(".gguf")
+        match = _PART.fullmatch(stem)
+        models.setdefault(match[1] if match else stem, []).append(file)
+    return models
+
+
+def _is_called(name: str, wanted: str) -> bool:
+    wanted = wanted.removesuffix(".gguf")
+    match = _PART.fullmatch(wanted)
+    wanted = match[1] if match else wanted
+    return wanted in {name, PurePosixPath(name).name}
+
+
+def _has(name: str, quant: str) -> bool:
+    """Whether a file's name ends in a quantisation, or a folder is called by it."""
+    return bool(re.search(rf"(?:^|[-._/]){re.escape(quant)}(?:$|/)", name, re.IGNORECASE))
+
+
+def _label(name: str) -> str:
+    match = _QUANT.search(name)
+    return match[1] if match else name
+
+
+def _parts(reference: HubReference, name: str, files: list[RepoFile]) -> tuple[RepoFile, ...]:
+    match = _PART.fullmatch(files[0].name.removesuffix(".gguf"))
+    if match is None:
+        return tuple(files)
+    count = int(match[3])
+    by_name = {file.name: file for file in files}
+    parts = [f"{name}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    missing = [part for part in parts if part not in by_name]
+    if missing:
+        raise HubUnavailable(f"{reference.repo} lacks {missing[0]}: take another quantisation")
+    return tuple(by_name[part] for part in parts)
+
+
+PREFIX: Final = "hf:"
+# The hub's own rule; a folder here is called so, too.
+_NAME: Final = r"(?![A-Za-z0-9_.-]*(?:\.\.|--))[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+_REFERENCE: Final = re.compile(
+    rf"hf:(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[^:@\s]+))?(?::(?P<wanted>[\w./-]+))?"
+)
+
+
+@dataclass(frozen=True)
+class HubReference:
+    """A model at the hub.
+
+    Attributes:
+        repo: `org/repo`.
+        revision: Branch, tag or commit.
+        wanted: Quantisation, or the file's name; None if the repository has but one model.
+    """
+
+    repo: str
+    revision: str = "main"
+    wanted: str | None = None
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == "main" else f"@{self.revision}"
+        return f"{PREFIX}{self.repo}{revision}" + (f":{self.wanted}" if self.wanted else "")
+
+
+def is_reference(text: str) -> bool:
+    """Whether a user means the hub, not a file."""
+    return text.startswith(PREFIX)
+
+
+def parse_reference(text: str) -> HubReference:
+    """What `hf:org/repo:QUANT` means.
+
+    Raises:
+        ModelError: If it is not written like that.
+    """
+    match = _REFERENCE.fullmatch(text)
+    if match is None:
+        raise ModelError(f"{text!r} names no model at the hub; write it like hf:org/repo:Q4_K_M")
+    return HubReference(match["repo"], match["revision"] or "main", match["wanted"])
+
+
+# What git calls a commit, by SHA-1 or SHA-256. A folder here is called so, too: nothing else will do.
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_TIMEOUT_S: Final = 20.0
+_MOST_TRIES: Final = 4
+_FIRST_PAUSE_S: Final = 0.5
+_MOST_PAUSE_S: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at one commit.
+
+    Attributes:
+        repo: `org/repo`.
+        commit: Which, by its hash in hex; its files do not change any more.
+        files: What it holds.
+    """
+
+    repo: str
+    commit: str
+    files: tuple[RepoFile, ...]
+
+    def url(self, file: RepoFile) -> str:
+        """Where a file of it is."""
+        from huggingface_hub import hf_hub_url  # noqa: PLC0415 - an extra
+
+        return str(hf_hub_url(self.repo, file.name, revision=self.commit, endpoint=endpoint()))
+
+
+def read_repository(reference: HubReference, *, sleep: Callable[[float], None] = time.sleep) -> Repository:
+    """Ask the hub.
+
+    Args:
+        reference: Which repository, at which revision.
+        sleep: Waits for seconds, between tries.
+
+    Raises:
+        HubUnavailable: If it refuses, has no such repository, or does not answer.
+        ClusterError: If the extra that talks to it is not installed.
+    """
+    for num_tries in range(1, _MOST_TRIES + 1):
+        try:
+            return _read(reference)
+        except TransientError as error:
+            if num_tries == _MOST_TRIES:
+                raise HubUnavailable(
+                    f"{endpoint()} does not hand out {reference.repo}: {error.reason}, {num_tries} times; "
+                    "look whether it can be reached from here, and try again later"
+                ) from None
+            sleep(min(error.pause_s or _FIRST_PAUSE_S * 2**num_tries, _MOST_PAUSE_S))
+    raise AssertionError("the last try returns or raises")
+
+
+def _read(reference: HubReference) -> Repository:
+    try:
+        import httpx2  # noqa: PLC0415 - comes with the extra
+        from huggingface_hub import HfApi  # noqa: PLC0415 - an extra
+        from huggingface_hub.errors import (  # noqa: PLC0415
+            HfHubHTTPError,
+            HFValidationError,
+            OfflineModeIsEnabled,
+        )
+    except ImportError:
+        raise ClusterError(
+            "models from the hub need the package huggingface_hub: pip install 'spanmesh[hub]'"
+        ) from None
+    try:
+        info = HfApi(endpoint=endpoint()).model_info(
+            reference.repo, revision=reference.revision, files_metadata=True, timeout=_TIMEOUT_S
+        )
+    except HfHubHTTPError as error:
+        answer = error.response
+        raise refusal(reference.repo, answer.status_code, answer.headers.get("Retry-After")) from None
+    except OfflineModeIsEnabled:
+        raise HubUnavailable(
+            f"{reference} is at the hub, and HF_HUB_OFFLINE forbids to ask there: unset it, or name a file"
+        ) from None
+    except (httpx2.HTTPError, OSError) as error:
+        raise TransientError(f"no answer ({error or type(error).__name__})") from None
+    except HFValidationError:
+        raise HubUnavailable(
+            f"{reference.repo!r} is no name that a hub gives to a repository: look for the name there"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise _no_hub() from None
+    if not _COMMIT.fullmatch(info.sha or ""):
+        raise _no_hub()
+    return Repository(reference.repo, info.sha, tuple(map(_file, info.siblings or ())))
+
+
+def _no_hub() -> HubUnavailable:
+    return HubUnavailable(
+        f"{endpoint()} does not answer like a hub: look at HF_ENDPOINT, and whether a proxy or a login page "
+        "is in between"
+    )
+
+
+def _file(sibling: Any) -> RepoFile:
+    lfs = sibling.lfs
+    return RepoFile(sibling.rfilename, int(sibling.size or 0), None if lfs is None else str(lfs.sha256))
+
+
+# ::
+#
+#     models/<org>/<repo>/<commit>/…   the files, as they are called at the hub
+#     models/<org>/<repo>/known.json   what was asked for, and which commit and files that was
+log = structlog.get_logger()
+
+_KNOWN: Final = "known.json"
+
+
+@dataclass(frozen=True)
+class PulledModel:
+    """A model of the hub that is here.
+
+    Attributes:
+        path: Its first file.
+        hub: All its files at the hub.
+    """
+
+    path: Path
+    hub: tuple[HubFile, ...]
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """What is on the disk of one model.
+
+    Attributes:
+        name: `hf:org/repo@COMMIT:NAME`, the commit by its beginning.
+        folder: Of its commit.
+        paths: Its files.
+        size_bytes: What they take.
+        used_at_s: When it was last pulled or served, Unix time.
+        is_whole: Whether all of it is there.
+    """
+
+    name: str
+    folder: Path
+    paths: tuple[Path, ...]
+    size_bytes: int
+    used_at_s: float
+    is_whole: bool
+
+
+class HubLibrary:
+    """Models of the hub in this host's cache.
+
+    Args:
+        root: The cache's folder.
+        read: Asks the hub what a repository holds.
+    """
+
+    def __init__(self, root: Path, *, read: Callable[[HubReference], Repository] = read_repository) -> None:
+        self._root = root / "models"
+        self._read = read
+
+    def pull(
+        self, reference: HubReference, progress: Callable[[str], Callable[[int, int], None]]
+    ) -> PulledModel:
+        """Bring a model here, all but what is here already.
+
+        A hub that does not answer does no harm if the model was pulled before.
+
+        Args:
+            reference: Which model.
+            progress: Called with what goes on; what it gives is called with bytes done and bytes in all.
+
+        Raises:
+            HubUnavailable: If the hub refuses, lacks the model, or does not answer.
+            ModelError: If the disk has no room for it.
+            ClusterError: If the extra that talks to the hub is not installed.
+        """
+        try:
+            repository = self._read(reference)
+            files = choose(reference, repository.files)
+        except HubUnavailable as error:
+            known = self._known(reference)
+            if known is None:
+                raise
+            log.warning("hub_not_asked", model=str(reference), reason=error.message)
+            repository, files = known
+        paths = [self._path(repository, file) for file in files]
+        for file, path in zip(files, paths, strict=True):
+            if path.is_file() and path.stat().st_size == file.size_bytes:
+                continue
+            _download(repository.url(file), file, path, progress)
+        (self._root / repository.repo / repository.commit).touch()  # when it was last used
+        self._note(reference, repository, files)
+        hub = tuple(HubFile(repository.url(file), file.size_bytes) for file in files)
+        return PulledModel(paths[0], hub)
+
+    def models(self) -> Iterator[KeptModel]:
+        """Every model that is here, or begun."""
+        for folder in sorted(path for path in self._root.glob("*/*/*") if path.is_dir()):
+            repo = "/".join(folder.relative_to(self._root).parts[:2])
+            by_name: dict[str, list[Path]] = {}
+            for path in sorted(folder.rglob("*.gguf*")):
+                if path.suffix in {".gguf", ".partial"}:
+                    by_name.setdefault(model_name(_whole(path)), []).append(path)
+            for name, paths in by_name.items():
+                yield KeptModel(
+                    f"hf:{repo}@{folder.name[:8]}:{name}",
+                    folder,
+                    tuple(paths),
+                    sum(path.stat().st_blocks * 512 for path in paths),
+                    folder.stat().st_mtime,
+                    all(path.suffix == ".gguf" for path in paths)
+                    and all(part.is_file() for part in part_paths(paths[0])),
+                )
+
+    def remove(self, model: KeptModel) -> bool:
+        """Remove a model's files, and the folder if nothing else is in it.
+
+        Returns:
+            Whether it did: not if somebody has one of them loaded, or is fetching it.
+        """
+        with ExitStack() as locks:
+            if not all(_lock(path, locks) for path in model.paths):
+                return False
+            for path in model.paths:
+                path.unlink(missing_ok=True)
+                path.with_suffix(".pieces").unlink(missing_ok=True)
+        if not any(path.is_file() for path in model.folder.rglob("*")):
+            shutil.rmtree(model.folder, ignore_errors=True)
+        return True
+
+    def _path(self, repository: Repository, file: RepoFile) -> Path:
+        folder = self._root / repository.repo / repository.commit
+        path = folder / file.name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise HubUnavailable(f"{repository.repo} has a file called {file.name!r}, which leads elsewhere")
+        return path
+
+    def _note(self, reference: HubReference, repository: Repository, files: tuple[RepoFile, ...]) -> None:
+        path = self._root / reference.repo / _KNOWN
+        known = _load(path)
+        known[str(reference)] = {
+            "commit": repository.commit,
+            "files": [asdict(file) for file in files],
+        }
+        write_atomically(path, json.dumps(known))
+
+    def _known(self, reference: HubReference) -> tuple[Repository, tuple[RepoFile, ...]] | None:
+        """What it was when it was last pulled, if all of that is here."""
+        try:
+            known = _load(self._root / reference.repo / _KNOWN)[str(reference)]
+            files = tuple(RepoFile(**file) for file in known["files"])
+            repository = Repository(reference.repo, str(known["commit"]), files)
+        except (KeyError, TypeError):
+            return None
+        paths = [self._path(repository, file) for file in files]
+        return (repository, files) if all(path.is_file() for path in paths) else None
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _whole(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix == ".partial" else path
+
+
+def _lock(path: Path, locks: ExitStack) -> bool:
+    """Keep others from loading a file, or fetching it; tells whether nobody was at it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
+    locks.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _download(
+    url: str, file: RepoFile, path: Path, progress: Callable[[str], Callable[[int, int], None]]
+) -> None:
+    """With two signs of progress, as both take their time: fetching, and checking."""
+    counts = {"fetching": 0, "checking": 0}
+    bars = {what: progress(f"{what} {path.name}") for what in counts}
+
+    def count(what: str) -> Callable[[int], None]:
+        def on_bytes(num_bytes: int) -> None:
+            counts[what] += num_bytes
+            bars[what](min(counts[what], file.size_bytes), file.size_bytes)
+
+        return on_bytes
+
+    download(
+        url,
+        file.size_bytes,
+        file.sha256,
+        path,
+        on_bytes=count("fetching"),
+        on_hashed=count("checking"),
+    )
+    log.info("model_pulled", path=str(path), size_bytes=file.size_bytes)

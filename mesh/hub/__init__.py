@@ -1,1 +1,0 @@
-"""Models from a hub: named, chosen, pulled, listed, removed."""
