@@ -16,7 +16,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.forecast.time_model import HANDLING_MS
+from mesh.forecast.cost_model import HANDLING_MS
 from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.links import Link, Links
 from mesh.placement.planner import Plan, even_out_noise, plan

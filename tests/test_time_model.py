@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.forecast.rehearsed_parts import parts_to_rehearse, stage_timing
-from mesh.forecast.time_model import HANDLING_MS, StageForecast, forecast, rows_ms
+from mesh.forecast.cost_model import (
+    HANDLING_MS,
+    StageForecast,
+    forecast,
+    parts_to_rehearse,
+    rows_ms,
+    stage_timing,
+)
 from mesh.placement.stage_sizes import StageSizes
 from stages.host.profile_request import StageTiming
 from stages.layers import LayerRange

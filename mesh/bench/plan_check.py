@@ -4,7 +4,7 @@ Four hosts in the lab: a head without layers and three with a share each; one th
 speculation, one request at a time. At each delay `mesh plan --url` is run on the head first, as a user would;
 then prompts are asked, and the median of their decode rates is held against the prediction. Where they
 differ, the table shows of what: what stages computed by their own clocks against what they were expected to,
-and what a token took beyond that and the links' measured times: `time_model.HANDLING_MS` stands for it.
+and what a token took beyond that and the links' measured times: `cost_model.HANDLING_MS` stands for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mesh.bench.mesh_system import COMMAND, MeshSystem
 from mesh.bench.prompts import load_prompts
 from mesh.bench.stream_client import Batch, chat
 from mesh.commands.options import Numbers
-from mesh.forecast.time_model import HANDLING_MS
+from mesh.forecast.cost_model import HANDLING_MS
 from mesh.lab.hosts import Lab
 from mesh.lab.support import lab_supported
 from mesh.serve.options import demo_model

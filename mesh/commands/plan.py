@@ -18,7 +18,7 @@ from stages.runtime.kv_types import KV_TYPES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mesh.forecast.surroundings import Surroundings
+    from mesh.forecast.dry_run import Surroundings
     from stages.slicing.model_facts import ModelFacts
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -148,7 +148,7 @@ def _prompt_tokens(wanted: int, facts: ModelFacts, ctx_size: int | None) -> int:
 
 
 def _running(url: str, key: str | None) -> Surroundings:
-    from mesh.forecast.running_mesh import running_mesh  # noqa: PLC0415 - keeps --help quick
+    from mesh.forecast.hypothetical_hosts import running_mesh  # noqa: PLC0415 - keeps --help quick
 
     def ask(path: str, body: Mapping[str, Any] | None, method: str, timeout_s: float) -> dict[str, Any]:
         kind = cast("Literal['GET', 'POST']", method)
@@ -165,8 +165,13 @@ def _without_a_mesh(
     threads: int | None,
 ) -> Surroundings:
     from mesh.cluster.host_facts import read_host_facts  # noqa: PLC0415 - keeps --help quick
-    from mesh.forecast.host_specs import equal_links, parse_host_spec, read_hosts_file  # noqa: PLC0415
-    from mesh.forecast.this_host import hosts_on_paper, this_host  # noqa: PLC0415
+    from mesh.forecast.hypothetical_hosts import (  # noqa: PLC0415
+        equal_links,
+        hosts_on_paper,
+        parse_host_spec,
+        read_hosts_file,
+        this_host,
+    )
 
     facts = read_host_facts(memory_bytes=memory, num_threads=threads)
     if hosts_file is not None:

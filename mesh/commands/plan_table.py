@@ -10,8 +10,8 @@ from rich.table import Table
 from stages.units import format_size
 
 if TYPE_CHECKING:
+    from mesh.forecast.cost_model import Forecast
     from mesh.forecast.dry_run import DryRun
-    from mesh.forecast.time_model import Forecast
 
 
 def print_plan(found: DryRun) -> None:

@@ -1,1 +1,1 @@
-"""What a mesh would be like before there is one: who would hold what, and how fast it would answer."""
+"""Forecast of `mesh plan`: what a model would need and how fast it would be, with nothing loaded."""

@@ -1,32 +1,113 @@
-"""What `mesh serve` would make of a model on some hosts, and how fast. Nothing is loaded or sent."""
+"""Dry run of `mesh plan`: a plan and its times, with nothing loaded."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from mesh.forecast.left_out import left_out
-from mesh.forecast.rehearsed_parts import parts_to_rehearse, stage_timing
-from mesh.forecast.time_model import Forecast, StageForecast, forecast
+from mesh.forecast.cost_model import Forecast, StageForecast, forecast, parts_to_rehearse, stage_timing
 from mesh.placement.planner import plan
 from mesh.placement.stage_order import has_an_order, ordered_by_links
 from mesh.placement.stage_sizes import StageSizes
 from stages.host.profile_request import RehearsalOrder
+from stages.layers import LayerRange
 from stages.runtime.numerics import FAST_MAX_ROWS
 from stages.slicing.stage_writer import blank_stage
+from stages.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from mesh.forecast.surroundings import KnownHost, Surroundings
     from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.links import Links
     from mesh.placement.planner import Plan, StagePlacement
     from mesh.placement.stage_sizes import Workload
     from mesh.placement.topology import Topology
     from stages.host.profile_request import StageTiming
     from stages.slicing.model_facts import ModelFacts
     from stages.slicing.source_model import SourceModel
+
+
+@dataclass(frozen=True)
+class KnownHost:
+    """One host.
+
+    Attributes:
+        capacity: As the planner sees it.
+        num_threads: For computing.
+        absent: Why it can hold nothing now; empty if it can.
+    """
+
+    capacity: HostCapacity
+    num_threads: int
+    absent: str = ""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a host found out about itself.
+
+    Attributes:
+        timings: One for each order; none if it failed.
+        failure: Why, or empty.
+    """
+
+    timings: tuple[StageTiming, ...] = ()
+    failure: str = ""
+
+
+class Timer(Protocol):
+    """Has hosts rehearse."""
+
+    def __call__(self, wanted: Mapping[str, Sequence[RehearsalOrder]]) -> Mapping[str, Rehearsed]:
+        """By host: what it was asked, and what came of it."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a plan is made.
+
+    Attributes:
+        hosts: In the order in which they came.
+        head: Name of the coordinator's host; it need not be one of them.
+        links: Between all of them.
+        timer: Has them rehearse.
+        basis: What its timings rest on, for a person.
+    """
+
+    hosts: tuple[KnownHost, ...]
+    head: str
+    links: Links
+    timer: Timer
+    basis: str
+
+
+def left_out(sizes: StageSizes, plan: Plan, hosts: Iterable[KnownHost]) -> dict[str, str]:
+    """By name of each host that the plan gives nothing to: why."""
+    chosen = {stage.host for stage in plan.stages}
+    least_bytes = min(
+        sizes.memory(LayerRange(start, stop)).total_bytes for start, stop in pairwise(sizes.edges)
+    )
+    return {
+        host.capacity.name: host.absent or _reason(host, plan, least_bytes)
+        for host in hosts
+        if host.capacity.name not in chosen
+    }
+
+
+def _reason(host: KnownHost, plan: Plan, least_bytes: int) -> str:
+    memory_bytes = host.capacity.memory_bytes
+    if memory_bytes < least_bytes:
+        return (
+            f"too small: it gives {format_size(memory_bytes)}, the smallest share takes "
+            f"{format_size(least_bytes)}"
+        )
+    count = len({stage.host for stage in plan.stages})
+    enough = "one host is enough" if count == 1 else f"{count} hosts are enough"
+    return f"not needed: {enough}, and a hop more costs time; it would be a spare"
+
 
 # A stage has as long a pause between two tokens as the wire and the other stages take; more than this much
 # makes no processor any colder.

@@ -1,0 +1,248 @@
+"""Hosts of a forecast: given by the user, this host, or those of a running mesh."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.cluster.host_facts import parse_size
+from mesh.cluster.members import check_name
+from mesh.forecast.dry_run import KnownHost, Rehearsed, Surroundings
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.links import Link, Links
+from mesh.util.child_environment import inherited_environment
+from spanmesh_proto.errors import ClusterError, MeshError
+from stages.host.profile_request import StageTiming
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from mesh.cluster.host_facts import HostFacts
+    from stages.host.profile_request import RehearsalOrder
+
+    # Path, body and seconds of patience to the answer; a path without a body is asked with GET.
+    Ask = Callable[[str, Mapping[str, Any] | None, str, float], Mapping[str, Any]]
+
+
+_FORM: Final = "NAME:MEMORY[:GB/s[:THREADS]], such as alpha:16G:40:8"
+_FIELDS: Final = {"name", "memory", "speed_gb_per_s", "threads"}
+
+
+def parse_host_spec(text: str, *, speed_gb_per_s: float, num_threads: int) -> KnownHost:
+    """A host from `alpha:16G:40:8`.
+
+    Args:
+        text: Name, memory, and if they are told how fast memory is read and how many threads compute.
+        speed_gb_per_s: Unless told.
+        num_threads: Unless told.
+
+    Raises:
+        ClusterError: If it is none.
+    """
+    parts = text.split(":")
+    if not 2 <= len(parts) <= 4:
+        raise ClusterError(f"{text!r} is no host; write {_FORM}", param="--host-spec")
+    fields: dict[str, Any] = dict(zip(("name", "memory", "speed_gb_per_s", "threads"), parts, strict=False))
+    return _host(fields, text, speed_gb_per_s=speed_gb_per_s, num_threads=num_threads)
+
+
+def read_hosts_file(path: Path, *, speed_gb_per_s: float, num_threads: int) -> tuple[KnownHost, ...]:
+    """Hosts from a TOML file with a table `[[host]]` for each: name, memory, speed_gb_per_s, threads.
+
+    Raises:
+        ClusterError: If it cannot be read, or one of them is none.
+    """
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is not TOML: {error}"
+        raise ClusterError(f"the hosts file {path} cannot be used: {reason}", param="--hosts-file") from error
+    entries = fields.get("host")
+    if set(fields) != {"host"} or not isinstance(entries, list):
+        raise ClusterError(
+            f"the hosts file {path} is to have tables [[host]] and nothing else", param="--hosts-file"
+        )
+    hosts = []
+    for entry in entries:
+        unknown = set(entry) - _FIELDS
+        if unknown or not {"name", "memory"} <= set(entry):
+            what = f"{min(unknown)!r} is unknown" if unknown else "name and memory are needed"
+            known = ", ".join(sorted(_FIELDS))
+            raise ClusterError(f"{path}: a [[host]] has {known}; {what}", param="--hosts-file")
+        hosts.append(_host(entry, str(entry), speed_gb_per_s=speed_gb_per_s, num_threads=num_threads))
+    return tuple(hosts)
+
+
+def equal_links(hosts: Sequence[KnownHost], rtt_ms: float) -> Links:
+    """Every two of them joined by a link with this round trip."""
+    names = [host.capacity.name for host in hosts]
+    return Links(
+        tuple(
+            Link(source, target, small_ms=(rtt_ms,), hidden_ms=(rtt_ms,))
+            for source in names
+            for target in names
+            if source != target
+        )
+    )
+
+
+def _host(fields: dict[str, Any], shown: str, *, speed_gb_per_s: float, num_threads: int) -> KnownHost:
+    try:
+        name = str(fields["name"])
+        check_name(name)
+        capacity = HostCapacity(
+            name,
+            parse_size(str(fields["memory"])),
+            float(fields.get("speed_gb_per_s", speed_gb_per_s)),
+        )
+        threads = int(fields.get("threads", num_threads))
+    except MeshError as error:
+        raise ClusterError(f"{shown}: {error.message}", param="--host-spec") from None
+    except ValueError:
+        raise ClusterError(f"{shown!r} is no host; write {_FORM}", param="--host-spec") from None
+    if not 0 < capacity.speed_gb_per_s < float("inf") or threads < 1:
+        raise ClusterError(f"{shown!r}: speed and threads must be above 0", param="--host-spec")
+    return KnownHost(capacity, threads)
+
+
+_TIMEOUT_S: Final = 120.0
+
+
+def this_host(name: str, facts: HostFacts) -> Surroundings:
+    """This host, which would hold everything."""
+    capacity = HostCapacity(name, facts.memory_bytes, facts.speed_gb_per_s)
+    return Surroundings(
+        hosts=(KnownHost(capacity, facts.num_threads),),
+        head=name,
+        links=Links(()),
+        timer=_rehearse_here,
+        basis="computing was timed on this host",
+    )
+
+
+def hosts_on_paper(hosts: Sequence[KnownHost], links: Links, facts: HostFacts) -> Surroundings:
+    """Hosts that were only named; the first of them is the head.
+
+    Args:
+        hosts: At least one.
+        links: Between them.
+        facts: Of this host, where stages are timed; what comes out is scaled by how fast memory is read.
+    """
+    speeds = {host.capacity.name: host.capacity.speed_gb_per_s for host in hosts}
+
+    def timer(wanted: Mapping[str, Sequence[RehearsalOrder]]) -> Mapping[str, Rehearsed]:
+        # On its own threads, by whose speed it is scaled.
+        here = {
+            host: [replace(order, num_threads=facts.num_threads) for order in orders]
+            for host, orders in wanted.items()
+        }
+        return {
+            host: _scaled(rehearsed, facts.speed_gb_per_s / speeds[host])
+            for host, rehearsed in _rehearse_here(here).items()
+        }
+
+    return Surroundings(
+        hosts=tuple(hosts),
+        head=hosts[0].capacity.name,
+        links=links,
+        timer=timer,
+        basis="computing was timed on this host and scaled by the memory speed of the hosts named",
+    )
+
+
+def _scaled(rehearsed: Rehearsed, factor: float) -> Rehearsed:
+    return replace(
+        rehearsed,
+        timings=tuple(
+            replace(timing, row_ms=timing.row_ms * factor, chunk_ms=timing.chunk_ms * factor)
+            for timing in rehearsed.timings
+        ),
+    )
+
+
+def _rehearse_here(wanted: Mapping[str, Sequence[RehearsalOrder]]) -> Mapping[str, Rehearsed]:
+    return {host: _in_a_child(orders) for host, orders in wanted.items()}
+
+
+def _in_a_child(orders: Sequence[RehearsalOrder]) -> Rehearsed:
+    timings = []
+    for order in orders:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "stages.host.profiler"],
+                input=json.dumps(order.as_dict()),
+                env=inherited_environment(),
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return Rehearsed(failure=f"timing a stage took longer than {_TIMEOUT_S:g} s")
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+            return Rehearsed(failure=f"this host cannot time a stage: {lines[-1]}")
+        timings.append(StageTiming(**json.loads(done.stdout)))
+    return Rehearsed(tuple(timings))
+
+
+_NUM_PROBES: Final = 20
+_PATIENCE_S: Final = 600.0
+
+
+def running_mesh(ask: Ask) -> Surroundings:
+    """Ask a head for its hosts and links; hosts rehearse when they are asked to.
+
+    Args:
+        ask: Asks it: path, body, method, seconds of patience.
+
+    Raises:
+        MeshError: If it does not answer.
+    """
+    status = ask("/mesh/status", None, "GET", _PATIENCE_S)
+    found = ask(f"/mesh/links?probes={_NUM_PROBES}&bulk_bytes=0", None, "POST", _PATIENCE_S)
+
+    def timer(wanted: Mapping[str, Sequence[RehearsalOrder]]) -> Mapping[str, Rehearsed]:
+        body = {
+            "hosts": [
+                {"host": host, "orders": [order.as_dict() for order in orders]}
+                for host, orders in wanted.items()
+            ]
+        }
+        answer = ask("/mesh/rehearse", body, "POST", _PATIENCE_S)
+        return {
+            each["host"]: Rehearsed(
+                tuple(StageTiming(**timing) for timing in each["timings"]), each["failure"] or ""
+            )
+            for each in answer["hosts"]
+        }
+
+    return Surroundings(
+        hosts=tuple(map(_running_host, status["hosts"])),
+        head=found["head"],
+        links=Links(tuple(map(_link, found["links"]))),
+        timer=timer,
+        basis="computing was timed on every host, links were measured between them",
+    )
+
+
+def _running_host(fields: Mapping[str, Any]) -> KnownHost:
+    absent = "it is leaving" if fields["leaving"] else "" if fields["ready"] else "it is still starting"
+    return KnownHost(
+        HostCapacity(fields["name"], fields["memory_bytes"], fields["speed_gb_per_s"]),
+        fields["threads"],
+        absent,
+    )
+
+
+def _link(fields: Mapping[str, Any]) -> Link:
+    """Only what a hop takes is kept of it."""
+    hop_ms = fields["hop_ms"]
+    if hop_ms is None:
+        return Link(fields["from"], fields["to"], failure=fields["failure"] or "not measured")
+    return Link(fields["from"], fields["to"], small_ms=(2 * hop_ms,), hidden_ms=(2 * hop_ms,))
