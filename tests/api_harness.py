@@ -13,8 +13,8 @@ import pytest
 
 from mesh.api.api_keys import ApiKeys
 from mesh.api.app import create_app
-from mesh.api.backends import Backends
-from mesh.api.server import serve_api
+from mesh.api.backend import Backends
+from mesh.api.http_server import serve_api
 from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
 from mesh.text.tokenizer import Tokenizer
 from stages.sampling.logprobs import TokenLogprobs

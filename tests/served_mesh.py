@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.api.api_keys import ApiKeys
-from mesh.api.key_line import KeyRecord, digest_of
+from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.text.tokenizer import Tokenizer
 from speculative.lookup_proposers import NgramProposer
 from stages.runtime.stage_runtime import RuntimeOptions

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.api.body import max_body_bytes
+from mesh.api.request_parsing import max_body_bytes
 from mesh.text.tokenizer import Tokenizer
 from tests import api_harness
 from tests.api_harness import Api, ScriptedEngine

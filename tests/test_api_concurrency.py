@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.api.api_keys import ApiKeys
-from mesh.api.backends import backend_beside
-from mesh.api.key_file import add_key
-from mesh.api.key_line import KeyRecord, digest_of
+from mesh.api.api_keys import ApiKeys, KeyRecord, add_key, digest_of
+from mesh.api.backend import backend_beside
 from mesh.engine import Committed, GenerationStats
 from spanmesh_proto.errors import Overloaded, StageFailed
 from tests import api_harness

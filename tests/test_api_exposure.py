@@ -16,10 +16,9 @@ from structlog.testing import capture_logs
 
 from mesh.api.api_keys import ApiKeys
 from mesh.api.app import create_app
-from mesh.api.exposure import check_origins
-from mesh.api.local_hosts import names_this_machine
-from mesh.api.own_page import is_own_origin
-from mesh.api.page import page_files
+from mesh.api.auth import check_origins
+from mesh.api.middleware import is_own_origin, names_this_machine
+from mesh.api.web_ui import page_files
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
 from tests import api_harness
@@ -89,13 +88,13 @@ async def test_without_a_key_a_browser_gets_the_question_for_it_and_nothing_of_t
     async with running_api(ScriptedEngine([(300,)]), tokenizer, keys=keys) as api:
         asked = await api.http.get("/", headers={"accept": "text/html,*/*;q=0.8"})
         assert (asked.status_code, asked.headers["www-authenticate"]) == (401, "Bearer")
-        assert asked.text == (files("mesh.page") / "index.html").read_text()
+        assert asked.text == (files("mesh.web") / "index.html").read_text()
         linked = re.findall(r'(?:src|href)="(/[^"]+)"', asked.text)
         assert len(linked) > 5
         for path in {*linked, *page_files()} - {"/"}:
             response = await api.http.get(path)
             assert response.status_code == 200
-            assert response.content == (files("mesh.page") / path.removeprefix("/page/")).read_bytes()
+            assert response.content == (files("mesh.web") / path.removeprefix("/page/")).read_bytes()
             # Nothing but reading.
             assert (await api.http.post(path)).status_code == 401
         for path in (

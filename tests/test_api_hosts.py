@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh.api import own_machine
+from mesh.api import auth
 from mesh.cli import run
 from mesh.placement.links import Link
 from mesh.placement.wire_types import WireChoice
@@ -141,7 +141,7 @@ async def test_the_command_says_where_bandwidths_are_measured(
     tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if it ran on another machine.
-    monkeypatch.setattr(own_machine, "is_loopback", lambda _host: False)
+    monkeypatch.setattr(auth, "is_loopback", lambda _host: False)
     async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring(NEAR)) as api:
         assert await asyncio.to_thread(run, ["bench", "net", "--url", api.url]) == 1
         said = capsys.readouterr().err

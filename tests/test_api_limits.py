@@ -11,9 +11,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from mesh.api.api_keys import ApiKeys
-from mesh.api.key_file import add_key, remove_key
-from mesh.api.key_line import KeyRecord, digest_of
+from mesh.api.api_keys import ApiKeys, KeyRecord, add_key, digest_of, remove_key
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import Overloaded, StageFailed
 from tests import api_harness

@@ -10,11 +10,10 @@ import httpx
 import openai
 import pytest
 
-from mesh.api.api_keys import ApiKeys
+from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.api.app import create_app
-from mesh.api.backends import Backends, backend_beside
-from mesh.api.key_line import KeyRecord, digest_of
-from mesh.api.server import serve_api
+from mesh.api.backend import Backends, backend_beside
+from mesh.api.http_server import serve_api
 from mesh.cli import run
 from spanmesh_proto.errors import ModelDoesNotFit, ModelNotFound
 from tests.api_harness import KEY, MODEL, Api, ScriptedEngine, running_api, tokenizer

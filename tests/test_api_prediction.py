@@ -6,8 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from mesh.api.api_keys import ApiKeys
-from mesh.api.key_line import digest_of
+from mesh.api.api_keys import ApiKeys, digest_of
 from mesh.text.tokenizer import Tokenizer
 from tests import api_harness
 from tests.api_harness import KEY, MODEL, Api, ScriptedEngine, running_api

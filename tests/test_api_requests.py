@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mesh.api.body import max_body_bytes
+from mesh.api.request_parsing import max_body_bytes
 from mesh.text.tokenizer import Tokenizer
 from tests import api_harness
 from tests.api_harness import Api, ScriptedEngine, running_api

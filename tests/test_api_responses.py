@@ -6,9 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mesh.api.api_keys import ApiKeys
-from mesh.api.key_line import KeyRecord, digest_of
-from mesh.api.responses.store import ResponseStore, StoredResponse
+from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
+from mesh.api.response_store import ResponseStore, StoredResponse
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
 from tests import api_harness

@@ -11,8 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from mesh.api.api_keys import ApiKeys
-from mesh.api.exposure import require_key_beyond_loopback
-from mesh.api.server import listen
+from mesh.api.auth import require_key_beyond_loopback
+from mesh.api.http_server import listen
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError, PortInUse
 from tests.api_harness import KEY, MODEL, ScriptedEngine, running_api

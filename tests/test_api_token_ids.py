@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.api.answer import AnswerPart, answer_parts
-from mesh.api.job import Job
+from mesh.api.answer_stream import AnswerPart, answer_parts
+from mesh.api.generation_job import Job
 from mesh.engine import GenerationRequest
 from mesh.text.message_parts import Said, joined
 from mesh.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.api.json_bounds import has_at_most, max_values
+from mesh.api.request_parsing import has_at_most, max_values
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=20) | st.just('[{,"\\",\\\\'),

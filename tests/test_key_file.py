@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.api.api_keys import ApiKeys
-from mesh.api.key_file import add_key, read_key_file, remove_key
-from mesh.api.key_line import KeyRecord, check_key_name, digest_of, format_key_line, parse_key_line
+from mesh.api.api_keys import (
+    ApiKeys,
+    KeyRecord,
+    add_key,
+    check_key_name,
+    digest_of,
+    format_key_line,
+    parse_key_line,
+    read_key_file,
+    remove_key,
+)
 from mesh.cli import run
 from spanmesh_proto.errors import MeshError
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from mesh.api.api_keys import ApiKeys
-from mesh.api.key_file import add_key, read_key_file, remove_key
-from mesh.api.key_line import KeyRecord, digest_of, own_name
-from mesh.api.responses.store import ResponseStore, StoredResponse
+from mesh.api.api_keys import ApiKeys, KeyRecord, add_key, digest_of, own_name, read_key_file, remove_key
+from mesh.api.response_store import ResponseStore, StoredResponse
 from mesh.cli import run
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
@@ -86,7 +84,7 @@ def test_the_command_takes_as_many_digits_as_tell_a_key_from_the_others(
 
 def test_hashes_that_begin_alike_have_longer_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = {ALICE: bytes(31) + b"\x01", BOB: bytes(31) + b"\x10", "carol": b"\x01" * 32}
-    monkeypatch.setattr("mesh.api.key_line.digest_of", digests.__getitem__)
+    monkeypatch.setattr("mesh.api.api_keys.digest_of", digests.__getitem__)
     path = tmp_path / "keys"
     path.write_text(f"{ALICE}\n{BOB}\ncarol\n")
     names = [record.name for record in read_key_file(path)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from mesh.api.links import MAX_PROBES
+from mesh.api.admin import MAX_PROBES
 from mesh.cluster import link_probe
 from mesh.cluster.addresses import free_port
 from mesh.cluster.certificates import Authority, make_certificate

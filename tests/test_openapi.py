@@ -9,8 +9,7 @@ import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 
-from mesh.api.api_keys import ApiKeys
-from mesh.api.key_line import KeyRecord, digest_of
+from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.text.tokenizer import Tokenizer
 from tests.api_harness import KEY, Api, ScriptedEngine, running_api
 

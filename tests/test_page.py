@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 import pytest
 import pytest_asyncio
 
-from mesh.api.api_keys import ApiKeys
-from mesh.api.backends import backend_beside
-from mesh.api.key_line import KeyRecord, digest_of
+from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
+from mesh.api.backend import backend_beside
 from mesh.text.tokenizer import Tokenizer
 from tests.api_harness import KEY, ScriptedEngine, running_api
 from tests.browser import CHROMIUM, Page, browser_page

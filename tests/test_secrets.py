@@ -15,8 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from mesh.api.key_file import add_key
-from mesh.api.key_line import KeyRecord, digest_of
+from mesh.api.api_keys import KeyRecord, add_key, digest_of
 from mesh.cluster.addresses import free_port
 from mesh.cluster.join_token import decode
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from uvicorn.server import ServerState
 
-from mesh.api import connection
+from mesh.api import http_server
 from mesh.coordinator import session as outbox
 from mesh.coordinator.session import Session
 from mesh.engine import GenerationRequest
@@ -263,7 +263,7 @@ def test_what_waits_must_be_taken_at_a_pace(bytes_per_minute: int, *, is_cut: bo
     clock, backlog = Clock(), Backlog(2**20)
     config = uvicorn.Config(never, lifespan="off", log_config=None)
     settings = {"config": config, "server_state": ServerState(), "app_state": {}, "_loop": clock}
-    patient = connection.Connection(max_connections=9, patience_s=60.0, **settings)
+    patient = http_server.Connection(max_connections=9, patience_s=60.0, **settings)
     patient.connection_made(backlog)
     # A request has come, and its answer piles up.
     patient._unset_keepalive_if_required()

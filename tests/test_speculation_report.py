@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mesh.api.answer import AnswerPart
-from mesh.api.job import Job
-from mesh.api.usage import timings, usage
+from mesh.api.answer_stream import AnswerPart
+from mesh.api.generation_job import Job
+from mesh.api.openai_format import timings, usage
 from mesh.commands.status_table import print_status
 from mesh.engine import Committed, GenerationRequest, SpeculationLimits
 from speculative.controller import ControllerOptions

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.api.token_bucket import TokenBucket
+from mesh.api.rate_limit import TokenBucket
 
 # A minute's share, and seconds that pass before each draw with what it takes.
 DRAWS = st.lists(st.tuples(st.floats(0, 90), st.integers(1, 300)), min_size=1, max_size=40)

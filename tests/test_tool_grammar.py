@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from mesh.api.tool_grammar import Instead, call_grammar
+from mesh.api.structured_output import Instead, call_grammar
 from mesh.text.message_parts import CallFormat, Content, Reasoning, Said, calls_of, joined
 from mesh.text.output_parser import MessageReader, Reading
 from spanmesh_proto.errors import InvalidRequest

@@ -1,20 +1,337 @@
-"""Who may use the API: the keys of a file, as it is now."""
+"""API keys: key file, key lines and lookup."""
 
 from __future__ import annotations
 
+import datetime as dt
+import fcntl
+import hashlib
 import hmac
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+import os
+import re
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
 
 import structlog
 
-from mesh.api.key_file import read_key_file
-from mesh.api.key_line import KeyRecord, digest_of
+from mesh.util.files import write_private_file
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+
+# A line is `NAME sha256:HEX`, then what limits the key, in any order: `requests-per-minute=60`,
+# `tokens-per-minute=20000`, `concurrent=8`, `expires=2027-01-31T00:00:00+00:00`. `#` begins a comment line.
+# Lines that hold a key itself, `KEY` or `NAME KEY`, are read too: keys that were made elsewhere need no tool.
+#
+# A key is identified by its digest; its name is only shown. One without a name is shown by the beginning of
+# its digest, which stays the same whatever else the file holds.
+_DIGEST: Final = "sha256:"
+_HEX: Final = re.compile(r"[0-9a-f]{64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_MAX_LIMIT: Final = 10**12
+# Of two of a thousand keys, the chance that these digits are the same is 2e-9.
+OWN_NAME_DIGITS: Final = 12
+_OWN_NAME: Final = "key-"
+
+
+@dataclass(frozen=True)
+class KeyRecord:
+    """A key that may use the API.
+
+    Attributes:
+        name: For people: logs, errors, `mesh keys`. Another key may have had it before.
+        digest: SHA-256 of the key, 32 bytes.
+        requests_per_minute: Most requests, or None for no limit.
+        tokens_per_minute: Most tokens of prompts and answers, or None for no limit.
+        expires_at: When it stops working, with its time zone, or None for never.
+        is_plain: Whether the line holds the key itself.
+        max_concurrent: Most answers under way at once, or None for all slots of a model but one.
+        is_named: Whether the line gives the name.
+    """
+
+    name: str
+    digest: bytes
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    expires_at: dt.datetime | None = None
+    is_plain: bool = False
+    max_concurrent: int | None = None
+    is_named: bool = True
+
+    @property
+    def identity(self) -> str:
+        """What everything that belongs to the key is kept under: its digest, 64 hexadecimal digits."""
+        return self.digest.hex()
+
+    def is_expired(self, now_s: float) -> bool:
+        """Whether it has stopped working.
+
+        Args:
+            now_s: Unix seconds.
+        """
+        return self.expires_at is not None and self.expires_at.timestamp() <= now_s
+
+
+def digest_of(key: str) -> bytes:
+    """What is kept of a key.
+
+    One round of SHA-256 is enough: keys of `mesh keys add` have 256 random bits, which nobody finds by
+    guessing, however fast. A slow hash such as scrypt protects passwords; here it would let anybody who
+    sends wrong keys use up the processors.
+    """
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def own_name(digest: bytes, num_digits: int = OWN_NAME_DIGITS) -> str:
+    """What a key without a name is called.
+
+    Args:
+        digest: Of the key.
+        num_digits: Hexadecimal digits of it that the name has.
+    """
+    return f"{_OWN_NAME}{digest.hex()[:num_digits]}"
+
+
+def check_key_name(name: str) -> None:
+    """Check what a key is to be called.
+
+    Raises:
+        MeshError: Saying what a name may hold.
+    """
+    if not _NAME.fullmatch(name):
+        raise MeshError(
+            f"{name!r} cannot be a key's name: use up to 64 letters, digits, dots, dashes, underscores and @"
+        )
+
+
+def parse_key_line(line: str) -> KeyRecord | None:
+    """The key of a line; None for one that is empty or a comment.
+
+    Args:
+        line: Without its end.
+
+    Raises:
+        MeshError: Saying what is wrong, without the line's words: one may be a key.
+    """
+    words = line.split()
+    if not words or words[0].startswith("#"):
+        return None
+    if len(words) >= 2 and words[1].startswith(_DIGEST):
+        return _hashed(words[0], words[1].removeprefix(_DIGEST), words[2:])
+    if len(words) > 2:
+        raise MeshError("is neither `NAME sha256:HEX …` nor `NAME KEY` nor `KEY`")
+    digest, is_named = digest_of(words[-1]), len(words) == 2
+    return KeyRecord(words[0] if is_named else own_name(digest), digest, is_plain=True, is_named=is_named)
+
+
+def format_key_line(record: KeyRecord) -> str:
+    """The line that `parse_key_line` reads, without its end."""
+    words = [record.name, f"{_DIGEST}{record.digest.hex()}"]
+    if record.requests_per_minute is not None:
+        words.append(f"requests-per-minute={record.requests_per_minute}")
+    if record.tokens_per_minute is not None:
+        words.append(f"tokens-per-minute={record.tokens_per_minute}")
+    if record.max_concurrent is not None:
+        words.append(f"concurrent={record.max_concurrent}")
+    if record.expires_at is not None:
+        words.append(f"expires={record.expires_at.isoformat()}")
+    return " ".join(words)
+
+
+def _hashed(name: str, digest: str, settings: list[str]) -> KeyRecord:
+    if not _HEX.fullmatch(digest):
+        raise MeshError("has no 64 small hexadecimal digits after sha256:")
+    found: dict[str, str] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key in found:
+            raise MeshError("says something twice")
+        found[key] = value
+    record = KeyRecord(
+        name=name,
+        digest=bytes.fromhex(digest),
+        requests_per_minute=_limit(found.pop("requests-per-minute", None)),
+        tokens_per_minute=_limit(found.pop("tokens-per-minute", None)),
+        max_concurrent=_limit(found.pop("concurrent", None)),
+        expires_at=_moment(found.pop("expires", None)),
+    )
+    if found:
+        raise MeshError("says something that is no setting of a key")
+    return record
+
+
+def _limit(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 14 and 1 <= int(text) <= _MAX_LIMIT):
+        raise MeshError(f"has a limit that is no number from 1 to {_MAX_LIMIT}")
+    return int(text)
+
+
+def _moment(text: str | None) -> dt.datetime | None:
+    if text is None:
+        return None
+    try:
+        moment = dt.datetime.fromisoformat(text)
+        return moment if moment.tzinfo is not None else moment.replace(tzinfo=dt.UTC)
+    except ValueError:
+        raise MeshError("has an expiry that is no date such as 2027-01-31T00:00:00+00:00") from None
+
+
+_MAX_BYTES: Final = 4 * 2**20
+# `key-` alone names no key, though every key without a name begins so.
+_SHORTEST: Final = len("key-")
+
+
+def default_key_file() -> Path:
+    """`$XDG_CONFIG_HOME/spanmesh/api-keys`, or `~/.config/spanmesh/api-keys`."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "spanmesh" / "api-keys"
+
+
+def read_key_file(path: Path) -> tuple[KeyRecord, ...]:
+    """All keys, in the file's order; there may be none.
+
+    Raises:
+        MeshError: If it cannot be read, or naming the line that is wrong.
+    """
+    return parse_key_file(path, _read(path))
+
+
+def parse_key_file(path: Path, text: str) -> tuple[KeyRecord, ...]:
+    """All keys of a file's text.
+
+    Args:
+        path: For errors.
+        text: The file's.
+
+    Raises:
+        MeshError: Naming the line that is wrong.
+    """
+    records: dict[str, KeyRecord] = {}
+    for number, record in _by_line(path, text).items():
+        known = records.setdefault(record.name, record)
+        # The same key without a name once more changes nothing.
+        if known is not record and (known.is_named or record.is_named):
+            raise MeshError(f"line {number} of the API key file {path} names {record.name} a second time")
+    return tuple(records.values())
+
+
+def add_key(path: Path, record: KeyRecord) -> None:
+    """Add a key at the end; the file and its folder are made if they are missing.
+
+    Raises:
+        MeshError: If there is a key of that name, or the file cannot be read or written.
+    """
+    check_key_name(record.name)
+    with _editing(path):
+        text = _read(path) if path.exists() else ""
+        if any(known.name == record.name for known in parse_key_file(path, text)):
+            raise MeshError(
+                f"{path} has a key {record.name} already: choose another name, or remove that one first with"
+                f" `mesh keys rm {record.name}`"
+            )
+        if text and not text.endswith("\n"):
+            text += "\n"
+        write_private_file(path, f"{text}{format_key_line(record)}\n")
+
+
+def remove_key(path: Path, name: str) -> str:
+    """Remove a key; every other line stays as it is.
+
+    Args:
+        path: The file.
+        name: The key's, or as many digits of the name of one without a name as tell it from the others.
+
+    Returns:
+        The whole name.
+
+    Raises:
+        MeshError: If there is no key of that name, or several, or the file cannot be read or written.
+    """
+    with _editing(path):
+        text = _read(path)
+        found = _called(path, parse_key_file(path, text), name)
+        gone = {number for number, record in _by_line(path, text).items() if record.name == found}
+        lines = enumerate(text.splitlines(keepends=True), start=1)
+        write_private_file(path, "".join(line for number, line in lines if number not in gone))
+        return found
+
+
+def _called(path: Path, records: Sequence[KeyRecord], name: str) -> str:
+    if any(record.name == name for record in records):
+        return name
+    found = [
+        record.name
+        for record in records
+        if not record.is_named and len(name) > _SHORTEST and own_name(record.digest, 64).startswith(name)
+    ]
+    if len(found) > 1:
+        raise MeshError(f"{name} may be each of {', '.join(found)} in {path}: give more of its digits")
+    if not found:
+        raise MeshError(f"{path} has no key {name}: `mesh keys list` shows those that there are")
+    return found[0]
+
+
+def _by_line(path: Path, text: str) -> dict[int, KeyRecord]:
+    """The key of each line that holds one, by the line's number, from 1."""
+    records: dict[int, KeyRecord] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            record = parse_key_line(line)
+        except MeshError as error:
+            raise MeshError(f"line {number} of the API key file {path} {error.message}") from None
+        if record is not None:
+            records[number] = record
+    names = _own_names({record.digest for record in records.values() if not record.is_named})
+    return {
+        number: record if record.is_named else replace(record, name=names[record.digest])
+        for number, record in records.items()
+    }
+
+
+def _own_names(digests: Collection[bytes]) -> dict[bytes, str]:
+    """Names of keys without one: longer than usual where two digests begin alike."""
+    names = {digest: own_name(digest) for digest in digests}
+    num_digits = OWN_NAME_DIGITS
+    while len(set(names.values())) < len(names):
+        num_digits += 1
+        counts = Counter(names.values())
+        for digest, name in names.items():
+            if counts[name] > 1:
+                names[digest] = own_name(digest, num_digits)
+    return names
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise MeshError(f"the API key file {path} is larger than {_MAX_BYTES} bytes: is it a key file?")
+        return data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise MeshError(f"the API key file {path} cannot be read: {reason}") from error
+
+
+@contextmanager
+def _editing(path: Path) -> Iterator[None]:
+    """One editor at a time. The folder is what they lock: the file itself is replaced."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise MeshError(f"the API key file {path} cannot be written: {error.strerror}") from error
+
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""The application: routes, the gate before them, and one shape for every error."""
+"""HTTP application: composition of routes and middleware."""
 
 from __future__ import annotations
 
@@ -11,31 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from mesh.api import (
-    chat,
-    completions,
-    elsewhere,
-    health,
-    hosts,
-    inspection,
-    links,
-    metrics,
-    models,
-    orders,
-    page,
-    tokens,
-    versions,
-)
+from mesh.api import admin, chat_completions, completions, server_info, tokenization, web_ui
 from mesh.api.auth import KeyGate
-from mesh.api.backend import Backend, HostInspection, HostOrders, LinkRuns, ModelOrders
-from mesh.api.backends import Backends
-from mesh.api.cors import Cors
-from mesh.api.document import DocumentedApp
+from mesh.api.backend import Backend, Backends, HostInspection, HostOrders, LinkRuns, ModelOrders
 from mesh.api.errors import on_http_exception, on_mesh_error
-from mesh.api.page import PageFiles
-from mesh.api.request_log import RequestLog
+from mesh.api.middleware import Cors, RequestLog, Traced
+from mesh.api.openapi import DocumentedApp
 from mesh.api.responses import endpoint as responses
-from mesh.api.traced import Traced
+from mesh.api.web_ui import PageFiles
 from mesh.metrics.request_metrics import ObservedEngine, RequestStatistics
 from mesh.text.chat_template import chat_template_of
 from spanmesh_proto.errors import MeshError
@@ -77,7 +60,7 @@ def create_app(
     model_orders: Callable[[], ModelOrders | None] = lambda: None,
     tracer: RequestTracer | None = None,
 ) -> FastAPI:
-    """The API in front of an engine. Run it with `mesh.api.server.serve_api`.
+    """The API in front of an engine. Run it with `mesh.api.http_server.serve_api`.
 
     Unless an origin is named there is no CORS header, so pages of other origins cannot read answers.
 
@@ -97,7 +80,7 @@ def create_app(
         steady_s: A steady clock, in seconds, for limits per minute.
         random_bits: Random numbers of so many bits, for ids and for seeds that requests leave out.
         ping_interval_s: A stream that has been silent this long sends a comment.
-        cors_origins: Of web pages that may use it; see `cors.check_origins`.
+        cors_origins: Of web pages that may use it; see `auth.check_origins`.
         stage_counts: Goes into the stages of `/mesh/status`: what they themselves count.
         measure_links: Answers `/mesh/links`, given round trips and bytes; None where there are no hosts.
         departures: Gives what answers `/mesh/drain` and `/mesh/evict`; None as long as nothing can.
@@ -149,8 +132,6 @@ def create_app(
         api_keys.on_removed(first.responses.forget)
     app.state.backends = Backends(first)
     app.state.needs_key = api_keys is not None
-    chats = (chat, completions, responses, tokens, elsewhere)
-    rest = (models, versions, health, hosts, orders, links, inspection, metrics, page)
-    for endpoints in (*chats, *rest):
+    for endpoints in (chat_completions, completions, responses, tokenization, server_info, admin, web_ui):
         app.include_router(endpoints.router)
     return app

@@ -1,20 +1,23 @@
-"""The one gate that every request but `/health` must pass."""
+"""API-key gate, and the checks of what is exposed to other machines."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
-from mesh.api.allowance import VISIT, Allowances
 from mesh.api.errors import error_response
-from spanmesh_proto.errors import RequestError, Unauthorized
+from mesh.api.rate_limit import VISIT, Allowances
+from mesh.cluster.addresses import is_loopback
+from spanmesh_proto.errors import MeshError, RequestError, Unauthorized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from mesh.api.api_keys import ApiKeys
-    from mesh.api.key_line import KeyRecord
+    from mesh.api.api_keys import ApiKeys, KeyRecord
+
 
 OPEN_PATHS: Final = frozenset({"/health"})
 KEY_NAME: Final = "spanmesh.key_name"
@@ -91,3 +94,66 @@ class KeyGate:
         if record.is_expired(self._now_s()):
             raise Unauthorized(f"the API key {record.name} has expired: ask whoever runs it for another one")
         return record
+
+
+# A proxy on this machine has its address, whoever is behind it.
+_MARKS_OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+
+
+def require_own_machine(request: Request, what: str) -> None:
+    """Turn away whoever asks from elsewhere, or through a proxy that says so.
+
+    Args:
+        request: Of somebody with a key, or where none is needed.
+        what: What only this machine may do, such as `hosts are sent away`.
+
+    Raises:
+        Unauthorized: With the remedy.
+    """
+    client = request.client
+    is_near = client is not None and is_loopback(client.host)
+    if not is_near or any(mark in request.headers for mark in _MARKS_OF_PROXIES):
+        raise Unauthorized(f"{what} from the head's own machine only: run the command there")
+
+
+ANY_ORIGIN: Final = "*"
+_ORIGIN: Final = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d{1,5})?")
+
+
+def require_key_beyond_loopback(host: str, *, has_keys: bool, is_insecure: bool = False) -> None:
+    """Refuse an API that other machines can reach and that asks for no key.
+
+    Args:
+        host: Where it is to listen.
+        has_keys: Whether it asks for one.
+        is_insecure: Whether the user wants it all the same.
+
+    Raises:
+        MeshError: Naming the remedies.
+    """
+    if not has_keys and not is_insecure and not is_loopback(host):
+        raise MeshError(
+            f"--host {host} lets other machines use the model: give --api-key-file (`mesh keys add` makes"
+            " one), listen on 127.0.0.1, or let everybody in with --insecure"
+        )
+
+
+def check_origins(origins: Sequence[str], *, has_keys: bool) -> None:
+    """Check what the user says of web pages.
+
+    Raises:
+        MeshError: If one is no origin, or all pages are let in and no key is asked for.
+    """
+    for origin in origins:
+        if origin == ANY_ORIGIN and not has_keys:
+            raise MeshError(
+                "--cors-origin '*' lets every web page that is visited here use the model: name those that"
+                " may, or give --api-key-file",
+                param="--cors-origin",
+            )
+        if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
+            raise MeshError(
+                f"--cors-origin {origin!r} is no origin: write it as a browser does, in small letters and"
+                " without a path, such as https://chat.example.org",
+                param="--cors-origin",
+            )

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`."""
+"""Endpoint /v1/completions."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
-from mesh.api.answer_schemas import TextCompletion
 from mesh.api.auth import client_of
-from mesh.api.backends import backends_of
-from mesh.api.body import read_body
-from mesh.api.document import answers, takes
-from mesh.api.hopeless_length import refuse_hopeless_length
-from mesh.api.job import Job, make_job, several
-from mesh.api.logprobs import completion_logprobs
-from mesh.api.respond import respond
-from mesh.api.schemas import CompletionBody, Prompt
-from mesh.api.tokens import require_ids, text_of
+from mesh.api.backend import backends_of
+from mesh.api.chat_prompt import refuse_hopeless_length
+from mesh.api.generation_job import Job, make_job, several
+from mesh.api.openai_format import completion_logprobs
+from mesh.api.openapi import TextCompletion, answers, takes
+from mesh.api.protocol import CompletionBody, Prompt
+from mesh.api.request_parsing import read_body
+from mesh.api.streaming import respond
+from mesh.api.tokenization import require_ids, text_of
 from mesh.text.message_parts import Content
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.api.answer import FinishReason
-    from mesh.api.answer_tokens import AnswerToken
+    from mesh.api.answer_stream import AnswerToken, FinishReason
     from mesh.api.backend import Backend
     from mesh.text.message_parts import Said
     from mesh.text.tokenizer import Tokenizer

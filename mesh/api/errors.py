@@ -1,17 +1,32 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as JSON responses."""
 
 from __future__ import annotations
 
+import json
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.api.json_response import json_response
+from starlette.responses import Response
+
 from spanmesh_proto.errors import MeshError, Unauthorized, wire_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
-    from starlette.responses import Response
+
+
+def json_bytes(value: Any) -> bytes:
+    """Compact UTF-8. Half a surrogate pair, which UTF-8 cannot hold, stays a JSON escape."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response that holds one JSON value."""
+    return Response(json_bytes(value), status, headers, media_type="application/json")
+
 
 # Too many requests, and nobody there to answer: both pass.
 _WORTH_A_RETRY: Final = frozenset({429, 503})

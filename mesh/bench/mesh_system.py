@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
-from mesh.api.key_file import add_key
-from mesh.api.key_line import KeyRecord, digest_of
+from mesh.api.api_keys import KeyRecord, add_key, digest_of
 from mesh.bench.server_process import get_json, last_lines, start_logged, wait_healthy
 from mesh.bench.stage_times import StageTotals
 from spanmesh_proto.errors import MeshError

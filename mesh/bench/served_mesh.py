@@ -14,8 +14,7 @@ from urllib import request
 
 import psutil
 
-from mesh.api.key_file import add_key
-from mesh.api.key_line import KeyRecord, digest_of
+from mesh.api.api_keys import KeyRecord, add_key, digest_of
 from mesh.bench.stress.processes import role_of
 from mesh.cluster.addresses import free_port
 from spanmesh_proto.errors import MeshError

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from mesh.api.key_file import add_key, default_key_file, read_key_file, remove_key
-from mesh.api.key_line import KeyRecord, digest_of
+from mesh.api.api_keys import KeyRecord, add_key, default_key_file, digest_of, read_key_file, remove_key
 
 _SPAN = re.compile(r"(\d{1,6})([hdw])")
 _HOURS = {"h": 1, "d": 24, "w": 24 * 7}

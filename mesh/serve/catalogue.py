@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from mesh.api.backends import backend_beside
+from mesh.api.backend import backend_beside
 from mesh.serve.stage_counts import stage_counts
 
 if TYPE_CHECKING:
-    from mesh.api.backends import Backends
+    from mesh.api.backend import Backends
     from mesh.serve.served_model import ServedModel
 
 

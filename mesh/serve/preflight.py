@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mesh.api.api_keys import ApiKeys
-from mesh.api.exposure import check_origins, require_key_beyond_loopback
+from mesh.api.auth import check_origins, require_key_beyond_loopback
 from mesh.cluster.addresses import check_port_free
 from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from mesh.api.app import create_app
-from mesh.api.server import serve_api
+from mesh.api.http_server import serve_api
 from mesh.cluster.discovery import announced, head_found
 from mesh.metrics.tracing import closing, open_tracer
 from mesh.serve.announce import print_join_line, print_served

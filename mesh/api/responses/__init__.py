@@ -1,1 +1,1 @@
-"""`/v1/responses`: OpenAI's second API for chats, the one that coding agents use."""
+"""Responses API of OpenAI: /v1/responses."""

@@ -1,33 +1,66 @@
-"""`POST /v1/responses`, and `GET` and `DELETE /v1/responses/{id}` for those that are kept."""
+"""Endpoint /v1/responses."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
-from mesh.api.answer_schemas import Deleted, ResponseAnswer
 from mesh.api.auth import client_of
-from mesh.api.backends import backend_of, backends_of
-from mesh.api.body import read_body
-from mesh.api.conversation import Conversation, thinking_variables, write_down
-from mesh.api.document import answers, takes
-from mesh.api.job import make_job
-from mesh.api.json_response import json_response
-from mesh.api.responses.form import in_chat_words, in_own_words
-from mesh.api.responses.items import messages_of
-from mesh.api.responses.making import Turn, respond
-from mesh.api.responses.schemas import ResponsesBody
-from mesh.api.tool_use import tool_use_of
+from mesh.api.backend import backend_of, backends_of
+from mesh.api.chat_prompt import Conversation, thinking_variables, write_down
+from mesh.api.errors import json_response
+from mesh.api.generation_job import make_job
+from mesh.api.openapi import Deleted, ResponseAnswer, answers, takes
+from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
+from mesh.api.request_parsing import read_body
+from mesh.api.responses.events import Turn, respond
+from mesh.api.responses.protocol import ResponsesBody, messages_of
+from mesh.api.structured_output import tool_use_of
 from spanmesh_proto.errors import InvalidRequest, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mesh.api.backend import Backend
+
+
+_WORDS: Final = (("response_format.json_schema", "text.format"), ("response_format", "text.format"))
+
+
+def in_chat_words(body: ResponsesBody) -> ResponsesBody:
+    """The body with `response_format` in place of `text.format`.
+
+    Raises:
+        InvalidRequest: If it has both.
+    """
+    wanted = None if body.text is None else body.text.format
+    if wanted is None or wanted.type == "text":
+        return body
+    if body.response_format is not None:
+        raise InvalidRequest(
+            "text.format and response_format are the same: send one of them", param="text.format"
+        )
+    schema = None
+    if wanted.type == "json_schema":
+        given = {"schema": wanted.schema_} if "schema_" in wanted.model_fields_set else {}
+        schema = JsonSchemaBody.model_validate({"name": wanted.name, **given})
+    as_chat = ResponseFormatBody(type=wanted.type, json_schema=schema)
+    return body.model_copy(update={"response_format": as_chat})
+
+
+def in_own_words(error: InvalidRequest) -> InvalidRequest:
+    """An error about `response_format` as one about `text.format`."""
+    message, param = error.message, error.param
+    for theirs, ours in _WORDS:
+        message = message.replace(theirs, ours)
+        param = None if param is None else param.replace(theirs, ours)
+    return InvalidRequest(message, param=param)
+
+
 router = APIRouter()
 
 

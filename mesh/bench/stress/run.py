@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.api.key_file import add_key
-from mesh.api.key_line import KeyRecord, digest_of
+from mesh.api.api_keys import KeyRecord, add_key, digest_of
 from mesh.bench.contest import even_split
 from mesh.bench.llama_rpc import build_llama_rpc
 from mesh.bench.mesh_system import MeshSystem

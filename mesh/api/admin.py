@@ -1,0 +1,314 @@
+"""Endpoints for operators: drain, evict, load, unload, links, rehearse and examine."""
+
+from __future__ import annotations
+
+import math
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import structlog
+from fastapi import APIRouter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
+from starlette.responses import Response
+
+from mesh.api.auth import require_own_machine
+from mesh.api.backend import backend_of, backends_of
+from mesh.api.errors import json_response
+from mesh.api.middleware import CLIENT_GONE_STATUS
+from mesh.api.openapi import Anything, answers, takes
+from mesh.api.request_parsing import read_body
+from mesh.api.streaming import ClientGoneError, unless_hung_up
+from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError
+from stages.runtime.kv_types import KV_TYPES
+
+if TYPE_CHECKING:
+    from mesh.api.backend import HostInspection, HostOrders, ModelOrders
+
+
+router = APIRouter()
+
+_HOST: Final[dict[str, Any]] = {
+    "parameters": [{"name": "host", "in": "query", "required": True, "schema": {"type": "string"}}]
+}
+
+
+@router.post("/mesh/drain", response_model=None, responses=answers(Anything), openapi_extra=_HOST)
+async def drain(request: Request) -> Response:
+    """Move a host's layers elsewhere and let it go; answers when that is done."""
+    orders = _host_orders(request)
+    try:
+        return json_response(dict(await orders.drain(_name(request))))
+    except JoinError as error:
+        raise InvalidRequest(error.message, param="host") from None
+
+
+@router.post("/mesh/evict", response_model=None, responses=answers(Anything), openapi_extra=_HOST)
+async def evict(request: Request) -> Response:
+    """Cut a host off at once, and replace the join token."""
+    orders = _host_orders(request)
+    try:
+        return json_response(dict(await orders.evict(_name(request))))
+    except JoinError as error:
+        raise InvalidRequest(error.message, param="host") from None
+
+
+def _host_orders(request: Request) -> HostOrders:
+    """What carries it out. A key that opens the API from elsewhere does not open this."""
+    require_own_machine(request, "hosts are sent away")
+    departures = backend_of(request).departures()
+    if departures is None:
+        raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
+    return departures
+
+
+def _name(request: Request) -> str:
+    name = request.query_params.get("host", "")
+    if not name:
+        raise InvalidRequest("host is missing: name the host, as `mesh status` does", param="host")
+    return name
+
+
+# It sends over every link, to every host: so a few small probes are for any key, and what would take
+# bandwidth from the stages, many probes or data in bulk, is for the head's own machine. One run at a time is
+# made, for as long as its client waits for it.
+log = structlog.get_logger()
+
+MAX_PROBES: Final = 1000
+MAX_PROBES_OF_ANY_KEY: Final = 50
+MAX_BULK_BYTES: Final = 256 * 2**20
+_PROBES: Final = 20
+_MAX_DIGITS: Final = 18
+
+
+def _parameter(name: str, least: int, most: int) -> dict[str, Any]:
+    return {"name": name, "in": "query", "schema": {"type": "integer", "minimum": least, "maximum": most}}
+
+
+@router.post(
+    "/mesh/links",
+    response_model=None,
+    responses=answers(Anything),
+    openapi_extra={
+        "parameters": [_parameter("probes", 1, MAX_PROBES), _parameter("bulk_bytes", 0, MAX_BULK_BYTES)]
+    },
+)
+async def measure_links(request: Request) -> Response:
+    """Round trips, and bandwidth if `bulk_bytes` are to be sent, as `mesh bench net` shows them."""
+    backend = backend_of(request)
+    runs = backend.link_runs
+    if runs is None:
+        raise ClusterError("there are no hosts here whose links could be measured")
+    probes = _number(request, "probes", _PROBES, 1, MAX_PROBES)
+    bulk_bytes = _number(request, "bulk_bytes", 0, 0, MAX_BULK_BYTES)
+    if bulk_bytes:
+        require_own_machine(request, "bandwidths are measured (bulk_bytes)")
+    if probes > MAX_PROBES_OF_ANY_KEY:
+        require_own_machine(request, f"more than {MAX_PROBES_OF_ANY_KEY} probes are sent")
+    try:
+        found = await unless_hung_up(runs.run(probes, bulk_bytes), request.receive, backend.closing)
+    except ClientGoneError:
+        log.info("client_gone")
+        return Response(status_code=CLIENT_GONE_STATUS)
+    return json_response(dict(found))
+
+
+def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not (text.isdecimal() and len(text) <= _MAX_DIGITS and least <= int(text) <= most):
+        raise InvalidRequest(
+            f"{name} is {text[:_MAX_DIGITS]!r}; it must be a number from {least} to {most}", param=name
+        )
+    return int(text)
+
+
+_MOST_CHARS: Final = 4096
+_MOST_LAYERS: Final = 4096
+
+
+def _known(kv_type: str) -> str:
+    if kv_type not in KV_TYPES:
+        raise ValueError(f"must be one of {', '.join(KV_TYPES)}")
+    return kv_type
+
+
+_KvType = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": list(KV_TYPES)})]
+_Path = Annotated[str, Field(min_length=1, max_length=_MOST_CHARS)]
+
+
+class LoadBody(BaseModel):
+    """What `mesh load` asks for. The fields are the options of that command, which tells what they mean."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    model: _Path = Field(description="A GGUF file on the head's host, by its whole path.")
+    name: str | None = Field(None, max_length=128, description="What clients are to call it.")
+    ctx_size: int | None = Field(None, ge=16, le=2**31)
+    parallel: int = Field(4, ge=1, le=64)
+    kv_type: _KvType = "f16"
+    wire: Literal["f32", "f16", "q8", "auto"] = "f32"
+    max_waiting: int = Field(64, ge=1, le=2**20)
+    exact: bool = False
+    stages: int | None = Field(None, ge=1, le=_MOST_LAYERS)
+    split: list[Annotated[int, Field(ge=1, le=_MOST_LAYERS)]] | None = Field(
+        None, min_length=1, max_length=_MOST_LAYERS
+    )
+    threads: int | None = Field(None, ge=1, le=1024)
+    speculate: Literal["auto", "off", "ngram", "draft", "replay"] = "auto"
+    draft_path: _Path | None = None
+    draft_max: int = Field(8, ge=1, le=1024)
+    draft_min: int = Field(1, ge=1, le=1024)
+    p_min: float = Field(0.0, ge=0, le=1)
+    draft_threads: int = Field(1, ge=1, le=1024)
+    draft_gpu_layers: int = Field(-1, ge=-1, le=_MOST_LAYERS)
+    draft_kv_type: _KvType = "f16"
+    keeps_history: bool = False
+    width: int | None = Field(None, ge=0, le=1024)
+    depth: int | None = Field(None, ge=1, le=1024)
+    cancels: bool = True
+    replay_path: _Path | None = None
+
+
+_WAIT_S: Final = 30.0
+_MOST_WAIT_S: Final = 86400.0
+_UNLOAD: Final[dict[str, Any]] = {
+    "parameters": [
+        {"name": "model", "in": "query", "required": True, "schema": {"type": "string"}},
+        {
+            "name": "wait_s",
+            "in": "query",
+            "schema": {"type": "number", "minimum": 0, "maximum": _MOST_WAIT_S, "default": _WAIT_S},
+        },
+    ]
+}
+
+
+@router.post(
+    "/mesh/load",
+    response_model=None,
+    responses=answers(Anything, 413),
+    openapi_extra=takes(LoadBody),
+)
+async def load(request: Request) -> Response:
+    """Serve a model beside those that are served; answers when it does, or with why it cannot."""
+    orders, backends = _model_orders(request), backends_of(request)
+    body = await read_body(request, LoadBody, backends.unknown_fields, context_length=backends.context_length)
+    paths = {"model": body.model, "draft_path": body.draft_path, "replay_path": body.replay_path}
+    for param, path in paths.items():
+        if path is not None and not PurePath(path).is_absolute():
+            raise InvalidRequest(f"{param} is {path!r}: give the whole path of the file", param=param)
+    if body.stages is not None and body.split is not None:
+        raise InvalidRequest("split says how many stages there are: leave out stages", param="stages")
+    return json_response(dict(await orders.load(body.model_dump())))
+
+
+@router.post("/mesh/unload", response_model=None, responses=answers(Anything, 404), openapi_extra=_UNLOAD)
+async def unload(request: Request) -> Response:
+    """Serve a model no more; answers when nothing of it is left. Requests that run have `wait_s` to end."""
+    orders = _model_orders(request)
+    name = request.query_params.get("model", "")
+    if not name:
+        raise InvalidRequest("model is missing: name it, as `mesh status` does", param="model")
+    return json_response(dict(await orders.unload(name, _wait_s(request))))
+
+
+def _model_orders(request: Request) -> ModelOrders:
+    """What carries it out. A key that opens the API from elsewhere does not open this."""
+    require_own_machine(request, "models are loaded and unloaded")
+    orders = backends_of(request).first.model_orders()
+    if orders is None:
+        raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
+    return orders
+
+
+def _wait_s(request: Request) -> float:
+    text = request.query_params.get("wait_s", str(_WAIT_S))
+    try:
+        wait_s = float(text)
+    except ValueError:
+        wait_s = math.nan
+    if not 0 <= wait_s <= _MOST_WAIT_S:
+        raise InvalidRequest(
+            f"wait_s is {text[:20]!r}; it must be a number of seconds from 0 to {_MOST_WAIT_S:g}",
+            param="wait_s",
+        )
+    return wait_s
+
+
+_MOST_HOSTS: Final = 64
+_MOST_PARTS: Final = 8
+# A blank stage: a hole of a file, but loaded all the same.
+_MOST_BLANK_BYTES: Final = 8 * 2**30
+
+
+class BlankBody(BaseModel):
+    """A stage without weights."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    header: str = Field(description="Base64: magic, metadata and tensor directory of a GGUF.")
+    num_bytes: int = Field(ge=1, le=_MOST_BLANK_BYTES, description="Size of the whole file.")
+
+
+class OrderBody(BaseModel):
+    """What one host is to time; see `stages.host.profile_request`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    blank: BlankBody
+    num_threads: int = Field(1, ge=1, le=1024)
+    is_exact: bool = False
+    kv_type: str = "f16"
+    position: int = Field(128, ge=0, le=2**20)
+    num_rounds: int = Field(20, ge=1, le=1000)
+    pause_ms: float = Field(5.0, ge=0, le=1000)
+
+
+class HostOrdersBody(BaseModel):
+    """For one host."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    host: str
+    orders: list[OrderBody] = Field(min_length=1, max_length=_MOST_PARTS)
+
+
+class RehearsalBody(BaseModel):
+    """What `mesh plan` asks."""
+
+    model_config = ConfigDict(extra="allow")
+
+    hosts: list[HostOrdersBody] = Field(min_length=1, max_length=_MOST_HOSTS)
+
+
+@router.post(
+    "/mesh/rehearse",
+    response_model=None,
+    responses=answers(Anything, 413),
+    openapi_extra=takes(RehearsalBody),
+)
+async def rehearse(request: Request) -> Response:
+    """Have hosts time stages of a model that they do not hold, with blank weights, for `mesh plan`."""
+    backend, inspection = backend_of(request), _inspection(request)
+    body = await read_body(
+        request, RehearsalBody, backend.unknown_fields, context_length=backend.engine.context_length
+    )
+    wanted: dict[str, list[dict[str, Any]]] = {}
+    for each in body.hosts:
+        wanted.setdefault(each.host, []).extend(order.model_dump() for order in each.orders)
+    return json_response({"hosts": await inspection.rehearse(wanted)})
+
+
+@router.post("/mesh/examine", response_model=None, responses=answers(Anything))
+async def examine(request: Request) -> Response:
+    """Have every host look at itself, as `mesh doctor` shows it."""
+    return json_response({"hosts": await _inspection(request).examine()})
+
+
+def _inspection(request: Request) -> HostInspection:
+    """What carries it out: processes start on hosts for it, so a key from elsewhere does not open this."""
+    require_own_machine(request, "hosts are inspected")
+    inspection = backend_of(request).inspection()
+    if inspection is None:
+        raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
+    return inspection

@@ -1,0 +1,302 @@
+"""Answer stream: committed tokens as parts of an answer, shared prompts of n choices, metering."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import structlog
+
+from mesh.api.rate_limit import visit_of
+from mesh.text.detokenizer import AnswerText
+from mesh.text.message_parts import joined
+from mesh.text.output_parser import MessageReader
+from spanmesh_proto.errors import StageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+
+    from starlette.types import Scope
+
+    from mesh.api.backend import Backend
+    from mesh.api.generation_job import Job
+    from mesh.api.rate_limit import Visit
+    from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
+    from mesh.text.message_parts import Said
+    from stages.sampling.logprobs import TokenLogprobs
+
+    PieceWith = Callable[[Collection[str]], Callable[[int], bytes]]
+
+
+# Text may be held back, because it could become a stop string or because a character is not complete, and
+# some of it is never passed on. A token follows the first character that it had a part in: it appears with
+# that character, and not at all if that is cut off. Tokens that share a character appear together.
+@dataclass(frozen=True)
+class AnswerToken:
+    """A token whose text is part of the answer.
+
+    Attributes:
+        id: Token id.
+        offset: Characters of the answer before it.
+        logprobs: How likely it was, and what else was likely.
+    """
+
+    id: int
+    offset: int
+    logprobs: TokenLogprobs
+
+
+class AnswerTokens:
+    """Holds tokens back for as long as their text is.
+
+    Args:
+        text: The answer's; each token goes to it first.
+    """
+
+    def __init__(self, text: AnswerText) -> None:
+        self._text = text
+        self._waiting: deque[AnswerToken] = deque()
+
+    def push(self, token: AnswerToken) -> None:
+        """Take a token that has just gone to the text; its offset is what had been decoded before."""
+        self._waiting.append(token)
+
+    def settle(self) -> tuple[AnswerToken, ...]:
+        """The tokens whose text has been passed on since the last call."""
+        settled = []
+        text = self._text
+        while self._waiting and (
+            self._waiting[0].offset < text.num_passed
+            # Tokens that add no text, such as control tokens, go with what is before them.
+            or (self._waiting[0].offset == text.num_passed == text.num_decoded and not text.is_in_character)
+        ):
+            settled.append(self._waiting.popleft())
+        return tuple(settled)
+
+
+log = structlog.get_logger()
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """What became final together, and the tokens committed meanwhile.
+
+    Attributes:
+        said: May be nothing.
+        finish: Why the answer is over, on its last part.
+        num_tokens: Tokens of the answer up to here, an end token and those of a stop string included.
+        stats: The engine's counts and times up to here.
+        tokens: Tokens of the text, if the request asked for logprobs.
+        token_ids: All that `num_tokens` counts and the parts before did not have.
+        num_reasoning: Tokens of the answer up to here that are reasoning.
+    """
+
+    said: tuple[Said, ...]
+    finish: FinishReason | None
+    num_tokens: int
+    stats: GenerationStats
+    tokens: tuple[AnswerToken, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    num_reasoning: int = 0
+
+
+async def answer_parts(engine: Engine, piece_with: PieceWith, job: Job) -> AsyncGenerator[AnswerPart, None]:
+    """Run a job. The engine's session is over before the last part is passed on.
+
+    A step that settles no text makes no part of its own, unless the job wants token ids.
+
+    Args:
+        engine: Makes the tokens.
+        piece_with: Gives the bytes that tokens stand for, and those of marks; see `Tokenizer.piece_with`.
+        job: What to do.
+
+    Raises:
+        MeshError: Whatever the engine raises.
+    """
+    answer = _Answer(piece_with, job)
+    last: AnswerPart | None = None
+    async with aclosing(engine.generate(job.request)) as steps:
+        async for step in steps:
+            answer.take(step)
+            if answer.is_over or step.finish is not None:
+                last = answer.last_part(step)
+                break
+            if (part := answer.part(step)) is not None:
+                yield part
+    if last is None:
+        raise StageFailed("the engine ended the answer without a reason: look at the log of the stages")
+    _log(job, last)
+    yield last
+
+
+class _Answer:
+    """What one answer's tokens come to."""
+
+    def __init__(self, piece_with: PieceWith, job: Job) -> None:
+        self._job = job
+        self._text = AnswerText(piece_with(job.reading.marks), job.stops)
+        self._tokens = AnswerTokens(self._text)
+        self._reader = MessageReader(job.reading)
+        self._said: list[Said] = []
+        self._ids: list[int] = []
+        self._num_passed = 0
+        self._num_reasoning = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing that follows belongs to it."""
+        return self._text.stopped or self._reader.is_over
+
+    def take(self, step: Committed) -> None:
+        text, reader = self._text, self._reader
+        for index, token in enumerate(step.tokens):
+            self._ids.append(token)
+            if token in self._job.request.end_tokens:
+                return
+            offset = text.num_decoded
+            self._said += reader.push(text.push(token))
+            if reader.is_reasoning:
+                self._num_reasoning = len(self._ids)
+            if step.logprobs:
+                self._tokens.push(AnswerToken(token, offset, step.logprobs[index]))
+            if self.is_over:
+                return
+
+    def part(self, step: Committed) -> AnswerPart | None:
+        return self._part(step, None) if self._said or self._job.wants_token_ids else None
+
+    def last_part(self, step: Committed) -> AnswerPart:
+        self._said += self._reader.push(self._text.flush())
+        self._said += self._reader.flush()
+        finish: FinishReason | None = "stop" if self.is_over else step.finish
+        if self._reader.has_calls and finish == "stop":
+            finish = "tool_calls"
+        return self._part(step, finish)
+
+    def _part(self, step: Committed, finish: FinishReason | None) -> AnswerPart:
+        said, self._said = joined(self._said), []
+        new = tuple(self._ids[self._num_passed :])
+        self._num_passed = len(self._ids)
+        return AnswerPart(
+            tuple(said), finish, len(self._ids), step.stats, self._tokens.settle(), new, self._num_reasoning
+        )
+
+
+def _log(job: Job, last: AnswerPart) -> None:
+    stats = last.stats
+    log.info(
+        "answered",
+        finish=last.finish,
+        prompt_tokens=len(job.request.prompt),
+        cached_tokens=stats.num_cached,
+        completion_tokens=last.num_tokens,
+        prefill_ms=round(stats.prefill_ms, 1),
+        decode_ms=round(stats.decode_ms, 1),
+        proposed=stats.num_proposed,
+        accepted=stats.num_accepted,
+    )
+
+
+class Siblings:
+    """The answers to one request.
+
+    Args:
+        backend: The served model.
+        jobs: Further answers to a prompt come right behind its first.
+    """
+
+    def __init__(self, backend: Backend, jobs: Sequence[Job]) -> None:
+        self._backend = backend
+        self._jobs = jobs
+        self._begun: list[asyncio.Event] = []
+        for job in jobs:
+            self._begun.append(self._begun[-1] if job.is_further else asyncio.Event())
+
+    async def parts(self, index: int) -> AsyncGenerator[AnswerPart, None]:
+        """One job's parts. Further answers wait until the first has begun, if they may use what it leaves.
+
+        If it fails before that they never run: whoever reads them all must end them.
+
+        Raises:
+            MeshError: Whatever the engine raises.
+        """
+        job, begun = self._jobs[index], self._begun[index]
+        if job.is_further and job.request.uses_cache:
+            await begun.wait()
+        engine, piece_with = self._backend.engine, self._backend.tokenizer.piece_with
+        async with aclosing(answer_parts(engine, piece_with, job)) as parts:
+            async for part in parts:
+                begun.set()
+                yield part
+
+
+def metered(
+    scope: Scope, backend: Backend, jobs: Sequence[Job], *, most_at_once: int = 1
+) -> tuple[Backend, int]:
+    """The backend with an engine that counts for the API key of a request, if it came with one.
+
+    Args:
+        scope: Of the request.
+        backend: The served model.
+        jobs: What the request comes to, all of it.
+        most_at_once: How many of the jobs would run at once if there was no key.
+
+    Returns:
+        It, and how many of the jobs may run at once.
+
+    Raises:
+        RateLimited: If the key has as many answers under way as it may have, or too few tokens left for what
+            the jobs may come to.
+    """
+    visit = visit_of(scope)
+    num_at_once = min(most_at_once, len(jobs))
+    if visit is None:
+        return backend, num_at_once
+    num_at_once = visit.occupy(num_at_once, backend.model_id, backend.num_slots)
+    visit.reserve(sum(len(job.request.prompt) + job.request.max_tokens for job in jobs))
+    return replace(backend, engine=MeteredEngine(backend.engine, visit, len(jobs))), num_at_once
+
+
+class MeteredEngine:
+    """Passes everything on. A prompt is paid for once its answer begins, or once its client leaves.
+
+    What the engine turns away, or fails at before the first token, costs nothing.
+
+    Args:
+        engine: Makes the tokens.
+        visit: Where they are noted.
+        num_answers: How many the request comes to.
+    """
+
+    def __init__(self, engine: Engine, visit: Visit, num_answers: int) -> None:
+        self._engine = engine
+        self._visit = visit
+        self._num_left = num_answers
+
+    @property
+    def context_length(self) -> int:
+        """The engine's."""
+        return self._engine.context_length
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
+        """As the engine does."""
+        num_prompt = len(request.prompt)
+        try:
+            async with aclosing(self._engine.generate(request)) as steps:
+                async for step in steps:
+                    self._visit.spend(num_prompt + len(step.tokens))
+                    num_prompt = 0
+                    yield step
+        except Exception:
+            num_prompt = 0
+            raise
+        finally:
+            self._visit.spend(num_prompt)
+            # Its slot is free by now, and its client does not yet know: the next request finds a place.
+            self._num_left -= 1
+            self._visit.vacate(self._num_left)

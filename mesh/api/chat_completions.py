@@ -1,0 +1,152 @@
+"""Endpoint /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
+from starlette.responses import Response  # noqa: TC002
+
+from mesh.api.auth import client_of
+from mesh.api.backend import backends_of
+from mesh.api.chat_prompt import Conversation, ending_of, thinking_variables, write_down
+from mesh.api.generation_job import make_job, several
+from mesh.api.openai_format import CallIds, chat_logprobs
+from mesh.api.openapi import ChatCompletion, answers, takes
+from mesh.api.protocol import ChatBody, ConversationBody
+from mesh.api.request_parsing import read_body
+from mesh.api.streaming import respond
+from mesh.api.structured_output import tool_use_of
+from mesh.text.message_parts import CallArguments, CallBegun, Content, Reasoning, calls_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mesh.api.answer_stream import AnswerToken, FinishReason
+    from mesh.api.backend import Backend
+    from mesh.api.generation_job import Job
+    from mesh.text.message_parts import Said
+
+_CALL: Final = ("name", "arguments")
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses=answers(ChatCompletion, 404, 413, is_streamed=True),
+    openapi_extra=takes(ChatBody),
+)
+async def chat_completions(request: Request) -> Response:
+    """Continue a conversation."""
+    backends = backends_of(request)
+    body = await read_body(request, ChatBody, backends.unknown_fields, context_length=backends.context_length)
+    backend = backends.ready(body.model)
+    # A long conversation takes a while, during which other answers must go on.
+    jobs = await asyncio.to_thread(_jobs, backend, body, client_of(request.scope))
+    return await respond(request, backend, body, ChatShape(backend), jobs)
+
+
+def _jobs(backend: Backend, body: ChatBody, client: str | None) -> list[Job]:
+    conversation = conversation_of(body)
+    splits_reasoning = body.reasoning_format != "none"
+    prompt = write_down(backend, replace(conversation, splits_reasoning=splits_reasoning))
+    job = make_job(backend, body, prompt.tokens, prompt_param="messages", client=client, chat=prompt)
+    return several([job], body.num_choices)
+
+
+def conversation_of(body: ConversationBody) -> Conversation:
+    """What a request for a chat says, checked for contradictions.
+
+    Raises:
+        InvalidRequest: If fields contradict each other.
+    """
+    messages = [message.for_template() for message in body.messages]
+    return Conversation(
+        messages=messages,
+        tools=tool_use_of(
+            [tool.function for tool in body.tools or ()],
+            body.tool_choice,
+            is_parallel=body.parallel_tool_calls,
+            name_param="tools[{}].function.name",
+        ),
+        variables={**thinking_variables(body.reasoning_effort), **(body.chat_template_kwargs or {})},
+        ending=ending_of(
+            messages,
+            adds_generation_prompt=body.add_generation_prompt,
+            continues_final_message=body.continue_final_message,
+        ),
+    )
+
+
+class ChatShape:
+    """Choices with messages, and deltas of them."""
+
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    has_prompt_ids_in_choices = False
+
+    def __init__(self, backend: Backend) -> None:
+        self._tokenizer = backend.tokenizer
+        self._new_call_id = CallIds(backend.random_bits, backend.chat_template.call_format)
+
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        """What is known of some tokens."""
+        return chat_logprobs(tokens, self._tokenizer)
+
+    def choice(
+        self, index: int, said: Sequence[Said], finish: FinishReason, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """A whole message."""
+        content = "".join(piece.text for piece in said if isinstance(piece, Content))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning := "".join(piece.text for piece in said if isinstance(piece, Reasoning)):
+            message["reasoning_content"] = reasoning
+        if calls := calls_of(said):
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {
+                    "id": self._new_call_id(),
+                    "type": "function",
+                    "function": dict(zip(_CALL, call, strict=True)),
+                }
+                for call in calls
+            ]
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+
+    def opening(self, index: int) -> str:
+        """The role goes first."""
+        return self._chunk(index, '{"role":"assistant","content":""}')
+
+    def delta(self, index: int, piece: Said, logprobs_json: str) -> str:
+        """More of the message."""
+        match piece:
+            case Content():
+                delta = f'{{"content":{_json(piece.text)}}}'
+            case Reasoning():
+                delta = f'{{"reasoning_content":{_json(piece.text)}}}'
+            case CallBegun():
+                function = f'{{"name":{_json(piece.name)},"arguments":""}}'
+                head = f'"index":{piece.index},"id":"{self._new_call_id()}","type":"function"'
+                delta = f'{{"tool_calls":[{{{head},"function":{function}}}]}}'
+            case CallArguments():
+                function = f'{{"arguments":{_json(piece.text)}}}'
+                delta = f'{{"tool_calls":[{{"index":{piece.index},"function":{function}}}]}}'
+        return self._chunk(index, delta, logprobs=logprobs_json)
+
+    def closing(self, index: int, finish: FinishReason) -> str:
+        """Nothing more."""
+        return self._chunk(index, "{}", finish=json.dumps(finish))
+
+    def _chunk(self, index: int, delta: str, *, logprobs: str = "null", finish: str = "null") -> str:
+        return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish}}}'
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,186 @@
+"""Chat prompt: a conversation as prompt tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.api.structured_output import call_grammar
+from mesh.text.chat_template import Ending, encode_prompt
+from mesh.text.output_parser import Reading
+from mesh.text.reasoning_parser import end_of_reasoning
+from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from mesh.api.backend import Backend
+    from mesh.api.structured_output import Instead, ToolUse
+    from mesh.text.message_parts import CallFormat
+    from mesh.text.tokenizer import Tokenizer
+
+
+# Below that many characters per position reading the text costs little, and most texts have fewer.
+_SUSPICIOUS: Final = 8
+
+
+def refuse_hopeless_length(
+    tokenizer: Tokenizer, num_chars: int, context_length: int, *, param: str, what: str
+) -> None:
+    """Check that a text could fit the context, by the longest token that the vocabulary has.
+
+    Nothing that fits is refused: who passes this is counted exactly later.
+
+    Args:
+        tokenizer: The served model's.
+        num_chars: Of the text.
+        context_length: Positions of a session.
+        param: The field that the text came from.
+        what: Whose length it is, for the error.
+
+    Raises:
+        ContextLengthExceeded: With the numbers.
+    """
+    if num_chars <= _SUSPICIOUS * context_length:
+        return
+    least_tokens = -(-num_chars // tokenizer.longest_piece_bytes)
+    if least_tokens >= context_length:
+        raise ContextLengthExceeded(
+            f"{what} has {num_chars} characters, which are {least_tokens} tokens or more, and this model's "
+            f"context holds {context_length}: send less, or serve it with a larger --ctx-size",
+            param=param,
+        )
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What endpoints make of their requests.
+
+    Attributes:
+        messages: As chat templates know them.
+        tools: What the answer may call; None for nothing.
+        variables: More for the template to see.
+        ending: Where the prompt ends.
+        splits_reasoning: Whether reasoning is told from content.
+        param: The field that the messages came from, for errors.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: ToolUse | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    ending: Ending = Ending.ANSWER
+    splits_reasoning: bool = True
+    param: str = "messages"
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as the model sees it.
+
+    Attributes:
+        tokens: Token ids.
+        reading: How the answer is read.
+        tools: What it may call; None for nothing.
+        call_format: How it calls.
+        thought_end: What ends the reasoning that the prompt began, if it did.
+    """
+
+    tokens: list[int]
+    reading: Reading
+    tools: ToolUse | None
+    call_format: CallFormat
+    thought_end: str | None
+
+    def call_grammar(self, instead: Instead | None = None) -> str:
+        """The grammar of answers that call, or that are something else instead.
+
+        Raises:
+            InvalidRequest: If a schema cannot be a grammar.
+        """
+        functions = () if self.tools is None else self.tools.functions
+        return call_grammar(
+            functions,
+            self.call_format,
+            has_one_call=self.reading.has_one_call,
+            thought_end=self.thought_end,
+            instead=instead,
+        )
+
+
+def ending_of(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    adds_generation_prompt: bool | None,
+    continues_final_message: bool | None,
+) -> Ending:
+    """Where the prompt ends, by vLLM's two fields.
+
+    Raises:
+        InvalidRequest: If they contradict each other, or the last message is none to continue.
+    """
+    if not continues_final_message:
+        return Ending.MESSAGES if adds_generation_prompt is False else Ending.ANSWER
+    if adds_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt are both true: an answer goes on with the last"
+            " message or begins a new one, send one of them",
+            param="continue_final_message",
+        )
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        raise InvalidRequest(
+            "continue_final_message is true, but the last message is no text of the assistant's: put one"
+            " there, or leave the field out",
+            param="continue_final_message",
+        )
+    return Ending.CONTINUED
+
+
+def thinking_variables(effort: str | None) -> dict[str, Any]:
+    """What templates read that let a model think, more or less or not at all."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def write_down(backend: Backend, conversation: Conversation) -> ChatPrompt:
+    """Render a conversation and count its tokens. Blocks.
+
+    Args:
+        backend: The served model.
+        conversation: As the request has it.
+
+    Raises:
+        InvalidRequest: If the template does not accept it.
+        ContextLengthExceeded: If it is far too long.
+        Overloaded: If other conversations keep the template busy.
+    """
+    template, tools = backend.chat_template, conversation.tools
+    try:
+        rendered = template.render(
+            conversation.messages,
+            conversation.variables,
+            tools=[] if tools is None else tools.for_template(),
+            ending=conversation.ending,
+        )
+    except InvalidRequest as error:
+        # The template does not know what field they came from.
+        param = conversation.param if error.param == "messages" else error.param
+        raise InvalidRequest(error.message, param=param) from None
+    refuse_hopeless_length(
+        backend.tokenizer,
+        len(rendered),
+        backend.engine.context_length,
+        param=conversation.param,
+        what="the prompt",
+    )
+    thought_end = end_of_reasoning(rendered)
+    reading = Reading(
+        call_format=None if tools is None else template.call_format,
+        names=frozenset() if tools is None else tools.names,
+        has_one_call=tools is not None and tools.has_one_call,
+        splits_reasoning=conversation.splits_reasoning,
+        is_in_reasoning=thought_end is not None,
+    )
+    tokens = encode_prompt(backend.tokenizer, rendered)
+    return ChatPrompt(tokens, reading, tools, template.call_format, thought_end)

@@ -1,0 +1,244 @@
+"""Generation job: the generation request of a body and its prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from mesh.api.chat_prompt import refuse_hopeless_length
+from mesh.api.structured_output import grammar_of, schema_of
+from mesh.engine import GenerationRequest, SpeculationLimits
+from mesh.text.output_parser import Reading
+from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
+from stages.sampling.sampler import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mesh.api.backend import Backend
+    from mesh.api.chat_prompt import ChatPrompt
+    from mesh.api.protocol import GenerationBody, PredictionBody
+    from mesh.text.tokenizer import Tokenizer
+
+
+SEED_BITS: Final = 64
+# What a client of llama-server means by `repeat_penalty` alone.
+_LLAMA_LAST_N: Final = 64
+_ALL: Final = 0
+
+
+def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> Sampling:
+    """The sampler's settings: OpenAI's defaults, and a seed of our own if the request brings none.
+
+    `top_p: 0` keeps nothing but the most likely token, which is what temperature 0 does.
+
+    Args:
+        body: The checked body.
+        n_vocab: Token ids are below this.
+        random_bits: Random numbers of so many bits.
+
+    Raises:
+        InvalidRequest: If fields contradict each other, or `logit_bias` names a token that does not exist.
+    """
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_p = 1.0 if body.top_p is None else body.top_p
+    is_greedy = temperature == 0 or top_p == 0
+    seed = random_bits(SEED_BITS) if body.seed is None else body.seed
+    penalty, window = _repetition(body)
+    sampling = Sampling(
+        temperature=0.0 if is_greedy else temperature,
+        top_k=0 if is_greedy else min(max(body.top_k or 0, 0), 2**31 - 1),
+        top_p=1.0 if is_greedy else top_p,
+        min_p=0.0 if is_greedy else body.min_p or 0.0,
+        seed=0 if is_greedy else seed % 2**SEED_BITS,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=penalty,
+        repetition_window=window,
+        logit_bias=body.logit_bias,
+    )
+    sampling.require_vocabulary(n_vocab)
+    return sampling
+
+
+def _repetition(body: GenerationBody) -> tuple[float, int]:
+    """Penalty and window: vLLM's `repetition_penalty` looks at everything, llama.cpp's at the latest 64."""
+    theirs, llamas = body.repetition_penalty, body.repeat_penalty
+    if theirs is not None and llamas is not None and theirs != llamas:
+        raise InvalidRequest(
+            f"repeat_penalty is {llamas:g} and repetition_penalty {theirs:g}: they are one setting,"
+            " send one of them",
+            param="repeat_penalty",
+        )
+    penalty = theirs if theirs is not None else llamas
+    last_n = body.repeat_last_n
+    if penalty is None or last_n == 0:
+        return 1.0, _ALL
+    if last_n is None:
+        return penalty, _ALL if theirs is not None else _LLAMA_LAST_N
+    return penalty, max(last_n, _ALL)
+
+
+def encode_prediction(
+    tokenizer: Tokenizer, prediction: PredictionBody | None, context_length: int
+) -> tuple[int, ...]:
+    """Token ids of the expected answer; none if nothing is expected.
+
+    Args:
+        tokenizer: The model's own.
+        prediction: As the request has it.
+        context_length: Positions of a session: no answer is longer.
+
+    Raises:
+        InvalidRequest: If it is longer than any answer can be.
+        ContextLengthExceeded: If it is so much longer that its tokens need not be counted.
+    """
+    if prediction is None:
+        return ()
+    refuse_hopeless_length(
+        tokenizer, len(prediction.content), context_length, param="prediction.content", what="the prediction"
+    )
+    tokens = tokenizer.encode(prediction.content, add_special=False, parse_special=False)
+    if len(tokens) > context_length:
+        raise InvalidRequest(
+            f"prediction.content has {len(tokens)} tokens and this model's context holds {context_length}:"
+            " send what the answer will be, or leave it out",
+            param="prediction.content",
+        )
+    return tuple(tokens)
+
+
+MAX_ANSWERS: Final = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer to make.
+
+    Attributes:
+        request: For the engine.
+        stops: Strings that end the answer.
+        echo: Text that goes before the answer.
+        wants_token_ids: Whether the answer says its token ids and the prompt's.
+        reading: How the answer is read.
+        is_further: Whether it is a further answer to the prompt of the job before it.
+    """
+
+    request: GenerationRequest
+    stops: tuple[str, ...]
+    echo: str = ""
+    wants_token_ids: bool = False
+    reading: Reading = field(default_factory=Reading)
+    is_further: bool = False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer says how likely its tokens were."""
+        return self.request.num_top_logprobs is not None
+
+
+def make_job(
+    backend: Backend,
+    body: GenerationBody,
+    prompt: Sequence[int],
+    *,
+    prompt_param: str,
+    client: str | None,
+    default_max_tokens: int | None = None,
+    echo: str = "",
+    chat: ChatPrompt | None = None,
+) -> Job:
+    """Fit a request to the model's context.
+
+    A limit that is larger than the room that is left is cut to it: the answer then ends with finish reason
+    `length` where the context does. A limit that no prompt leaves room for is refused. A prompt is never cut.
+
+    Args:
+        backend: The served model.
+        body: The checked body.
+        prompt: Token ids.
+        prompt_param: The field that the prompt came from, for errors.
+        client: The identity of the caller's API key, or None. It has turns of its own, and a history.
+        default_max_tokens: The limit if the request names none; None is all the room there is.
+        echo: Text that goes before the answer.
+        chat: What it is the prompt of; without one all of the answer is text.
+
+    Raises:
+        InvalidRequest: If the prompt is empty, the limit or the prediction is longer than the context, or
+            fields contradict each other, or ask for an answer that no grammar describes.
+        ContextLengthExceeded: If it leaves no room for an answer.
+    """
+    if not prompt:
+        raise InvalidRequest("the prompt holds no token: send at least one", param=prompt_param)
+    context_length = backend.engine.context_length
+    room = context_length - len(prompt)
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(prompt)} tokens and this model's context holds {context_length}, the answer"
+            f" included: send at most {context_length - 1} tokens, or serve it with a larger --ctx-size",
+            param=prompt_param,
+        )
+    if body.token_limit is not None and body.token_limit >= context_length:
+        raise InvalidRequest(
+            f"{body.token_limit_param} is {body.token_limit} and this model's context holds {context_length},"
+            f" the prompt included: ask for at most {context_length - 1}, leave it out to get all the room"
+            " there is, or serve with a larger --ctx-size",
+            param=body.token_limit_param,
+        )
+    grammar, reading = _held_to(body, chat)
+    if grammar is not None:
+        # Made here rather than in the event loop, which will need it next.
+        _ = backend.tokenizer.texts.message
+    wanted = body.token_limit or default_max_tokens or room
+    request = GenerationRequest(
+        prompt=tuple(prompt),
+        max_tokens=min(wanted, room),
+        end_tokens=frozenset() if body.ignore_eos else backend.tokenizer.end_tokens,
+        sampling=sampling_of(body, backend.tokenizer.n_vocab, backend.random_bits),
+        speculation=SpeculationLimits() if body.speculation is None else body.speculation.as_limits(),
+        prediction=encode_prediction(backend.tokenizer, body.prediction, context_length),
+        client=client,
+        history_key=client,
+        uses_cache=body.cache_prompt is not False,
+        num_top_logprobs=body.num_top_logprobs,
+        grammar=grammar,
+    )
+    return Job(request, body.stop, echo, bool(body.return_token_ids), reading)
+
+
+def _held_to(body: GenerationBody, chat: ChatPrompt | None) -> tuple[str | None, Reading]:
+    """The grammar that the answer must match, if any, and how it is then read."""
+    grammar = grammar_of(body)
+    if chat is None:
+        return grammar, Reading()
+    if chat.tools is None:
+        # An answer that is held to a form has no room for reasoning: all of it is content.
+        return grammar, chat.reading if grammar is None else replace(chat.reading, splits_reasoning=False)
+    if grammar is None:
+        return chat.call_grammar() if chat.tools.is_forced else None, chat.reading
+    instead = schema_of(body)
+    if instead is None:
+        raise InvalidRequest(
+            "grammar does not go with tools: a call would not match it, leave one of them out",
+            param="grammar",
+        )
+    return chat.call_grammar(None if chat.tools.is_forced else instead), chat.reading
+
+
+def several(jobs: Sequence[Job], num_choices: int) -> list[Job]:
+    """Each job so many times, with seeds that follow one another: the first draws as it would alone.
+
+    Raises:
+        InvalidRequest: If that is more answers than one request may ask for.
+    """
+    if len(jobs) * num_choices > MAX_ANSWERS:
+        raise InvalidRequest(
+            f"n is {num_choices} for {len(jobs)} prompts: at most {MAX_ANSWERS} answers to one request work",
+            param="n",
+        )
+    return [_further(job, number) if number else job for job in jobs for number in range(num_choices)]
+
+
+def _further(job: Job, number: int) -> Job:
+    sampling = replace(job.request.sampling, seed=(job.request.sampling.seed + number) % 2**SEED_BITS)
+    return replace(job, request=replace(job.request, sampling=sampling), is_further=True)

@@ -1,0 +1,254 @@
+"""Middleware: CORS, host header, request log, tracing and unexpected errors."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+import traceback
+from typing import TYPE_CHECKING, Final
+
+import structlog
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+
+from mesh.api.auth import ANY_ORIGIN, KEY_NAME
+from mesh.api.errors import error_response
+from mesh.cluster.addresses import is_loopback
+from spanmesh_proto.errors import MisdirectedRequest, Unauthorized
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from mesh.metrics.tracing import RequestTracer
+
+
+def is_own_origin(origin: str, host_header: str) -> bool:
+    """Whether a browser's Origin is where its request goes, by a name that nobody else can lead here.
+
+    The two agree for a page of `evil.example`, too, once its owner lets that name lead to this machine (DNS
+    rebinding). So the name must be an address, `localhost`, or what this machine calls itself.
+
+    Args:
+        origin: Such as `http://127.0.0.1:8000`.
+        host_header: Such as `127.0.0.1:8000`.
+    """
+    scheme, _, place = origin.partition("://")
+    if scheme not in {"http", "https"} or not place or place.lower() != host_header.strip().lower():
+        return False
+    name = place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        own = socket.gethostname().lower()
+        return name.lower() in {"localhost", own, f"{own}.local"}
+    return True
+
+
+_HARMLESS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_STRANGE_PAGE: Final = Unauthorized(
+    "web pages may not use this server: name their origin with --cors-origin, or let it ask for API keys"
+)
+_READABLE: Final = (
+    "Retry-After",
+    "X-Request-Id",
+    *(
+        f"X-Ratelimit-{what}-{of}"
+        for of in ("Requests", "Tokens")
+        for what in ("Limit", "Remaining", "Reset")
+    ),
+)
+
+
+class Cors:
+    """Middleware. For pages of named origins preflights are answered and answers may be read.
+
+    For any other page a preflight is a request like any other, without a key or of the wrong method, and no
+    header lets the page read what comes back. Browsers send some requests of such pages without asking; where
+    no key is needed, those that could change something are refused, unless the page is this server's own.
+
+    Args:
+        app: What lies behind it.
+        origins: As a browser writes them; `*` stands for all.
+        has_keys: Whether the API asks for keys: a page has none.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], *, has_keys: bool) -> None:
+        self._app = app
+        self._has_keys = has_keys
+        self._origins = frozenset(origins)
+        self._open = CORSMiddleware(
+            app,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            # Clients send headers of their own; no cookie opens anything here.
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=_READABLE,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, by way of Starlette's middleware where the page may, or refuse."""
+        origins = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"origin"]
+        is_open = any(origin in self._origins or ANY_ORIGIN in self._origins for origin in origins)
+        if is_open:
+            await self._open(scope, receive, send)
+        elif origins and not self._may_change_things(scope, origins):
+            await error_response(_STRANGE_PAGE)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _may_change_things(self, scope: Scope, origins: Sequence[str]) -> bool:
+        if self._has_keys or scope["method"] in _HARMLESS:
+            return True
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        return len(origins) == len(hosts) == 1 and is_own_origin(origins[0], hosts[0])
+
+
+# Against DNS rebinding: a web page of `evil.example` may let that name lead to 127.0.0.1 after it was loaded,
+# and its scripts then talk to the server there as if it were their own. What gives it away is the Host
+# header, which a page cannot choose. Where keys are needed this is not: a page has none.
+log = structlog.get_logger()
+
+_SHOWN_CHARS: Final = 100
+
+
+def names_this_machine(host_header: str) -> bool:
+    """Whether a Host header names this machine; its port does not matter.
+
+    Args:
+        host_header: Such as `localhost:8000`, `127.0.0.1` or `[::1]:8000`.
+    """
+    name = host_header.strip()
+    if name.startswith("["):
+        return is_loopback(name[1:].partition("]")[0])
+    return is_loopback(name.partition(":")[0])
+
+
+class LocalHosts:
+    """Middleware that turns away requests whose Host header names another machine.
+
+    Args:
+        app: What lies behind it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check, then pass on or answer 421. HTTP/1.0 may leave the header out; no browser does."""
+        named = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if all(map(names_this_machine, named)):
+            await self._app(scope, receive, send)
+            return
+        log.warning("host_header_refused", host=named[0][:_SHOWN_CHARS])
+        error = MisdirectedRequest(
+            "this server answers to localhost only, since it asks for no API key: call it by http://127.0.0.1,"
+            " or give it keys with --api-key-file"
+        )
+        await error_response(error)(scope, receive, send)
+
+
+_PREFIX: Final = "/v1/"
+_CARRIED: Final = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
+
+
+class Traced:
+    """Middleware behind the gate: who may not ask leaves no span.
+
+    Args:
+        app: What lies behind it.
+        tracer: Makes the spans; None makes none.
+        model: The served one.
+    """
+
+    def __init__(self, app: ASGIApp, tracer: RequestTracer | None, model: str) -> None:
+        self._app = app
+        self._tracer = tracer
+        self._model = model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, within a span if the request has one."""
+        tracer = self._tracer
+        if tracer is None or scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
+            await self._app(scope, receive, send)
+            return
+        headers = {
+            _CARRIED[name]: value.decode("latin-1") for name, value in scope["headers"] if name in _CARRIED
+        }
+        # A path may name anything: only its first parts are ours, and few.
+        path = "/".join(scope["path"].split("/")[:4])
+        with tracer.request(scope["method"], path, headers, self._model) as span:
+
+            async def send_noting_status(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    span.responded(message["status"])
+                await send(message)
+
+            await self._app(scope, receive, send_noting_status)
+
+
+def log_unexpected(error: BaseException) -> None:
+    """Log where it happened, without its text and without local variables: both may hold a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    log.error(
+        "request_failed_unexpectedly",
+        error=type(error).__name__,
+        at=[f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)],
+    )
+
+
+# nginx's code for a client that left before its answer; only the log ever shows it.
+CLIENT_GONE_STATUS: Final = 499
+_MAX_PATH_CHARS: Final = 200
+
+
+class RequestLog:
+    """Middleware. What clients write (query, headers, body) is never logged.
+
+    Args:
+        app: What lies behind it.
+        random_bits: Random numbers of so many bits.
+    """
+
+    def __init__(self, app: ASGIApp, random_bits: Callable[[int], int]) -> None:
+        self._app = app
+        self._random_bits = random_bits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on; log when the response is complete."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req-{self._random_bits(64):016x}"
+        status = CLIENT_GONE_STATUS
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        started_s = time.perf_counter()
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await self._app(scope, receive, send_with_id)
+            except ClientDisconnect:
+                log.info("client_gone")
+            except Exception as error:
+                log_unexpected(error)
+                if status != CLIENT_GONE_STATUS:
+                    raise  # part of a response is out: only cutting the connection is left
+                await error_response(error)(scope, receive, send_with_id)
+            finally:
+                log.info(
+                    "request",
+                    method=scope["method"],
+                    path=scope["path"][:_MAX_PATH_CHARS],
+                    status=status,
+                    duration_ms=round((time.perf_counter() - started_s) * 1000, 1),
+                    key=scope.get(KEY_NAME),
+                )

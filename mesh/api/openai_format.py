@@ -1,0 +1,333 @@
+"""OpenAI format: choices, deltas, usage, log probabilities and ids as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import string
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from mesh.api.errors import json_bytes
+from mesh.text.message_parts import CallFormat, Content
+from speculative.lookup_proposers import PredictionProposer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from mesh.api.answer_stream import AnswerPart, AnswerToken, FinishReason
+    from mesh.api.generation_job import Job
+    from mesh.text.message_parts import Said
+    from mesh.text.tokenizer import Tokenizer
+
+
+def usage(jobs: Sequence[Job], last_parts: Sequence[AnswerPart]) -> dict[str, Any]:
+    """Token counts, summed over the answers of one request. A prompt with several answers counts once.
+
+    Tokens of a prediction are those of the request's `prediction`, as OpenAI means them; `timings` counts
+    what all proposers said.
+    """
+    first = [not job.is_further for job in jobs]
+    prompt_tokens = sum(len(job.request.prompt) for job in compress(jobs, first))
+    completion_tokens = sum(part.num_tokens for part in last_parts)
+    predictions = [_prediction_tokens(job, part) for job, part in zip(jobs, last_parts, strict=True)]
+    cached = sum(part.stats.num_cached for part in compress(last_parts, first))
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(part.num_reasoning for part in last_parts),
+            "accepted_prediction_tokens": sum(accepted for accepted, _ in predictions),
+            "rejected_prediction_tokens": sum(rejected for _, rejected in predictions),
+        },
+    }
+
+
+def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
+    """Times of one answer. The first token belongs to the prompt's time, so rates leave it out."""
+    stats = last.stats
+    num_prompt, num_decoded = len(job.request.prompt) - stats.num_cached, max(last.num_tokens - 1, 0)
+    times: dict[str, Any] = {
+        "cache_n": stats.num_cached,
+        "prompt_n": num_prompt,
+        "prompt_ms": round(stats.prefill_ms, 3),
+        "prompt_per_token_ms": _ratio(stats.prefill_ms, num_prompt),
+        "prompt_per_second": _ratio(num_prompt * 1000, stats.prefill_ms),
+        "predicted_n": last.num_tokens,
+        "predicted_ms": round(stats.decode_ms, 3),
+        "predicted_per_token_ms": _ratio(stats.decode_ms, num_decoded),
+        "predicted_per_second": _ratio(num_decoded * 1000, stats.decode_ms),
+        "draft_n": stats.num_proposed,
+        "draft_n_accepted": stats.num_accepted,
+    }
+    if stats.ring is not None:
+        times |= stats.ring().as_dict()
+    return times if stats.report is None else times | {"speculation": stats.report().as_dict()}
+
+
+def _prediction_tokens(job: Job, last: AnswerPart) -> tuple[int, int]:
+    """How many tokens of the request's own prediction were accepted and rejected."""
+    if not job.request.prediction or last.stats.report is None:
+        return 0, 0
+    counts = last.stats.report().by_proposer.get(PredictionProposer.name)
+    return (0, 0) if counts is None else (counts.num_accepted, counts.num_proposed - counts.num_accepted)
+
+
+def _ratio(amount: float, per: float) -> float:
+    return round(amount / per, 3) if per > 0 else 0.0
+
+
+# `choices[].token_ids` holds every token that the model said, as many as `usage.completion_tokens` counts:
+# those without text, the end token and those of a stop string too, as in vLLM. Whoever goes on from an
+# answer, replays it or trains on it needs what was said, and the text does not tell: other tokens may spell
+# the same text, and control tokens have none. In a stream the ids come with the step that committed them,
+# whether or not their text is held back; one chunk's after the other's they are those of the whole answer.
+#
+# `prompt_token_ids` are the answer's in a chat and each choice's in a completion, which may have several
+# prompts; a stream has them in its first chunk, or in the first of each choice.
+ANSWER_FIELD: Final = "token_ids"
+PROMPT_FIELD: Final = "prompt_token_ids"
+
+
+def ids_member(name: str, ids: Sequence[int] | None) -> str:
+    """A further member of a JSON object that has some: `,"token_ids":[1,2]`; nothing if there is none to add.
+
+    Args:
+        name: Of the field.
+        ids: Its value, or None if it was not asked for.
+    """
+    return "" if ids is None else f',"{name}":{json.dumps(ids, separators=(",", ":"))}'
+
+
+_NOTHING: Final = Content("")
+
+
+class Shape(Protocol):
+    """What tells one endpoint's answers from the other's."""
+
+    @property
+    def id_prefix(self) -> str:
+        """How an answer's id begins."""
+
+    @property
+    def whole_object(self) -> str:
+        """`object` of a whole answer."""
+
+    @property
+    def chunk_object(self) -> str:
+        """`object` of a chunk."""
+
+    @property
+    def has_prompt_ids_in_choices(self) -> bool:
+        """Whether a prompt's token ids are a field of its choice, not of the answer."""
+
+    def choice(
+        self, index: int, said: Sequence[Said], finish: FinishReason, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """A whole answer's choice."""
+
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        """What a choice says of the probability of some of its tokens."""
+
+    def opening(self, index: int) -> str:
+        """The JSON of a stream's first choice, or nothing."""
+
+    def delta(self, index: int, piece: Said, logprobs_json: str) -> str:
+        """The JSON of a choice that adds a piece. Runs for every token."""
+
+    def closing(self, index: int, finish: FinishReason) -> str:
+        """The JSON of a choice's last chunk."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What surrounds the choices of one answer.
+
+    Attributes:
+        shape: The endpoint's.
+        answer_id: Such as `chatcmpl-…`.
+        created: Unix seconds.
+        model: The served id.
+        fingerprint: What runs here.
+        null_usage: Whether chunks carry `"usage": null`, as they do when a usage chunk will follow.
+    """
+
+    shape: Shape
+    answer_id: str
+    created: int
+    model: str
+    fingerprint: str
+    null_usage: bool = False
+    _head: str = field(init=False)
+    _tail: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        head = json.dumps(self._fields(self.shape.chunk_object), ensure_ascii=False, separators=(",", ":"))
+        object.__setattr__(self, "_head", f'data: {head[:-1]},"choices":[')
+        object.__setattr__(self, "_tail", '],"usage":null' if self.null_usage else "]")
+
+    def whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """The answer in one piece."""
+        return {**self._fields(self.shape.whole_object), "choices": choices, **more}
+
+    def opening_event(self, index: int, prompt_ids: Sequence[int] | None = None) -> bytes:
+        """The event before a choice's first text, or nothing.
+
+        Args:
+            index: Of the choice.
+            prompt_ids: The prompt's token ids, if they are wanted.
+        """
+        choice = self.shape.opening(index)
+        if prompt_ids is None:
+            return self._event(choice) if choice else b""
+        prompt = ids_member(PROMPT_FIELD, prompt_ids)
+        if not self.shape.has_prompt_ids_in_choices:
+            return self._event(choice, more=prompt)
+        choice = choice or self.shape.delta(index, _NOTHING, "null")
+        return self._event(choice, ids_member(ANSWER_FIELD, ()) + prompt)
+
+    def said_events(
+        self,
+        index: int,
+        said: Sequence[Said],
+        tokens: Sequence[AnswerToken] | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> bytes:
+        """The events that add pieces to a choice: a few string joins, since it runs for every token.
+
+        Args:
+            index: Of the choice.
+            said: What to add; even nothing makes an event.
+            tokens: The text's, if their logprobs are wanted.
+            token_ids: What was committed meanwhile, if it is wanted.
+        """
+        events = b""
+        for piece in said or (_NOTHING,):
+            logprobs = (
+                "null" if tokens is None else json.dumps(self.shape.logprobs(tokens), ensure_ascii=False)
+            )
+            choice = self.shape.delta(index, piece, logprobs)
+            events += self._event(choice, ids_member(ANSWER_FIELD, token_ids))
+            # All that belongs to the step goes with its first piece.
+            tokens = None
+            token_ids = None if token_ids is None else ()
+        return events
+
+    def closing_event(
+        self,
+        index: int,
+        finish: FinishReason,
+        timings: dict[str, Any] | None,
+        token_ids: Sequence[int] | None = None,
+    ) -> bytes:
+        """The event that ends a choice; arguments as above."""
+        more = "" if timings is None else f',"timings":{json.dumps(timings)}'
+        return self._event(self.shape.closing(index, finish), ids_member(ANSWER_FIELD, token_ids), more)
+
+    def usage_event(self, usage: dict[str, Any], timings: dict[str, Any] | None) -> bytes:
+        """The event that ends a stream whose client asked for the counts. It has no choices."""
+        fields = {**self._fields(self.shape.chunk_object), "choices": [], "usage": usage}
+        if timings is not None:
+            fields["timings"] = timings
+        return b"data: " + json_bytes(fields) + b"\n\n"
+
+    def _event(self, choice: str, more_of_choice: str = "", more: str = "") -> bytes:
+        if more_of_choice:
+            choice = f"{choice[:-1]}{more_of_choice}}}"
+        return f"{self._head}{choice}{self._tail}{more}}}\n\n".encode("utf-8", "backslashreplace")
+
+    def _fields(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+# A token that is no whole UTF-8 text is written with escapes, as OpenAI does; its bytes stand beside it. A
+# control token has a name and no bytes.
+# JSON has no infinity; OpenAI's word for "very unlikely".
+_IMPOSSIBLE: Final = -9999.0
+
+
+def chat_logprobs(tokens: Iterable[AnswerToken], tokenizer: Tokenizer) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat."""
+    content = [
+        {
+            **_chat_entry(token.id, token.logprobs.logprob, tokenizer),
+            "top_logprobs": [_chat_entry(id, logprob, tokenizer) for id, logprob in token.logprobs.top],  # noqa: A001
+        }
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion: the drawn token stands among the likeliest in any case."""
+    top_logprobs = []
+    for token in tokens:
+        likeliest: dict[str, float] = {}
+        for id, logprob in (*token.logprobs.top, (token.id, token.logprobs.logprob)):  # noqa: A001
+            likeliest.setdefault(_legacy_name(id, tokenizer), _finite(logprob))
+        top_logprobs.append(likeliest)
+    return {
+        "tokens": [_legacy_name(token.id, tokenizer) for token in tokens],
+        "token_logprobs": [_finite(token.logprobs.logprob) for token in tokens],
+        "top_logprobs": top_logprobs,
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def _chat_entry(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    piece = tokenizer.piece(token)
+    name = piece.decode("utf-8", "backslashreplace") if piece else tokenizer.name(token)
+    return {"token": name, "logprob": _finite(logprob), "bytes": list(piece) or None}
+
+
+def _legacy_name(token: int, tokenizer: Tokenizer) -> str:
+    piece = tokenizer.piece(token)
+    if not piece:
+        return tokenizer.name(token)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _IMPOSSIBLE
+
+
+_ALPHABET: Final = string.ascii_letters + string.digits
+_NUM_CHARS: Final = 24
+# Mistral's templates refuse ids of any other length.
+_MISTRAL_CHARS: Final = 9
+_BITS: Final = 160
+
+
+class CallIds:
+    """Makes one at each call.
+
+    Args:
+        random_bits: Random numbers of so many bits.
+        call_format: What the model's template wants.
+    """
+
+    def __init__(self, random_bits: Callable[[int], int], call_format: CallFormat) -> None:
+        self._random_bits = random_bits
+        self._is_mistral = call_format is CallFormat.MISTRAL
+
+    def __call__(self) -> str:
+        """A new one, such as `call_…`."""
+        rest = self._random_bits(_BITS)
+        chars = []
+        for _ in range(_MISTRAL_CHARS if self._is_mistral else _NUM_CHARS):
+            rest, place = divmod(rest, len(_ALPHABET))
+            chars.append(_ALPHABET[place])
+        text = "".join(chars)
+        return text if self._is_mistral else f"call_{text}"

@@ -1,0 +1,269 @@
+"""OpenAPI document and response models."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import models_json_schema
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class ErrorObject(_Answer):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(_Answer):
+    """Every error."""
+
+    error: ErrorObject
+
+
+class Usage(_Answer):
+    """What an answer cost, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int]
+
+
+class Function(_Answer):
+    """What is called, and how."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Answer):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
+class AssistantMessage(_Answer):
+    """What the model said in a chat."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str = ""
+    tool_calls: list[ToolCall] = []
+
+
+class ChatChoice(_Answer):
+    """One answer of a chat."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class TextChoice(_Answer):
+    """One continued text."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+
+
+class _Whole(_Answer):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+
+
+class ChatCompletion(_Whole):
+    """`POST /v1/chat/completions` without `stream`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextCompletion(_Whole):
+    """`POST /v1/completions` without `stream`."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class ModelCard(_Answer):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    meta: dict[str, int]
+
+
+class ModelList(_Answer):
+    """`GET /v1/models`."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ResponseAnswer(_Answer):
+    """`POST /v1/responses` without `stream`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    error: None
+    incomplete_details: dict[str, str] | None
+    usage: dict[str, Any]
+
+
+class Deleted(_Answer):
+    """Something is gone."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class Tokenized(_Answer):
+    """`POST /tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(_Answer):
+    """`POST /detokenize`."""
+
+    prompt: str
+
+
+class Versions(_Answer):
+    """`GET /version`."""
+
+    version: str
+    protocol_version: int
+    llama_cpp_python: str
+
+
+class Health(_Answer):
+    """`GET /health`."""
+
+    status: Literal["ok"]
+
+
+class Anything(_Answer):
+    """An object whose fields are for `mesh status` and `mesh bench net`."""
+
+
+_REF: Final = "#/components/schemas/{model}"
+# What any route may answer, whatever its own work is.
+_ANYWHERE: Final = {
+    400: "The request is malformed.",
+    401: "An API key is needed, or another one.",
+    421: "The Host header names another machine, and no API key is asked for.",
+    429: "The API key has used up its share, or the waiting line is full.",
+    503: "The model is not there yet or any more, or too many connections are open.",
+}
+_ELSEWHERE: Final = {
+    404: "The model is not served here.",
+    413: "The body is too large.",
+    501: "This is not done here.",
+}
+_RETRY: Final = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
+_WITH_RETRY: Final = frozenset({429, 503})
+_SCHEME: Final = "key"
+# Those that routes say they take.
+_bodies: set[type[BaseModel]] = set()
+
+
+def answers(ok: type[BaseModel], *also: int, is_streamed: bool = False) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route: one good answer, and all the bad ones.
+
+    Args:
+        ok: The body of a 200.
+        also: Statuses that not every route has.
+        is_streamed: Whether a 200 may be a stream of events instead.
+    """
+    good: dict[str, Any] = {"model": ok}
+    if is_streamed:
+        good["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {200: good, **refuses(*also)}
+
+
+def refuses(*also: int) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route, only the bad ones.
+
+    Args:
+        also: Statuses that not every route has.
+    """
+    texts = _ANYWHERE | {status: _ELSEWHERE[status] for status in also}
+    return {
+        status: {"model": ErrorBody, "description": texts[status]}
+        | ({"headers": _RETRY} if status in _WITH_RETRY else {})
+        for status in sorted(texts)
+    }
+
+
+def answers_with(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers other JSON than an object."""
+    return {**answers(ErrorBody), 200: {"content": {"application/json": {"schema": schema}}}}
+
+
+def answers_text(description: str, media_type: str = "text/plain") -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route whose good answer is no JSON."""
+    content = {media_type: {"schema": {"type": "string"}}}
+    return {**answers(ErrorBody), 200: {"description": description, "content": content}}
+
+
+def takes(body: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads its body itself."""
+    _bodies.add(body)
+    schema = {"$ref": _REF.format(model=body.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+class DocumentedApp(FastAPI):
+    """FastAPI, which knows the routes; the bodies that they read themselves are added."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The document; made once."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            components = document["components"]
+            named = sorted(_bodies, key=lambda body: body.__name__)
+            _, bodies = models_json_schema([(body, "validation") for body in named], ref_template=_REF)
+            components["schemas"] |= bodies["$defs"]
+            components["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{_SCHEME: []}]
+            for path in document["paths"].values():
+                for operation in path.values():
+                    # Paths hold text only, so that this error of FastAPI's cannot come.
+                    operation["responses"].pop("422", None)
+                    if "501" in operation["responses"]:
+                        # Nor can a good answer, which FastAPI takes for granted.
+                        operation["responses"].pop("200", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                components["schemas"].pop(name, None)
+            self.openapi_schema = document
+        return self.openapi_schema

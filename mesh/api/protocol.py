@@ -1,0 +1,548 @@
+"""Request bodies of the OpenAI API, tools included.
+
+Fields that are not named here land in `model_extra`, for `mesh.api.request_parsing` and
+`mesh.api.request_parsing` to look at.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+)
+from pydantic_core import PydanticCustomError
+
+from mesh.api import request_parsing
+from mesh.engine import SpeculationLimits, SpeculationMode
+from spanmesh_proto.errors import InvalidRequest
+from stages.sampling.logprobs import MAX_TOP_LOGPROBS
+from stages.sampling.sampler import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+)
+
+
+class StrictBody(BaseModel):
+    """Types are strict: a number in quotes is an error, as at OpenAI. Other fields land in `model_extra`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+
+_SHOWN_CHARS = 32
+
+
+def between(least: float, most: float, note: str = "") -> AfterValidator:
+    """A validator for a field that holds a number or nothing.
+
+    Args:
+        least: Smallest value that is allowed.
+        most: Largest.
+        note: What else to say when refusing, such as which value switches it off.
+    """
+
+    def check(value: float | None) -> float | None:
+        if value is not None and not least <= value <= most:
+            raise PydanticCustomError(
+                "range",
+                "{value} is out of range: send {least} to {most}{note}",
+                {
+                    "value": str(value)[:_SHOWN_CHARS],
+                    "least": f"{least:g}",
+                    "most": f"{most:g}",
+                    "note": note,
+                },
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias; none for null. Whether the ids exist is for whoever knows the vocabulary.
+
+    Raises:
+        PydanticCustomError: Naming the entry at fault.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias", 'must be an object such as {"42": -100}')
+    if len(value) > MAX_BIASES:
+        raise PydanticCustomError(
+            "logit_bias",
+            "has {count} entries: at most {most} work",
+            {"count": len(value), "most": MAX_BIASES},
+        )
+    pairs = tuple((_token(key), _bias(key, bias)) for key, bias in value.items())
+    if len({token for token, _ in pairs}) < len(pairs):
+        raise PydanticCustomError("logit_bias", "names a token twice: name each once")
+    return pairs
+
+
+def _token(key: str) -> int:
+    digits = key.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 19):
+        raise PydanticCustomError(
+            "logit_bias", "{key} is not a token id: write ids in digits", {"key": repr(key[:_SHOWN_CHARS])}
+        )
+    return int(key)
+
+
+def _bias(key: str, bias: Any) -> float:
+    is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+    if not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
+        shown = repr(bias)[:_SHOWN_CHARS] if is_number else "no number"
+        raise PydanticCustomError(
+            "logit_bias",
+            "of token {key} is {bias}: send a number from -100 (never) to 100 (always)",
+            {"key": key, "bias": shown},
+        )
+    return float(bias)
+
+
+MAX_TOOLS: Final = 256
+MAX_NAME_CHARS: Final = 128
+
+_Name = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$")]
+
+
+class FunctionBody(StrictBody):
+    """A function that the model may call. `parameters` is a JSON schema; without one it takes anything."""
+
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(StrictBody):
+    """A tool: functions are the only kind that runs at the client."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class CalledFunction(StrictBody):
+    """What an assistant's message called, and how."""
+
+    name: str
+    arguments: str
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: the arguments as values, if they are JSON."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = self.arguments
+        return {"name": self.name, "arguments": arguments}
+
+
+class ToolCallBody(StrictBody):
+    """A call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class FunctionName(StrictBody):
+    """The one function that the model is to call."""
+
+    name: str
+
+
+class NamedTool(StrictBody):
+    """The one tool that the model is to use."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoiceInput = Literal["none", "auto", "required"] | NamedTool | None
+
+
+def parse_tool_choice(value: Any) -> str | tuple[str] | None:
+    """`none`, `auto`, `required`, or the name of the one function to call, as a tuple of one."""
+    if value is None or value in ("none", "auto", "required"):
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, dict) and value.get("type") == "function":
+        function = value.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            return (function["name"],)
+    raise PydanticCustomError(
+        "tool_choice",
+        'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}',
+    )
+
+
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 512
+MAX_PROMPTS: Final = 64
+MAX_MESSAGES: Final = 4096
+MAX_CHOICES: Final = 16
+
+Prompt = str | tuple[int, ...]
+
+
+def _in_document(least: float, most: float) -> Any:
+    """How the API's document tells a range that a validator of ours checks."""
+    return Field(json_schema_extra={"minimum": least, "maximum": most})
+
+
+Penalty = Annotated[
+    float | None,
+    between(-MAX_PENALTY, MAX_PENALTY, "; 0 switches it off"),
+    _in_document(-MAX_PENALTY, MAX_PENALTY),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    between(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "; 1 switches it off"),
+    _in_document(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+]
+NumTopLogprobs = Annotated[int | None, between(0, MAX_TOP_LOGPROBS), _in_document(0, MAX_TOP_LOGPROBS)]
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def parse_stop(value: Any) -> tuple[str, ...]:
+    """One stop string or a list of them, as a tuple."""
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise PydanticCustomError("stop", "must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise PydanticCustomError(
+            "stop", "holds {count} strings: at most {most} work", {"count": len(stops), "most": MAX_STOPS}
+        )
+    if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise PydanticCustomError("stop", "needs strings of 1 to {most} characters", {"most": MAX_STOP_CHARS})
+    return tuple(stops)
+
+
+def parse_content(value: Any, message: ValidationInfo) -> str:
+    """A message's text, given as a string or a list of text parts; an assistant may have said nothing."""
+    if value is None and message.data.get("role") == "assistant":
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    return "\n".join(_part_text(part, index) for index, part in enumerate(value))
+
+
+def parse_schema(value: Any) -> Any:
+    """A JSON Schema as it came; what is in it, others look at."""
+    if value is not None and not isinstance(value, dict | bool):
+        raise PydanticCustomError("schema", "must be a JSON Schema: an object, true or false")
+    return value
+
+
+def parse_prediction(value: Any) -> str:
+    """An expected answer: a string, or a list of text parts that follow one another without a gap."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    return "".join(_part_text(part, index) for index, part in enumerate(value))
+
+
+def _part_text(part: Any, index: int) -> str:
+    if not isinstance(part, dict):
+        raise PydanticCustomError("content", "part {index} must be an object", {"index": index})
+    if part.get("type") != "text":
+        raise PydanticCustomError(
+            "content", "part {index} is not of type text: this server reads text only", {"index": index}
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise PydanticCustomError("content", "part {index} lacks its text, a string", {"index": index})
+    return text
+
+
+def parse_prompts(value: Any) -> tuple[Prompt, ...]:
+    """The four shapes of a completion's prompt: text, texts, token ids, lists of token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if _are_ids(value):
+        return (tuple(value),)
+    if isinstance(value, list) and 0 < len(value) <= MAX_PROMPTS:
+        if all(isinstance(prompt, str) for prompt in value):
+            return tuple(value)
+        if all(_are_ids(prompt) for prompt in value):
+            return tuple(tuple(prompt) for prompt in value)
+    raise PydanticCustomError(
+        "prompt",
+        "must be a string, a list of token ids, or a list of 1 to {most} of either",
+        {"most": MAX_PROMPTS},
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    )
+
+
+def refuse_too_many_messages(value: Any) -> Any:
+    """A conversation as it came, unless it is longer than any that is read."""
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise PydanticCustomError(
+            "messages",
+            "holds {count} messages: at most {most} work",
+            {"count": len(value), "most": MAX_MESSAGES},
+        )
+    return value
+
+
+def none_if_false(value: Any) -> Any:
+    """`false` where a number belongs, as clients of both endpoints send it to ask for nothing."""
+    return None if value is False else value
+
+
+class StreamOptions(StrictBody):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = None
+
+
+class SpeculationBody(BaseModel):
+    """How far this request may speculate; ours alone, so that a field with another name is a slip."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    mode: SpeculationMode | None = None
+    max_width: Annotated[int, Field(ge=0)] | None = None
+    depth: Annotated[int, Field(ge=1)] | None = None
+
+    def as_limits(self) -> SpeculationLimits:
+        """As the engine takes it."""
+        return SpeculationLimits(self.mode, self.max_width, self.depth)
+
+
+class TextPart(StrictBody):
+    """A piece of a message; for the API's document."""
+
+    type: Literal["text"]
+    text: str
+
+
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_StopInput = _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None
+_BiasInput = (
+    Annotated[
+        dict[
+            Annotated[str, Field(pattern=r"^[0-9]{1,18}$")],
+            Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)],
+        ],
+        Field(max_length=MAX_BIASES),
+    ]
+    | None
+)
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
+_PromptInput = str | _Ids | Annotated[list[str], _SeveralPrompts] | Annotated[list[_Ids], _SeveralPrompts]
+
+
+class PredictionBody(StrictBody):
+    """What the client expects the answer to be, all of it (OpenAI's predicted outputs)."""
+
+    type: Literal["content"]
+    content: Annotated[str, PlainValidator(parse_prediction, json_schema_input_type=str | list[TextPart])]
+
+
+class JsonSchemaBody(StrictBody):
+    """A named schema; OpenAI's `strict` makes no difference, as answers always keep to it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[Any, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormatBody(StrictBody):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaBody | None = None
+
+
+class GenerationBody(StrictBody):
+    """What both endpoints take."""
+
+    model_config = ConfigDict(json_schema_extra=request_parsing.describe)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    repetition_penalty: RepetitionPenalty = None
+    repeat_penalty: RepetitionPenalty = None
+    repeat_last_n: Annotated[
+        int | None, between(-1, 2**31 - 1, "; -1 counts all, 0 none"), _in_document(-1, 2**31 - 1)
+    ] = None
+    logit_bias: Annotated[
+        tuple[tuple[int, float], ...], PlainValidator(parse_logit_bias, json_schema_input_type=_BiasInput)
+    ] = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(parse_stop, json_schema_input_type=_StopInput)] = ()
+    ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    speculation: SpeculationBody | None = None
+    prediction: PredictionBody | None = None
+    response_format: ResponseFormatBody | None = None
+    json_schema: Annotated[
+        Any, PlainValidator(parse_schema, json_schema_input_type=dict[str, Any] | bool | None)
+    ] = None
+    grammar: str | None = None
+    return_token_ids: bool | None = None
+    n: Annotated[int | None, between(1, MAX_CHOICES), _in_document(1, MAX_CHOICES)] = None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer, if the request names a number."""
+        return self.max_tokens
+
+    @property
+    def token_limit_param(self) -> str:
+        """The field that names it."""
+        return "max_tokens"
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many likeliest tokens to report beside each token's logprob; None reports nothing."""
+        return None
+
+
+class Message(StrictBody):
+    """One turn of a conversation. Fields beyond these go to the template as they are."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        Any,
+        PlainValidator(parse_content, json_schema_input_type=str | list[TextPart] | None),
+        Field(validate_default=True),
+    ] = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: `developer` is OpenAI's newer word for `system`."""
+        role = "system" if self.role == "developer" else self.role
+        found = {**(self.model_extra or {}), "role": role, "content": self.content}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id or "", "type": "function", "function": call.function.for_template()}
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content is not None:
+            found["reasoning_content"] = self.reasoning_content
+        return found
+
+
+class ConversationBody(StrictBody):
+    """What makes the prompt of a chat."""
+
+    # The first one that is wrong is enough: thousands of them would take seconds to tell.
+    messages: Annotated[
+        list[Message],
+        FailFast(),
+        Field(min_length=1, json_schema_extra={"maxItems": MAX_MESSAGES}),
+        BeforeValidator(refuse_too_many_messages),
+    ]
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        str | tuple[str] | None,
+        PlainValidator(parse_tool_choice, json_schema_input_type=ToolChoiceInput),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+
+
+class ChatBody(GenerationBody, ConversationBody):
+    """`POST /v1/chat/completions`."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTopLogprobs = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer: the newer of the two fields goes first."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def token_limit_param(self) -> str:
+        """The field that names it."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many likeliest tokens to report beside each token's logprob; None reports nothing.
+
+        Raises:
+            InvalidRequest: If `top_logprobs` asks for some and `logprobs` does not.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(
+                f"top_logprobs is {self.top_logprobs}, but logprobs is not true: send both or neither",
+                param="top_logprobs",
+            )
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts, json_schema_input_type=_PromptInput)]
+    echo: bool | None = None
+    logprobs: Annotated[NumTopLogprobs, BeforeValidator(none_if_false)] = None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many likeliest tokens to report beside each token's logprob; None reports nothing.
+
+        Raises:
+            InvalidRequest: If the prompt is to be echoed: no logprobs are known of it.
+        """
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo and logprobs do not go together: leave one out", param="echo")
+        return self.logprobs

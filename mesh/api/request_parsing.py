@@ -1,0 +1,218 @@
+"""Parsing of request bodies, with unknown and unsupported fields."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import structlog
+from pydantic import BaseModel, ValidationError
+
+from spanmesh_proto.errors import InvalidRequest, RequestTooLarge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from starlette.requests import Request
+
+
+# A parser makes an object for each value: two mebibytes of nested brackets hold up all other answers for most
+# of a second. Text, however long, is one value, and costs next to nothing.
+_LEAST_VALUES: Final = 16384
+_VALUES_PER_POSITION: Final = 4
+_MOST_VALUES: Final = 2**18
+
+
+def max_values(context_length: int) -> int:
+    """Values of the largest body that is parsed: a full context as token ids, and ample fields beside."""
+    return min(_LEAST_VALUES + _VALUES_PER_POSITION * context_length, _MOST_VALUES)
+
+
+def has_at_most(data: bytes, most: int) -> bool:
+    """Whether a JSON text has no more than about so many values and containers.
+
+    Args:
+        data: The text; it need not be JSON.
+        most: An array of so many numbers still passes.
+    """
+    if _count(data) <= most:
+        return True
+    # Commas and brackets in strings do not count. What is escaped goes first, so that every quote that is
+    # left begins or ends a string.
+    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if bare.count(b'"') > 4 * most:
+        return False
+    return _count(b"".join(bare.split(b'"')[::2])) <= most
+
+
+def _count(data: bytes) -> int:
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
+
+
+log = structlog.get_logger()
+
+_MAX_NAMES: Final = 256
+_MAX_NAME_CHARS: Final = 64
+
+
+class UnknownFields:
+    """Remembers which names were logged. Bounded, since clients choose them."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, names: Iterable[str]) -> None:
+        """Log the names that are new."""
+        for name in names:
+            if name not in self._seen and len(self._seen) < _MAX_NAMES and len(name) <= _MAX_NAME_CHARS:
+                self._seen.add(name)
+                log.info("unknown_field_ignored", field=name)
+
+
+# Each with the values that ask for nothing; null always does.
+_HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
+    "best_of": (1,),
+    # Chats have these two.
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "top_logprobs": (0,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "audio": (),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+}
+_INSTEAD: Final = {"functions": "send tools", "function_call": "send tool_choice"}
+
+NAMES: Final = frozenset(_HARMLESS)
+
+
+def describe(schema: dict[str, Any]) -> None:
+    """Add these fields to the JSON schema of a request body, each with what it may hold."""
+    for name, values in _HARMLESS.items():
+        schema["properties"].setdefault(name, {"enum": [None, *values]})
+
+
+def refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    """Check the fields that no schema names.
+
+    Raises:
+        InvalidRequest: Naming the first one that asks for something.
+    """
+    for name, value in fields.items():
+        if name in _HARMLESS and value is not None and not _is_one_of(value, _HARMLESS[name]):
+            raise InvalidRequest(f"{name} is not supported: {_INSTEAD.get(name, 'leave it out')}", param=name)
+
+
+def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
+    # True == 1 in Python, but `n: true` is a slip.
+    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in harmless)
+
+
+_MOST_BYTES: Final = 16 * 1024 * 1024
+_LEAST_BYTES: Final = 1024 * 1024
+_BYTES_PER_POSITION: Final = 256
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def max_body_bytes(context_length: int) -> int:
+    """Bytes of the largest body that is read: ample for a full context, little enough to parse in a moment.
+
+    Parsing holds up all other answers, since it cannot be shared out among threads.
+    """
+    return min(_LEAST_BYTES + _BYTES_PER_POSITION * context_length, _MOST_BYTES)
+
+
+async def read_body(
+    request: Request, kind: type[Body], unknown: UnknownFields, *, context_length: int
+) -> Body:
+    """Read, parse and check a JSON body.
+
+    The content type must be JSON's: a web page cannot send that to another origin without asking first,
+    so no page can make a visitor's browser use a server on the visitor's own machine.
+
+    Args:
+        request: With the body.
+        kind: What it must be.
+        unknown: Where fields that nobody knows are noted.
+        context_length: Positions of a session; longer ones want larger bodies.
+
+    Raises:
+        RequestTooLarge: As soon as it is known, whatever of it is still to come.
+        InvalidRequest: Naming the field at fault, if it is one.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise InvalidRequest("send the body as JSON, with the header `Content-Type: application/json`")
+    data = await _read(request, max_body_bytes(context_length))
+    most_values = max_values(context_length)
+    if not has_at_most(data, most_values):
+        raise InvalidRequest(f"the body holds more than {most_values} values: send less")
+    fields = _parse(data)
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        raise as_invalid_request(error) from None
+    extra = body.model_extra or {}
+    refuse_unsupported(extra)
+    unknown.note(name for name in extra if name not in NAMES)
+    return body
+
+
+async def _read(request: Request, most_bytes: int) -> bytes:
+    told = request.headers.get("content-length", "")
+    num_bytes = int(told) if told.isdecimal() else 0
+    data = bytearray()
+    if num_bytes <= most_bytes:
+        async for part in request.stream():
+            data += part
+            num_bytes = len(data)
+            if num_bytes > most_bytes:
+                break
+    if num_bytes > most_bytes:
+        raise RequestTooLarge(
+            f"the body is larger than {most_bytes} bytes, which is more than a context holds"
+        )
+    return bytes(data)
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8: byte {error.start} is wrong") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest(
+            "the body is not usable JSON: a number is too long or it nests too deep"
+        ) from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return fields
+
+
+def as_invalid_request(error: ValidationError, within: str = "") -> InvalidRequest:
+    """What was wrong first, naming the field.
+
+    Args:
+        error: Of a body, or of part of one.
+        within: Where in the body that part is.
+    """
+    # The input itself stays out of the message: it may be part of a prompt.
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = within
+    for step in first["loc"]:
+        param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else str(step)
+    message = first["msg"]
+    if first["type"] == "string_unicode":
+        message = "Text holds half a surrogate pair: send valid Unicode"
+    return InvalidRequest(f"{param}: {message[:1].lower()}{message[1:]}", param=param or None)

@@ -1,0 +1,86 @@
+"""Store of responses by API key."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from mesh.api.errors import json_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+_MAX_RESPONSES: Final = 256
+_MAX_BYTES: Final = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """One answer and what led to it.
+
+    Attributes:
+        messages: The conversation as chat templates know it, the answer included.
+        response: As the client had it.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    response: Mapping[str, Any]
+
+
+class ResponseStore:
+    """The latest answers of each client. A restart forgets them all.
+
+    Args:
+        max_responses: Of one client.
+        max_bytes: Of one client, counted as JSON; one that is larger is not kept.
+    """
+
+    def __init__(self, max_responses: int = _MAX_RESPONSES, max_bytes: int = _MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._by_client: dict[str | None, _Shelf] = {}
+
+    def put(self, client: str | None, id: str, stored: StoredResponse) -> None:
+        """Keep one, and let go of the client's oldest where there is no room.
+
+        Args:
+            client: The identity of the API key, or None where nobody is told apart.
+            id: Of the answer.
+            stored: What to keep.
+        """
+        shelf = self._by_client.setdefault(client, _Shelf())
+        shelf.put(id, stored)
+        while shelf.held and (len(shelf.held) > self._max_responses or shelf.num_bytes > self._max_bytes):
+            shelf.remove(next(iter(shelf.held)))
+
+    def get(self, client: str | None, id: str) -> StoredResponse | None:
+        """One of the client's own, if it is still there."""
+        shelf = self._by_client.get(client)
+        return None if shelf is None or id not in shelf.held else shelf.held[id][0]
+
+    def forget(self, clients: Collection[str]) -> None:
+        """Let go of all that clients have whose keys were removed."""
+        for client in clients:
+            self._by_client.pop(client, None)
+
+    def remove(self, client: str | None, id: str) -> bool:
+        """Forget one of the client's own; returns whether it was there."""
+        shelf = self._by_client.get(client)
+        return shelf is not None and shelf.remove(id)
+
+
+class _Shelf:
+    def __init__(self) -> None:
+        self.held: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self.num_bytes = 0
+
+    def put(self, id: str, stored: StoredResponse) -> None:
+        num_bytes = len(json_bytes([stored.messages, stored.response]))
+        self.held[id] = (stored, num_bytes)
+        self.num_bytes += num_bytes
+
+    def remove(self, id: str) -> bool:
+        _, num_bytes = self.held.pop(id, (None, 0))
+        self.num_bytes -= num_bytes
+        return num_bytes > 0

@@ -1,0 +1,350 @@
+"""Output items and stream events of /v1/responses."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+from starlette.responses import Response
+
+from mesh.api.answer_stream import AnswerPart, answer_parts, metered
+from mesh.api.errors import error_body, json_bytes, json_response
+from mesh.api.middleware import CLIENT_GONE_STATUS
+from mesh.api.openai_format import CallIds, chat_logprobs, timings, usage
+from mesh.api.response_store import StoredResponse
+from mesh.api.responses.protocol import messages_of
+from mesh.api.streaming import ClientGoneError, EventStream, unless_hung_up
+from mesh.text.message_parts import CallArguments, CallBegun, Content, Reasoning
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+
+    from starlette.requests import Request
+
+    from mesh.api.backend import Backend
+    from mesh.api.generation_job import Job
+    from mesh.api.responses.protocol import ResponsesBody
+    from mesh.text.message_parts import Said
+
+
+Event = dict[str, Any]
+
+_TEXT: Final = "output_text"
+_THOUGHT: Final = "reasoning_text"
+
+
+class Output:
+    """The items of one response so far.
+
+    An item is open until another begins, or the answer ends. Every method returns the events that tell what
+    it did, in order; they lack their sequence number.
+
+    Args:
+        new_id: Makes an id with the beginning that it is given.
+        new_call_id: Makes the id that a call's result will refer to.
+
+    Attributes:
+        items: As they are now.
+    """
+
+    def __init__(self, new_id: Callable[[str], str], new_call_id: Callable[[], str]) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._new_id = new_id
+        self._new_call_id = new_call_id
+        self._open: dict[str, Any] | None = None
+        # Of the open item: joined when it is complete.
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        # Of tokens whose text is still to come.
+        self._early_logprobs: list[dict[str, Any]] = []
+
+    def add(self, said: Sequence[Said], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+        """Take what was said.
+
+        Args:
+            said: In order.
+            logprobs: Of the tokens that made it, if they are wanted; they go with the next text.
+        """
+        self._early_logprobs += logprobs
+        events: list[Event] = []
+        for piece in said:
+            match piece:
+                case Content():
+                    told, self._early_logprobs = self._early_logprobs, []
+                    events += self._add_text("message", _TEXT, piece.text, told)
+                case Reasoning():
+                    events += self._add_text("reasoning", _THOUGHT, piece.text, [])
+                case CallBegun():
+                    events += self._begin_call(piece.name)
+                case CallArguments():
+                    self._texts.append(piece.text)
+                    events.append(self._event("response.function_call_arguments.delta", delta=piece.text))
+        return events
+
+    def end(self, *, is_cut: bool) -> list[Event]:
+        """No more will be said. An answer without a word is a message without one.
+
+        Args:
+            is_cut: Whether the limit ended it: then the last item is not complete.
+        """
+        events = [] if self.items else self._begin_text("message", _TEXT)
+        return events + self._close("incomplete" if is_cut else "completed")
+
+    def _add_text(
+        self, item_type: str, part_type: str, text: str, logprobs: list[dict[str, Any]]
+    ) -> list[Event]:
+        events = []
+        if self._open is None or self._open["type"] != item_type:
+            events = self._close("completed") + self._begin_text(item_type, part_type)
+        self._texts.append(text)
+        self._logprobs += logprobs
+        more = {"logprobs": logprobs} if part_type == _TEXT else {}
+        return [*events, self._event(f"response.{part_type}.delta", content_index=0, delta=text, **more)]
+
+    def _begin_text(self, item_type: str, part_type: str) -> list[Event]:
+        prefix = "msg_" if item_type == "message" else "rs_"
+        item: dict[str, Any] = {"type": item_type, "id": self._new_id(prefix), "status": "in_progress"}
+        item |= (
+            {"role": "assistant", "content": []} if item_type == "message" else {"summary": [], "content": []}
+        )
+        opened = self._begin(item)
+        part = _part(part_type, "", [])
+        return [opened, self._event("response.content_part.added", content_index=0, part=part)]
+
+    def _begin_call(self, name: str) -> list[Event]:
+        events = self._close("completed")
+        item = {"type": "function_call", "id": self._new_id("fc_"), "call_id": self._new_call_id()}
+        item |= {"name": name, "arguments": "", "status": "in_progress"}
+        return [*events, self._begin(item)]
+
+    def _begin(self, item: dict[str, Any]) -> Event:
+        self.items.append(item)
+        self._open, self._texts, self._logprobs = item, [], []
+        return {
+            "type": "response.output_item.added",
+            "output_index": len(self.items) - 1,
+            # It goes on changing.
+            "item": {**item, "content": []} if "content" in item else dict(item),
+        }
+
+    def _close(self, status: str) -> list[Event]:
+        item, text = self._open, "".join(self._texts)
+        if item is None:
+            return []
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            events = [self._event("response.function_call_arguments.done", name=item["name"], arguments=text)]
+        else:
+            events = self._close_text(item, text)
+        item["status"] = status
+        self._open = None
+        done = {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+        return [*events, done]
+
+    def _close_text(self, item: dict[str, Any], text: str) -> list[Event]:
+        part_type = _TEXT if item["type"] == "message" else _THOUGHT
+        part = _part(part_type, text, self._logprobs)
+        item["content"] = [part]
+        more = {"logprobs": self._logprobs} if part_type == _TEXT else {}
+        return [
+            self._event(f"response.{part_type}.done", content_index=0, text=text, **more),
+            self._event("response.content_part.done", content_index=0, part=part),
+        ]
+
+    def _event(self, type: str, **fields: Any) -> Event:
+        assert self._open is not None  # noqa: S101 - events of an item come while it is open
+        return {"type": type, "item_id": self._open["id"], "output_index": len(self.items) - 1, **fields}
+
+
+def _part(part_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    if part_type == _THOUGHT:
+        return {"type": part_type, "text": text}
+    return {"type": part_type, "text": text, "annotations": [], "logprobs": logprobs}
+
+
+log = structlog.get_logger()
+
+_ID_BITS: Final = 128
+# What a request says and its response repeats.
+_REPEATED: Final = (
+    *("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "tool_choice"),
+    *("tools", "top_p", "truncation", "parallel_tool_calls", "reasoning", "store", "text", "top_logprobs"),
+)
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "metadata": {},
+    "temperature": 1.0,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "top_logprobs": 0,
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a conversation.
+
+    Attributes:
+        messages: The conversation up to it, without the request's instructions.
+        job: What to do.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    job: Job
+
+
+async def respond(request: Request, backend: Backend, body: ResponsesBody, turn: Turn) -> Response:
+    """Answer a request.
+
+    Args:
+        request: Whose client to watch.
+        backend: The served model.
+        body: The request's.
+        turn: What it comes to.
+
+    Raises:
+        RateLimited: If the caller's API key has too few tokens left for now, or enough answers under way.
+        MeshError: Whatever the engine raises before the response begins.
+    """
+    backend, _num_at_once = metered(request.scope, backend, [turn.job])
+    making = _Making(backend, body, turn)
+    if body.stream:
+        return EventStream(
+            making.produce,
+            backend.closing,
+            backend.ping_interval_s,
+            is_whole=backend.is_whole,
+            done=b"",
+            told_of=making.failed,
+        )
+    try:
+        response = await unless_hung_up(making.whole(), request.receive, backend.closing)
+    except ClientGoneError:
+        log.info("client_gone")
+        return Response(status_code=CLIENT_GONE_STATUS)
+    return json_response(response)
+
+
+class _Making:
+    """Makes one response."""
+
+    def __init__(self, backend: Backend, body: ResponsesBody, turn: Turn) -> None:
+        self._backend = backend
+        self._turn = turn
+        self._keeps = body.store is not False
+        self._num_events = 0
+        self._base = self._base_of(body)
+        self._output = Output(self._new_id, CallIds(backend.random_bits, backend.chat_template.call_format))
+
+    async def whole(self) -> dict[str, Any]:
+        """The response in one piece."""
+        async with aclosing(self._parts()) as parts:
+            async for part in parts:
+                self._take(part)
+        return self._finished(part)
+
+    async def produce(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
+        """Tell of the response as it comes."""
+        async with aclosing(self._parts()) as parts:
+            async for part in parts:
+                # What begins a stream goes with its first text, so that a refusal can still be a status.
+                events = self._opening()
+                events += self._numbered(self._take(part))
+                if part.finish is not None:
+                    response = self._finished(part)
+                    events += self._numbered(
+                        [{"type": f"response.{response['status']}", "response": response}]
+                    )
+                await emit(events)
+
+    def failed(self, error: BaseException) -> bytes:
+        """The events that end a stream that has begun with an error."""
+        told = error_body(error)["error"]
+        response = self._response("failed", error={"code": told["code"], "message": told["message"]})
+        return self._opening() + self._numbered([{"type": "response.failed", "response": response}])
+
+    def _parts(self) -> AsyncGenerator[AnswerPart, None]:
+        return answer_parts(self._backend.engine, self._backend.tokenizer.piece_with, self._turn.job)
+
+    def _take(self, part: AnswerPart) -> list[Event]:
+        logprobs = chat_logprobs(part.tokens, self._backend.tokenizer)["content"] if part.tokens else []
+        for entry in logprobs:
+            for each in (entry, *entry["top_logprobs"]):
+                # Here it is a list in any case.
+                each["bytes"] = each["bytes"] or []
+        events = self._output.add(part.said, logprobs)
+        if part.finish is not None:
+            events += self._output.end(is_cut=part.finish == "length")
+        return events
+
+    def _opening(self) -> bytes:
+        if self._num_events:
+            return b""
+        response = self._response("in_progress")
+        return self._numbered(
+            [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
+        )
+
+    def _finished(self, part: AnswerPart) -> dict[str, Any]:
+        job = self._turn.job
+        counts = usage([job], [part])
+        is_cut = part.finish == "length"
+        response = self._response(
+            "incomplete" if is_cut else "completed",
+            completed_at=int(self._backend.now_s()),
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            output=self._output.items,
+            usage={
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": counts["completion_tokens_details"],
+                "total_tokens": counts["total_tokens"],
+            },
+            timings=timings(job, part),
+        )
+        if self._keeps:
+            messages = [*self._turn.messages, *messages_of(self._output.items)]
+            self._backend.responses.put(
+                job.request.client, response["id"], StoredResponse(messages, response)
+            )
+        return response
+
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+        return {**self._base, "status": status, "output": [], **fields}
+
+    def _base_of(self, body: ResponsesBody) -> dict[str, Any]:
+        said = body.model_dump(include=set(_REPEATED), exclude_none=True, exclude_unset=True, by_alias=True)
+        if isinstance(body.tool_choice, tuple):
+            said["tool_choice"] = {"type": "function", "name": body.tool_choice[0]}
+        return {
+            "id": self._new_id("resp_"),
+            "object": "response",
+            "created_at": int(self._backend.now_s()),
+            "model": self._backend.model_id,
+            "error": None,
+            "incomplete_details": None,
+            "background": False,
+            "usage": None,
+            **dict.fromkeys(_REPEATED),
+            **_DEFAULTS,
+            **said,
+        }
+
+    def _numbered(self, events: Sequence[Event]) -> bytes:
+        data = b""
+        for event in events:
+            numbered = {**event, "sequence_number": self._num_events}
+            data += b"event: " + event["type"].encode() + b"\ndata: " + json_bytes(numbered) + b"\n\n"
+            self._num_events += 1
+        return data
+
+    def _new_id(self, beginning: str) -> str:
+        return f"{beginning}{self._backend.random_bits(_ID_BITS):032x}"

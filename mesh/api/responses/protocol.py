@@ -1,0 +1,280 @@
+"""Request bodies and items of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
+
+from mesh.api.protocol import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    CalledFunction,
+    Effort,
+    FunctionBody,
+    GenerationBody,
+    NumTopLogprobs,
+    StrictBody,
+    between,
+)
+from mesh.api.request_parsing import as_invalid_request
+from spanmesh_proto.errors import InvalidRequest
+
+_TEXT_TYPES: Final = frozenset({"input_text", "output_text", "text"})
+
+
+class InputText(StrictBody):
+    """A piece of text, for the API's document."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+def parse_parts(value: Any) -> str:
+    """Text given as a string or as a list of parts, which follow one another in lines of their own."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    texts = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict):
+            raise PydanticCustomError("content", "part {index} must be an object", {"index": index})
+        if part.get("type") not in _TEXT_TYPES:
+            raise PydanticCustomError(
+                "content",
+                "part {index} is not of type input_text or output_text: this server reads text only",
+                {"index": index},
+            )
+        if not isinstance(part.get("text"), str):
+            raise PydanticCustomError("content", "part {index} lacks its text, a string", {"index": index})
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+Parts = Annotated[str, PlainValidator(parse_parts, json_schema_input_type=str | list[InputText])]
+
+
+class MessageItem(StrictBody):
+    """What somebody said. `type` may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+
+class FunctionCallItem(StrictBody):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutputItem(StrictBody):
+    """What a call came to."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
+
+
+class ReasoningText(StrictBody):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(StrictBody):
+    """What the model wrote for itself; a summary alone, or an encrypted text, says nothing here."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+
+
+InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+_KINDS: Final[dict[str, type[InputItem]]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "reasoning": ReasoningItem,
+}
+
+ItemsInput = str | Annotated[list[InputItem], Field(min_length=1)]
+
+
+def messages_of(value: str | list[Any]) -> list[dict[str, Any]]:
+    """The items as messages that chat templates know.
+
+    What an assistant thought, said and called in one turn is one message.
+
+    Args:
+        value: The request's `input`.
+
+    Raises:
+        InvalidRequest: Naming the item at fault.
+    """
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    messages: list[dict[str, Any]] = []
+    for index, raw in enumerate(value):
+        _add(messages, _parsed(raw, f"input[{index}]"))
+    return messages
+
+
+def _parsed(raw: Any, where: str) -> InputItem:
+    if not isinstance(raw, dict):
+        raise InvalidRequest(f"{where}: must be an object", param=where)
+    fields = {**raw, "type": raw.get("type") or "message"}
+    kind = _KINDS.get(fields["type"]) if isinstance(fields["type"], str) else None
+    if kind is None:
+        raise InvalidRequest(
+            f"{where}.type: this server reads {', '.join(_KINDS)}: send the item itself as one of these",
+            param=f"{where}.type",
+        )
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise as_invalid_request(error, within=where) from None
+
+
+def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
+    match item:
+        case MessageItem(role="assistant"):
+            turn = _turn(messages, lambda last: not last["content"] and "tool_calls" not in last)
+            turn["content"] = item.content
+        case MessageItem():
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": item.content})
+        case FunctionCallItem():
+            function = CalledFunction(name=item.name, arguments=item.arguments).for_template()
+            call = {"id": item.call_id, "type": "function", "function": function}
+            _turn(messages, lambda _last: True).setdefault("tool_calls", []).append(call)
+        case FunctionCallOutputItem():
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        case ReasoningItem():
+            if text := "\n".join(part.text for part in item.content or ()):
+                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+
+
+def _turn(messages: list[dict[str, Any]], fits: Any) -> dict[str, Any]:
+    """The assistant's message that is being put together, or a new one."""
+    if not (messages and messages[-1]["role"] == "assistant" and fits(messages[-1])):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+MAX_METADATA: Final = 16
+WANTS_LOGPROBS: Final = "message.output_text.logprobs"
+
+
+def parse_input(value: Any) -> str | list[Any]:
+    """A text or a list of items; the items are looked at later."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("input", "must be a string or a list of one or more items")
+    if len(value) > MAX_MESSAGES:
+        raise PydanticCustomError(
+            "input", "holds {count} items: at most {most} work", {"count": len(value), "most": MAX_MESSAGES}
+        )
+    return value
+
+
+def parse_choice(value: Any) -> str | tuple[str] | None:
+    """`none`, `auto`, `required`, or the name of the one function to call, as a tuple of one."""
+    if value is None or (isinstance(value, str) and value in {"none", "auto", "required"}):
+        return value
+    if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("name"), str):
+        return (value["name"],)
+    raise PydanticCustomError(
+        "tool_choice", 'must be "none", "auto", "required" or {"type": "function", "name": …}'
+    )
+
+
+class _Tool(StrictBody):
+    type: Literal["function"]
+
+
+class ResponsesTool(FunctionBody, _Tool):
+    """A function that the model may call: the only kind of tool, since nothing is run here."""
+
+
+class NamedResponsesTool(StrictBody):
+    """The one function that the model is to call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ReasoningBody(StrictBody):
+    """How much the model is to think, for templates that ask."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class TextFormat(StrictBody):
+    """What form the text must have; OpenAI's `strict` makes no difference, as answers always keep to it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[Any, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextBody(StrictBody):
+    """How the text is to be."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesBody(GenerationBody):
+    """`POST /v1/responses`."""
+
+    input: Annotated[str | list[Any], PlainValidator(parse_input, json_schema_input_type=ItemsInput)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        str | tuple[str] | None,
+        PlainValidator(
+            parse_choice,
+            json_schema_input_type=Literal["none", "auto", "required"] | NamedResponsesTool | None,
+        ),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    text: TextBody | None = None
+    reasoning: ReasoningBody | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    include: list[str] | None = None
+    top_logprobs: NumTopLogprobs = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # One answer, made while its client waits, from what the request brings.
+    n: Annotated[int | None, between(1, 1), Field(json_schema_extra={"minimum": 1, "maximum": 1})] = None
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer."""
+        return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+
+    @property
+    def token_limit_param(self) -> str:
+        """The field that names it."""
+        return "max_tokens" if self.max_output_tokens is None else "max_output_tokens"
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many likeliest tokens to report beside each token's logprob; None reports nothing."""
+        wanted = self.top_logprobs is not None or WANTS_LOGPROBS in (self.include or ())
+        return self.top_logprobs or 0 if wanted else None

@@ -1,0 +1,139 @@
+"""Endpoints that tell of the server: models, versions, health, status and metrics."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
+from starlette.responses import Response
+
+from mesh.api.backend import backend_of, backends_of
+from mesh.api.errors import json_response
+from mesh.api.openapi import (
+    Anything,
+    Health,
+    ModelCard,
+    ModelList,
+    Versions,
+    answers,
+    answers_text,
+    answers_with,
+    refuses,
+)
+from mesh.metrics.prometheus import ModelFigures, exposition, targets
+from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from spanmesh_proto.errors import NotSupported
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mesh.api.backend import Backend
+
+
+router = APIRouter()
+
+
+@router.get("/v1/models", response_model=None, responses=answers(ModelList))
+async def list_models(request: Request) -> Response:
+    """Every model that is served, the first one first."""
+    return json_response({"object": "list", "data": [_model(backend) for backend in backends_of(request)]})
+
+
+@router.get("/v1/models/{model_id:path}", response_model=None, responses=answers(ModelCard, 404))
+async def get_model(request: Request, model_id: str) -> Response:
+    """A model by its id, which may hold slashes, or the first by `default`."""
+    return json_response(_model(backends_of(request).named(model_id)))
+
+
+def _model(backend: Backend) -> dict[str, Any]:
+    return {
+        "id": backend.model_id,
+        "object": "model",
+        "created": backend.created,
+        "owned_by": "spanmesh",
+        "max_model_len": backend.engine.context_length,
+        "meta": {"n_vocab": backend.tokenizer.n_vocab, "n_ctx_train": backend.tokenizer.n_ctx_train},
+    }
+
+
+@router.get("/version", response_model=None, responses=answers(Versions))
+async def versions() -> Response:
+    """Ours as vLLM tells its own, and those of what decides how a model computes and who may join."""
+    return json_response(
+        {
+            "version": SOFTWARE_VERSION,
+            "protocol_version": PROTOCOL_VERSION,
+            "llama_cpp_python": version("llama-cpp-python"),
+        }
+    )
+
+
+_EMBEDDINGS: Final = (
+    "embeddings are not made here: the last stage turns hidden states into tokens and sends nothing else, and"
+    " those of a chat model make poor embeddings: ask a server of an embedding model"
+)
+
+
+@router.post("/v1/embeddings", response_model=None, responses=refuses(501))
+async def embeddings() -> Response:
+    """501, with the reason."""
+    raise NotSupported(_EMBEDDINGS)
+
+
+# Of a model's status; what is left out is of the mesh, or for `/metrics`.
+_OF_MODEL: Final = (
+    *("model", "phase", "ready", "lost", "plan", "stages", "sessions", "tokens", "repairs", "failures"),
+)
+
+
+@router.get("/health", response_model=None, responses=answers(Health), openapi_extra={"security": []})
+async def health(request: Request) -> Response:
+    """200 once requests can be answered, 503 with `Retry-After` before."""
+    backend_of(request).require_ready()
+    return json_response({"status": "ok"})
+
+
+@router.get("/mesh/status", response_model=None, responses=answers(Anything))
+async def mesh_status(request: Request) -> Response:
+    """Hosts, stages and counts, as `mesh status` shows them: of the first model, and `models` of each."""
+    # Some may go while the others are asked.
+    found = [(backend.model_id, await whole_status(backend)) for backend in backends_of(request)]
+    return json_response({**found[0][1], "models": [_of_model(name, status) for name, status in found]})
+
+
+async def whole_status(backend: Backend) -> dict[str, Any]:
+    """The status, with what the stages themselves count where they answer, and tokens since the start."""
+    counts = [] if backend.stage_counts is None else await backend.stage_counts()
+    status = dict(backend.status())
+    # A repair may have come between the two questions.
+    if counts and len(counts) == len(status.get("stages", ())):
+        status["stages"] = [{**stage, **own} for stage, own in zip(status["stages"], counts, strict=True)]
+    status["tokens"] = {
+        "prompt": backend.statistics.num_prompt_tokens,
+        "generated": backend.statistics.num_generated_tokens,
+    }
+    return status
+
+
+def _of_model(name: str, status: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, **{field: status[field] for field in _OF_MODEL if field in status}}
+
+
+@router.get("/metrics", response_model=None, responses=answers_text("What Prometheus scrapes."))
+async def metrics(request: Request) -> Response:
+    """Counts and times since the server started."""
+    models = [
+        ModelFigures(backend.model_id, backend.statistics, await whole_status(backend))
+        for backend in backends_of(request)
+    ]
+    body, content_type = exposition(models, request.headers.get("accept", ""))
+    return Response(body, headers={"Content-Type": content_type})
+
+
+@router.get("/metrics/targets", response_model=None, responses=answers_with({"type": "array"}))
+async def metrics_targets(request: Request) -> Response:
+    """Where to scrape, as Prometheus' HTTP service discovery wants it: here, by the name that was asked."""
+    backend = backend_of(request)
+    return json_response(targets(request.headers.get("host", ""), request.url.scheme, backend.model_id))

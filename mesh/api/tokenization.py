@@ -1,0 +1,121 @@
+"""Endpoints /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BeforeValidator, FailFast, Field
+from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
+from starlette.responses import Response  # noqa: TC002
+
+from mesh.api.backend import backends_of
+from mesh.api.chat_completions import conversation_of
+from mesh.api.chat_prompt import write_down
+from mesh.api.errors import json_response
+from mesh.api.openapi import Detokenized, Tokenized, answers, takes
+from mesh.api.protocol import MAX_MESSAGES, ConversationBody, Message, StrictBody, refuse_too_many_messages
+from mesh.api.request_parsing import read_body
+from mesh.text.detokenizer import AnswerText
+from spanmesh_proto.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mesh.api.backend import Backend
+router = APIRouter()
+
+
+class TokenizeBody(ConversationBody):
+    """`POST /tokenize`: a text, or a conversation as `/v1/chat/completions` would put it to the model."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[
+        list[Message],
+        FailFast(),
+        Field(min_length=1, json_schema_extra={"maxItems": MAX_MESSAGES}),
+        BeforeValidator(refuse_too_many_messages),
+    ] = Field(default_factory=list)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(StrictBody):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+@router.post(
+    "/tokenize",
+    response_model=None,
+    responses=answers(Tokenized, 404, 413),
+    openapi_extra=takes(TokenizeBody),
+)
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text or a conversation."""
+    backends = backends_of(request)
+    body = await read_body(
+        request, TokenizeBody, backends.unknown_fields, context_length=backends.context_length
+    )
+    backend = backends.named(body.model)
+    if (body.prompt is None) == (not body.messages):
+        raise InvalidRequest("send either prompt or messages", param="prompt")
+    tokens = await asyncio.to_thread(_tokens, backend, body)
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": backend.engine.context_length,
+        "tokens": tokens,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [backend.tokenizer.name(token) for token in tokens]
+    return json_response(answer)
+
+
+@router.post(
+    "/detokenize",
+    response_model=None,
+    responses=answers(Detokenized, 404, 413),
+    openapi_extra=takes(DetokenizeBody),
+)
+async def detokenize(request: Request) -> Response:
+    """The text that token ids stand for; control tokens have none."""
+    backends = backends_of(request)
+    body = await read_body(
+        request, DetokenizeBody, backends.unknown_fields, context_length=backends.context_length
+    )
+    backend = backends.named(body.model)
+    require_ids(backend, body.tokens, param="tokens")
+    return json_response({"prompt": text_of(backend, body.tokens)})
+
+
+def require_ids(backend: Backend, tokens: Sequence[int], *, param: str) -> None:
+    """Check that the vocabulary has these token ids.
+
+    Raises:
+        InvalidRequest: Naming the first that it has not.
+    """
+    n_vocab = backend.tokenizer.n_vocab
+    wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"{param} holds the token id {wrong}: this model's ids go from 0 to {n_vocab - 1}", param=param
+        )
+
+
+def text_of(backend: Backend, tokens: Sequence[int]) -> str:
+    """The text that token ids stand for."""
+    text = AnswerText(backend.tokenizer.piece)
+    return "".join(text.push(token) for token in tokens) + text.flush()
+
+
+def _tokens(backend: Backend, body: TokenizeBody) -> list[int]:
+    if body.messages:
+        return write_down(backend, conversation_of(body)).tokens
+    return backend.tokenizer.encode(
+        body.prompt or "", add_special=body.add_special_tokens is not False, parse_special=True
+    )

@@ -1,0 +1,114 @@
+"""Web page at / and its files.
+
+They hold nothing of this mesh. What the page shows it asks for by itself, with the key that its user enters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from fastapi import APIRouter
+from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
+from starlette.responses import Response
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+router = APIRouter()
+
+_TYPES: Final = {
+    "css": "text/css; charset=utf-8",
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_METHODS: Final = frozenset({"GET", "HEAD"})
+_HEADERS: Final = {
+    # Nothing from elsewhere, nothing inline, in nobody's frame; text never becomes markup.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+        " require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class PageFile(NamedTuple):
+    """One file of the page.
+
+    Attributes:
+        body: As it is in the package.
+        content_type: By its ending.
+        etag: By its content.
+    """
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+@cache
+def page_files() -> dict[str, PageFile]:
+    """By path, `/` first."""
+    found = {}
+    for file in sorted(files("mesh.web").iterdir(), key=lambda each: each.name):
+        content_type = _TYPES.get(file.name.rpartition(".")[2])
+        if content_type is not None:
+            body = file.read_bytes()
+            path = "/" if file.name == "index.html" else f"/page/{file.name}"
+            found[path] = PageFile(body, content_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return found
+
+
+@router.get("/", include_in_schema=False, response_model=None)
+async def page(request: Request) -> Response:
+    """The page itself, for those with a key; without one it comes with a 401: see `PageFiles`."""
+    return _response("/", request.scope)
+
+
+class PageFiles:
+    """Middleware before the gate: what the page is made of, and the page as the answer to a missing key.
+
+    Args:
+        app: What lies behind it.
+        has_keys: Whether the API asks for keys.
+    """
+
+    def __init__(self, app: ASGIApp, *, has_keys: bool) -> None:
+        self._app = app
+        self._has_keys = has_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer what is asked of the page; pass everything else on."""
+        app: ASGIApp = self._app
+        if scope["type"] == "http" and scope["method"] in _METHODS and scope["path"] in page_files():
+            if scope["path"] != "/":
+                app = _response(scope["path"], scope)
+            elif self._has_keys and _is_browser_without_key(scope):
+                # It asks for the key; a browser shows what comes with a 401.
+                app = _response("/", scope, status=401)
+        await app(scope, receive, send)
+
+
+def _is_browser_without_key(scope: Scope) -> bool:
+    headers = dict(scope["headers"])
+    return b"authorization" not in headers and b"text/html" in headers.get(b"accept", b"")
+
+
+def _response(path: str, scope: Scope, *, status: int = 200) -> Response:
+    file = page_files()[path]
+    headers = {**_HEADERS, "ETag": file.etag}
+    if status == 401:
+        headers |= {"Cache-Control": "no-store", "WWW-Authenticate": "Bearer"}
+    elif dict(scope["headers"]).get(b"if-none-match") == file.etag.encode():
+        return Response(status_code=304, headers=headers)
+    return Response(file.body, status, {**headers, "Content-Type": file.content_type})

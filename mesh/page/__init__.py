@@ -1,1 +1,0 @@
-"""The page at `/`: plain HTML, CSS and ES modules, sent as they are. See `mesh.api.page`."""

@@ -1,0 +1,1 @@
+"""Files of the web page: HTML, CSS and JavaScript."""
