@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from mesh.coordinator.coordinator import PendingEngine
 from mesh.serve.proposers import Proposers
-from mesh.serve.stage_counts import stage_counts
-from mesh.serve.state import MeshState
+from mesh.serve.status import MeshState, stage_counts
 from mesh.text.tokenizer import Tokenizer
 from stages.slicing.model_facts import read_model_facts
 from tests.api_harness import running_api

@@ -19,21 +19,17 @@ from mesh.coordinator.options import CoordinatorOptions
 from mesh.placement.planner import StagePlacement
 from mesh.placement.replanner import NewStage, Replan, replan
 from mesh.placement.stage_sizes import StageSizes, Workload
-from mesh.serve.blame import note_trouble
-from mesh.serve.crew import Crew
-from mesh.serve.departures import Departures
-from mesh.serve.fleet import Fleet, Seat
-from mesh.serve.incidents import Incidents
-from mesh.serve.ledger import Ledger
-from mesh.serve.mesh_keys import new_mesh_keys
-from mesh.serve.placer import Placer
-from mesh.serve.spares import Spares
-from mesh.serve.stage_maker import StageMaker
-from mesh.serve.switch import Switch
-from mesh.serve.tending import Tending
-from mesh.serve.transfers import Transfers
-from mesh.serve.weights_options import WeightsOptions
-from mesh.serve.wiring import wire_up
+from mesh.serve.allocations import Ledger
+from mesh.serve.failures import Incidents
+from mesh.serve.host_draining import Departures
+from mesh.serve.options import WeightsOptions
+from mesh.serve.pipeline import Fleet, Seat
+from mesh.serve.reconfiguration import Crew, Placer, Switch
+from mesh.serve.replicas import Spares
+from mesh.serve.stage_factory import StageMaker, Transfers
+from mesh.serve.stage_group import note_trouble, wire_up
+from mesh.serve.stage_handle import new_mesh_keys
+from mesh.serve.supervisor import Tending
 from spanmesh_proto.errors import StageFailed
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mesh.serve.announce import reachable
+from mesh.serve.status import reachable
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh.serve.blame import all_at_once, blaming
+from mesh.serve.stage_group import all_at_once, blaming
 from spanmesh_proto.errors import StageFailed
 
 HANDLE: Any = object()

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh.draft.load import load_draft
 from mesh.engine import GenerationRequest, SpeculationLimits, SpeculationMode
 from mesh.requantize import requantise
-from mesh.serve.proposers import Proposers
+from mesh.serve.proposers import Proposers, load_draft
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions

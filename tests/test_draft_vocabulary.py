@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.draft.load import load_draft
+from mesh.serve.proposers import load_draft
 from mesh.text.tokenizer import Tokenizer, Vocabulary, num_shared_tokens
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftOptions

@@ -12,7 +12,7 @@ import pytest
 from mesh.coordinator.coordinator import PendingEngine
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
-from mesh.serve.draining import drained
+from mesh.serve.served_model import drained
 from spanmesh_proto.errors import ModelNotFound, StageFailed
 from tests.fake_stage import FakeRuntime
 from tests.repairable_ring import RepairableRing, serving

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from mesh.cluster.ray_node import RayNodeRecord
+from mesh.serve.head_failover import end_strangers
 from mesh.serve.head_state import (
     HeadState,
     HeadStateFile,
@@ -17,8 +18,7 @@ from mesh.serve.head_state import (
     default_state_path,
     fingerprint,
 )
-from mesh.serve.load_order import LoadOrder, order_of
-from mesh.serve.strangers import end_strangers
+from mesh.serve.load_request import LoadOrder, order_of
 from spanmesh_proto.errors import InvalidRequest, StageFailed
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from mesh.cluster.members import Member
 from mesh.placement.host_capacity import Gpu
 from mesh.placement.planner import StagePlacement
 from mesh.placement.replanner import NewStage, Replan
-from mesh.serve.fleet import Fleet, Seat
-from mesh.serve.ledger import Ledger
+from mesh.serve.allocations import Ledger
+from mesh.serve.pipeline import Fleet, Seat
 from stages.layers import LayerRange
 from stages.runtime.memory import GpuShare, StageMemory
 from stages.transport.hidden_codec import HiddenType

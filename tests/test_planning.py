@@ -18,12 +18,11 @@ from mesh.coordinator.ring import RingLoss
 from mesh.placement.planner import StagePlacement, plan
 from mesh.placement.replanner import Replan, replan
 from mesh.placement.stage_sizes import StageSizes, Workload
-from mesh.serve.crew import Crew
-from mesh.serve.first_plan import FirstPlan
-from mesh.serve.fleet import Fleet, Seat
-from mesh.serve.ledger import Ledger
-from mesh.serve.planning import agreed, is_room_as_before, made_in_thread
-from mesh.serve.repair import Repair
+from mesh.serve.allocations import Ledger
+from mesh.serve.pipeline import Fleet, Seat
+from mesh.serve.planning import FirstPlan, agreed, is_room_as_before, made_in_thread
+from mesh.serve.reconfiguration import Crew
+from mesh.serve.recovery import Repair
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
 from stages.transport.hidden_codec import HiddenType

@@ -7,9 +7,8 @@ import pytest
 
 from mesh.cluster.addresses import free_port
 from mesh.placement.stage_sizes import StageSizes
-from mesh.serve.options import ServeOptions
+from mesh.serve.options import ServeOptions, SpeculationOptions
 from mesh.serve.preflight import check, own_capacity
-from mesh.serve.speculation_options import SpeculationOptions
 from spanmesh_proto.errors import ClusterError, MeshError, ModelDoesNotFit
 from stages.transport.hidden_codec import HiddenType
 from tests.ipv6 import needs_ipv6

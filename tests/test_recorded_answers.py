@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.serve.recorded_answers import latest_answer
+from mesh.serve.preflight import latest_answer
 from spanmesh_proto.errors import ClusterError
 from speculative.lookup_proposers import ReplayProposer
 

@@ -12,7 +12,7 @@ from mesh.cluster.join_token import JoinToken
 from mesh.cluster.membership_server import RayAccess
 from mesh.cluster.ray_node import RayNodeConfig
 from mesh.coordinator.ring import RingTerms
-from mesh.serve.mesh_keys import MeshKeys
+from mesh.serve.stage_handle import MeshKeys
 from stages.weights.fetch import FetchSource
 
 SECRET = "hunter2"

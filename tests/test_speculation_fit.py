@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.serve.speculation_fit import fitted_to, speculation_refusal
-from mesh.serve.speculation_options import SpeculationOptions
+from mesh.serve.options import SpeculationOptions, fitted_to, speculation_refusal
 from spanmesh_proto.errors import ClusterError
 from tests.test_planner import model
 from tests.test_preflight import options

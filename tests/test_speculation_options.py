@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from mesh.cli import mesh
 from mesh.coordinator.speculation import narrowed
 from mesh.engine import SpeculationLimits, SpeculationMode
+from mesh.serve.options import SpeculationOptions
 from mesh.serve.proposers import narrower
-from mesh.serve.speculation_options import SpeculationOptions
 from spanmesh_proto.errors import ClusterError
 from speculative.controller import ControllerOptions
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.draft.memory import draft_memory_bytes
 from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.serve.preflight import draft_memory_bytes
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from speculative.draft.context import DraftOptions
 from stages.layers import LayerRange

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.serve.head_state import HeadStateFile
-from mesh.serve.succession import Succession
+from mesh.serve.head_state import HeadStateFile, Succession
 from spanmesh_proto.errors import ClusterError
 from tests.test_head_state import STATE
 

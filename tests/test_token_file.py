@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.serve.token_file import token_file
+from mesh.serve.head import token_file
 from spanmesh_proto.errors import ClusterError
 
 

@@ -158,7 +158,7 @@ class TestSwitch:
 
     def test_nothing_is_imported_unless_somebody_asks(self) -> None:
         code = (
-            "import sys, mesh.api, mesh.serve.run; from mesh.metrics.tracing import open_tracer;"
+            "import sys, mesh.api, mesh.serve.main; from mesh.metrics.tracing import open_tracer;"
             "assert open_tracer({}) is None;"
             # FastAPI looks for the bare API by itself.
             "sys.exit(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"

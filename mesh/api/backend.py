@@ -33,7 +33,7 @@ DEFAULT_MODEL: Final = "default"
 
 
 class HostOrders(Protocol):
-    """What sends hosts away; see `mesh.serve.departures.Departures`."""
+    """What sends hosts away; see `mesh.serve.host_draining.Departures`."""
 
     async def drain(self, name: str) -> Mapping[str, Any]:
         """Have a host's layers moved, and let it go."""
@@ -43,7 +43,7 @@ class HostOrders(Protocol):
 
 
 class ModelOrders(Protocol):
-    """What loads models beside the first; see `mesh.serve.models.Models`."""
+    """What loads models beside the first; see `mesh.serve.model_registry.Models`."""
 
     async def load(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Serve a model beside those that are served."""
@@ -53,7 +53,7 @@ class ModelOrders(Protocol):
 
 
 class HostInspection(Protocol):
-    """What looks into hosts; see `mesh.serve.inspection.Inspection`."""
+    """What looks into hosts; see `mesh.serve.host_inspection.Inspection`."""
 
     async def rehearse(
         self, wanted: Mapping[str, Sequence[Mapping[str, Any]]]

@@ -231,7 +231,7 @@ async def _serve(options: ServeOptions, interruption: Interruption) -> None:
     from mesh.serve.preflight import check  # noqa: PLC0415 - keeps --help quick
 
     known = check(options)
-    from mesh.serve.run import serve_mesh  # noqa: PLC0415 - the server's libraries, which a refusal needs not
+    from mesh.serve.main import serve_mesh  # noqa: PLC0415 - the server's libraries, which a refusal needs not
 
     await serve_mesh(options, known, interruption)
 

@@ -12,7 +12,7 @@ from stages.runtime.kv_types import KV_TYPES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mesh.serve.speculation_options import SpeculationOptions
+    from mesh.serve.options import SpeculationOptions
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
 
@@ -123,6 +123,6 @@ def speculation_from(speculate: str, **values: Any) -> SpeculationOptions:
     Raises:
         ClusterError: If options contradict one another.
     """
-    from mesh.serve.speculation_options import SpeculationOptions  # noqa: PLC0415 - keeps --help quick
+    from mesh.serve.options import SpeculationOptions  # noqa: PLC0415 - keeps --help quick
 
     return SpeculationOptions(mode=speculate, **values)  # type: ignore[arg-type]  # click has checked it

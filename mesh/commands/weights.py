@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mesh.hub import PulledModel
-    from mesh.serve.weights_options import WeightsOptions
+    from mesh.serve.options import WeightsOptions
     from stages.weights.store import Keeping
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
@@ -81,7 +81,7 @@ def weights_from(
     hub_first: bool,
 ) -> WeightsOptions:
     """What the user of `mesh serve` says."""
-    from mesh.serve.weights_options import WeightsOptions  # noqa: PLC0415 - keeps --help quick
+    from mesh.serve.options import WeightsOptions  # noqa: PLC0415 - keeps --help quick
 
     keeping_from(models_dir=models_dir, cache_bytes=cache_bytes)
     return WeightsOptions(transfer_rate, pulled.hub, hub_first)

@@ -1,1 +1,1 @@
-"""What `mesh serve` does, step by step: Ray, membership, plan, cut, place, load, connect, answer."""
+"""Head: placement, supervision and recovery of models, and what `mesh serve` starts."""

@@ -1,7 +1,8 @@
-"""The head of a mesh: its Ray node, its membership service, its join token."""
+"""Head: its Ray node, membership service and token file."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import secrets
 import time
@@ -20,13 +21,14 @@ from mesh.cluster.members import Member, Members
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
 from mesh.cluster.ray_driver import RayDriver
 from mesh.cluster.ray_node import MOST_STARTS, RayNode, RayNodeConfig, new_ray_token
-from mesh.serve.token_file import token_file
+from mesh.util.files import write_private_file
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError
 from stages.weights.fetch import FetchSource, RateLimit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
 
     from mesh.cluster.host_facts import HostFacts
     from mesh.serve.head_state import HeadState
@@ -34,6 +36,45 @@ if TYPE_CHECKING:
     from mesh.util.tasks import Interruption
     from stages.transport.channels import Identity
     from stages.weights.stage_cache import StageCache
+
+
+@contextmanager
+def token_file(path: Path | None, text: str) -> Iterator[Callable[[str], None]]:
+    """While in the block, `path` holds `text`, readable by this user only; afterwards it is gone.
+
+    What the block is given writes another text over it.
+
+    A reader sees the whole token or no file. A token that another mesh wrote there meanwhile stays.
+
+    Args:
+        path: Where, or None for no file.
+        text: The token.
+
+    Raises:
+        ClusterError: If the file cannot be written.
+    """
+    current = text
+
+    def write(new_text: str) -> None:
+        nonlocal current
+        if path is None:
+            return
+        current = new_text
+        try:
+            write_private_file(path, f"{new_text}\n")
+        except OSError as error:
+            raise ClusterError(
+                f"cannot write the join token to {path}: {error.strerror}", param="--token-file"
+            ) from error
+
+    write(text)
+    try:
+        yield write
+    finally:
+        with contextlib.suppress(OSError):
+            if path is not None and path.read_text().strip() == current:
+                path.unlink()
+
 
 log = structlog.get_logger()
 

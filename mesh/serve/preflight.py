@@ -1,9 +1,10 @@
-"""What can go wrong and be known at once is found out before any long work."""
+"""Preflight checks, before any long work, with recorded answers and the draft model's memory."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -12,16 +13,13 @@ from mesh.api.auth import check_origins, require_key_beyond_loopback
 from mesh.cluster.addresses import check_port_free
 from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name
-from mesh.draft.memory import draft_memory_bytes
 from mesh.placement.host_assignment import never
 from mesh.placement.host_capacity import HostCapacity, check_gpu_layers
 from mesh.placement.planner import Plan, check_stages, plan
 from mesh.placement.stage_sizes import StageSizes, Workload
-from mesh.serve.options import ctx_size_for
-from mesh.serve.recorded_answers import latest_answer
-from mesh.serve.speculation_fit import fitted_to
+from mesh.serve.options import ctx_size_for, fitted_to
 from mesh.text.tokenizer import Tokenizer
-from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
+from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, ModelError
 from stages.gguf.reader import read_header
 from stages.runtime.kv_types import check_kv_type
 from stages.slicing.model_facts import ModelFacts, read_model_facts
@@ -30,9 +28,63 @@ from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
-    from mesh.serve.options import ServeOptions
-    from mesh.serve.speculation_options import SpeculationOptions
+    from mesh.serve.options import ServeOptions, SpeculationOptions
+    from speculative.draft.context import DraftOptions
+
+
+# The latest line is looked for in the last so many bytes first: the file grows while a benchmark runs.
+_TAIL_BYTES: Final = 1 << 20
+
+
+def latest_answer(path: Path) -> tuple[int, ...]:
+    """Token ids of the answer that was recorded last: `{"tokens": [1, 2, 3]}`; none if the file is empty.
+
+    Raises:
+        ClusterError: If the file cannot be read, or its last line is something else.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise ClusterError(f"cannot read {path}: {error.strerror}", param="--replay-file") from None
+    if not lines:
+        return ()
+    try:
+        return tuple(int(token) for token in json.loads(lines[-1])["tokens"])
+    except (ValueError, TypeError, KeyError):
+        raise ClusterError(
+            f'the last line of {path} records no answer: write it like {{"tokens": [1, 2, 3]}}',
+            param="--replay-file",
+        ) from None
+
+
+def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
+    """Weights, KV cache and buffers of a draft model, from its header.
+
+    Args:
+        path: The GGUF.
+        options: How it drafts and computes.
+
+    Returns:
+        Bytes, rather too many than too few; 0 for a file that tells nothing, as loading it will say more.
+
+    Raises:
+        ClusterError: If its heads cannot be kept in the format wanted.
+    """
+    try:
+        facts = read_model_facts(path)
+    except (ModelError, OSError):
+        return 0
+    check_kv_type(options.kv_type, path.name, facts.head_widths, option="--draft-kv-type")
+    sizes = StageSizes(facts, Workload(options.ctx_size, options.num_sessions, options.kv_type))
+    memory = sizes.memory(sizes.whole)
+    # The file as it is: nothing is stored twice, as it is for a first stage and a tail.
+    return facts.file_bytes + memory.cache_bytes + memory.buffer_bytes
+
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""Who proposes for a request, by what the server was started with and what the request narrows it to."""
+"""Proposers of requests, and the loading of the draft model."""
 
 from __future__ import annotations
 
@@ -6,20 +6,55 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mesh.draft.load import load_draft
-from mesh.serve.recorded_answers import latest_answer
+import structlog
+
+from mesh.serve.preflight import latest_answer
+from mesh.text.tokenizer import Tokenizer, num_shared_tokens
+from spanmesh_proto.errors import InvalidModel
+from speculative.draft.context import DraftUnusable
+from speculative.draft.model import DraftModel
 from speculative.lookup_proposers import Histories, NgramProposer, PredictionProposer, ReplayProposer
+from stages.runtime.llama import last_complaint
+from stages.runtime.numerics import numerics_for, prepare_process
 from stages.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from mesh.engine import GenerationRequest, SpeculationMode
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
-    from speculative.draft.model import DraftModel
+    from speculative.draft.context import DraftOptions
     from speculative.proposer import Proposer
+
+
+log = structlog.get_logger()
+
+
+def load_draft(
+    path: Path, target: Tokenizer, options: DraftOptions, *, clock_s: Callable[[], float]
+) -> DraftModel:
+    """A draft model that means by every token what the target means by it.
+
+    Args:
+        path: The GGUF.
+        target: The vocabulary of the model that is served.
+        options: How it drafts and computes.
+        clock_s: Monotonic, seconds.
+
+    Raises:
+        InvalidModel: If it is not a GGUF, has another vocabulary or cannot draft.
+        ClusterError: If this process computes in a numeric mode that the draft would disturb.
+    """
+    num_tokens = num_shared_tokens(Tokenizer(path).vocabulary(), target.vocabulary())
+    prepare_process(numerics_for(exact=False, num_threads=options.num_threads))
+    try:
+        model = DraftModel(path, options, num_tokens=num_tokens, clock_s=clock_s)
+    except DraftUnusable as error:
+        raise InvalidModel(f"{error}; llama.cpp: {last_complaint()}") from error
+    log.info("draft_loaded", draft=path.name, ms_per_token=round(model.draft_ms_per_token, 2))
+    return model
 
 
 class Proposers:

@@ -1,18 +1,23 @@
-"""Everything that one model has for itself: what is asked of it, its stages, its engine, its state."""
+"""Served model: all that belongs to it, and the draining of its requests."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import structlog
 
 from mesh.coordinator.coordinator import PendingEngine
-from mesh.serve.fleet import Fleet
-from mesh.serve.state import MeshState
-from mesh.serve.succession import setup_of
-from mesh.serve.transfers import Transfers
+from mesh.serve.head_state import setup_of
+from mesh.serve.pipeline import Fleet
+from mesh.serve.stage_factory import Transfers
+from mesh.serve.status import MeshState
+from spanmesh_proto.errors import ModelNotFound, StageFailed
 
 if TYPE_CHECKING:
-    from mesh.serve.load_order import LoadOrder
+    from mesh.serve.load_request import LoadOrder
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
 
@@ -68,3 +73,33 @@ def new_model(
         transfers=transfers or Transfers(),
     )
     return ServedModel(name, options, known, engine, state, Fleet(), setup_of(options, known), order)
+
+
+log = structlog.get_logger()
+
+_LOOK_S: Final = 0.1
+
+
+async def drained(model: ServedModel, wait_s: float) -> int:
+    """Let requests end, and turn away whatever comes after.
+
+    Args:
+        model: The API finds it no more.
+        wait_s: How long they have, in seconds.
+
+    Returns:
+        How many did not end in time, and had to.
+    """
+    name, engine = model.name, model.engine
+    coordinator = engine.coordinator
+    if coordinator is None:
+        return 0
+    deadline_s = time.monotonic() + wait_s
+    while (num_left := coordinator.num_requests) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+        await asyncio.sleep(_LOOK_S)
+    if num_left:
+        log.warning("requests_ended", model=name, requests=num_left, after_s=wait_s)
+    # Some may have found the model a moment before it was gone.
+    engine.ended = ModelNotFound(f"the model `{name}` was unloaded", param="model")
+    coordinator.give_up(StageFailed(f"the model {name} was unloaded"))
+    return num_left

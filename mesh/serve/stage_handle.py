@@ -1,11 +1,11 @@
-"""The head's end of one stage: its actor, where it serves, whether it lives."""
+"""Handle of one stage actor, and the keys of rings."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from mesh.cluster.certificates import Authority
     from mesh.cluster.members import Member
     from mesh.cluster.ray_driver import RayDriver
-    from mesh.serve.mesh_keys import MeshKeys
     from mesh.util.progress import ProgressTask
     from stages.layers import LayerRange
     from stages.serving.actor import StageConfig
     from stages.transport.hidden_codec import HiddenType
     from stages.weights.assembly import Transfer
+
 
 log = structlog.get_logger()
 
@@ -282,3 +282,23 @@ class StageHandle:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class MeshKeys:
+    """Of one ring. A repaired one is another: what is left of the old one is refused by the new.
+
+    Attributes:
+        mesh_id: Its name, hex.
+        mesh_key: Secret that every call between stages and coordinator carries.
+        term: Of the head; higher than that of any head before it.
+    """
+
+    mesh_id: str
+    mesh_key: str = field(repr=False)
+    term: int = 0
+
+
+def new_mesh_keys(term: int = 0) -> MeshKeys:
+    """Keys for a new ring."""
+    return MeshKeys(secrets.token_hex(16), secrets.token_urlsafe(32), term)

@@ -3,6 +3,6 @@
 from typing import Final
 
 PROTOCOL_VERSION: Final = 8
-SOFTWARE_VERSION: Final = "0.1.0"
+SOFTWARE_VERSION: Final = "0.2.0"
 
 __all__ = ["PROTOCOL_VERSION", "SOFTWARE_VERSION"]

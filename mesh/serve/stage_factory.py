@@ -1,32 +1,61 @@
-"""Makes stages: what they are made of is found out, the rest is said to whoever is to load them."""
+"""Stage factory: configurations, recipes and transferred weights of the stages of a placement."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from mesh.serve.describing import describe_stages
-from mesh.serve.mesh_keys import new_mesh_keys
-from mesh.serve.stage_handle import StageHandle
+import structlog
+
+from mesh.serve.stage_handle import StageHandle, new_mesh_keys
+from mesh.util.progress import progress_bars
+from stages.cancellable_work import CancellableWork
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.serving.actor import StageConfig
+from stages.weights.assembly import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
     from mesh.cluster.members import Member
     from mesh.placement.planner import StagePlacement
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
-    from mesh.serve.transfers import Transfers
+    from mesh.util.progress import ProgressTask
     from stages.layers import LayerRange
     from stages.runtime.memory import StageMemory
     from stages.transport.hidden_codec import HiddenType
     from stages.weights.fetch import FetchSource
     from stages.weights.recipe import Recipe
     from stages.weights.stage_cache import StageCache
+
+
+async def describe_stages(cache: StageCache, model: Path, parts: Sequence[LayerRange]) -> tuple[Recipe, ...]:
+    """The recipes of these layers, one after the other; what was hashed before takes no time.
+
+    Raises:
+        ModelError: See `StageCache.describe`.
+    """
+    recipes = []
+    with progress_bars() as bars:
+        for layers in parts:
+            bar = bars.add(f"hashing layers {layers}")
+            recipes.append(await _described(partial(cache.describe, model, layers), bar))
+    return tuple(recipes)
+
+
+async def _described(work: Callable[..., Recipe], bar: ProgressTask) -> Recipe:
+    hashing = CancellableWork()
+
+    def on_bytes(done_bytes: int, total_bytes: int) -> None:
+        hashing.check()
+        bar(done_bytes / total_bytes if total_bytes else 1.0)
+
+    return await hashing.run(partial(work, progress=on_bytes))
 
 
 class StageMaker:
@@ -142,3 +171,29 @@ def _on_gpus(stages: Sequence[StageMemory]) -> dict[str, int]:
     for stage in stages:
         taken.update({share.device: share.total_bytes for share in stage.gpus})
     return dict(taken)
+
+
+log = structlog.get_logger()
+
+
+class Transfers:
+    """Adds up, by host."""
+
+    def __init__(self) -> None:
+        self._by_host: dict[str, Transfer] = {}
+
+    def note(self, host: str, layers: LayerRange, transfer: Transfer) -> None:
+        """A stage has its weights."""
+        self._by_host[host] = self.of(host) + transfer
+        log.info(
+            "weights_brought",
+            host=host,
+            layers=str(layers),
+            reused_bytes=transfer.reused_bytes,
+            head_bytes=transfer.head_bytes,
+            hub_bytes=transfer.hub_bytes,
+        )
+
+    def of(self, host: str) -> Transfer:
+        """All that was brought to a host."""
+        return self._by_host.get(host, Transfer())

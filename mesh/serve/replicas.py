@@ -1,4 +1,4 @@
-"""Hosts without a stage load copies of stages ahead, so that a repair need not wait for that.
+"""Replica manager: replicas of stages on spare hosts, loaded and checked.
 
 A copy follows its stage: it is told what that computes, so that a repair has little to compute again either.
 """
@@ -13,8 +13,8 @@ import structlog
 from mesh.placement.planner import StagePlacement
 from mesh.placement.replanner import left_beside, next_copy
 from mesh.placement.stage_sizes import memory_on
-from mesh.serve.loading import load_all
 from mesh.serve.planning import made_in_thread
+from mesh.serve.stage_group import load_all
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.replanner import Copy
     from mesh.placement.stage_sizes import StageSizes
-    from mesh.serve.fleet import Fleet
+    from mesh.serve.pipeline import Fleet
+    from mesh.serve.stage_factory import StageMaker
     from mesh.serve.stage_handle import StageHandle
-    from mesh.serve.stage_maker import StageMaker
 
 log = structlog.get_logger()
 

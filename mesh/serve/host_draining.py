@@ -1,4 +1,4 @@
-"""Hosts that are to leave: asked to by themselves, by `mesh drain`, or shown out by `mesh evict`."""
+"""Draining and eviction of hosts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from mesh.cluster.members import Member, Members
     from mesh.cluster.membership_server import MembershipService
-    from mesh.serve.fleet import Fleet
-    from mesh.serve.incidents import Incidents
+    from mesh.serve.failures import Incidents
+    from mesh.serve.pipeline import Fleet
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""What `mesh serve` does while it serves: repair, move layers off hosts that leave, keep spares warm."""
+"""Supervisor of a pipeline: repairs, moves and replicas."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import structlog
 
 from mesh.coordinator.ring import RingLoss
-from mesh.serve.blame import note_trouble
-from mesh.serve.repair import Repair
+from mesh.serve.recovery import Repair
+from mesh.serve.stage_group import note_trouble
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
 
     from mesh.placement.replanner import Replan
-    from mesh.serve.crew import Crew
-    from mesh.serve.departures import Departures
-    from mesh.serve.fleet import Seat
-    from mesh.serve.spares import Spares
+    from mesh.serve.host_draining import Departures
+    from mesh.serve.pipeline import Seat
+    from mesh.serve.reconfiguration import Crew
+    from mesh.serve.replicas import Spares
 
 log = structlog.get_logger()
 

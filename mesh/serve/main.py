@@ -1,4 +1,4 @@
-"""`mesh serve` from its checks to its last goodbye."""
+"""Composition of `mesh serve`: API, head and models, until it is interrupted."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ from mesh.api.app import create_app
 from mesh.api.http_server import serve_api
 from mesh.cluster.discovery import announced, head_found
 from mesh.metrics.tracing import closing, open_tracer
-from mesh.serve.announce import print_join_line, print_served
-from mesh.serve.bringup import Bringup
-from mesh.serve.catalogue import Catalogue
-from mesh.serve.departures import Departures
+from mesh.serve.allocations import Ledger
+from mesh.serve.deployment import Bringup
 from mesh.serve.head import Head, open_head
-from mesh.serve.inspection import Inspection
-from mesh.serve.ledger import Ledger
-from mesh.serve.measured_links import measured_links
-from mesh.serve.models import Models
+from mesh.serve.head_failover import end_strangers, head_state
+from mesh.serve.head_state import open_succession
+from mesh.serve.host_draining import Departures
+from mesh.serve.host_inspection import Inspection
+from mesh.serve.model_registry import Catalogue, Models
+from mesh.serve.options import fitted_to
 from mesh.serve.proposers import open_proposers
 from mesh.serve.served_model import new_model
-from mesh.serve.speculation_fit import fitted_to
-from mesh.serve.stage_counts import stage_counts
-from mesh.serve.strangers import end_strangers
-from mesh.serve.succession import open_succession
-from mesh.serve.takeover import head_state
+from mesh.serve.status import measured_links, print_join_line, print_served, stage_counts
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
 from stages.gguf.reader import model_name
@@ -38,13 +34,13 @@ if TYPE_CHECKING:
 
     from mesh.api.backend import ModelOrders
     from mesh.metrics.tracing import RequestTracer
-    from mesh.serve.fleet import Fleet
-    from mesh.serve.incidents import Incidents
+    from mesh.serve.failures import Incidents
+    from mesh.serve.head_state import Succession
     from mesh.serve.options import ServeOptions
+    from mesh.serve.pipeline import Fleet
     from mesh.serve.preflight import Preflight
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
-    from mesh.serve.succession import Succession
     from mesh.util.tasks import Interruption
 
 

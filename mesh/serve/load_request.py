@@ -1,4 +1,4 @@
-"""What `mesh load` asks for: a model beside those that are served, and how it is to be served."""
+"""Options of `mesh load`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.serve.speculation_options import SpeculationOptions
-from mesh.serve.weights_options import WeightsOptions
+from mesh.serve.options import SpeculationOptions, WeightsOptions
 from spanmesh_proto.errors import InvalidRequest
 from stages.gguf.reader import model_name
 from stages.transport.hidden_codec import HiddenType

@@ -1,4 +1,4 @@
-"""From an open head to a served model, step by step; and whatever keeps it whole."""
+"""Deployment of one model: hosts, plan, stages, ring and supervision."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ import structlog
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.placement.replanner import NewStage, Replan
-from mesh.serve.announce import print_join_line
-from mesh.serve.blame import note_trouble
-from mesh.serve.crew import make_crew
-from mesh.serve.first_plan import FirstPlan
-from mesh.serve.fleet import Seat
-from mesh.serve.last_words import LastWords
-from mesh.serve.mesh_keys import new_mesh_keys
-from mesh.serve.placer import Placer
-from mesh.serve.spares import Spares
-from mesh.serve.stage_maker import StageMaker
-from mesh.serve.takeover import Takeover
-from mesh.serve.tending import Tending
-from mesh.serve.wiring import wire_up
+from mesh.serve.failures import LastWords
+from mesh.serve.head_failover import Takeover
+from mesh.serve.pipeline import Seat
+from mesh.serve.planning import FirstPlan
+from mesh.serve.reconfiguration import Placer, make_crew
+from mesh.serve.replicas import Spares
+from mesh.serve.stage_factory import StageMaker
+from mesh.serve.stage_group import note_trouble, wire_up
+from mesh.serve.stage_handle import new_mesh_keys
+from mesh.serve.status import print_join_line
+from mesh.serve.supervisor import Tending
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import StageFailed
 from stages.runtime.numerics import numerics_for
@@ -34,13 +32,13 @@ if TYPE_CHECKING:
     from mesh.coordinator.ring import StageAddress
     from mesh.placement.planner import Plan, StagePlacement
     from mesh.placement.topology import Topology
-    from mesh.serve.departures import Departures
+    from mesh.serve.allocations import Ledger
     from mesh.serve.head import Head
     from mesh.serve.head_state import KeptRing
-    from mesh.serve.ledger import Ledger
-    from mesh.serve.mesh_keys import MeshKeys
+    from mesh.serve.host_draining import Departures
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
+    from mesh.serve.stage_handle import MeshKeys
     from stages.weights.stage_cache import StageCache
 
 log = structlog.get_logger()

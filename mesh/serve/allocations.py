@@ -1,4 +1,4 @@
-"""What every model holds of the hosts. One ledger, which all ask who place layers."""
+"""Allocations: memory and threads of hosts that each model takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.planner import StagePlacement
-    from mesh.serve.fleet import Fleet
+    from mesh.serve.pipeline import Fleet
     from mesh.serve.stage_handle import StageHandle
 
 

@@ -1,4 +1,4 @@
-"""The models that are served beside the first: loaded, unloaded, loaded again after a crash of the head."""
+"""Model registry: further models, loaded, unloaded and restored."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import structlog
 
-from mesh.serve.bringup import Bringup
-from mesh.serve.draining import drained
-from mesh.serve.load_order import order_of
+from mesh.api.backend import backend_beside
+from mesh.serve.deployment import Bringup
+from mesh.serve.load_request import order_of
+from mesh.serve.options import fitted_to
 from mesh.serve.preflight import check_model
 from mesh.serve.proposers import open_proposers
-from mesh.serve.served_model import new_model
-from mesh.serve.speculation_fit import fitted_to
+from mesh.serve.served_model import drained, new_model
+from mesh.serve.status import stage_counts
 from mesh.util.tasks import entered_in_thread
 from spanmesh_proto.errors import (
     ClusterError,
@@ -30,15 +31,16 @@ from stages.cancellable_work import CancellableWork
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
-    from mesh.serve.catalogue import Catalogue
-    from mesh.serve.departures import Departures
+    from mesh.api.backend import Backends
+    from mesh.serve.allocations import Ledger
     from mesh.serve.head import Head
     from mesh.serve.head_state import KeptModel
-    from mesh.serve.ledger import Ledger
-    from mesh.serve.load_order import LoadOrder
+    from mesh.serve.host_draining import Departures
+    from mesh.serve.load_request import LoadOrder
     from mesh.serve.preflight import Preflight
     from mesh.serve.served_model import ServedModel
     from stages.weights.stage_cache import StageCache
+
 
 log = structlog.get_logger()
 
@@ -341,3 +343,36 @@ def _fail(slot: _Slot, error: MeshError) -> None:
         slot.settled.set_exception(error)
         # Whoever asked may have hung up.
         slot.settled.exception()
+
+
+class Catalogue:
+    """What the API answers for besides the first model.
+
+    Args:
+        backends: The API's.
+    """
+
+    def __init__(self, backends: Backends) -> None:
+        self._backends = backends
+
+    async def add(self, model: ServedModel) -> None:
+        """From now on requests that name the model reach it; while it loads they get 503."""
+        engine = model.engine
+        backend = backend_beside(
+            self._backends.first,
+            engine=engine,
+            tokenizer=model.known.tokenizer,
+            model_id=model.name,
+            num_slots=model.known.workload.num_slots,
+            status=model.state.as_dict,
+            ready=lambda: engine.coordinator is not None,
+            is_whole=lambda: engine.is_ready,
+            refusal=lambda: engine.refusal,
+            stage_counts=lambda: stage_counts(engine),
+        )
+        await asyncio.to_thread(backend.chat_template.try_out)
+        self._backends.add(backend)
+
+    def remove(self, name: str) -> None:
+        """Nothing reaches the model any more; once is enough."""
+        self._backends.remove(name)

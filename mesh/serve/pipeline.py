@@ -1,4 +1,4 @@
-"""The stages that there are: the ring, and the copies that spare hosts keep warm."""
+"""Pipeline: the stages of one ring and their replicas."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member
     from mesh.placement.planner import StagePlacement
     from mesh.placement.replanner import Replan
-    from mesh.serve.mesh_keys import MeshKeys
-    from mesh.serve.stage_handle import StageHandle
+    from mesh.serve.stage_handle import MeshKeys, StageHandle
     from stages.layers import LayerRange
     from stages.transport.hidden_codec import HiddenType
 
@@ -39,7 +38,7 @@ class Seat:
 
 
 class Fleet:
-    """Of one model. Changed by one task at a time: see `mesh.serve.tending`.
+    """Of one model. Changed by one task at a time: see `mesh.serve.supervisor`.
 
     Only copies may go at any time, when layers of another model need their room.
 

@@ -1,4 +1,4 @@
-"""A head that crashed is followed by one that takes its stages over as they are, without loading anything."""
+"""Head failover: what the next head is to know, takeover of stages, end of unknown actors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import structlog
 
 from mesh.placement.planner import StagePlacement
 from mesh.placement.stage_sizes import StageSizes, memory_on
-from mesh.serve.fleet import Seat
 from mesh.serve.head_state import HeadState, KeptModel, KeptStage
+from mesh.serve.pipeline import Seat
 from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import MeshError, StageFailed
 from stages.layers import LayerRange
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from mesh.cluster.members import Member
+    from mesh.cluster.ray_driver import RayDriver
     from mesh.placement.host_capacity import HostCapacity
-    from mesh.serve.fleet import Fleet
     from mesh.serve.head import Head
     from mesh.serve.head_state import KeptRing
+    from mesh.serve.pipeline import Fleet
     from mesh.serve.preflight import Preflight
     from mesh.serve.served_model import ServedModel
+    from mesh.serve.stage_factory import StageMaker
     from mesh.serve.stage_handle import StageHandle
-    from mesh.serve.stage_maker import StageMaker
+
 
 log = structlog.get_logger()
 
@@ -204,3 +206,22 @@ def _kept(handle: StageHandle) -> KeptStage:
         wire=str(config.hidden_type),
         address=handle.serves_at,
     )
+
+
+def end_strangers(driver: RayDriver, former: HeadState) -> None:
+    """End all processes that the former head had started and did not write down.
+
+    Args:
+        driver: Connected to the former head's Ray; nothing was started by it yet.
+        former: What that head wrote down.
+    """
+    rings: tuple[KeptRing, ...] = (former, *former.models)
+    kept = {stage.actor for ring in rings for stage in (*ring.stages, *ring.copies)}
+    for name in driver.names():
+        if name not in kept:
+            try:
+                driver.kill(driver.find(name))
+            except MeshError as error:
+                log.debug("process_had_ended", reason=error.message)
+            else:
+                log.info("unfinished_process_ended", process=name)

@@ -1,1 +1,0 @@
-"""Draft models: made from the target itself, checked against it, loaded."""

@@ -1,0 +1,149 @@
+"""Recent failures and repairs, and the messages of crashed processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import structlog
+
+from mesh.cluster.ray_driver import result_of
+from spanmesh_proto.errors import MeshError
+from stages.host.crash_log import WordReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mesh.cluster.members import Member
+    from mesh.cluster.ray_driver import RayDriver
+    from mesh.serve.stage_handle import StageLoss
+
+
+_MOST_FAILURES: Final = 20
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A stage that was lost.
+
+    Attributes:
+        at_s: When, Unix seconds.
+        host: Where it was.
+        layers: What it held, `[start, stop)`.
+        reason: Why, as far as anybody knows; one line.
+    """
+
+    at_s: float
+    host: str
+    layers: str
+    reason: str
+
+
+class Incidents:
+    """The latest failures, and a count of repairs.
+
+    Args:
+        clock_s: Unix seconds.
+    """
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        self._clock_s = clock_s
+        self._failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
+        self._num_losses = 0
+        self._num_repairs = 0
+        self._num_moves = 0
+        self._last_repair_s: float | None = None
+
+    def failed(self, host: str, layers: str, reason: str) -> Failure:
+        """Note a lost stage."""
+        failure = Failure(self._clock_s(), host, layers, reason)
+        self._failures.append(failure)
+        self._num_losses += 1
+        return failure
+
+    def explain(self, failure: Failure, more: str) -> None:
+        """Add to a failure's reason what was found out later; one that was forgotten meanwhile stays so."""
+        explained = Failure(failure.at_s, failure.host, failure.layers, f"{failure.reason}: {more}")
+        self._failures = deque(
+            (explained if each is failure else each for each in self._failures), maxlen=_MOST_FAILURES
+        )
+
+    def repaired(self, took_s: float) -> None:
+        """Note that the ring is whole again, and how long it was not."""
+        self._num_repairs += 1
+        self._last_repair_s = took_s
+
+    def moved(self) -> None:
+        """Note that layers moved from one host to another while all was well."""
+        self._num_moves += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the latest failure last."""
+        return {
+            "failures": [asdict(failure) for failure in self._failures],
+            "repairs": {
+                "losses": self._num_losses,
+                "count": self._num_repairs,
+                "last_s": None if self._last_repair_s is None else round(self._last_repair_s, 3),
+                "moves": self._num_moves,
+            },
+        }
+
+
+log = structlog.get_logger()
+
+# The repair comes first: it needs the processor.
+_DELAY_S: Final = 3.0
+_PATIENCE_S: Final = 20.0
+
+
+class LastWords:
+    """Looks them up in the background while in the block.
+
+    Args:
+        driver: Places a reader on the host.
+    """
+
+    def __init__(self, driver: RayDriver) -> None:
+        self._driver = driver
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def look_up(self, incidents: Incidents, failure: Failure, loss: StageLoss, member: Member) -> None:
+        """Add them to what is known of a failure, if its process is gone and its host is not.
+
+        Args:
+            incidents: Where the failure is noted.
+            failure: Which.
+            loss: Names the process.
+            member: The host.
+        """
+        if loss.pid is not None:
+            task = asyncio.create_task(self._look_up(incidents, failure, loss.pid, member))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _look_up(self, incidents: Incidents, failure: Failure, pid: int, member: Member) -> None:
+        await asyncio.sleep(_DELAY_S)
+        words, reader = None, None
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                reader = await self._driver.create(WordReader, ray_node_name=member.ray_node_name)
+                words = await result_of(reader.last_words.remote(pid), f"the reader on {member.name}")
+        except (MeshError, TimeoutError) as error:
+            log.info("no_last_words", host=member.name, reason=str(error) or "it took too long")
+        finally:
+            if reader is not None:
+                self._driver.kill(reader)
+        if words:
+            log.error("stage_crashed", host=member.name, layers=failure.layers, last_words=words)
+            incidents.explain(failure, words)

@@ -1,0 +1,189 @@
+"""Host inspection: reports and profiles that hosts make of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mesh.cluster.ray_driver import result_of
+from spanmesh_proto.errors import MeshError, StageFailed
+from stages.host.host_report import LookingHost
+from stages.host.profiler import Rehearsal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from mesh.cluster.members import Member, Members
+    from mesh.cluster.ray_driver import RayDriver
+    from mesh.serve.pipeline import Fleet
+
+
+log = structlog.get_logger()
+
+# Files are read whole: minutes for large stages on slow disks.
+_EXAMINATION_PATIENCE_S: Final = 600.0
+_NUM_CLOCKS: Final = 5
+
+
+class Examination:
+    """Of all hosts at the same time.
+
+    Args:
+        driver: Starts a process on a host.
+        members: Hosts.
+    """
+
+    def __init__(self, driver: RayDriver, members: Members) -> None:
+        self._driver = driver
+        self._members = members
+        self._turn = asyncio.Lock()
+
+    async def run(self, files: dict[str, Sequence[str]]) -> list[dict[str, Any]]:
+        """Have every ready host look.
+
+        Args:
+            files: By host, sha256 of the stage files that it should have.
+
+        Returns:
+            For each host what it found, how far its clock is ahead of this one's, and how sure that is, both
+            in milliseconds; or why it found nothing. Fit for JSON.
+        """
+        async with self._turn:
+            ready = [member for member in self._members if member.is_ready]
+            return list(
+                await asyncio.gather(*(self._of(member, files.get(member.name, ())) for member in ready))
+            )
+
+    async def _of(self, member: Member, files: Sequence[str]) -> dict[str, Any]:
+        actor: Any = None
+        try:
+            async with asyncio.timeout(_EXAMINATION_PATIENCE_S):
+                name = f"look at {member.name} {secrets.token_hex(4)}"
+                actor = await self._driver.create(LookingHost, ray_node_name=member.ray_node_name, name=name)
+                found = await result_of(actor.look.remote(list(files)), member.name)
+                ahead_ms, within_ms = await _clock(actor, member.name)
+        except TimeoutError:
+            failure = f"{member.name} did not finish within {_EXAMINATION_PATIENCE_S:g} s"
+        except MeshError as error:
+            failure = error.message
+        else:
+            return {
+                "host": member.name,
+                "look": found,
+                "clock_ahead_ms": ahead_ms,
+                "clock_within_ms": within_ms,
+                "failure": None,
+            }
+        finally:
+            if actor is not None:
+                self._driver.kill(actor)
+        log.warning("host_not_examined", host=member.name, reason=failure)
+        return {"host": member.name, "look": None, "failure": failure}
+
+
+async def _clock(actor: Any, host: str) -> tuple[float, float]:
+    """How far the host's clock is ahead, by the quickest of some questions, and half its time: the doubt."""
+    asked = []
+    for _ in range(_NUM_CLOCKS):
+        before_s, start_s = time.time(), time.perf_counter()
+        there_s = await result_of(actor.clock_s.remote(), host)
+        took_s = time.perf_counter() - start_s
+        asked.append((took_s / 2, there_s - before_s - took_s / 2))
+    doubt_s, ahead_s = min(asked)
+    return ahead_s * 1e3, doubt_s * 1e3
+
+
+# A process starts within a few seconds; a part of a stage is loaded and timed within a few more.
+_PROFILE_PATIENCE_S: Final = 90.0
+
+
+class Rehearsals:
+    """One at a time, and of one host after the other: hosts may share what limits them.
+
+    Args:
+        driver: Starts a process on a host.
+        members: Hosts.
+    """
+
+    def __init__(self, driver: RayDriver, members: Members) -> None:
+        self._driver = driver
+        self._members = members
+        self._turn = asyncio.Lock()
+
+    async def run(self, wanted: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+        """Time stages.
+
+        Args:
+            wanted: By host, orders as `RehearsalOrder.as_dict` gives them.
+
+        Returns:
+            For each host its timings in the same order, or why there are none; fit for JSON.
+        """
+        async with self._turn:
+            actors = dict(zip(wanted, await asyncio.gather(*map(self._start, wanted)), strict=True))
+            try:
+                return [await self._on(host, actors[host], orders) for host, orders in wanted.items()]
+            finally:
+                for actor in actors.values():
+                    if actor is not None:
+                        self._driver.kill(actor)
+
+    async def _start(self, host: str) -> Any:
+        """Its actor; None if the host is not there."""
+        member = self._members.find(host)
+        if member is None or not member.is_ready:
+            return None
+        try:
+            name = f"rehearsal on {host} {secrets.token_hex(4)}"
+            return await self._driver.create(Rehearsal, ray_node_name=member.ray_node_name, name=name)
+        except MeshError as error:
+            log.warning("rehearsal_failed", host=host, reason=error.message)
+            return None
+
+    async def _on(self, host: str, actor: Any, orders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        try:
+            if actor is None:
+                raise StageFailed(f"host {host} is not in the mesh, or not ready")
+            async with asyncio.timeout(_PROFILE_PATIENCE_S):
+                timings = [await result_of(actor.rehearse.remote(dict(order)), host) for order in orders]
+        except TimeoutError:
+            failure = f"{host} did not finish within {_PROFILE_PATIENCE_S:g} s"
+        except MeshError as error:
+            failure = error.message
+        else:
+            log.info("rehearsed", host=host, row_ms=[round(timing["row_ms"], 3) for timing in timings])
+            return {"host": host, "timings": timings, "failure": None}
+        log.warning("rehearsal_failed", host=host, reason=failure)
+        return {"host": host, "timings": [], "failure": failure}
+
+
+class Inspection:
+    """Looks into hosts while the mesh goes on with its work.
+
+    Args:
+        driver: Starts processes on hosts.
+        members: Hosts.
+        fleets: Gives those of all models: the files that hosts should have are theirs.
+    """
+
+    def __init__(self, driver: RayDriver, members: Members, fleets: Callable[[], Iterable[Fleet]]) -> None:
+        self._rehearsals = Rehearsals(driver, members)
+        self._examination = Examination(driver, members)
+        self._fleets = fleets
+
+    async def rehearse(self, wanted: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+        """See `Rehearsals.run`."""
+        return await self._rehearsals.run(wanted)
+
+    async def examine(self) -> list[dict[str, Any]]:
+        """See `Examination.run`."""
+        files: dict[str, list[str]] = {}
+        for fleet in self._fleets():
+            for handle in (*fleet.handles, *fleet.copies):
+                if handle.config.whole is None:
+                    files.setdefault(handle.member.name, []).append(handle.config.sha256)
+        return await self._examination.run({host: sorted(set(hashes)) for host, hashes in files.items()})

@@ -1,0 +1,299 @@
+"""Status of a mesh: /mesh/status, counts of stages, measured links and announcements."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import structlog
+
+from mesh.cluster.join_token import decode
+from mesh.placement.host_capacity import format_gpu_layers
+from mesh.placement.links import LinkWish
+from mesh.placement.planner import Plan
+from mesh.placement.stage_order import round_times
+from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.placement.wire_types import HIDDEN_VALUE_BYTES, planned_wires
+from mesh.serve.failures import Incidents
+from mesh.serve.options import speculation_refusal
+from mesh.serve.planning import made_in_thread
+from mesh.serve.stage_factory import Transfers
+from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
+from spanmesh_proto.addresses import join_address, split_address
+from spanmesh_proto.errors import ClusterError
+from stages.gguf.reader import model_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mesh.cluster.link_survey import LinkSurvey
+    from mesh.cluster.members import Member, Members
+    from mesh.coordinator.coordinator import PendingEngine
+    from mesh.engine import SpeculationMode
+    from mesh.placement.links import Links
+    from mesh.placement.planner import StagePlacement
+    from mesh.placement.wire_types import WireChoice
+    from mesh.serve.allocations import Ledger
+    from mesh.serve.head import Head
+    from mesh.serve.head_state import Succession
+    from mesh.serve.host_draining import Departures
+    from mesh.serve.host_inspection import Inspection
+    from mesh.serve.options import ServeOptions
+    from mesh.serve.pipeline import Fleet
+    from spanmesh_proto import windows_pb2 as wire
+    from stages.slicing.model_facts import ModelFacts
+    from stages.weights.assembly import Transfer
+
+
+@dataclass
+class MeshState:
+    """Filled in as `mesh serve` goes along.
+
+    Attributes:
+        model: What is served.
+        engine: Answers, once it can.
+        phase: What is going on, in a few words.
+        members: Hosts, once the head is open.
+        plan: Who holds what, once that is known.
+        numeric_mode: `fast` or `exact`.
+        speculation_mode: Who may propose.
+        survey: Measures the links between hosts, once the head is open.
+        incidents: What went wrong lately.
+        fleet: Stages and copies, once requests are answered.
+        departures: Hosts that are to leave, likewise.
+        inspection: Looks into hosts, once the head is open.
+        transfers: What was brought to hosts.
+        ledger: What all models hold of the hosts, once the head is open.
+        succession: What is written down for a next head, likewise.
+    """
+
+    model: ModelFacts
+    engine: PendingEngine
+    phase: str = "starting"
+    members: Members | None = None
+    plan: Plan | None = None
+    numeric_mode: str = "fast"
+    speculation_mode: SpeculationMode = "off"
+    survey: LinkSurvey | None = None
+    incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
+    fleet: Fleet | None = None
+    departures: Departures | None = None
+    inspection: Inspection | None = None
+    transfers: Transfers = field(default_factory=Transfers)
+    ledger: Ledger | None = None
+    succession: Succession | None = None
+
+    def note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
+        """Who holds what from now on."""
+        self.plan = Plan(tuple(stages), reason)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        coordinator = self.engine.coordinator
+        status: dict[str, Any] = {
+            "version": SOFTWARE_VERSION,
+            "protocol_version": PROTOCOL_VERSION,
+            "model": {
+                "name": self.model.name,
+                "architecture": self.model.architecture,
+                "layers": self.model.n_layers,
+                "file_bytes": self.model.file_bytes,
+                "context": self.engine.context_length,
+                "numeric_mode": self.numeric_mode,
+            },
+            "phase": self.phase,
+            "ready": self.engine.is_ready,
+            "plan": self.plan.reason if self.plan is not None else None,
+            "hosts": [
+                _host_as_dict(
+                    member, self._copies_on(member), self.transfers.of(member.name), self._held_bytes(member)
+                )
+                for member in self.members or ()
+            ],
+            # Why a next head would not know all that this one does; null while it would.
+            "state_not_written": None if self.succession is None else self.succession.failure,
+            **self.incidents.as_dict(),
+        }
+        if coordinator is None:
+            return status | {"stages": []}
+        status |= coordinator.status()
+        status["speculation"] = {
+            "mode": self.speculation_mode,
+            "reason": speculation_refusal(self.model),
+            **status["speculation"],
+        }
+        return status
+
+    def _held_bytes(self, member: Member) -> int:
+        return 0 if self.ledger is None else self.ledger.held_bytes(member)
+
+    def _copies_on(self, member: Member) -> list[str]:
+        if self.ledger is not None:
+            return self.ledger.copies_on(member.name)
+        copies = () if self.fleet is None else self.fleet.copy_list()
+        return [str(copy.layers) for copy in copies if copy.host == member.name]
+
+
+def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_bytes: int) -> dict[str, Any]:
+    facts = member.facts
+    return {
+        "name": member.name,
+        "address": member.address,
+        "ready": member.is_ready,
+        "leaving": member.is_leaving,
+        "layers": member.layers,
+        # Loaded ahead: what a spare host could take over at once.
+        "copies": copies,
+        # What was brought there since this head was started: what the host had itself, and what was sent.
+        "weights": asdict(transfer),
+        "memory_bytes": facts.memory_bytes,
+        # Of that, by all models: stages, copies, draft models.
+        "held_bytes": held_bytes,
+        "threads": facts.num_threads,
+        "speed_gb_per_s": round(facts.speed_gb_per_s, 1),
+        "gpus": [
+            {
+                "name": gpu.name,
+                "description": gpu.description,
+                "free_bytes": gpu.free_bytes,
+                "total_bytes": gpu.total_bytes,
+                "speed_gb_per_s": round(gpu.speed_gb_per_s, 1),
+            }
+            for gpu in facts.gpus
+        ],
+        "gpu_layers": format_gpu_layers(facts.gpu_layers),
+        "llama_cpp": facts.versions.llama_cpp,
+        "platform": facts.versions.platform,
+    }
+
+
+async def stage_counts(engine: PendingEngine) -> list[dict[str, Any]]:
+    """Of every stage, in order, fit for JSON; none unless the ring is up and every stage answers."""
+    coordinator = engine.coordinator
+    if coordinator is None or not coordinator.is_ready:
+        return []
+    try:
+        return [_as_dict(stats) for stats in await coordinator.stage_stats()]
+    except TimeoutError:
+        return []
+
+
+def _as_dict(stats: wire.StageStats) -> dict[str, Any]:
+    return {
+        "open_sessions": stats.num_open_sessions,
+        "queued_windows": stats.num_queued_windows,
+        "dropped_windows": stats.num_dropped_windows,
+        "decodes": stats.num_decodes,
+        "rows": stats.num_rows,
+        "sent_bytes": stats.num_sent_bytes,
+        "resident_bytes": stats.resident_bytes,
+    }
+
+
+log = structlog.get_logger()
+
+
+async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> dict[str, Any]:
+    """Measure, and say what it means for the stages' order; fit for JSON.
+
+    Args:
+        state: Of the mesh.
+        num_probes: Round trips of each size on each link.
+        bulk_bytes: Sent over each link to find its bandwidth; 0 leaves that out.
+
+    Raises:
+        ClusterError: If the mesh is not up yet.
+    """
+    if state.survey is None:
+        raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
+    hidden_bytes = state.model.hidden_width * HIDDEN_VALUE_BYTES
+    links = await state.survey.measure(LinkWish(hidden_bytes, num_probes, bulk_bytes))
+    stages = () if state.plan is None else state.plan.stages
+    head, hosts = state.survey.head, [stage.host for stage in stages]
+    found = await made_in_thread(lambda _: round_times(hosts, head, links))
+    wires = _wires(state, links) if bulk_bytes else ()
+    for wire in wires:
+        if wire.is_bottleneck:
+            log.info("wire_proposed", option=f"--wire {wire.proposed}", **wire.as_dict())
+    return {
+        "head": head,
+        "hidden_bytes": hidden_bytes,
+        "bulk_bytes": bulk_bytes,
+        "links": [link.as_dict() for link in links.links],
+        "round": None if found is None else found.as_dict(),
+        "wires": [wire.as_dict() for wire in wires],
+    }
+
+
+def _wires(state: MeshState, links: Links) -> tuple[WireChoice, ...]:
+    """What those links ask for that hidden states cross."""
+    if state.plan is None:
+        return ()
+    # How long a row takes does not depend on the caches.
+    sizes = StageSizes(state.model, Workload(ctx_size=1, num_slots=1))
+    speeds = {member.name: member.facts.speed_gb_per_s for member in state.members or ()}
+    choices = planned_wires(state.plan, sizes, speeds, links)
+    return tuple(choice for choice in choices if choice is not None)
+
+
+_QUESTION: Final = (
+    '{"model": "default", "messages": [{"role": "user", "content": "Who are you?"}],'
+    ' "temperature": 0, "max_tokens": 64}'
+)
+
+
+def print_join_line(token: str) -> None:
+    """The line that lets a host join, and what must not be in its way."""
+    _say(
+        f"\nOn every host that shall take a share:\n\n  mesh join {token}\n\n"
+        f"It reaches this host at TCP {decode(token).addresses[0]} first. Ray and the stages take free ports "
+        "of every host:\nlet all TCP through among them, and none of it from elsewhere.\n"
+    )
+
+
+def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) -> None:
+    """Where the model answers, and a line to try it, from any of the hosts that reach it."""
+    log.info("serving", url=url, model=model_name(options.model), stages=_num_stages(state))
+    url = reachable(url, head.own.address)
+    num_stages = _num_stages(state)
+    reason = state.plan.reason if state.plan is not None else ""
+    auth = ' -H "Authorization: Bearer $MESH_API_KEY"' if options.api_key_path is not None else ""
+    _say(f"\n{model_name(options.model)} is served at {url}/v1 in {_stages(num_stages)} ({reason}). Try:\n")
+    _say(
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n"
+        f"    -d '{_QUESTION}'\n"
+    )
+    if options.num_hosts == 0:
+        print_join_line(head.token)
+    _say("Ctrl-C stops it.")
+
+
+def reachable(url: str, address: str) -> str:
+    """A URL that leads to the server: one that listens at 0.0.0.0 is not to be found there.
+
+    Args:
+        url: Where it listens.
+        address: Where other hosts reach its host.
+    """
+    listens_at, port = split_address(url.removeprefix("http://"))
+    if not ipaddress.ip_address(listens_at).is_unspecified:
+        return url
+    return f"http://{join_address(address, port)}"
+
+
+def _num_stages(state: MeshState) -> int:
+    return 0 if state.plan is None else len(state.plan.stages)
+
+
+def _say(text: str) -> None:
+    # Serving goes on though nobody may read this: `mesh serve | head`.
+    with contextlib.suppress(OSError):
+        click.echo(text)
+
+
+def _stages(count: int) -> str:
+    return "one stage" if count == 1 else f"{count} stages"
