@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mesh.lab.support import lab_supported
+from mesh.lab.network import lab_supported
 
 
 def require_lab(*, is_ipv6: bool = False) -> None:

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from mesh.bench.mesh_system import COMMAND, MeshSystem
-from mesh.bench.server_process import get_json, last_lines
-from mesh.bench.stress.processes import role_of
+from mesh.lab.memory_watch import role_of
+from mesh.lab.systems import COMMAND, MeshSystem, get_json, last_lines
 from tests.chat_prompts import CHAT_PROMPTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from mesh.lab.hosts import Lab
+    from mesh.lab.network import Lab
 
 PATIENCE_S = 200.0
 

@@ -10,10 +10,10 @@ import pytest
 
 from mesh.bench.comparison import Comparison, Pair
 from mesh.bench.contest import even_split
-from mesh.bench.llama_rpc import build_llama_rpc, build_name
 from mesh.bench.prompts import BUILT_IN, load_prompts
-from mesh.bench.stage_times import StageTotals
 from mesh.bench.stream_client import COMPLETION_PATH, Answer, Ask, Batch, ask, ask_batch, chat
+from mesh.lab.llama_cpp_build import build_llama_rpc, build_name
+from mesh.lab.systems import StageTotals
 from spanmesh_proto.errors import MeshError
 
 

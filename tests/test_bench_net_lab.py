@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from mesh.bench.client import Client
-from mesh.bench.mesh_system import COMMAND, MeshSystem
-from mesh.bench.server_process import get_json, last_lines
 from mesh.bench.stream_client import Ask, Batch
-from mesh.lab.hosts import Lab
+from mesh.lab.network import Lab
+from mesh.lab.systems import COMMAND, MeshSystem, get_json, last_lines
 from tests.lab_fixtures import require_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]

@@ -28,7 +28,6 @@ from mesh.bench.stress.line import Line
 from mesh.bench.stress.mix import QUICK, WIDE, mixed_scripts
 from mesh.bench.stress.moment import Moment, draw_moment
 from mesh.bench.stress.order import Order, Outcome
-from mesh.bench.stress.processes import role_of
 from mesh.bench.stress.script import Script, Turn
 from mesh.bench.stress.step import saturation
 from mesh.bench.stress.told import Told
@@ -41,6 +40,7 @@ from mesh.bench.stress.visits import (
     num_slots_for,
     scripts_with_shared_beginnings,
 )
+from mesh.lab.memory_watch import role_of
 from tests.peer_server import ANSWER, DONE, END, USAGE, WORD, Reply, peer_server
 
 MIB = 2**20

@@ -15,17 +15,17 @@ from mesh.bench.stress.growth import growth_of
 from mesh.bench.stress.judging import Expected, Judgement, Problem, judge_all
 from mesh.bench.stress.line import Line
 from mesh.bench.stress.lines import as_text
-from mesh.bench.stress.memory import MemorySample
 from mesh.bench.stress.order import Outcome
 from mesh.bench.stress.report import Report, RoleMemory, as_json, write_report
 from mesh.bench.stress.script import Turn
 from mesh.bench.stress.step import Step, step_of
 from mesh.bench.stress.told import Told
+from mesh.lab.memory_watch import MemorySample
 from mesh.placement.stage_sizes import StageSizes, Workload
 from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
-    from mesh.bench.stress.processes import Role
+    from mesh.lab.memory_watch import Role
 
 MIB = 2**20
 STAGES = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.lab.hosts import Lab
+from mesh.lab.network import Lab
 from spanmesh_proto.errors import MeshError
 from tests.lab_fixtures import require_lab
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.lab.delay_queue import DelayQueue
+from mesh.lab.router import DelayQueue
 
 
 def test_a_packet_comes_out_after_the_delay_and_not_before() -> None:

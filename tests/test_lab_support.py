@@ -3,8 +3,7 @@ import sys
 
 import pytest
 
-from mesh.lab.hosts import Lab
-from mesh.lab.support import lab_supported
+from mesh.lab.network import Lab, lab_supported
 from spanmesh_proto.errors import MeshError
 from tests.lab_fixtures import require_lab
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.bench.llama_rpc import unpacked_source
+from mesh.lab.llama_cpp_build import unpacked_source
 from stages.runtime.devices import layer_devices
 from tests.lent_gpu import SOURCE
 
@@ -23,7 +23,9 @@ from tests.lent_gpu import SOURCE
 def test_all_that_needs_a_gpu_works_with_a_lent_one() -> None:
     source = os.environ.get(SOURCE) or unpacked_source()
     if source is None:
-        pytest.skip(f"llama.cpp's source is not here: set {SOURCE}, or run python -m mesh.bench.llama_rpc")
+        pytest.skip(
+            f"llama.cpp's source is not here: set {SOURCE}, or run python -m mesh.lab.llama_cpp_build"
+        )
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.lent_gpu", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*argv, "tests/test_gpu_parity.py"],

@@ -17,7 +17,7 @@ from typing import Any, Self
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
-from mesh.bench.llama_rpc import unpacked_source
+from mesh.lab.llama_cpp_build import unpacked_source
 from mesh.structured_output.json_schema import schema_grammar
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.automaton import Automaton

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mesh.bench.chaos.bounds import WARM_PAUSE_S
-from mesh.bench.mesh_system import COMMAND
-from mesh.bench.server_process import last_lines
 from mesh.cluster.join_token import decode, encode
-from mesh.lab.hosts import Lab
+from mesh.lab.network import Lab
+from mesh.lab.systems import COMMAND, last_lines
 from tests.chat_prompts import CHAT_PROMPTS
 from tests.lab_fixtures import require_lab
 from tests.lab_mesh import PATIENCE_S, Running, running_mesh

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.lab.hosts import Lab
+from mesh.lab.network import Lab
 from tests.lab_fixtures import require_lab
 from tests.walk_through import EXAMPLES, THREE_HOSTS, Step, differences, steps_of
 

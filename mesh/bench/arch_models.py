@@ -20,7 +20,7 @@ from typing import Final
 
 import click
 
-from mesh.bench.llama_rpc import LLAMA_CPP, PACKAGE, default_cache, do, unpack_source
+from mesh.lab.llama_cpp_build import LLAMA_CPP, PACKAGE, default_cache, do, unpack_source
 from spanmesh_proto.errors import MeshError
 
 _PROGRAM: Final = "test-llama-archs"

@@ -14,7 +14,7 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from mesh.lab.hosts import Lab
+    from mesh.lab.network import Lab
 
 
 @dataclass(frozen=True)

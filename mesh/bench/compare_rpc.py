@@ -18,8 +18,7 @@ import click
 from mesh.bench.client import Client
 from mesh.bench.contest import Contest, Settings
 from mesh.bench.prompts import load_prompts
-from mesh.lab.hosts import Lab
-from mesh.lab.support import lab_supported
+from mesh.lab.network import Lab, lab_supported
 from mesh.serve.options import demo_model
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.bench.comparison import Comparison, Pair
-from mesh.bench.llama_rpc import build_llama_rpc
-from mesh.bench.mesh_system import MeshSystem
-from mesh.bench.rpc_system import RpcSystem
 from mesh.bench.stream_client import Answer, Batch, chat
+from mesh.lab.llama_cpp_build import build_llama_rpc
+from mesh.lab.systems import MeshSystem, RpcSystem
 from spanmesh_proto.errors import MeshError
 from stages.slicing.model_facts import read_model_facts
 
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.bench.client import Client
-    from mesh.bench.stage_times import StageTimes
-    from mesh.lab.hosts import Lab
+    from mesh.lab.network import Lab
+    from mesh.lab.systems import StageTimes
 
 log = structlog.get_logger()
 

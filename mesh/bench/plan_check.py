@@ -20,13 +20,12 @@ import click
 
 from mesh.bench.client import Client
 from mesh.bench.markdown_table import markdown_table
-from mesh.bench.mesh_system import COMMAND, MeshSystem
 from mesh.bench.prompts import load_prompts
 from mesh.bench.stream_client import Batch, chat
 from mesh.commands.options import Numbers
 from mesh.forecast.cost_model import HANDLING_MS
-from mesh.lab.hosts import Lab
-from mesh.lab.support import lab_supported
+from mesh.lab.network import Lab, lab_supported
+from mesh.lab.systems import COMMAND, MeshSystem
 from mesh.serve.options import demo_model
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import MeshError

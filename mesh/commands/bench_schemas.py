@@ -40,7 +40,7 @@ def schemas(
     unless given. Exits with 1 if an answer is not valid, or differs.
     """
     from mesh.bench.schemas.run import SchemaResult, ask_all, summary  # noqa: PLC0415 - keeps --help quick
-    from mesh.bench.served_mesh import served_mesh  # noqa: PLC0415
+    from mesh.lab.local_mesh import served_mesh  # noqa: PLC0415
     from mesh.serve.options import demo_model  # noqa: PLC0415
 
     # Whoever sets a time limit leaves nothing behind.

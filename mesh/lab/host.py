@@ -1,22 +1,74 @@
-"""One host of a lab: its namespaces and the processes in them."""
+"""Emulated host of the lab: its namespaces and processes."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
-from mesh.lab import keeper
-from mesh.lab.companion import Companion
+from mesh.lab import namespace_init
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     import signal
     from collections.abc import Iterator, Mapping, Sequence
+
+
+class Companion:
+    """A child that reads lines from standard input, answers by lines, and ends at end of file.
+
+    Because the kernel closes our end of the socket when we die, however we die, the child never outlives us.
+
+    Args:
+        argv: Program and arguments.
+        name: What a failure is reported as.
+    """
+
+    def __init__(self, argv: Sequence[str], name: str) -> None:
+        self._name = name
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A session of its own: Ctrl-C on the terminal is for us to handle, in our order.
+            self._process = subprocess.Popen(
+                argv, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+            )
+        self._socket = ours
+        self._answers = ours.makefile("r", encoding="utf-8")
+
+    def answer(self) -> str:
+        """Wait for the child's next line.
+
+        Raises:
+            MeshError: If the child ended instead.
+        """
+        line = self._answers.readline()
+        if not line:
+            raise MeshError(f"{self._name} ended with code {self._process.wait()}")
+        return line.rstrip("\n")
+
+    def tell(self, line: str) -> None:
+        """Send one line."""
+        self._socket.sendall(line.encode() + b"\n")
+
+    def ask(self, line: str) -> str:
+        """Send one line and wait for the answer to it; raises MeshError like `answer`."""
+        self.tell(line)
+        return self.answer()
+
+    def let_go(self) -> None:
+        """Have the child end; `wait` sees to it that it did."""
+        self._answers.close()
+        self._socket.close()
+
+    def wait(self) -> None:
+        """Return once the child ended."""
+        self._process.wait()
+
 
 _UNSHARE: Final = ("unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
 _CLONE_NEWPID: Final = 0x20000000
@@ -41,8 +93,8 @@ class Host:
     def __init__(self, name: str, shared: Sequence[Path] = ()) -> None:
         self.name = name
         self._processes: list[subprocess.Popen[bytes]] = []
-        program = [sys.executable, "-I", "-S", str(Path(keeper.__file__))]
-        under_tmp = [str(path) for path in _needed(shared) if path.is_relative_to(keeper.TMP)]
+        program = [sys.executable, "-I", "-S", str(Path(namespace_init.__file__))]
+        under_tmp = [str(path) for path in _needed(shared) if path.is_relative_to(namespace_init.TMP)]
         self._keeper = Companion([*_UNSHARE, *program, *under_tmp], f"keeper of the lab's {name}")
         try:
             self.keeper_pid = int(self._keeper.answer())
@@ -94,7 +146,7 @@ class Host:
         with _children_in_process_namespace_of(self.keeper_pid):
             process = subprocess.Popen(
                 [*enter, "env", f"--chdir={cwd or Path.cwd()}", *argv],
-                env={**inherited, "HOME": str(keeper.HOME), **(env or {})},
+                env={**inherited, "HOME": str(namespace_init.HOME), **(env or {})},
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,

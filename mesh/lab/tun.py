@@ -1,4 +1,4 @@
-"""TUN devices: network interfaces whose other end is a file descriptor.
+"""TUN device, and the probe for its support.
 
 Run as a program it tries to make one, and exits with the kernel's complaint if it is refused.
 """

@@ -14,13 +14,11 @@ import structlog
 from mesh.bench.big_shares.random_gguf import write_random_gguf
 from mesh.bench.big_shares.shapes import SHAPES
 from mesh.bench.client import Client
-from mesh.bench.mesh_system import MeshSystem
-from mesh.bench.server_process import get_json
 from mesh.bench.stream_client import COMPLETION_PATH, Ask, Batch
 from mesh.bench.stress.footprint import footprints
-from mesh.bench.stress.memory import MemoryWatch
-from mesh.lab.hosts import Lab
-from mesh.lab.support import lab_supported
+from mesh.lab.memory_watch import MemoryWatch
+from mesh.lab.network import Lab, lab_supported
+from mesh.lab.systems import MeshSystem, get_json
 from mesh.placement.stage_sizes import StageSizes, Workload
 from spanmesh_proto.errors import ClusterError
 from stages.slicing.model_facts import read_model_facts

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mesh.bench.chaos.question import Question
     from mesh.bench.stress.moment import HangUps
-    from mesh.lab.hosts import Lab
+    from mesh.lab.network import Lab
 
 _LOOK_TIMEOUT_S: Final = 15.0
 

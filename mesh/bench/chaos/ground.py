@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mesh.bench.chaos.question import Question
     from mesh.bench.chaos.stream import Stream
     from mesh.bench.chaos.tally import Tally
-    from mesh.bench.mesh_system import MeshSystem
-    from mesh.lab.hosts import Lab
+    from mesh.lab.network import Lab
+    from mesh.lab.systems import MeshSystem
 
 log = structlog.get_logger()
 

@@ -14,14 +14,14 @@ import structlog
 
 from mesh.bench.chaos.harm import victim
 from mesh.bench.chaos.listener import listener
-from mesh.bench.stress.processes import role_of
+from mesh.lab.memory_watch import role_of
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from mesh.bench.chaos.harm import Harm
     from mesh.bench.chaos.look import Look
-    from mesh.bench.mesh_system import MeshSystem
-    from mesh.lab.hosts import Lab
+    from mesh.lab.network import Lab
+    from mesh.lab.systems import MeshSystem
 
 log = structlog.get_logger()
 

@@ -23,12 +23,11 @@ from mesh.bench.chaos.question import questions
 from mesh.bench.chaos.report import Report, write_report
 from mesh.bench.chaos.room import least_memory_bytes
 from mesh.bench.chaos.scenario import INTERRUPTED
-from mesh.bench.mesh_system import MeshSystem
 from mesh.bench.stress.check import Check, flatness_check, leak_check
 from mesh.bench.stress.ground import open_sessions
-from mesh.bench.stress.memory import MemoryWatch
-from mesh.lab.hosts import Lab
-from mesh.lab.support import lab_supported
+from mesh.lab.memory_watch import MemoryWatch
+from mesh.lab.network import Lab, lab_supported
+from mesh.lab.systems import MeshSystem
 from mesh.placement.stage_sizes import Workload
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError

@@ -13,7 +13,7 @@ from urllib import request
 from mesh.bench.fuzz.http_cases import HttpCase, HttpCases
 from mesh.bench.fuzz.http_exchange import Reply, exchange
 from mesh.bench.fuzz.tally import Tally
-from mesh.bench.served_mesh import ServedMesh, served_mesh
+from mesh.lab.local_mesh import ServedMesh, served_mesh
 
 if TYPE_CHECKING:
     from typing import Any

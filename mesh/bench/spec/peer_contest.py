@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mesh.bench.rpc_system import RpcSystem
 from mesh.bench.stream_client import Ask, Batch
+from mesh.lab.systems import RpcSystem
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.bench.client import Client
-    from mesh.bench.llama_rpc import LlamaRpc
     from mesh.bench.spec.peer import PeerSetting
     from mesh.bench.spec.runner import RunnerOptions
     from mesh.bench.spec.workload import Workload
-    from mesh.lab.hosts import Lab
+    from mesh.lab.llama_cpp_build import LlamaRpc
+    from mesh.lab.network import Lab
 
 log = structlog.get_logger()
 

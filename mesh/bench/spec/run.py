@@ -16,7 +16,6 @@ import structlog
 
 from mesh.bench.client import Client
 from mesh.bench.contest import even_split
-from mesh.bench.llama_rpc import build_llama_rpc
 from mesh.bench.spec.peer import peer_settings
 from mesh.bench.spec.peer_contest import Peer
 from mesh.bench.spec.plan import narrowed
@@ -27,8 +26,8 @@ from mesh.bench.spec.results import Circumstances, Results
 from mesh.bench.spec.runner import Runner, RunnerOptions
 from mesh.bench.spec.workload import SPEC_BENCH, Workload
 from mesh.bench.spec.workloads import all_workloads, choose
-from mesh.lab.hosts import Lab
-from mesh.lab.support import lab_supported
+from mesh.lab.llama_cpp_build import build_llama_rpc
+from mesh.lab.network import Lab, lab_supported
 from mesh.requantize import requantise
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION

@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.bench.mesh_system import MeshSystem
 from mesh.bench.spec.crowd import Crowd
 from mesh.bench.spec.plan import in_turn
 from mesh.bench.spec.sample import LLAMA_RPC, MESH, Sample
 from mesh.bench.spec.setting import OFF, REPLAY
 from mesh.bench.stream_client import Ask, Batch, chat
+from mesh.lab.systems import MeshSystem
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from mesh.bench.client import Client, Reply
-    from mesh.bench.rpc_system import RpcSystem
     from mesh.bench.spec.peer_contest import Peer
     from mesh.bench.spec.plan import CrowdTrial, Phase, Trial
     from mesh.bench.spec.replay_file import ReplayFile
     from mesh.bench.spec.results import Results
     from mesh.bench.spec.setting import Setting
     from mesh.bench.spec.workload import Question, Workload
-    from mesh.lab.hosts import Lab
+    from mesh.lab.network import Lab
+    from mesh.lab.systems import RpcSystem
 
 log = structlog.get_logger()
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from mesh.bench.serve.record import Record
-    from mesh.lab.hosts import Lab
+    from mesh.lab.network import Lab
 
 
 class Asker:

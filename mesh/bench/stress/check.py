@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from mesh.bench.stress.footprint import Footprint
     from mesh.bench.stress.growth import Growth
-    from mesh.bench.stress.memory import MemorySample
     from mesh.bench.stress.step import Step
+    from mesh.lab.memory_watch import MemorySample
 
 _MIB: Final = 2**20
 # In a shorter time nothing can be told from an allocator's ups and downs.
@@ -88,7 +88,7 @@ def flatness_check(samples: Sequence[MemorySample], role: str, duration_s: float
 
     Args:
         samples: Of the time of that load.
-        role: See `processes.Role`.
+        role: See `memory_watch.Role`.
         duration_s: Of that load.
     """
     name = f"memory of {role} flat after warm-up"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mesh.lab.companion import Companion
+from mesh.lab.host import Companion
 from mesh.util.logs import set_up_logs
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime

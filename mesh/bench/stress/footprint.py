@@ -11,7 +11,7 @@ from stages.layers import LayerRange
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.bench.stress.memory import MemorySample
+    from mesh.lab.memory_watch import MemorySample
     from mesh.placement.stage_sizes import StageSizes
 
 # Of a stage's process, for everything that is neither weights nor KV cache.

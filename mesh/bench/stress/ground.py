@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.bench.server_process import get_json, get_text
 from mesh.bench.stress.order import Order, Outcome
+from mesh.lab.systems import get_json, get_text
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from mesh.bench.mesh_system import MeshSystem
-    from mesh.bench.rpc_system import RpcSystem
     from mesh.bench.stress.asker import Asker
     from mesh.bench.stress.script import Script
-    from mesh.lab.hosts import Lab
+    from mesh.lab.network import Lab
+    from mesh.lab.systems import MeshSystem, RpcSystem
 
 log = structlog.get_logger()
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mesh.bench.stress.footprint import Footprint
     from mesh.bench.stress.growth import Growth
     from mesh.bench.stress.line import Line
-    from mesh.bench.stress.memory import MemorySample
     from mesh.bench.stress.step import Step
+    from mesh.lab.memory_watch import MemorySample
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RoleMemory:
 
     Attributes:
         host: Its number.
-        role: See `processes.Role`.
+        role: See `memory_watch.Role`.
         num_processes: Most at once.
         max_bytes: Most that they took together.
         growth: Of each steady load's processes of this role, one after the other; none if it was too short.

@@ -15,9 +15,6 @@ import structlog
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
 from mesh.bench.contest import even_split
-from mesh.bench.llama_rpc import build_llama_rpc
-from mesh.bench.mesh_system import MeshSystem
-from mesh.bench.rpc_system import RpcSystem
 from mesh.bench.stress import acceptance
 from mesh.bench.stress.asker import Asker
 from mesh.bench.stress.check import (
@@ -31,15 +28,15 @@ from mesh.bench.stress.clients import count_clients, prefix_mismatches
 from mesh.bench.stress.footprint import footprints
 from mesh.bench.stress.ground import Ground
 from mesh.bench.stress.judging import judge_all
-from mesh.bench.stress.memory import MemoryWatch
 from mesh.bench.stress.mix import QUICK, WIDE, mixed_scripts
-from mesh.bench.stress.processes import ROLES
 from mesh.bench.stress.reference import answer_alone
 from mesh.bench.stress.report import Report, RoleMemory, write_report
 from mesh.bench.stress.step import saturation, step_of
 from mesh.bench.stress.visits import VisitOrder, bodies_of, draw_visits, scripts_with_shared_beginnings
-from mesh.lab.hosts import Lab
-from mesh.lab.support import lab_supported
+from mesh.lab.llama_cpp_build import build_llama_rpc
+from mesh.lab.memory_watch import ROLES, MemoryWatch
+from mesh.lab.network import Lab, lab_supported
+from mesh.lab.systems import MeshSystem, RpcSystem
 from mesh.placement.stage_sizes import StageSizes, Workload
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto import SOFTWARE_VERSION
@@ -51,13 +48,12 @@ if TYPE_CHECKING:
 
     from mesh.bench.stress.check import Check
     from mesh.bench.stress.line import Line
-    from mesh.bench.stress.memory import MemorySample
     from mesh.bench.stress.options import LineName, StressOptions
-    from mesh.bench.stress.processes import Role
     from mesh.bench.stress.reference import Reference
     from mesh.bench.stress.script import Script
     from mesh.bench.stress.step import Step
     from mesh.bench.stress.told import Told
+    from mesh.lab.memory_watch import MemorySample, Role
     from stages.slicing.model_facts import ModelFacts
 
 log = structlog.get_logger()

@@ -1,4 +1,4 @@
-"""llama.cpp's own way over several hosts: its server and its RPC server, built from the source we build on.
+"""Build of llama.cpp's RPC server.
 
 The source is the one inside llama-cpp-python's source package, of the installed version, so that both
 sides of a comparison run the same kernels. Run as a program it builds, and prints where the two are.

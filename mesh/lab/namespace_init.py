@@ -1,4 +1,4 @@
-"""The first process of a host: holds its namespaces open until the lab lets go of standard input.
+"""Child process that is process 1 of an emulated host.
 
 It is process 1 of the host's process namespace, so when it ends, whatever way the lab itself ended, the
 kernel ends every process of the host and takes its network, mounts and files with it.

@@ -1,4 +1,4 @@
-"""A mesh on this machine alone, started as a user starts it, to be asked for more than a user would."""
+"""Mesh on this machine, without the lab."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from urllib import request
 import psutil
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
-from mesh.bench.stress.processes import role_of
 from mesh.cluster.addresses import free_port
+from mesh.lab.memory_watch import role_of
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

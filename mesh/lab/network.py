@@ -1,8 +1,10 @@
-"""The lab: hosts, the router between them, and what an experimenter does with both."""
+"""Network of the lab: emulated hosts, delays and cuts."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -10,15 +12,16 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from mesh.lab.companion import Companion
-from mesh.lab.host import Host
-from mesh.lab.traffic import Traffic
+from mesh.lab.host import Companion, Host
+from mesh.lab.router import Traffic
+from mesh.lab.tun import TUN_PATH
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
+
 
 # A packet costs the router some 20 to 40 µs of processor time whatever its size, so few and large ones: the
 # largest that IPv4 allows, all but a few bytes. Nothing that is sent then waits for the router's processor.
@@ -31,7 +34,7 @@ _BRING_UP: Final = "link set lo up\nlink set mesh addrgenmode none\n"
 class Lab:
     """Some hosts, each pair joined by a wire with a one-way delay. Use as a context manager.
 
-    Everything ends with the context, also when this process is killed: see `mesh.lab.keeper`.
+    Everything ends with the context, also when this process is killed: see `mesh.lab.namespace_init`.
 
     Args:
         num_hosts: How many; they are called `host0`, `host1`…, their addresses 10.77.0.1, 10.77.0.2…
@@ -158,7 +161,7 @@ class Lab:
     def round_trip_ms(self, source: int, destination: int, *, num_samples: int = 30) -> float:
         """Median round trip between two hosts, answered by the destination's kernel."""
         done = self.exec(
-            source, [sys.executable, "-m", "mesh.lab.round_trip", self.address(destination), str(num_samples)]
+            source, [sys.executable, "-m", "mesh.lab.tcp_ping", self.address(destination), str(num_samples)]
         )
         if done.returncode != 0:
             raise MeshError(f"no round trip from host{source} to host{destination}: {done.stderr.strip()}")
@@ -191,3 +194,41 @@ class Lab:
 
     def _command(self, command: dict[str, Any]) -> Traffic:
         return Traffic(**json.loads(self._router.ask(json.dumps(command))))
+
+
+_TOOLS = ("ip", "unshare", "nsenter", "mount")
+_DISABLED = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
+
+
+def lab_supported(*, is_ipv6: bool = False) -> str | None:
+    """None if a lab can be made here, or else the reason why not, as one line for a person.
+
+    Args:
+        is_ipv6: Whether its wires are to carry IPv6.
+    """
+    if sys.platform != "linux":
+        return f"a lab needs Linux, this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "a lab needs root, to make network namespaces"
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"a lab needs {', '.join(missing)} (packages iproute2 and util-linux)"
+    # In a namespace of its own, so that the trial's device is never seen by anything else.
+    trial = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", sys.executable, "-m", "mesh.lab.tun"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if trial.returncode != 0:
+        complaint = (trial.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"a lab needs namespaces and {TUN_PATH}: {complaint}"
+    if is_ipv6:
+        # A new network takes the kernel's setting, whatever this one has.
+        told = subprocess.run(
+            ["unshare", "--net", "cat", _DISABLED], capture_output=True, text=True, check=False
+        )
+        if told.stdout.strip() != "0":
+            return "a lab over IPv6 needs a kernel that has IPv6 on: boot without ipv6.disable=1"
+    return None

@@ -1,4 +1,4 @@
-"""Measure round trips without anybody's help: a connection to a closed port is refused by the far kernel."""
+"""Child process that measures TCP round trips."""
 
 from __future__ import annotations
 
