@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mesh.api import auth
-from mesh.cli import run
+from mesh.cli.main import run
 from mesh.placement.links import Link
 from mesh.placement.wire_types import WireChoice
 from mesh.text.tokenizer import Tokenizer

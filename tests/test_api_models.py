@@ -14,7 +14,7 @@ from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
 from mesh.api.app import create_app
 from mesh.api.backend import Backends, backend_beside
 from mesh.api.http_server import serve_api
-from mesh.cli import run
+from mesh.cli.main import run
 from spanmesh_proto.errors import ModelDoesNotFit, ModelNotFound
 from tests.api_harness import KEY, MODEL, Api, ScriptedEngine, running_api, tokenizer
 from tests.test_metrics import samples_of

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
-from mesh.commands.ask_head import ask_head
-from mesh.commands.chat_session import ChatSession
-from mesh.commands.options import read_first_key
+from mesh.cli.chat import ChatSession
+from mesh.cli.head_client import ask_head
+from mesh.cli.option_types import read_first_key
 from spanmesh_proto.errors import ClusterError, Unauthorized
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.cli import run
+from mesh.cli.main import run
 
 
 @pytest.mark.parametrize(

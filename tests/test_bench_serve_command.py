@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mesh.api.api_keys import ApiKeys
-from mesh.cli import run
+from mesh.cli.main import run
 from mesh.cluster.addresses import free_port
 from mesh.engine import Engine
 from mesh.text.tokenizer import Tokenizer
@@ -251,7 +251,7 @@ def test_ctrl_c_reports_what_was_measured() -> None:
         return Reply()
 
     with peer_server(reply) as peer:
-        command = [sys.executable, "-c", "from mesh.cli import main; main()", "bench", "serve", "--json"]
+        command = [sys.executable, "-c", "from mesh.cli.main import main; main()", "bench", "serve", "--json"]
         with subprocess.Popen([*command, "--url", peer.url], stdout=subprocess.PIPE, text=True) as process:
             for _ in range(3):
                 assert asked.acquire(timeout=30)

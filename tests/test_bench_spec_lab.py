@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.cli import run
+from mesh.cli.main import run
 from tests.lab_fixtures import require_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mesh.cli import run
+from mesh.cli.main import run
 
 
 def test_help_names_every_command_without_importing_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -13,7 +13,7 @@ def test_help_names_every_command_without_importing_one(capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert all(f"  {name} " in printed for name in ("serve", "join", "status", "slice", "certify"))
     code = (
-        "import sys; from mesh.cli import run; run(['--help']); "
+        "import sys; from mesh.cli.main import run; run(['--help']); "
         "print(*(name for name in ('ray', 'grpc', 'numpy', 'llama_cpp', 'rich') if name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -33,7 +33,7 @@ def test_help_names_every_command_without_importing_one(capsys: pytest.CaptureFi
 )
 def test_what_is_refused_costs_no_server(arguments: list[str]) -> None:
     code = (
-        f"import sys; from mesh.cli import run; print(run({arguments!r}), "
+        f"import sys; from mesh.cli.main import run; print(run({arguments!r}), "
         "*(name for name in ('fastapi', 'uvicorn', 'pydantic', 'ray', 'grpc') if name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,8 +13,8 @@ from typing import Any
 import click
 import pytest
 
-from mesh.cli import run
-from mesh.commands.serve import serve
+from mesh.cli.main import run
+from mesh.cli.serve import serve
 
 MESH = str(Path(sys.executable).with_name("mesh"))
 

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.cli import command_named, configurable_commands, run
-from mesh.config.keys import keys_of, nearest
-from mesh.config.location import find_config
-from mesh.config.settings import settings_for
+from mesh.cli.config_file import find_config, keys_of, nearest, settings_for
+from mesh.cli.main import command_named, configurable_commands, run
 from mesh.placement.topology import read_topology
 from spanmesh_proto.errors import ClusterError
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.cli import run
+from mesh.cli.main import run
 from mesh.text.tokenizer import Tokenizer
 from stages.gguf.reader import read_header
 from tests.tiny_models import TinyModel

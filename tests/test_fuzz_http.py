@@ -18,7 +18,7 @@ from mesh.bench.fuzz.http_exchange import Reply, exchange
 from mesh.bench.fuzz.json_damage import damaged_value, json_text
 from mesh.bench.fuzz.over_http import blame
 from mesh.bench.fuzz.schema_values import SchemaValues
-from mesh.cli import run
+from mesh.cli.main import run
 from mesh.text.tokenizer import Tokenizer
 from tests import api_harness
 from tests.api_harness import ScriptedEngine

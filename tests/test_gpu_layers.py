@@ -8,7 +8,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from mesh.cli import run
+from mesh.cli.main import run
 from mesh.cluster.host_facts import HostFacts, read_versions
 from mesh.cluster.members import Member
 from mesh.cluster.membership_messages import member_of, report_of

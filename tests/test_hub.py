@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.cli import run
+from mesh.cli.main import run
 from mesh.hub import HubLibrary, HubReference, RepoFile, choose, parse_reference
 from spanmesh_proto.errors import HubUnavailable, InvalidModel, ModelError
 from stages.certification.isolated import cut_stage

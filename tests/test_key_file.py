@@ -19,7 +19,7 @@ from mesh.api.api_keys import (
     read_key_file,
     remove_key,
 )
-from mesh.cli import run
+from mesh.cli.main import run
 from spanmesh_proto.errors import MeshError
 
 LIMITS = st.none() | st.integers(1, 10**12)

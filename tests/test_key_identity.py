@@ -9,7 +9,7 @@ import pytest
 
 from mesh.api.api_keys import ApiKeys, KeyRecord, add_key, digest_of, own_name, read_key_file, remove_key
 from mesh.api.response_store import ResponseStore, StoredResponse
-from mesh.cli import run
+from mesh.cli.main import run
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
 from tests import api_harness

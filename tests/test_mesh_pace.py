@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mesh.commands.mesh_pace import pace_between
-from mesh.commands.top_view import view
+from mesh.cli.top import pace_between, view
 
 HOST: dict[str, Any] = {
     "name": "a",

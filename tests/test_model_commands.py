@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.cli import run
+from mesh.cli.main import run
 from stages.certification.certify import certify
 from stages.gguf.reader import read_header
 from stages.slicing.architectures import registry
@@ -93,7 +93,7 @@ def test_certify_exits_with_1_on_a_mismatch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In this process, where its family can lose its rules.
-    monkeypatch.setattr("mesh.commands.certify.certify_apart", certify)
+    monkeypatch.setattr("mesh.cli.certify.certify_apart", certify)
     monkeypatch.delitem(registry.FAMILIES, "granite")
     granite = TinyModel("granite").write(tmp_path / "granite.gguf")
     assert run(["certify", str(granite), "--cuts", "3", *flags]) == 1

@@ -20,9 +20,9 @@ import httpx
 import psutil
 import pytest
 
-from mesh.cli import run
+from mesh.cli.main import run
+from mesh.cli.reference import leaf_commands, rewritten
 from mesh.cluster.addresses import free_port
-from mesh.commands.reference import leaf_commands, rewritten
 from spanmesh_proto import SOFTWARE_VERSION
 from tests.short_models import write_short
 from tests.tiny_models import TinyModel
@@ -127,7 +127,7 @@ def test_every_flag_in_the_text_exists(document: str, capsys: pytest.CaptureFixt
 def test_the_tables_are_made_from_the_commands() -> None:
     page = (ROOT / "docs" / "commands.md").read_text()
     assert page.count("<!-- end -->") == 2
-    assert rewritten(page) == page, "run: python -m mesh.commands.reference docs/commands.md"
+    assert rewritten(page) == page, "run: python -m mesh.cli.reference docs/commands.md"
     assert all(f"`mesh {command}" in page for command in COMMANDS)
     # It would notice.
     assert rewritten(page.replace("| `--port` |", "| `--prot` |")) == page

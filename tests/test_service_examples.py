@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mesh.cli import run
+from mesh.cli.main import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 UNITS = sorted((EXAMPLES / "systemd").glob("*.service"))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from mesh.cli import mesh
+from mesh.cli.main import mesh
 from mesh.coordinator.speculation import narrowed
 from mesh.engine import SpeculationLimits, SpeculationMode
 from mesh.serve.options import SpeculationOptions

@@ -9,7 +9,7 @@ import pytest
 from mesh.api.answer_stream import AnswerPart
 from mesh.api.generation_job import Job
 from mesh.api.openai_format import timings, usage
-from mesh.commands.status_table import print_status
+from mesh.cli.status import print_status
 from mesh.engine import Committed, GenerationRequest, SpeculationLimits
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import PredictionProposer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mesh.commands.status_table import print_status
+from mesh.cli.status import print_status
 
 HOST = {
     "name": "attic",

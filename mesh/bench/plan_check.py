@@ -22,7 +22,7 @@ from mesh.bench.client import Client
 from mesh.bench.markdown_table import markdown_table
 from mesh.bench.prompts import load_prompts
 from mesh.bench.stream_client import Batch, chat
-from mesh.commands.options import Numbers
+from mesh.cli.option_types import Numbers
 from mesh.forecast.cost_model import HANDLING_MS
 from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import COMMAND, MeshSystem

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Final, Literal, NoReturn
 
 import click
 
+from mesh.cli.option_types import Numbers, command_line
 from mesh.commands.bench_net import net
 from mesh.commands.bench_serve import serve
 from mesh.commands.bench_stress import stress
-from mesh.commands.command_line import command_line
-from mesh.commands.options import Numbers
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.commands.options import Names
+from mesh.cli.option_types import Names
 
 if TYPE_CHECKING:
     from mesh.bench.chaos.harm import HarmKind

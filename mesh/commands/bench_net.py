@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.commands.ask_head import ask_head
-from mesh.commands.head_options import head_options, key_of
+from mesh.cli.head_client import ask_head
+from mesh.cli.shared_options import head_options, key_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from mesh.commands.options import Numbers, read_first_key
+from mesh.cli.option_types import Numbers, read_first_key
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:

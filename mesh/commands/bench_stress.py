@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.commands.options import Numbers
+from mesh.cli.option_types import Numbers
 from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import click
 
 from mesh.bench.weights.cutting import MOST_RSS_BYTES, CuttingReport, measure_cutting
 from mesh.bench.weights.harmed_transfer import TransferReport, harm_transfers
-from mesh.commands.options import MemorySize
+from mesh.cli.option_types import MemorySize
 from stages.layers import LayerRange
 
 

@@ -1,4 +1,4 @@
-"""`mesh draft`: draft models for speculation."""
+"""`mesh slice` and `mesh draft make`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,51 @@ from pathlib import Path
 
 import click
 
-from mesh.commands.model_argument import local_model
+from mesh.cli.shared_options import local_model
 from mesh.requantize import QUANT_TYPES, requantise
 from mesh.util.progress import progress_bars
 from spanmesh_proto.errors import ModelError
 from stages.gguf.reader import read_header
+from stages.layers import LayerRange
+
+
+class _Layers(click.ParamType[LayerRange]):
+    """`A:B`, layers from A up to, not including, B."""
+
+    name = "layers"
+
+    def convert(
+        self, value: str | LayerRange, param: click.Parameter | None, ctx: click.Context | None
+    ) -> LayerRange:
+        if isinstance(value, LayerRange):
+            return value
+        try:
+            start, stop = value.split(":")
+            return LayerRange(int(start), int(stop))
+        except ValueError:
+            self.fail(f"{value!r} is no layer range; write A:B with 0 <= A < B, B not included", param, ctx)
+
+
+@click.command(name="slice")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--layers", type=_Layers(), required=True, metavar="A:B", help="Layers from A up to, not including, B."
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="OUT", help="The stage file."
+)
+def slice_(model: Path, layers: LayerRange, output: Path) -> None:
+    """Write layers A to B of MODEL as a stage: a smaller GGUF that llama.cpp loads.
+
+    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT.
+    """
+    from stages.certification.isolated import cut_stage  # noqa: PLC0415 - keeps --help quick
+
+    model = local_model(model).path
+    with progress_bars() as bars:
+        bar = bars.add(f"cutting {model.name}, layers {layers}")
+        cut_stage(model, layers, output, progress=lambda done, total: bar(done / total))
+    click.echo(f"{output}: layers {layers} of {model.name}, {output.stat().st_size:,} bytes")
 
 
 @click.group()

@@ -1,4 +1,4 @@
-"""`mesh models`: what weights this host keeps."""
+"""`mesh models`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.commands.model_argument import local_model
-from mesh.commands.options import MemorySize
+from mesh.cli.option_types import MemorySize
+from mesh.cli.shared_options import local_model
 from spanmesh_proto.errors import ModelError
 
 if TYPE_CHECKING:

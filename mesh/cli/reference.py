@@ -1,4 +1,4 @@
-"""Tables of commands and flags in a document: `python -m mesh.commands.reference docs/commands.md`.
+"""Writer of the tables of commands and flags in README.md.
 
 Between the markers `<!-- commands -->` or `<!-- flags of NAME: --a, --b -->` and `<!-- end -->` everything is
 written anew. With --check nothing is written, and the exit code says whether it would have been.
@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from mesh.cli import command_named, every_command
+from mesh.cli.main import command_named, every_command
 from spanmesh_proto.errors import ClusterError
 
 _PROGRAM: Final = "mesh"

@@ -1,4 +1,4 @@
-"""`mesh serve`: serve a model over one or several hosts."""
+"""`mesh serve`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from mesh.commands.model_argument import local_model
-from mesh.commands.one_model import SESSION_FLAGS, SPECULATION_FLAGS, check_stage_options, one_model_options
-from mesh.commands.options import GpuLayers, MemorySize
-from mesh.commands.sections import SectionedCommand
-from mesh.commands.speculation import speculation_from
-from mesh.commands.weights import weights_from, weights_options
+from mesh.cli.main import SectionedCommand
+from mesh.cli.option_types import GpuLayers, MemorySize
+from mesh.cli.shared_options import (
+    SESSION_FLAGS,
+    SPECULATION_FLAGS,
+    check_stage_options,
+    local_model,
+    one_model_options,
+    speculation_from,
+    weights_from,
+    weights_options,
+)
 
 if TYPE_CHECKING:
     from mesh.serve.options import ServeOptions

@@ -1,4 +1,4 @@
-"""The command `mesh`."""
+"""Command `mesh`: its subcommands, configuration, exit codes and shell completion."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.shell_completion import get_completion_class
 
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
 
 EXIT_ERROR: Final = 1
 EXIT_INTERRUPTED: Final = 130
 
 # Where each command lives, and its line in `mesh --help`, which is to come without importing any of them.
 _COMMANDS: Final = {
-    "serve": ("mesh.commands.serve:serve", "Serve a model over one or several hosts."),
-    "join": ("mesh.commands.join:join", "Let this host take a share of a mesh."),
-    "plan": ("mesh.commands.plan:plan", "Say where a model's layers would go, and how fast it would be."),
-    "top": ("mesh.commands.top:top", "Watch a running mesh: stages, links, speculation, sessions."),
-    "chat": ("mesh.commands.chat:chat", "Chat with a running mesh in this terminal."),
-    "doctor": ("mesh.commands.doctor:doctor", "Check this host or a running mesh, and say what to do."),
-    "config": ("mesh.commands.config:config", "Show where options come from."),
+    "serve": ("mesh.cli.serve:serve", "Serve a model over one or several hosts."),
+    "join": ("mesh.cli.join:join", "Let this host take a share of a mesh."),
+    "plan": ("mesh.cli.plan:plan", "Say where a model's layers would go, and how fast it would be."),
+    "top": ("mesh.cli.top:top", "Watch a running mesh: stages, links, speculation, sessions."),
+    "chat": ("mesh.cli.chat:chat", "Chat with a running mesh in this terminal."),
+    "doctor": ("mesh.cli.doctor:doctor", "Check this host or a running mesh, and say what to do."),
+    "config": ("mesh.cli.config:config", "Show where options come from."),
     "completion": (
-        "mesh.commands.completion:completion",
+        "mesh.cli.main:completion",
         "Print what makes a shell complete these commands.",
     ),
-    "status": ("mesh.commands.status:status", "Show what a running mesh is doing."),
-    "keys": ("mesh.commands.keys:keys", "Say who may use the API."),
-    "load": ("mesh.commands.load:load", "Serve a model beside those that a mesh serves."),
-    "unload": ("mesh.commands.unload:unload", "Serve a model no more, and free what it holds."),
-    "drain": ("mesh.commands.drain:drain", "Move a host's layers elsewhere and let it go."),
-    "evict": ("mesh.commands.evict:evict", "Cut a host off at once, and replace the join token."),
-    "slice": ("mesh.commands.slice:slice_", "Write some layers of a model as a stage file."),
-    "models": ("mesh.commands.models:models", "Look after the weights that this host keeps."),
-    "draft": ("mesh.commands.draft:draft", "Make a draft model for speculation."),
+    "status": ("mesh.cli.status:status", "Show what a running mesh is doing."),
+    "keys": ("mesh.cli.keys:keys", "Say who may use the API."),
+    "load": ("mesh.cli.load:load", "Serve a model beside those that a mesh serves."),
+    "unload": ("mesh.cli.load:unload", "Serve a model no more, and free what it holds."),
+    "drain": ("mesh.cli.hosts:drain", "Move a host's layers elsewhere and let it go."),
+    "evict": ("mesh.cli.hosts:evict", "Cut a host off at once, and replace the join token."),
+    "slice": ("mesh.cli.slice:slice_", "Write some layers of a model as a stage file."),
+    "models": ("mesh.cli.models:models", "Look after the weights that this host keeps."),
+    "draft": ("mesh.cli.slice:draft", "Make a draft model for speculation."),
     "bench": ("mesh.commands.bench:bench", "Measure a server, or a lab of several hosts on this machine."),
-    "certify": ("mesh.commands.certify:certify", "Compare a model cut into stages with the whole model."),
+    "certify": ("mesh.cli.certify:certify", "Compare a model cut into stages with the whole model."),
 }
 # In `mesh --help`; what is in none comes last.
 _SECTIONS: Final = {
@@ -116,8 +118,7 @@ def mesh(context: click.Context, *, is_verbose: bool, config_path: Path | None) 
 
 def _settings(name: str, config_path: Path | None) -> dict[str, Any]:
     """What the environment and a file say of a command's options."""
-    from mesh.config.location import find_config  # noqa: PLC0415 - `mesh --help` reads none
-    from mesh.config.settings import read_config, settings_for  # noqa: PLC0415
+    from mesh.cli.config_file import find_config, read_config, settings_for  # noqa: PLC0415
 
     path = find_config(config_path, os.environ, Path.cwd())
     table = {} if path is None else read_config(path, configurable_commands()).get(name, {})
@@ -156,3 +157,51 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     return outcome if isinstance(outcome, int) else 0
+
+
+_PROGRAM: Final = "mesh"
+# Click's own name for it: the program answers the shell's questions when it is set.
+_VARIABLE: Final = "_MESH_COMPLETE"
+_SHELLS: Final = ("bash", "zsh", "fish")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(_SHELLS))
+@click.pass_context
+def completion(context: click.Context, *, shell: str) -> None:
+    """Print a script that makes SHELL complete commands and flags of `mesh`.
+
+    For bash, to ~/.local/share/bash-completion/completions/mesh. For zsh, to a file called _mesh in a folder
+    of $fpath. For fish, to ~/.config/fish/completions/mesh.fish.
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None  # noqa: S101 - click has all three
+    click.echo(kind(context.find_root().command, {}, _PROGRAM, _VARIABLE).source())
+
+
+_REST: Final = "Others"
+
+
+class SectionedCommand(click.Command):
+    """Like any other, but for its help.
+
+    Args:
+        sections: Flags by the title that they stand under, in order; what is in none comes last.
+    """
+
+    def __init__(self, *arguments: Any, sections: Mapping[str, tuple[str, ...]], **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write every option once."""
+        left = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                left[max(param.opts, key=len)] = record
+        for title, flags in self._sections.items():
+            with formatter.section(title):
+                formatter.write_dl([left.pop(flag) for flag in flags])
+        with formatter.section(_REST):
+            formatter.write_dl(list(left.values()))

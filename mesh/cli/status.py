@@ -1,17 +1,35 @@
-"""The answer of `/mesh/status` as tables for a person."""
+"""`mesh status` and its tables."""
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
+import click
 from rich.console import Console
 from rich.table import Table
 
+from mesh.cli.head_client import ask_head
+from mesh.cli.shared_options import head_options, key_of
 from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+
+@click.command()
+@head_options
+@click.option("--json", "is_json", is_flag=True, help="Print the answer as it came.")
+def status(url: str, api_key_file: Path | None, *, is_json: bool) -> None:
+    """Show what a running mesh is doing: its hosts, its stages, their times."""
+    answer = ask_head(url.rstrip("/") + "/mesh/status", key_of(api_key_file))
+    if is_json:
+        click.echo(json.dumps(answer, indent=2))
+        return
+
+    print_status(answer)
 
 
 _SHOWN_FAILURES: Final = 5

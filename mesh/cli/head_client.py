@@ -1,4 +1,4 @@
-"""Asks a running mesh's head over HTTP."""
+"""HTTP client of a head."""
 
 from __future__ import annotations
 

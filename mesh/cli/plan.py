@@ -1,4 +1,4 @@
-"""`mesh plan`: what would become of a model on some hosts, before anything is loaded."""
+"""`mesh plan` and its tables."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
+from rich.console import Console
+from rich.table import Table
 
-from mesh.commands.ask_head import ask_head
-from mesh.commands.head_options import key_of
-from mesh.commands.options import LayerCounts, MemorySize
+from mesh.cli.head_client import ask_head
+from mesh.cli.option_types import LayerCounts, MemorySize
+from mesh.cli.shared_options import key_of
 from mesh.util.child_environment import API_KEY
 from stages.runtime.kv_types import KV_TYPES
+from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mesh.forecast.dry_run import Surroundings
+    from mesh.forecast.cost_model import Forecast
+    from mesh.forecast.dry_run import DryRun, Surroundings
     from stages.slicing.model_facts import ModelFacts
+
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -136,7 +141,6 @@ def plan(
     if is_json:
         click.echo(json.dumps(found.as_dict(), indent=2))
         return
-    from mesh.commands.plan_table import print_plan  # noqa: PLC0415 - rich is not needed for JSON
 
     print_plan(found)
 
@@ -186,3 +190,49 @@ def _without_a_mesh(
     else:
         return this_host(socket.gethostname(), facts)
     return hosts_on_paper(hosts, equal_links(hosts, rtt_ms), facts)
+
+
+def print_plan(found: DryRun) -> None:
+    """Stages, hosts left out, and what a session could expect."""
+    # A model may have any brackets in its name.
+    console = Console(markup=False)
+    model = found.model
+    console.print(
+        f"{model.name} ({model.architecture}), {model.n_layers} layers, {format_size(model.file_bytes)}",
+        highlight=False,
+    )
+    console.print(f"plan: {found.plan.reason}", highlight=False)
+    console.print(_stages(found))
+    for host, reason in found.left_out.items():
+        console.print(f"{host} is left out: {reason}", highlight=False)
+    if found.forecast is not None:
+        _print_forecast(console, found.forecast)
+    console.print(found.basis, highlight=False)
+
+
+def _stages(found: DryRun) -> Table:
+    table = Table("stage", "host", "layers", "weights", "KV", "buffers", "in all", "free after", "ms a token")
+    for index, stage in enumerate(found.plan.stages):
+        memory = stage.memory
+        table.add_row(
+            str(index),
+            stage.host,
+            str(stage.layers),
+            *map(format_size, (memory.weight_bytes, memory.cache_bytes, memory.buffer_bytes)),
+            format_size(memory.total_bytes),
+            format_size(found.free_after_bytes(stage.host)),
+            "-" if found.timings is None else f"{found.timings[index].row_ms:.2f}",
+        )
+    return table
+
+
+def _print_forecast(console: Console, expected: Forecast) -> None:
+    parts = (
+        f"{expected.compute_ms:.1f} ms computing, {expected.wire_ms:.1f} ms on the wire, "
+        f"{expected.handling_ms:.1f} ms handling"
+    )
+    console.print(
+        f"one session, no speculation: {expected.tokens_per_s:.1f} tokens/s ({parts} a token); first token "
+        f"of a {expected.prompt_tokens}-token prompt after {expected.ttft_ms / 1e3:.2f} s",
+        highlight=False,
+    )

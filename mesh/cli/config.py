@@ -1,4 +1,4 @@
-"""`mesh config`: which value of each option counts, and why."""
+"""`mesh config`: where options come from."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.core import ParameterSource
 
-from mesh.cli import command_named, configurable_commands
-from mesh.config.keys import keys_of, nearest
-from mesh.config.location import find_config
-from mesh.config.settings import read_config, settings_for
+from mesh.cli.config_file import find_config, keys_of, nearest, read_config, settings_for
+from mesh.cli.main import command_named, configurable_commands
 
 if TYPE_CHECKING:
-    from mesh.config.settings import Setting
+    from mesh.cli.config_file import Setting
 
 _DEFAULT: Final = ("serve", "join")
 _SECRET: Final = frozenset({"token"})

@@ -1,4 +1,4 @@
-"""`mesh certify`: is the model, cut in stages, still the same model?"""
+"""`mesh certify`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from mesh.commands.model_argument import local_model
+from mesh.cli.shared_options import local_model
 from mesh.util.progress import progress_bars
 from stages.certification.certify import CertifyOptions
 from stages.certification.isolated import certify_apart

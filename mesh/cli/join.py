@@ -1,4 +1,4 @@
-"""`mesh join`: let this host take a share of a mesh."""
+"""`mesh join`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from mesh.commands.options import GpuLayers, MemorySize
-from mesh.commands.weights import keeping_from, keeping_options
+from mesh.cli.option_types import GpuLayers, MemorySize
+from mesh.cli.shared_options import keeping_from, keeping_options
 
 
 @click.command()

@@ -1,26 +1,34 @@
-"""`mesh load`: serve a model beside those that a mesh serves."""
+"""`mesh load` and `mesh unload`."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 import click
 
-from mesh.commands.ask_head import ask_head
-from mesh.commands.head_options import head_options, key_of
-from mesh.commands.model_argument import local_model
-from mesh.commands.one_model import SESSION_FLAGS, SPECULATION_FLAGS, check_stage_options, one_model_options
-from mesh.commands.sections import SectionedCommand
+from mesh.cli.head_client import ask_head
+from mesh.cli.main import SectionedCommand
+from mesh.cli.shared_options import (
+    SESSION_FLAGS,
+    SPECULATION_FLAGS,
+    check_stage_options,
+    head_options,
+    key_of,
+    local_model,
+    one_model_options,
+)
 from spanmesh_proto.errors import MeshError
 from stages.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+
 # Weights may have to travel for hours.
-_TIMEOUT_S: Final = 86400.0
+_LOAD_TIMEOUT_S: Final = 86400.0
 _LOOK_S: Final = 1.0
 _SECTIONS: Final = {
     "Head": ("--url", "--api-key-file"),
@@ -87,7 +95,7 @@ def _watched(head: str, key: str | None, order: Mapping[str, Any]) -> dict[str, 
     def ask() -> None:
         try:
             outcome.append(
-                ask_head(f"{head}/mesh/load", key, method="POST", body=order, timeout_s=_TIMEOUT_S)
+                ask_head(f"{head}/mesh/load", key, method="POST", body=order, timeout_s=_LOAD_TIMEOUT_S)
             )
         except MeshError as error:
             outcome.append(error)
@@ -127,3 +135,36 @@ def _served_name(model: str) -> str:
 def _whole(path: Path | None) -> str | None:
     """The head may run in another folder."""
     return None if path is None else str(path.resolve())
+
+
+_WAIT_S: Final = 30.0
+_MOST_WAIT_S: Final = 86400.0
+# Beyond the wait: to end its stages.
+_UNLOAD_TIMEOUT_S: Final = 60.0
+
+
+@click.command()
+@click.argument("name")
+@head_options
+@click.option(
+    "--wait",
+    "wait_s",
+    default=_WAIT_S,
+    show_default=True,
+    metavar="SECONDS",
+    type=click.FloatRange(0, _MOST_WAIT_S),
+    help="How long requests that run may take to end.",
+)
+def unload(name: str, url: str, api_key_file: Path | None, wait_s: float) -> None:
+    """Serve the model NAME no more, and free what it holds of every host.
+
+    To be run on the head. New requests for it are refused at once. What `mesh serve` was started with stays.
+    """
+    answer = ask_head(
+        f"{url.rstrip('/')}/mesh/unload?model={quote(name, safe='')}&wait_s={wait_s:g}",
+        key_of(api_key_file),
+        method="POST",
+        timeout_s=wait_s + _UNLOAD_TIMEOUT_S,
+    )
+    ended = f" {answer['ended']} requests had to be ended." if answer["ended"] else ""
+    click.echo(f"{name} is served no more, and nothing of it is left on the hosts.{ended}")

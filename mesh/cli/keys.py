@@ -1,4 +1,4 @@
-"""`mesh keys`: who may use the API."""
+"""`mesh keys`."""
 
 from __future__ import annotations
 

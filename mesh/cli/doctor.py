@@ -1,4 +1,4 @@
-"""`mesh doctor`: what may be wrong here or in a mesh, and what to do."""
+"""`mesh doctor`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mesh.commands.ask_head import ask_head
-from mesh.commands.head_options import key_of
+from mesh.cli.head_client import ask_head
+from mesh.cli.shared_options import key_of
 from mesh.util.child_environment import API_KEY
 from spanmesh_proto.errors import MeshError
 

@@ -1,0 +1,1 @@
+"""Command `mesh`: a module per command, and what commands share."""

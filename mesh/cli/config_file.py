@@ -1,0 +1,258 @@
+"""Options of commands from mesh.toml and from the environment."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from spanmesh_proto.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_FALSE: Final = frozenset({"0", "false", "no", "off"})
+# Of the models that are no files.
+_REMOTE: Final = "hf:"
+
+
+def key_of(param: click.Parameter) -> str:
+    """`wait-for` for `--wait-for`, `model` for MODEL: the flag without its dashes."""
+    longest = max(param.opts, key=len)
+    return longest.lstrip("-").replace("_", "-").lower()
+
+
+def keys_of(command: click.Command) -> dict[str, click.Parameter]:
+    """By key, all that a command takes but `--help`."""
+    return {
+        key_of(param): param
+        for param in command.params
+        if not (isinstance(param, click.Option) and param.is_eager and not param.expose_value)
+    }
+
+
+def variable_of(command: str, key: str) -> str:
+    """`MESH_SERVE_WAIT_FOR` for `wait-for` of `serve`."""
+    return f"{prefix_of(command)}{key.upper().replace('-', '_')}"
+
+
+def prefix_of(command: str) -> str:
+    """With what the variables of a command begin."""
+    return f"MESH_{command.upper().replace('-', '_')}_"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean port?`, or what there is if nothing is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(names)}"
+
+
+def from_toml(param: click.Parameter, value: Any, folder: Path) -> Any:
+    """A value as click takes it for the parameter.
+
+    Args:
+        param: The parameter.
+        value: As TOML has it.
+        folder: Of the file; relative paths start there.
+
+    Raises:
+        ValueError: If it is of the wrong kind; one phrase.
+    """
+    if _is_flag(param):
+        if not isinstance(value, bool):
+            raise ValueError(f"{value!r} is neither true nor false")
+        return _flag(param, is_on=value)
+    if _takes_many(param):
+        values = value if isinstance(value, list) else [value]
+        return [_scalar(param, each, folder) for each in values]
+    if isinstance(value, list):
+        return ",".join(str(_scalar(param, each, folder)) for each in value)
+    return _scalar(param, value, folder)
+
+
+def from_variable(param: click.Parameter, text: str) -> Any:
+    """A variable's text as click takes it for the parameter; several values stand between commas.
+
+    Raises:
+        ValueError: If it is of the wrong kind; one phrase.
+    """
+    if _is_flag(param):
+        word = text.strip().lower()
+        if word not in _TRUE | _FALSE:
+            raise ValueError(f"{text!r} is neither true nor false")
+        return _flag(param, is_on=word in _TRUE)
+    if _takes_many(param):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    return text
+
+
+def _scalar(param: click.Parameter, value: Any, folder: Path) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(f"{value!r} is not a text or a number")  # noqa: TRY004 - of the user's, not of code
+    if isinstance(param.type, click.Path):
+        return _path(str(value), folder)
+    return value
+
+
+def _path(text: str, folder: Path) -> str:
+    if text == "-" or text.startswith(_REMOTE):
+        return text
+    return str(folder / Path(text).expanduser())
+
+
+def _is_flag(param: click.Parameter) -> bool:
+    return isinstance(param, click.Option) and param.is_flag
+
+
+def _takes_many(param: click.Parameter) -> bool:
+    return isinstance(param, click.Option) and param.multiple
+
+
+def _flag(param: click.Parameter, *, is_on: bool) -> bool:
+    """What the flag stands for: some switch off what is on otherwise."""
+    negative = isinstance(param, click.Option) and param.flag_value is False and not param.secondary_opts
+    return is_on != negative
+
+
+def first_unknown(table: Mapping[str, Any], known: Iterable[str]) -> str | None:
+    """The first key of a table that nobody knows."""
+    names = set(known)
+    return next((key for key in table if key not in names), None)
+
+
+FILE_NAME: Final = "mesh.toml"
+VARIABLE: Final = "MESH_CONFIG"
+
+
+def find_config(wanted: Path | None, environment: Mapping[str, str], working_dir: Path) -> Path | None:
+    """The file to read: the one named, or the first that exists of those that are looked for.
+
+    Args:
+        wanted: By `--config`.
+        environment: May name one in `MESH_CONFIG`; XDG_CONFIG_HOME and HOME say where the user's own is.
+        working_dir: Its `mesh.toml` is looked for before the user's own.
+
+    Returns:
+        None if none was named, and there is none.
+
+    Raises:
+        ClusterError: If one was named that does not exist.
+    """
+    named = wanted or (Path(environment[VARIABLE]) if environment.get(VARIABLE) else None)
+    if named is not None:
+        if not named.is_file():
+            how = "--config" if wanted is not None else VARIABLE
+            raise ClusterError(f"{named}, named by {how}, is no file", param="--config")
+        return named
+    return next((path for path in _places(environment, working_dir) if path.is_file()), None)
+
+
+def _places(environment: Mapping[str, str], working_dir: Path) -> tuple[Path, ...]:
+    home = environment.get("XDG_CONFIG_HOME") or (
+        str(Path(environment["HOME"]) / ".config") if environment.get("HOME") else ""
+    )
+    own = (Path(home) / "spanmesh" / FILE_NAME,) if home else ()
+    return (working_dir / FILE_NAME, *own)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One option's value.
+
+    Attributes:
+        value: As click takes it.
+        origin: `environment NAME` or `file PATH`.
+    """
+
+    value: Any
+    origin: str
+
+
+def read_config(path: Path, commands: Collection[str]) -> dict[str, dict[str, Any]]:
+    """The tables of a file, one for each command.
+
+    Args:
+        path: The file.
+        commands: Names that tables may have.
+
+    Raises:
+        ClusterError: If it cannot be read, or has a table that no command is called for.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"{path} cannot be read: {error}", param="--config") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"{path} is not TOML: {error}", param="--config") from error
+    unknown = first_unknown(tables, commands)
+    if unknown is not None:
+        raise ClusterError(
+            f"{path}: no command [{unknown}] has options here{nearest(unknown, commands)}", param="--config"
+        )
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ClusterError(f"{path}: {name} is to be a table, [{name}]", param="--config")
+    return tables
+
+
+def settings_for(
+    name: str,
+    command: click.Command,
+    table: Mapping[str, Any],
+    path: Path | None,
+    environment: Mapping[str, str],
+) -> dict[str, Setting]:
+    """By the parameter's name: what the environment says, else what the file says.
+
+    Args:
+        name: Of the command.
+        command: The command.
+        table: The file's, for this command.
+        path: Of the file.
+        environment: Of this process.
+
+    Raises:
+        ClusterError: If a key or a variable is unknown, or a value is none of its option's.
+    """
+    keys = keys_of(command)
+    unknown = first_unknown(table, keys)
+    if unknown is not None:
+        raise ClusterError(f"{path}: [{name}] has no {unknown!r}{nearest(unknown, keys)}", param="--config")
+    variables = {variable_of(name, key): key for key in keys}
+    stray = next(
+        (each for each in environment if each.startswith(prefix_of(name)) and each not in variables), None
+    )
+    if stray is not None:
+        raise ClusterError(
+            f"the environment has {stray}, which `mesh {name}` does not know{nearest(stray, variables)}"
+        )
+    found: dict[str, Setting] = {}
+    for key, param in keys.items():
+        variable = variable_of(name, key)
+        setting = None
+        if environment.get(variable):
+            setting = _setting(param, environment[variable], None, f"environment {variable}", key)
+        elif key in table:
+            setting = _setting(param, table[key], path, f"file {path}", key)
+        if setting is not None and param.name is not None:
+            found[param.name] = setting
+    return found
+
+
+def _setting(param: click.Parameter, value: Any, path: Path | None, origin: str, key: str) -> Setting:
+    """Checked now, so that what is wrong is said of the place where it stands."""
+    try:
+        taken = from_variable(param, value) if path is None else from_toml(param, value, path.parent)
+        with click.Context(click.Command(None)) as context:
+            param.type_cast_value(context, taken)
+    except (ValueError, click.BadParameter) as error:
+        reason = error.message if isinstance(error, click.BadParameter) else str(error)
+        raise ClusterError(f"{key} by {origin}: {reason}", param="--config") from None
+    return Setting(taken, origin)

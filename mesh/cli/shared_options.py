@@ -1,0 +1,332 @@
+"""Groups of options that several commands share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from mesh.cli.option_types import LayerCounts, MemorySize, read_first_key
+from mesh.util.child_environment import API_KEY
+from stages.runtime.kv_types import KV_TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mesh.hub import PulledModel
+    from mesh.serve.options import SpeculationOptions, WeightsOptions
+    from mesh.util.progress import ProgressBars
+    from stages.weights.store import Keeping
+
+
+Command = TypeVar("Command", bound="Callable[..., Any]")
+
+_FILE: Final = click.Path(path_type=Path, dir_okay=False)
+
+_SPECULATION_OPTIONS: Final = (
+    click.option(
+        "--speculate",
+        default="auto",
+        show_default=True,
+        type=click.Choice(["auto", "off", "ngram", "draft", "replay"]),
+        help="Who proposes tokens that the model then verifies; auto asks all there are, as far as it pays.",
+    ),
+    click.option(
+        "--draft", "draft_path", type=_FILE, metavar="PATH", help="A small GGUF model that drafts for MODEL."
+    ),
+    click.option(
+        "--draft-max",
+        default=8,
+        show_default=True,
+        metavar="N",
+        type=click.IntRange(1),
+        help="Tokens that it drafts ahead.",
+    ),
+    click.option(
+        "--draft-min",
+        default=1,
+        show_default=True,
+        metavar="N",
+        type=click.IntRange(1),
+        help="Fewer are not worth offering.",
+    ),
+    click.option(
+        "--p-min",
+        default=0.0,
+        show_default=True,
+        metavar="P",
+        type=click.FloatRange(0.0, 1.0),
+        help="A draft stops at a token that it thinks less likely than this.",
+    ),
+    click.option(
+        "--draft-threads",
+        default=1,
+        show_default=True,
+        metavar="N",
+        type=click.IntRange(1),
+        help="Threads of the draft model.",
+    ),
+    click.option(
+        "--draft-gpu-layers",
+        default=-1,
+        show_default=True,
+        metavar="N",
+        type=click.IntRange(-1),
+        help="Layers of the draft model on the GPU, -1 for all.",
+    ),
+    click.option(
+        "--draft-kv-type",
+        default="f16",
+        show_default=True,
+        type=click.Choice(list(KV_TYPES)),
+        help="Format of its KV cache.",
+    ),
+    click.option(
+        "--spec-history",
+        "keeps_history",
+        is_flag=True,
+        help="Propose from earlier answers to the same API key, too.",
+    ),
+    click.option(
+        "--spec-width",
+        "width",
+        metavar="N",
+        type=click.IntRange(0),
+        help="Always propose N tokens at a time.",
+    ),
+    click.option(
+        "--spec-depth", "depth", metavar="N", type=click.IntRange(1), help="Always keep N windows in flight."
+    ),
+    click.option(
+        "--no-spec-cancel",
+        "cancels",
+        is_flag=True,
+        flag_value=False,
+        default=True,
+        help="Do not tell hosts at once which windows a rejection voided.",
+    ),
+    click.option(
+        "--replay-file",
+        "replay_path",
+        type=_FILE,
+        metavar="PATH",
+        help="For benchmarks: recorded answers, which --speculate replay proposes.",
+    ),
+)
+
+
+def speculation_options(command: Command) -> Command:
+    """Add them to a command; they arrive as keywords."""
+    for option in reversed(_SPECULATION_OPTIONS):
+        command = option(command)
+    return command
+
+
+def speculation_from(speculate: str, **values: Any) -> SpeculationOptions:
+    """What the user said.
+
+    Raises:
+        ClusterError: If options contradict one another.
+    """
+    from mesh.serve.options import SpeculationOptions  # noqa: PLC0415 - keeps --help quick
+
+    return SpeculationOptions(mode=speculate, **values)  # type: ignore[arg-type]  # click has checked it
+
+
+_ONE_MODEL_OPTIONS: Final = (
+    click.option(
+        "--stages",
+        metavar="N",
+        type=click.IntRange(1),
+        help="Cut the model into N stages.  [default: the planner's choice]",
+    ),
+    click.option(
+        "--split", type=LayerCounts(), metavar="A,B,…", help="Layers of each stage, such as 10,10,10."
+    ),
+    click.option(
+        "--ctx-size",
+        metavar="N",
+        type=click.IntRange(16),
+        help="Positions of one session, prompt and answer together.  "
+        "[default: the model's own, at most 4096]",
+    ),
+    click.option(
+        "--parallel",
+        default=4,
+        show_default=True,
+        metavar="N",
+        type=click.IntRange(1, 64),
+        help="Sessions at once.",
+    ),
+    click.option(
+        "--kv-type",
+        default="f16",
+        show_default=True,
+        type=click.Choice(list(KV_TYPES)),
+        help="Format of the KV caches; q8_0 takes half as much memory as f16.",
+    ),
+    click.option(
+        "--wire",
+        default="f32",
+        show_default=True,
+        type=click.Choice(["f32", "f16", "q8", "auto"]),
+        help="How hidden states travel: exact, in half as many bytes, in about a quarter, or as each link "
+        "needs.",
+    ),
+    click.option(
+        "--max-waiting",
+        default=64,
+        show_default=True,
+        metavar="N",
+        type=click.IntRange(1),
+        help="Requests that may wait for a session; more are turned away with 429.",
+    ),
+    click.option(
+        "--exact", is_flag=True, help="Compute so that a text never depends on what else is computed."
+    ),
+)
+# Their help stands in these groups, of both commands.
+SESSION_FLAGS: Final = ("--ctx-size", "--parallel", "--kv-type", "--exact", "--wire")
+SPECULATION_FLAGS: Final = (
+    *("--speculate", "--draft", "--draft-max", "--draft-min", "--p-min", "--draft-threads"),
+    *("--draft-gpu-layers", "--draft-kv-type", "--spec-history", "--spec-width", "--spec-depth"),
+    *("--no-spec-cancel", "--replay-file"),
+)
+
+
+def one_model_options(command: Command) -> Command:
+    """Add them to a command; they arrive as keywords."""
+    for option in reversed(_ONE_MODEL_OPTIONS):
+        command = option(command)
+    return speculation_options(command)
+
+
+def check_stage_options(stages: int | None, split: tuple[int, ...] | None) -> None:
+    """Refuse options that contradict one another.
+
+    Raises:
+        click.UsageError: Naming the one to leave out.
+    """
+    if stages is not None and split is not None:
+        raise click.UsageError("--split says how many stages there are: leave out --stages")
+
+
+_KEEPING = (
+    click.option(
+        "--models",
+        "models_dir",
+        type=click.Path(path_type=Path, file_okay=False, exists=True),
+        metavar="DIR",
+        help="GGUF files of this host: layers that are in them need not be sent.",
+    ),
+    click.option(
+        "--cache-size",
+        "cache_bytes",
+        type=MemorySize(),
+        metavar="SIZE",
+        help="What stage files may take of this host's disk; those not used for longest go first.",
+    ),
+)
+_SENDING = (
+    click.option(
+        "--transfer-rate",
+        type=MemorySize(),
+        metavar="SIZE",
+        help="Bytes a second that hosts are sent at most, all together, such as 50M.",
+    ),
+    click.option(
+        "--hub-first",
+        is_flag=True,
+        help="Let hosts fetch from the hub before they ask this host, if the model came from there.",
+    ),
+)
+
+
+def keeping_options(command: Command) -> Command:
+    """Options of every host."""
+    for option in reversed(_KEEPING):
+        command = option(command)
+    return command
+
+
+def weights_options(command: Command) -> Command:
+    """Options of the head."""
+    for option in reversed((*_SENDING, *_KEEPING)):
+        command = option(command)
+    return command
+
+
+def keeping_from(*, models_dir: Path | None, cache_bytes: int | None) -> Keeping:
+    """What the user says; processes that are started from now on know it."""
+    from stages.weights.store import Keeping  # noqa: PLC0415 - keeps --help quick
+
+    keeping = Keeping(models_dir.resolve() if models_dir is not None else None, cache_bytes)
+    keeping.to_environment()
+    return keeping
+
+
+def weights_from(
+    pulled: PulledModel,
+    *,
+    models_dir: Path | None,
+    cache_bytes: int | None,
+    transfer_rate: int | None,
+    hub_first: bool,
+) -> WeightsOptions:
+    """What the user of `mesh serve` says."""
+    from mesh.serve.options import WeightsOptions  # noqa: PLC0415 - keeps --help quick
+
+    keeping_from(models_dir=models_dir, cache_bytes=cache_bytes)
+    return WeightsOptions(transfer_rate, pulled.hub, hub_first)
+
+
+def head_options(command: Command) -> Command:
+    """Adds `--url` and `--api-key-file`."""
+    where = click.option(
+        "--url", default="http://127.0.0.1:8000", show_default=True, help="Where the mesh serves its API."
+    )
+    key = click.option(
+        "--api-key-file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help=f"File whose first key opens the API; or set {API_KEY}.",
+    )
+    return where(key(command))
+
+
+def key_of(api_key_file: Path | None) -> str | None:
+    """The key that the user means.
+
+    Raises:
+        ClusterError: If the file holds none.
+    """
+    return os.environ.get(API_KEY) if api_key_file is None else read_first_key(api_key_file)
+
+
+def local_model(model: Path) -> PulledModel:
+    """A model on this host.
+
+    Args:
+        model: A file, the first if there are several, or `hf:org/repo:QUANT`.
+
+    Raises:
+        ModelError: If it is at the hub, and cannot be had there.
+    """
+    from mesh.hub import HubLibrary, PulledModel, is_reference, parse_reference  # noqa: PLC0415
+    from mesh.util.progress import progress_bars  # noqa: PLC0415
+    from stages.weights.store import default_root  # noqa: PLC0415
+
+    if not is_reference(str(model)):
+        return PulledModel(model, ())
+    reference = parse_reference(str(model))
+    with progress_bars() as bars:
+        return HubLibrary(default_root()).pull(reference, _in_bytes(bars))
+
+
+def _in_bytes(bars: ProgressBars) -> Callable[[str], Callable[[int, int], None]]:
+    def begin(label: str) -> Callable[[int, int], None]:
+        bar = bars.add(label)
+        return lambda done, total: bar(done / total if total else 1.0)
+
+    return begin

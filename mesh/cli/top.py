@@ -1,0 +1,366 @@
+"""`mesh top`: its display and the rates in it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from mesh.cli.head_client import ask_head
+from mesh.cli.shared_options import head_options, key_of
+from spanmesh_proto.errors import ClusterError
+from stages.units import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+
+# Links change slowly, and measuring them is not free.
+_LINKS_EVERY_S: Final = 30.0
+_LINKS_TIMEOUT_S: Final = 60.0
+_NUM_PROBES: Final = 5
+
+
+@click.command()
+@head_options
+@click.option(
+    "--every",
+    "interval_s",
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    type=click.FloatRange(0.2, 60.0),
+    help="How often to look.",
+)
+@click.option("--no-links", is_flag=True, help="Do not have the hosts measure their links now and then.")
+@click.option(
+    "--once", is_flag=True, help="Print one picture of that long, and end; for any terminal or file."
+)
+def top(url: str, api_key_file: Path | None, interval_s: float, *, no_links: bool, once: bool) -> None:
+    """Watch a running mesh: what each stage computes and waits, links, acceptance, sessions.
+
+    Ctrl-C ends it; the mesh does not notice.
+    """
+    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
+    from rich.live import Live  # noqa: PLC0415
+
+    watch = _Watch(url.rstrip("/"), key_of(api_key_file), has_links=not no_links)
+    console = Console()
+    picture = watch.look()
+    if once:
+        time.sleep(interval_s)
+        console.print(watch.look(), highlight=False)
+        return
+    if not console.is_terminal or console.is_dumb_terminal:
+        raise click.UsageError("this is no terminal that can be drawn on: use --once")
+    try:
+        with Live(picture, console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval_s)
+                live.update(watch.look(), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+class _Watch:
+    """Asks the head, and remembers what it said before.
+
+    Args:
+        url: Of the API.
+        key: If the mesh wants one.
+        has_links: Whether links are measured.
+    """
+
+    def __init__(self, url: str, key: str | None, *, has_links: bool) -> None:
+        self._url = url
+        self._key = key
+        self._has_links = has_links
+        self._before: Mapping[str, Any] | None = None
+        self._before_s = 0.0
+        self._hops_ms: dict[tuple[str, str], float] = {}
+        self._head = ""
+        self._linked_s: float | None = None
+
+    def look(self) -> RenderableType:
+        """The picture as it is now.
+
+        Raises:
+            MeshError: If the head does not answer the first time; later the picture says so.
+        """
+        try:
+            status = ask_head(f"{self._url}/mesh/status", self._key)
+        except ClusterError as error:
+            if self._before is None:
+                raise
+            return Text(error.message)
+        now_s = time.monotonic()
+        pace = pace_between(self._before, status, now_s - self._before_s)
+        self._before, self._before_s = status, now_s
+        self._measure_links(now_s)
+        return view(status, pace, self._hops_ms, self._head)
+
+    def _measure_links(self, now_s: float) -> None:
+        is_due = self._linked_s is None or now_s - self._linked_s >= _LINKS_EVERY_S
+        if not self._has_links or not is_due:
+            return
+        self._linked_s = now_s
+        try:
+            found = ask_head(
+                f"{self._url}/mesh/links?probes={_NUM_PROBES}&bulk_bytes=0",
+                self._key,
+                method="POST",
+                timeout_s=_LINKS_TIMEOUT_S,
+            )
+        except ClusterError:
+            # The head is still starting: what was measured before stays.
+            return
+        self._head = found["head"]
+        self._hops_ms = {
+            (link["from"], link["to"]): link["hop_ms"]
+            for link in found["links"]
+            if link["hop_ms"] is not None
+        }
+
+
+_BAR_CHARS: Final = 10
+
+
+def view(
+    status: Mapping[str, Any], pace: MeshPace, hops_ms: Mapping[tuple[str, str], float], head: str
+) -> RenderableType:
+    """The whole picture.
+
+    Args:
+        status: Answer of `/mesh/status`.
+        pace: What it did lately.
+        hops_ms: One way, by the hosts at both ends; those that were measured.
+        head: The coordinator's host.
+    """
+    parts: list[RenderableType] = [Text(_title(status))]
+    if status["stages"]:
+        parts += [_stages(status, pace, hops_ms, head), Text(_speed(status, pace))]
+        parts += [Text(line) for line in _speculation(status, pace)]
+    if len(models := status.get("models", ())) > 1:
+        parts.append(_models(models))
+    parts.append(_hosts(status))
+    if (lost := status.get("lost")) is not None:
+        parts.append(Text(f"broken: {lost}"))
+    return Group(*parts)
+
+
+def _title(status: Mapping[str, Any]) -> str:
+    model = status["model"]
+    state = "ready" if status["ready"] else status["phase"]
+    sessions = status.get("sessions")
+    shown = (
+        f"; sessions: {sessions['running']} of {sessions['slots']}, {sessions['waiting']} waiting"
+        if sessions
+        else ""
+    )
+    repairs = status.get("repairs") or {}
+    healed = f"; repairs: {repairs['count']}" if repairs.get("count") else ""
+    return f"{model['name']}, {model['numeric_mode']}: {state}{shown}{healed}"
+
+
+def _stages(
+    status: Mapping[str, Any], pace: MeshPace, hops_ms: Mapping[tuple[str, str], float], head: str
+) -> Table:
+    table = Table(
+        "stage", "host", "layers", "compute ms", "queue ms", "queued", "busy", "wire ms to", box=None
+    )
+    stages = status["stages"]
+    ways = [*pairwise(stage["host"] for stage in stages), (stages[-1]["host"], head)]
+    for stage, its_pace, way in zip(stages, pace.stages, ways, strict=True):
+        start, stop = stage["layers"]
+        hop_ms = 0.0 if way[0] == way[1] else hops_ms.get(way)
+        table.add_row(
+            str(stage["index"]),
+            stage["host"],
+            escape(f"[{start}, {stop})"),
+            f"{its_pace.compute_ms:.2f}",
+            f"{its_pace.queue_ms:.2f}",
+            str(stage.get("queued_windows", "-")),
+            _bar(its_pace.busy),
+            f"{'-' if hop_ms is None else format(hop_ms, '.2f')} {way[1]}",
+        )
+    return table
+
+
+def _bar(share: float | None) -> str:
+    if share is None:
+        return "-"
+    filled = round(share * _BAR_CHARS)
+    return f"{'#' * filled}{'.' * (_BAR_CHARS - filled)} {share:4.0%}"
+
+
+def _speed(status: Mapping[str, Any], pace: MeshPace) -> str:
+    rate = "" if pace.tokens_per_s is None else f"{pace.tokens_per_s:.1f} tokens/s; "
+    times = (status.get("speculation") or {}).get("mean_window_ms")
+    if not times:
+        return f"{rate}nothing was asked yet"
+    when = "lately" if pace.is_recent else "so far"
+    return f"{rate}a window, {when}: {pace.wire_ms:.1f} ms on the way"
+
+
+def _speculation(status: Mapping[str, Any], pace: MeshPace) -> list[str]:
+    speculation = status.get("speculation")
+    if not speculation or speculation["mode"] == "off":
+        return ["speculation: off"]
+    share = "nothing proposed" if pace.acceptance is None else f"{pace.acceptance:.0%} accepted"
+    lines = [
+        f"speculation: {speculation['mode']}, {share}, {speculation['tokens_per_window']:.2f} tokens a window"
+    ]
+    places = speculation.get("acceptance_per_position") or []
+    if places:
+        lines.append("  by position: " + " ".join(f"{each:.2f}" for each in places[:_BAR_CHARS]))
+    return lines
+
+
+def _models(models: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("model", "state", "sessions", "tokens", box=None)
+    for model in models:
+        sessions, tokens = model.get("sessions"), model.get("tokens") or {}
+        state = "ready" if model.get("ready") else model.get("lost") or model.get("phase", "")
+        running = f"{sessions['running']} of {sessions['slots']}" if sessions else "-"
+        table.add_row(escape(model["name"]), escape(state), running, str(tokens.get("generated", 0)))
+    return table
+
+
+def _hosts(status: Mapping[str, Any]) -> Table:
+    table = Table("host", "address", "holds", "memory", box=None)
+    for host in status["hosts"]:
+        copies = f"copies of {', '.join(host['copies'])}" if host["copies"] else ""
+        holds = "; ".join(filter(None, (host["layers"], copies))) or (
+            "spare" if host["ready"] else "starting"
+        )
+        if host["leaving"]:
+            holds += "; leaving"
+        table.add_row(host["name"], host["address"], escape(holds), format_size(host["memory_bytes"]))
+    return table
+
+
+@dataclass(frozen=True)
+class StagePace:
+    """One stage.
+
+    Attributes:
+        compute_ms: Of a window, since the look before; since the start if there was none since then.
+        queue_ms: Likewise, waiting for the stage.
+        busy: Share of the time that it computed; None at the first look.
+        windows_per_s: None at the first look.
+    """
+
+    compute_ms: float
+    queue_ms: float
+    busy: float | None
+    windows_per_s: float | None
+
+
+@dataclass(frozen=True)
+class MeshPace:
+    """All of it.
+
+    Attributes:
+        stages: In order.
+        tokens_per_s: Committed, of all sessions; None at the first look.
+        acceptance: Share of the proposed tokens; None if none were proposed.
+        wire_ms: Of a window on its way, all links together.
+        is_recent: Whether this is of the time between the looks, not of all time.
+    """
+
+    stages: tuple[StagePace, ...]
+    tokens_per_s: float | None
+    acceptance: float | None
+    wire_ms: float
+    is_recent: bool
+
+
+def pace_between(before: Mapping[str, Any] | None, now: Mapping[str, Any], seconds: float) -> MeshPace:
+    """Compare two answers of `/mesh/status`.
+
+    A ring that was made anew in between, which counts from zero, is looked at as if for the first time.
+
+    Args:
+        before: The former one, if there is one.
+        now: The latest.
+        seconds: Between the two.
+    """
+    then = before if before is not None and _is_same_ring(before, now) else None
+    former: Sequence[Mapping[str, Any] | None] = (
+        then["stages"] if then is not None else [None] * len(now["stages"])
+    )
+    stages = tuple(_stage_pace(old, new, seconds) for old, new in zip(former, now["stages"], strict=True))
+    speculation = now.get("speculation") or {}
+    old_speculation = (then or {}).get("speculation") or {}
+    windows = _grown(old_speculation, speculation, "windows")
+    is_recent = then is not None and windows > 0
+    if not is_recent:
+        old_speculation = {}
+    proposed = _grown(old_speculation, speculation, "proposed")
+    accepted = _grown(old_speculation, speculation, "accepted")
+    tokens = _tokens(speculation) - _tokens(old_speculation)
+    return MeshPace(
+        stages=stages,
+        tokens_per_s=None if then is None else (tokens / seconds if is_recent and seconds > 0 else 0.0),
+        acceptance=accepted / proposed if proposed else None,
+        wire_ms=_mean(
+            _wire_total_ms(old_speculation), _wire_total_ms(speculation), old_speculation, speculation
+        ),
+        is_recent=is_recent,
+    )
+
+
+def _is_same_ring(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    def ring(status: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+        return [(stage["address"], stage["layers"]) for stage in status["stages"]]
+
+    return ring(before) == ring(now) and all(
+        old["windows"] <= new["windows"] for old, new in zip(before["stages"], now["stages"], strict=True)
+    )
+
+
+def _stage_pace(old: Mapping[str, Any] | None, new: Mapping[str, Any], seconds: float) -> StagePace:
+    windows = new["windows"] - (0 if old is None else old["windows"])
+    if old is None or windows == 0:
+        idle = None if old is None else 0.0
+        return StagePace(new["mean_compute_ms"], new["mean_queue_ms"], idle, idle)
+    compute_ms = _total_ms(new, "mean_compute_ms") - _total_ms(old, "mean_compute_ms")
+    queue_ms = _total_ms(new, "mean_queue_ms") - _total_ms(old, "mean_queue_ms")
+    return StagePace(
+        compute_ms=max(0.0, compute_ms / windows),
+        queue_ms=max(0.0, queue_ms / windows),
+        busy=max(0.0, min(1.0, compute_ms / (seconds * 1e3))),
+        windows_per_s=windows / seconds,
+    )
+
+
+def _total_ms(stage: Mapping[str, Any], mean: str) -> float:
+    return float(stage["windows"] * stage[mean])
+
+
+def _grown(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
+    """Sessions that end may be forgotten: nothing grows backwards."""
+    return max(0, int(new.get(name, 0)) - int(old.get(name, 0)))
+
+
+def _tokens(speculation: Mapping[str, Any]) -> float:
+    return float(speculation.get("windows", 0) * speculation.get("tokens_per_window", 0.0))
+
+
+def _wire_total_ms(speculation: Mapping[str, Any]) -> float:
+    return float(
+        speculation.get("windows", 0) * (speculation.get("mean_window_ms") or {}).get("network", 0.0)
+    )
+
+
+def _mean(old_ms: float, new_ms: float, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
+    windows = _grown(old, new, "windows")
+    return max(0.0, (new_ms - old_ms) / windows) if windows else 0.0
