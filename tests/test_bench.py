@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh.bench.comparison import Comparison, Pair
-from mesh.bench.contest import even_split
-from mesh.bench.prompts import BUILT_IN, load_prompts
-from mesh.bench.stream_client import COMPLETION_PATH, Answer, Ask, Batch, ask, ask_batch, chat
+from mesh.bench.blocking_client import COMPLETION_PATH, Answer, Ask, Batch, ask, ask_batch, chat
+from mesh.bench.datasets import BUILT_IN, load_prompts
+from mesh.bench.paired_systems import Comparison, Pair, even_split
 from mesh.lab.llama_cpp_build import build_llama_rpc, build_name
 from mesh.lab.systems import StageTotals
 from spanmesh_proto.errors import MeshError

@@ -30,14 +30,11 @@ from mesh.bench.chaos.scenario import Scenario
 from mesh.bench.chaos.stream import Stream
 from mesh.bench.chaos.summary import by_kind
 from mesh.bench.chaos.tally import tally
-from mesh.bench.serve.client import Client
-from mesh.bench.serve.endpoint import parse_url
-from mesh.bench.serve.record import HUNG_UP, Failure, Record
-from mesh.bench.stress.check import Check
-from mesh.bench.stress.judging import Expected
-from mesh.bench.stress.moment import NO_HANG_UPS, HangUps
-from mesh.bench.stress.script import Turn
-from mesh.bench.stress.told import Told
+from mesh.bench.http_client import Client, parse_url
+from mesh.bench.request_record import HUNG_UP, Failure, Record
+from mesh.bench.stress.answers import NO_HANG_UPS, HangUps, Told
+from mesh.bench.stress.checks import Check, Expected
+from mesh.bench.stress.scripts import Turn
 from mesh.commands.bench_chaos import chaos
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.planner import plan

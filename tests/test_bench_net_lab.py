@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.bench.client import Client
-from mesh.bench.stream_client import Ask, Batch
+from mesh.bench.blocking_client import Ask, Batch, Client
 from mesh.lab.network import Lab
 from mesh.lab.systems import COMMAND, MeshSystem, get_json, last_lines
 from tests.lab_fixtures import require_lab

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.bench.serve.arrivals import arrival_times_s
-from mesh.bench.serve.figures import FailureCount, Figures, work_out
-from mesh.bench.serve.record import Failure, Record
-from mesh.bench.serve.slo import Slo, is_good, parse_slo
-from mesh.bench.serve.spread import spread
+from mesh.bench.load_generator import arrival_times_s
+from mesh.bench.request_record import Failure, Record
+from mesh.bench.serving_metrics import FailureCount, Figures, Slo, is_good, parse_slo, spread, work_out
 from spanmesh_proto.errors import InvalidRequest
 
 PERCENTILES = (50.0, 99.0)

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.bench.serve.dataset import draw, read_dataset
-from mesh.bench.serve.endpoint import EndpointName, parse_url
-from mesh.bench.serve.made_up import made_up_prompts
-from mesh.bench.serve.prompt import Asking, Prompt
+from mesh.bench.datasets import Asking, Prompt, draw, made_up_prompts, read_dataset
+from mesh.bench.http_client import EndpointName, parse_url
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import InvalidRequest, MeshError
 

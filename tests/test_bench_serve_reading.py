@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.bench.chunk import Chunk, read_chunk
-from mesh.bench.serve.event_stream import EventStream
-from mesh.bench.serve.reading import AnswerReading, error_message
-from mesh.bench.serve.record import Heard
+from mesh.bench.request_record import AnswerReading, Chunk, EventStream, Heard, error_message, read_chunk
 from tests.peer_server import ANSWER, DONE, END, USAGE, WORD
 
 STREAM = (

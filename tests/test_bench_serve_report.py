@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from mesh.bench.serve.circumstances import Circumstances
-from mesh.bench.serve.figures import work_out
-from mesh.bench.serve.lines import as_markdown, as_text, warnings
-from mesh.bench.serve.record import Failure, Record
-from mesh.bench.serve.report import Report, as_json
+from mesh.bench.request_record import Failure, Record
+from mesh.bench.serving_metrics import work_out
+from mesh.bench.serving_report import Circumstances, Report, as_json, as_markdown, as_text, warnings
 
 CIRCUMSTANCES = Circumstances(
     url="http://127.0.0.1:8000",

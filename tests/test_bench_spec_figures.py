@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.bench.spec.acceptance import (
+from mesh.bench.speculation_acceptance import (
     EXACT,
     WITH_DRAFT,
     WITH_HISTORY,
@@ -14,13 +14,21 @@ from mesh.bench.spec.acceptance import (
     Line,
     acceptance_lines,
     closeness,
+    recommend,
 )
-from mesh.bench.spec.crowd import Crowd, median_ratio
-from mesh.bench.spec.degenerate import is_degenerate, repeated_share
-from mesh.bench.spec.pairs import pairs_with_off, pairs_with_rpc
-from mesh.bench.spec.recommendation import recommend
-from mesh.bench.spec.rows import Row, mean_speed_up, rows_of
-from mesh.bench.spec.sample import LLAMA_RPC, DraftCounts, Sample
+from mesh.bench.speculation_results import (
+    LLAMA_RPC,
+    Crowd,
+    DraftCounts,
+    Row,
+    Sample,
+    mean_speed_up,
+    median_ratio,
+    pairs_with_off,
+    pairs_with_rpc,
+    rows_of,
+)
+from mesh.bench.speculation_workloads import is_degenerate, repeated_share
 from tests.spec_bench_samples import sample
 
 

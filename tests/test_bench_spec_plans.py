@@ -5,13 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from mesh.bench.spec.acceptance import EXACT, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
-from mesh.bench.spec.peer import peer_settings
-from mesh.bench.spec.plan import in_turn, narrowed
-from mesh.bench.spec.presets import ServeOptions, acceptance_plan, quick_plan, sweep_plan
-from mesh.bench.spec.setting import AUTO, DRAFT, OFF, OFF_AGAIN, REPLAY, Setting
-from mesh.bench.spec.workload import Workload
-from mesh.bench.spec.workloads import all_workloads, choose
+from mesh.bench.speculation_acceptance import EXACT, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
+from mesh.bench.speculation_plan import (
+    ServeOptions,
+    acceptance_plan,
+    in_turn,
+    narrowed,
+    peer_settings,
+    quick_plan,
+    sweep_plan,
+)
+from mesh.bench.speculation_results import AUTO, DRAFT, OFF, OFF_AGAIN, REPLAY, Setting
+from mesh.bench.speculation_workloads import Workload, all_workloads, choose
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
 

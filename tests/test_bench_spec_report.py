@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh.bench.spec.acceptance import WITH_DRAFT
-from mesh.bench.spec.crowd import Crowd
-from mesh.bench.spec.markdown import lines_text
-from mesh.bench.spec.report import work_out, write_report
-from mesh.bench.spec.results import Circumstances, Results
-from mesh.bench.spec.sample import LLAMA_RPC, DraftCounts
+from mesh.bench.speculation_acceptance import WITH_DRAFT
+from mesh.bench.speculation_report import lines_text, work_out, write_report
+from mesh.bench.speculation_results import LLAMA_RPC, Circumstances, Crowd, DraftCounts, Results
 from tests.spec_bench_samples import sample
 
 COUNTS = DraftCounts(

@@ -15,28 +15,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.bench.serve.load import Job
-from mesh.bench.serve.record import HUNG_UP, Failure, Record
-from mesh.bench.stress.acceptance import itls_during
-from mesh.bench.stress.asker import carry_out
-from mesh.bench.stress.checked_reading import CheckedReading
-from mesh.bench.stress.clients import ClientCounts, count_clients, prefix_mismatches
+from mesh.bench.load_generator import Job
+from mesh.bench.request_record import HUNG_UP, Failure, Record
+from mesh.bench.stress.answers import CheckedReading, Moment, Order, Outcome, Told, draw_moment
+from mesh.bench.stress.checks import (
+    ClientCounts,
+    Expected,
+    Line,
+    count_clients,
+    judge_all,
+    prefix_mismatches,
+    saturation,
+)
+from mesh.bench.stress.client_process import Turns, carry_out, carry_out_visits
 from mesh.bench.stress.compute_limit import compute_limit
-from mesh.bench.stress.growth import growth_of
-from mesh.bench.stress.judging import Expected, judge_all
-from mesh.bench.stress.line import Line
-from mesh.bench.stress.mix import QUICK, WIDE, mixed_scripts
-from mesh.bench.stress.moment import Moment, draw_moment
-from mesh.bench.stress.order import Order, Outcome
-from mesh.bench.stress.script import Script, Turn
-from mesh.bench.stress.step import saturation
-from mesh.bench.stress.told import Told
-from mesh.bench.stress.turns import Turns
-from mesh.bench.stress.visiting import carry_out_visits
-from mesh.bench.stress.visits import (
+from mesh.bench.stress.measurements import itls_during
+from mesh.bench.stress.memory import growth_of
+from mesh.bench.stress.scripts import (
+    QUICK,
+    WIDE,
+    Script,
+    Turn,
     Visit,
     VisitOrder,
     draw_visits,
+    mixed_scripts,
     num_slots_for,
     scripts_with_shared_beginnings,
 )
@@ -446,7 +449,7 @@ def test_a_ramp_is_saturated_where_more_users_bring_no_more(
         (["/env/bin/python", "-m", "mesh.cluster.ray_child", "start"], "ray"),
         (["/env/bin/python", "/env/bin/mesh", "serve", "model.gguf"], "coordinator"),
         (["/env/bin/python", "/env/bin/mesh", "join", "--token-file", "serve"], "join"),
-        (["/env/bin/python", "-m", "mesh.bench.stress.asker"], "other"),
+        (["/env/bin/python", "-m", "mesh.bench.stress.client_process"], "other"),
         ([""], "other"),
     ],
 )

@@ -7,19 +7,25 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.bench.serve.record import HUNG_UP, Failure, Record
-from mesh.bench.stress.check import Check, answer_checks, flatness_check, leak_check
-from mesh.bench.stress.clients import ClientCounts
-from mesh.bench.stress.footprint import footprints
-from mesh.bench.stress.growth import growth_of
-from mesh.bench.stress.judging import Expected, Judgement, Problem, judge_all
-from mesh.bench.stress.line import Line
-from mesh.bench.stress.lines import as_text
-from mesh.bench.stress.order import Outcome
-from mesh.bench.stress.report import Report, RoleMemory, as_json, write_report
-from mesh.bench.stress.script import Turn
-from mesh.bench.stress.step import Step, step_of
-from mesh.bench.stress.told import Told
+from mesh.bench.request_record import HUNG_UP, Failure, Record
+from mesh.bench.stress.answers import Outcome, Told
+from mesh.bench.stress.checks import (
+    Check,
+    ClientCounts,
+    Expected,
+    Judgement,
+    Line,
+    Problem,
+    Step,
+    answer_checks,
+    flatness_check,
+    judge_all,
+    leak_check,
+    step_of,
+)
+from mesh.bench.stress.memory import footprints, growth_of
+from mesh.bench.stress.report import Report, RoleMemory, as_json, as_text, write_report
+from mesh.bench.stress.scripts import Turn
 from mesh.lab.memory_watch import MemorySample
 from mesh.placement.stage_sizes import StageSizes, Workload
 from stages.slicing.model_facts import read_model_facts

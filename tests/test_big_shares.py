@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mesh.bench.big_shares.shares import shares_table
-from mesh.bench.stress.footprint import Footprint
+from mesh.bench.stress.memory import Footprint
 from tests.lab_fixtures import require_lab
 
 

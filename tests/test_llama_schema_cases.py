@@ -1,7 +1,7 @@
 """llama.cpp's own cases for JSON Schema to grammar, read from its source where that is: none is copied here.
 
 `SPANMESH_LLAMA_CPP` names a folder with llama.cpp's source: `make test` unpacks one. So does, in the user's
-cache, `python -m mesh.bench.compare_rpc`. Without either these tests are skipped.
+cache, `python -m mesh.bench.compare_llama_rpc`. Without either these tests are skipped.
 """
 
 import json

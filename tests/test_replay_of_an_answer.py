@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from mesh.bench.spec.replay_file import ReplayFile
-from mesh.bench.spec.setting import OFF, REPLAY, Setting
-from mesh.bench.stream_client import Answer, Ask, ask, chat
+from mesh.bench.blocking_client import Answer, Ask, ask, chat
+from mesh.bench.speculation_results import OFF, REPLAY, Setting
+from mesh.bench.speculation_runner import ReplayFile
 from mesh.serve.proposers import Proposers
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError

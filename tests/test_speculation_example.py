@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from mesh.bench.spec.markdown import as_markdown
-from mesh.bench.spec.report import work_out
-from mesh.bench.spec.results import Circumstances, Results
-from mesh.bench.spec.sample import DraftCounts, Sample
-from mesh.commands.bench import spec
+from mesh.bench.cli import spec
+from mesh.bench.speculation_report import as_markdown, work_out
+from mesh.bench.speculation_results import Circumstances, DraftCounts, Results, Sample
 
 FOLDER = Path(__file__).parents[1] / "examples" / "speculation_report"
 PAGE = (FOLDER / "report.md").read_text()

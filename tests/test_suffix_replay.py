@@ -11,9 +11,20 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.bench.offline_replay import ReplayTotals, replay, verdict_on
-from mesh.bench.release_edits import FileEdit, ReleasePair, download, edits_between, read_folder, read_wheel
-from mesh.bench.suffix_replay import main, measure, tokenize
+from mesh.bench.ngram_replay import (
+    FileEdit,
+    ReleasePair,
+    ReplayTotals,
+    download,
+    edits_between,
+    main,
+    measure,
+    read_folder,
+    read_wheel,
+    replay,
+    tokenize,
+    verdict_on,
+)
 from spanmesh_proto.errors import MeshError
 from speculative.lookup_proposers import NgramOptions, NgramProposer
 from speculative.proposer import EMPTY, Proposal

@@ -1,1 +1,1 @@
-"""Measurements on the lab: ours against others, and against what the hardware allows."""
+"""Benchmarks that users run: `mesh bench serve`, `net`, `spec` and `stress`."""

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from mesh.bench.client import Client
-from mesh.bench.markdown_table import markdown_table
-from mesh.bench.prompts import load_prompts
-from mesh.bench.stream_client import Batch, chat
+from mesh.bench.blocking_client import Batch, Client, chat
+from mesh.bench.datasets import load_prompts
+from mesh.bench.report_tools import markdown_table
 from mesh.cli.option_types import Numbers
 from mesh.forecast.cost_model import HANDLING_MS
 from mesh.lab.network import Lab, lab_supported

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mesh.bench.markdown_table import markdown_table
+from mesh.bench.report_tools import markdown_table
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.planner import even_out_noise, plan
 from mesh.placement.stage_sizes import StageSizes, Workload, read_time

@@ -43,7 +43,7 @@ _COMMANDS: Final = {
     "slice": ("mesh.cli.slice:slice_", "Write some layers of a model as a stage file."),
     "models": ("mesh.cli.models:models", "Look after the weights that this host keeps."),
     "draft": ("mesh.cli.slice:draft", "Make a draft model for speculation."),
-    "bench": ("mesh.commands.bench:bench", "Measure a server, or a lab of several hosts on this machine."),
+    "bench": ("mesh.bench.cli:bench", "Measure a server, or a lab of several hosts on this machine."),
     "certify": ("mesh.cli.certify:certify", "Compare a model cut into stages with the whole model."),
 }
 # In `mesh --help`; what is in none comes last.

@@ -13,9 +13,8 @@ import structlog
 
 from mesh.bench.big_shares.random_gguf import write_random_gguf
 from mesh.bench.big_shares.shapes import SHAPES
-from mesh.bench.client import Client
-from mesh.bench.stream_client import COMPLETION_PATH, Ask, Batch
-from mesh.bench.stress.footprint import footprints
+from mesh.bench.blocking_client import COMPLETION_PATH, Ask, Batch, Client
+from mesh.bench.stress.memory import footprints
 from mesh.lab.memory_watch import MemoryWatch
 from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem, get_json
@@ -25,7 +24,7 @@ from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from mesh.bench.big_shares.random_gguf import WeightType
-    from mesh.bench.stress.footprint import Footprint
+    from mesh.bench.stress.memory import Footprint
 
 log = structlog.get_logger()
 

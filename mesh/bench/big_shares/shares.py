@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mesh.bench.markdown_table import markdown_table
+from mesh.bench.report_tools import markdown_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.bench.stress.footprint import Footprint
+    from mesh.bench.stress.memory import Footprint
 
 _MB = 1e6
 _HEADS = ("stage", "host", "layers", "weights", "KV cache", "stage's process", "the rest", "within 300 MB")

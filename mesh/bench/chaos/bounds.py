@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from mesh.bench.stress.line import Line
+from mesh.bench.stress.checks import Line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,20 +8,18 @@ import json
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from mesh.bench.blocking_client import CHAT_PATH
 from mesh.bench.chaos.look import Running
 from mesh.bench.chaos.stream import Stream
 from mesh.bench.chaos.watched_reading import WatchedReading
-from mesh.bench.serve.record import UNFINISHED, Failure, Record
-from mesh.bench.stream_client import CHAT_PATH
-from mesh.bench.stress.hanging_up import ask_until
-from mesh.bench.stress.moment import NO_HANG_UPS, draw_moment
-from mesh.bench.stress.told import Told
+from mesh.bench.request_record import UNFINISHED, Failure, Record
+from mesh.bench.stress.answers import NO_HANG_UPS, Told, ask_until, draw_moment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from mesh.bench.serve.client import Client
-    from mesh.bench.stress.moment import HangUps, Moment
+    from mesh.bench.http_client import Client
+    from mesh.bench.stress.answers import HangUps, Moment
 
 # Who is told to come again comes again, but nobody waits for long in a bench.
 _MOST_PATIENCE_S: Final = 3.0
@@ -158,7 +156,7 @@ class Clients:
 
 
 class _Body:
-    """A response in one piece; implements `connection.Receiver`."""
+    """A response in one piece; implements `http_client.Receiver`."""
 
     def __init__(self) -> None:
         self.status = 0

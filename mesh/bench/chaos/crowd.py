@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from mesh.bench.chaos.look import Look, Running
 from mesh.bench.chaos.stream import Stream
-from mesh.bench.stress.moment import NO_HANG_UPS
+from mesh.bench.stress.answers import NO_HANG_UPS
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from mesh.bench.chaos.question import Question
-    from mesh.bench.stress.moment import HangUps
+    from mesh.bench.stress.answers import HangUps
     from mesh.lab.network import Lab
 
 _LOOK_TIMEOUT_S: Final = 15.0

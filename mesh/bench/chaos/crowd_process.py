@@ -14,9 +14,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.bench.chaos.clients import Clients
-from mesh.bench.serve.client import Client
-from mesh.bench.serve.endpoint import parse_url
-from mesh.bench.stress.moment import HangUps
+from mesh.bench.http_client import Client, parse_url
+from mesh.bench.stress.answers import HangUps
 
 if TYPE_CHECKING:
     from mesh.bench.chaos.stream import Stream

@@ -10,7 +10,7 @@ import structlog
 
 from mesh.bench.chaos.look import what_is_missing
 from mesh.bench.chaos.tally import tally
-from mesh.bench.stress.judging import Expected
+from mesh.bench.stress.checks import Expected
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from mesh.bench.chaos.account import account_of, events_of
 from mesh.bench.chaos.ground import ANSWERS_TIMEOUT_S, Healing
 from mesh.bench.chaos.question import short_question
 from mesh.bench.chaos.repair import Repair, newcomer_of, pauses_s, silence_s
-from mesh.bench.stress.moment import HangUps
+from mesh.bench.stress.answers import HangUps
 
 if TYPE_CHECKING:
     from collections.abc import Callable

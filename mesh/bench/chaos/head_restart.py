@@ -12,7 +12,7 @@ import structlog
 from mesh.bench.chaos.bounds import SERVING_S, stream_lines
 from mesh.bench.chaos.ground import ANSWERS_TIMEOUT_S
 from mesh.bench.chaos.scenario import INTERRUPTED, Scenario
-from mesh.bench.stress.line import Line
+from mesh.bench.stress.checks import Line
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 from mesh.bench.chaos.harm import MEANING
 from mesh.bench.chaos.summary import by_kind
-from mesh.bench.markdown_table import markdown_table
+from mesh.bench.report_tools import markdown_table
 
 if TYPE_CHECKING:
     from mesh.bench.chaos.repair import Repair
     from mesh.bench.chaos.report import Report
     from mesh.bench.chaos.scenario import Scenario
-    from mesh.bench.stress.check import Check
+    from mesh.bench.stress.checks import Check
 
 _KIND_HEADS: Final = (
     "harm",

@@ -12,7 +12,7 @@ from mesh.bench.chaos.ground import ANSWERS_TIMEOUT_S
 from mesh.bench.chaos.question import short_question
 from mesh.bench.chaos.repair import newcomer_of
 from mesh.bench.chaos.scenario import INTERRUPTED, Scenario
-from mesh.bench.stress.line import Line
+from mesh.bench.stress.checks import Line
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.prompts import BUILT_IN
-from mesh.bench.serve.made_up import made_up_prompts
-from mesh.bench.stress.script import Turn
+from mesh.bench.datasets import BUILT_IN, made_up_prompts
+from mesh.bench.stress.scripts import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.bench.chaos.scenario import Scenario
-    from mesh.bench.stress.check import Check
-    from mesh.bench.stress.line import Line
+    from mesh.bench.stress.checks import Check, Line
 
 
 @dataclass(frozen=True)

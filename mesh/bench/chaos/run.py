@@ -23,8 +23,8 @@ from mesh.bench.chaos.question import questions
 from mesh.bench.chaos.report import Report, write_report
 from mesh.bench.chaos.room import least_memory_bytes
 from mesh.bench.chaos.scenario import INTERRUPTED
-from mesh.bench.stress.check import Check, flatness_check, leak_check
-from mesh.bench.stress.ground import open_sessions
+from mesh.bench.stress.checks import Check, flatness_check, leak_check
+from mesh.bench.stress.harness import open_sessions
 from mesh.lab.memory_watch import MemoryWatch
 from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from mesh.bench.chaos.repair import Repair
-    from mesh.bench.stress.judging import Problem
-    from mesh.bench.stress.line import Line
+    from mesh.bench.stress.checks import Line, Problem
 
 INTERRUPTED: Final = "interrupted: what was to come after this is missing"
 

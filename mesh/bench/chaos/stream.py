@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from mesh.bench.stress.told import Told
+from mesh.bench.stress.answers import Told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

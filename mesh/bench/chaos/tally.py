@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mesh.bench.stress.judging import Problem, judge_all
+from mesh.bench.stress.checks import Problem, judge_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from mesh.bench.chaos.stream import Stream
-    from mesh.bench.stress.judging import Expected
+    from mesh.bench.stress.checks import Expected
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mesh.bench.stress.checked_reading import CheckedReading
+from mesh.bench.stress.answers import CheckedReading
 
 
 class WatchedReading(CheckedReading):

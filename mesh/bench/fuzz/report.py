@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from mesh.bench.stress.growth import Growth
+    from mesh.bench.stress.memory import Growth
 
 _MIB: Final = 2**20
 

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final, Literal
 
 from mesh.bench.fuzz.report import FuzzReport
-from mesh.bench.stress.growth import growth_of
+from mesh.bench.stress.memory import growth_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""`mesh bench stress`: many users of a mesh over several hosts, every answer checked."""
+"""Load of many clients on a mesh of several hosts, with every answer checked."""

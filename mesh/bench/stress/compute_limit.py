@@ -1,4 +1,4 @@
-"""What this machine's cores can compute of a model's stages, with no network and no server around them.
+"""Child process that measures what the processors can compute.
 
 The limit of a mesh whose hosts share one machine's cores: as many workers as can be busy at once, which is
 one for each core but no more than there are stages, each computing all stages one after the other for a batch

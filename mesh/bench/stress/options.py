@@ -1,4 +1,4 @@
-"""What the user says."""
+"""Options of `mesh bench stress`, importable without the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of `mesh bench stress`: the lab, the mesh, the loads, the report."""
+"""One run of `mesh bench stress`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,34 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
-from mesh.bench.contest import even_split
-from mesh.bench.stress import acceptance
-from mesh.bench.stress.asker import Asker
-from mesh.bench.stress.check import (
+from mesh.bench.paired_systems import even_split
+from mesh.bench.stress import measurements
+from mesh.bench.stress.checks import (
+    answer_alone,
     answer_checks,
+    count_clients,
     flatness_check,
     footprint_checks,
     growth_by_process,
+    judge_all,
     leak_check,
+    prefix_mismatches,
+    saturation,
+    step_of,
 )
-from mesh.bench.stress.clients import count_clients, prefix_mismatches
-from mesh.bench.stress.footprint import footprints
-from mesh.bench.stress.ground import Ground
-from mesh.bench.stress.judging import judge_all
-from mesh.bench.stress.mix import QUICK, WIDE, mixed_scripts
-from mesh.bench.stress.reference import answer_alone
+from mesh.bench.stress.client_process import Asker
+from mesh.bench.stress.harness import Ground
+from mesh.bench.stress.memory import footprints
 from mesh.bench.stress.report import Report, RoleMemory, write_report
-from mesh.bench.stress.step import saturation, step_of
-from mesh.bench.stress.visits import VisitOrder, bodies_of, draw_visits, scripts_with_shared_beginnings
+from mesh.bench.stress.scripts import (
+    QUICK,
+    WIDE,
+    VisitOrder,
+    bodies_of,
+    draw_visits,
+    mixed_scripts,
+    scripts_with_shared_beginnings,
+)
 from mesh.lab.llama_cpp_build import build_llama_rpc
 from mesh.lab.memory_watch import ROLES, MemoryWatch
 from mesh.lab.network import Lab, lab_supported
@@ -46,13 +55,10 @@ from stages.slicing.model_facts import read_model_facts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.bench.stress.check import Check
-    from mesh.bench.stress.line import Line
+    from mesh.bench.stress.answers import Told
+    from mesh.bench.stress.checks import Check, Line, Reference, Step
     from mesh.bench.stress.options import LineName, StressOptions
-    from mesh.bench.stress.reference import Reference
-    from mesh.bench.stress.script import Script
-    from mesh.bench.stress.step import Step
-    from mesh.bench.stress.told import Told
+    from mesh.bench.stress.scripts import Script
     from mesh.lab.memory_watch import MemorySample, Role
     from stages.slicing.model_facts import ModelFacts
 
@@ -187,9 +193,9 @@ class _Run:
                     prefix_mismatches(ground.metrics()),
                 )
             if self._num_mixed:
-                self._lines.append(acceptance.memory_line(found, self._num_mixed))
+                self._lines.append(measurements.memory_line(found, self._num_mixed))
             if self._soaked is not None:
-                self._lines.append(acceptance.soak_line(self._soaked, status))
+                self._lines.append(measurements.soak_line(self._soaked, status))
         self._checks = [*answer_checks(self._steps, is_exact=options.exact), *self._checks]
         return Report(
             circumstances=self._circumstances(),
@@ -208,8 +214,8 @@ class _Run:
 
     def _warm_up(self) -> None:
         """A first answer is slow for reasons that nobody asks about."""
-        scripts = acceptance.crowd(_WARM_UP_AT_ONCE, 0, _WARM_UP_TOKENS)
-        acceptance.require_all(self._ground.ask_mesh(scripts, num_at_once=_WARM_UP_AT_ONCE))
+        scripts = measurements.crowd(_WARM_UP_AT_ONCE, 0, _WARM_UP_TOKENS)
+        measurements.require_all(self._ground.ask_mesh(scripts, num_at_once=_WARM_UP_AT_ONCE))
         if self._ground.peer is not None:
             self._ground.ask_peer(scripts, num_at_once=_WARM_UP_AT_ONCE)
 
@@ -231,7 +237,7 @@ class _Run:
         edges = tuple(accumulate(even_split(self._facts.n_layers, options.num_stages), initial=0))
 
         def limit() -> Line:
-            return acceptance.crowd_against_limit(
+            return measurements.crowd_against_limit(
                 ground,
                 options.model,
                 edges,
@@ -242,11 +248,13 @@ class _Run:
             )
 
         measures: dict[LineName, Callable[[], Line]] = {
-            "crowd": lambda: acceptance.crowd_against_peer(ground, _CROWD_AT_ONCE, rounds=rounds, seed=seed),
+            "crowd": lambda: measurements.crowd_against_peer(
+                ground, _CROWD_AT_ONCE, rounds=rounds, seed=seed
+            ),
             "limit": limit,
-            "prefill": lambda: acceptance.prefill_against_peer(ground, rounds=rounds, seed=seed),
-            "second-turn": lambda: acceptance.second_turn(ground, rounds=rounds, seed=seed),
-            "itl": lambda: acceptance.decode_beside_prefill(ground, rounds=rounds, seed=seed),
+            "prefill": lambda: measurements.prefill_against_peer(ground, rounds=rounds, seed=seed),
+            "second-turn": lambda: measurements.second_turn(ground, rounds=rounds, seed=seed),
+            "itl": lambda: measurements.decode_beside_prefill(ground, rounds=rounds, seed=seed),
         }
         for name in options.lines:
             if name in measures and (ground.peer is not None or name not in _PEER_LINES):

@@ -1,0 +1,272 @@
+"""Streaming client in a child process, for one request at a time.
+
+Run as a program on the host of the measured server it takes one JSON batch a line from standard input, and
+answers each with one line of JSON on standard output: see `mesh.bench.blocking_client`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from http.client import HTTPConnection, HTTPException
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from mesh.bench.request_record import read_chunk
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from mesh.lab.network import Lab
+
+
+CHAT_PATH: Final = "/v1/chat/completions"
+COMPLETION_PATH: Final = "/v1/completions"
+_TIMEOUT_S: Final = 300.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request.
+
+    Attributes:
+        path: Endpoint.
+        body: Its fields, but those that make it a stream with usage.
+    """
+
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What to ask.
+
+    Attributes:
+        port: Of the server, on this host's loopback.
+        asks: In this order.
+        num_at_once: How many may be under way together.
+        api_key: Goes with each of them, if the server wants one.
+    """
+
+    port: int
+    asks: tuple[Ask, ...]
+    num_at_once: int = 1
+    api_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for one request.
+
+    Attributes:
+        text: The answer.
+        num_tokens: Its length, by the server's count.
+        arrivals_ms: When each part of it came, counted from the request; at least one.
+        timings: The server's own account, as far as it gives one.
+        token_ids: All its tokens, if the request asked for them.
+    """
+
+    text: str
+    num_tokens: int
+    arrivals_ms: tuple[float, ...]
+    timings: dict[str, Any] = field(default_factory=dict)
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def ttft_ms(self) -> float:
+        """From the request to the first token."""
+        return self.arrivals_ms[0]
+
+    @property
+    def decode_ms(self) -> float:
+        """From the first token to the last."""
+        return self.arrivals_ms[-1] - self.arrivals_ms[0]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode rate: the first token belongs to the prefill."""
+        return (self.num_tokens - 1) / (self.decode_ms / 1e3)
+
+
+def chat(prompt: str, max_tokens: int, fields: dict[str, Any]) -> Ask:
+    """One user message, answered greedily unless the fields say otherwise."""
+    messages = [{"role": "user", "content": prompt}]
+    return Ask(CHAT_PATH, {"messages": messages, "temperature": 0, "max_tokens": max_tokens, **fields})
+
+
+def ask(port: int, wanted: Ask, *, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> Answer:
+    """Ask one question.
+
+    Raises:
+        MeshError: If the server refuses, breaks off, or answers with nothing that can be timed.
+    """
+    body = {
+        "model": "default",
+        # The same question is asked again and again: nobody may find its prompt in a cache.
+        "cache_prompt": False,
+        **wanted.body,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    headers = {"Content-Type": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    connection = HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    reading = _Reading()
+    start_s = time.perf_counter()
+    try:
+        connection.request("POST", wanted.path, json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise MeshError(
+                f"the server answered {response.status}: {response.read().decode(errors='replace')}"
+            )
+        for line in response:
+            if line.startswith(b"data: [DONE]"):
+                break
+            if line.startswith(b"data: "):
+                now_ms = (time.perf_counter() - start_s) * 1e3
+                reading.take(json.loads(line.removeprefix(b"data: ")), now_ms)
+    except (OSError, HTTPException) as error:
+        raise MeshError(f"the connection to the server broke: {error}") from error
+    finally:
+        connection.close()
+    return reading.answer()
+
+
+class _Reading:
+    """Puts the chunks of one stream together."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._arrivals_ms: list[float] = []
+        self._num_tokens = 0
+        self._timings: dict[str, Any] = {}
+        self._token_ids: list[int] = []
+
+    def take(self, fields: dict[str, Any], now_ms: float) -> None:
+        chunk = read_chunk(fields)
+        if chunk.error is not None:
+            raise MeshError(f"the server broke off: {chunk.error}")
+        self._num_tokens = chunk.usage.get("completion_tokens", self._num_tokens)
+        self._timings.update(chunk.timings)
+        self._token_ids += chunk.token_ids
+        # The chunk with the finish reason leaves with the last token, which may have no text to show.
+        if chunk.has_tokens or chunk.finish:
+            self._pieces.append(chunk.text)
+            self._arrivals_ms.append(now_ms)
+
+    def answer(self) -> Answer:
+        if not self._arrivals_ms or self._num_tokens < 1:
+            raise MeshError("the server's answer has no token or no usage")
+        return Answer(
+            "".join(self._pieces),
+            self._num_tokens,
+            tuple(self._arrivals_ms),
+            self._timings,
+            tuple(self._token_ids),
+        )
+
+
+def ask_batch(batch: Batch) -> list[Answer]:
+    """Ask all questions of a batch, answers in their order; raises MeshError like `ask`."""
+
+    def one(wanted: Ask) -> Answer:
+        return ask(batch.port, wanted, api_key=batch.api_key)
+
+    if batch.num_at_once == 1:
+        return [one(wanted) for wanted in batch.asks]
+    with ThreadPoolExecutor(batch.num_at_once) as pool:
+        return list(pool.map(one, batch.asks))
+
+
+def _serve_lines() -> None:
+    for line in sys.stdin:
+        fields = json.loads(line)
+        batch = Batch(**{**fields, "asks": tuple(Ask(**wanted) for wanted in fields["asks"])})
+        start_s = time.perf_counter()
+        reply: dict[str, Any]
+        try:
+            reply = {"answers": [asdict(answer) for answer in ask_batch(batch)]}
+        except MeshError as error:
+            reply = {"error": error.message}
+        sys.stdout.write(json.dumps({**reply, "wall_ms": (time.perf_counter() - start_s) * 1e3}) + "\n")
+        sys.stdout.flush()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A batch, answered.
+
+    Attributes:
+        answers: In the order asked.
+        wall_ms: From the first request to the last answer's end.
+    """
+
+    answers: tuple[Answer, ...]
+    wall_ms: float
+
+
+class Client:
+    """Asks from a lab host; a context manager.
+
+    Args:
+        lab: Where.
+        host: Its number; servers are asked over this host's loopback.
+    """
+
+    def __init__(self, lab: Lab, host: int = 0) -> None:
+        self._lab = lab
+        self._host = host
+        self._process: subprocess.Popen[bytes]
+
+    def __enter__(self) -> Self:
+        """Start the process."""
+        self._process = self._lab.run(
+            self._host,
+            [sys.executable, "-m", "mesh.bench.blocking_client"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it: its input ends."""
+        self._process.kill()
+        self._process.wait()
+
+    def ask(self, batch: Batch) -> Reply:
+        """Have a batch answered.
+
+        Raises:
+            MeshError: If a server refuses or breaks off.
+        """
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None  # noqa: S101 - both are pipes, see above
+        assert stdout is not None  # noqa: S101
+        stdin.write(json.dumps(asdict(batch)).encode() + b"\n")
+        stdin.flush()
+        line = stdout.readline()
+        if not line:
+            raise MeshError(f"the measuring client ended with code {self._process.wait()}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise MeshError(reply["error"])
+        return Reply(tuple(map(_answer, reply["answers"])), reply["wall_ms"])
+
+
+def _answer(fields: dict[str, Any]) -> Answer:
+    """JSON knows no tuples."""
+    sequences = {name: tuple(fields[name]) for name in ("arrivals_ms", "token_ids")}
+    return Answer(**{**fields, **sequences})
+
+
+if __name__ == "__main__":
+    _serve_lines()

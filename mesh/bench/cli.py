@@ -1,0 +1,339 @@
+"""`mesh bench`: its commands, of which those for links and speculation are here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from mesh.bench.serving_cli import serve
+from mesh.bench.stress.cli import stress
+from mesh.cli.head_client import ask_head
+from mesh.cli.option_types import Numbers, command_line
+from mesh.cli.shared_options import head_options, key_of
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mesh.engine import SpeculationMode
+
+
+_MB = 10**6
+_TIMEOUT_S = 600.0
+
+
+@click.command()
+@head_options
+@click.option(
+    "--probes",
+    type=click.IntRange(1, 1000),
+    default=50,
+    show_default=True,
+    help="Round trips of each size on each link; more than 50 on the head only.",
+)
+@click.option(
+    "--megabytes",
+    type=click.IntRange(0, 200),
+    default=8,
+    show_default=True,
+    metavar="MB",
+    help="Sent over each link, twice, to find its bandwidth, on the head only; 0 leaves that out.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print the figures as JSON.")
+def net(url: str, api_key_file: Path | None, probes: int, megabytes: int, *, is_json: bool) -> None:
+    """Measure the links between the hosts of a running mesh, over the streams that windows take.
+
+    Every host measures its links to every other, hosts without a stage too: round trips of 64 bytes and of
+    one row of hidden states, and bandwidth. Then it says what a token's round takes on the wire with the
+    stages in their order, and with them in the best one. Exits with 1 if a link could not be measured.
+    """
+    wanted = f"/mesh/links?probes={probes}&bulk_bytes={megabytes * _MB}"
+    found = ask_head(url.rstrip("/") + wanted, key_of(api_key_file), method="POST", timeout_s=_TIMEOUT_S)
+    if is_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        print_links(found)
+    if any(link["failure"] for link in found["links"]):
+        click.get_current_context().exit(1)
+
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+# `--quick` cuts answers to this.
+_QUICK_TOKENS = 24
+_MODES: tuple[SpeculationMode, ...] = ("ngram", "draft", "auto", "replay")
+
+
+class _Modes(click.ParamType[tuple["SpeculationMode", ...]]):
+    """`ngram,auto`."""
+
+    name = "proposers"
+
+    def convert(
+        self,
+        value: str | tuple[SpeculationMode, ...],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> tuple[SpeculationMode, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = value.split(",")
+        unknown = [name for name in names if name not in _MODES]
+        if unknown:
+            self.fail(f"{unknown[0]!r} is no proposer; there are {', '.join(_MODES)}", param, ctx)
+        return tuple(mode for mode in _MODES if mode in names)
+
+
+# Acceptance tests of this program itself: an installed package comes without them.
+_QUALIFICATION: Final = {
+    "chaos": "mesh.commands.bench_chaos:chaos",
+    "fuzz": "mesh.commands.bench_fuzz:fuzz",
+    "schemas": "mesh.commands.bench_schemas:schemas",
+}
+
+
+class _BenchGroup(click.Group):
+    """Imports acceptance tests by name, so that the benchmarks do without them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_QUALIFICATION])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _QUALIFICATION:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = _QUALIFICATION[cmd_name].partition(":")
+        if find_spec(".".join(module.split(".")[:2])) is None:
+            return _missing(cmd_name)
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+def _missing(name: str) -> click.Command:
+    """Stands for an acceptance test where the package with it is not installed."""
+    reason = (
+        f"mesh bench {name} needs a checkout of the source: the installed package has no acceptance tests"
+    )
+
+    @click.command(name, help="Needs a checkout of the source.", add_help_option=False)
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def refuse(**_arguments: object) -> NoReturn:
+        raise MeshError(reason)
+
+    refuse.context_settings = {"ignore_unknown_options": True}
+    return refuse
+
+
+@click.group(cls=_BenchGroup)
+def bench() -> None:
+    """Measure any OpenAI server, a running mesh's links, a lab of hosts (needs root), or feed bad input."""
+
+
+bench.add_command(serve)
+bench.add_command(stress)
+bench.add_command(net)
+
+
+@bench.command()
+@click.argument("model", required=False, type=_FILE)
+@click.option(
+    "--preset",
+    type=click.Choice(["sweep", "acceptance"]),
+    default="sweep",
+    show_default=True,
+    help="What is measured: what the other options say, or every line of the acceptance table.",
+)
+@click.option("--quick", is_flag=True, help="A minute's look: few questions, short answers, one delay.")
+@click.option(
+    "-o", "--output", type=_FOLDER, default=Path("bench-spec"), show_default=True, help="Report folder."
+)
+@click.option(
+    "--spec-bench", type=_FILE, help="Spec-Bench's question.jsonl; adds its categories as workloads."
+)
+@click.option("--workloads", metavar="A,B,…", help="Which; all unless given.")
+@click.option(
+    "--proposers",
+    "modes",
+    type=_Modes(),
+    default=_MODES,
+    metavar="A,B,…",
+    help="Which, for a sweep; all unless given.",
+)
+@click.option(
+    "--draft-max",
+    "widths",
+    type=Numbers(int, 1),
+    default=(1, 2, 4, 8, 16),
+    metavar="A,B,…",
+    help="For a sweep; 1,2,4,8,16 unless given.",
+)
+@click.option(
+    "--delay-ms",
+    "delays_ms",
+    type=Numbers(float, 0.0),
+    default=(),
+    metavar="A,B,…",
+    help="One way; for a sweep 5,20 unless given, for the acceptance table all of its own.",
+)
+@click.option(
+    "--questions",
+    "per_workload",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Of each workload. With one, a category's figure is that of a single question.",
+)
+@click.option(
+    "--tokens", "num_tokens", type=click.IntRange(2), default=128, show_default=True, help="Of each answer."
+)
+@click.option(
+    "--threads", "num_threads", type=click.IntRange(1), default=1, show_default=True, help="Of each stage."
+)
+@click.option("--draft", "draft_model", type=_FILE, help="A GGUF that drafts; made from MODEL unless given.")
+@click.option(
+    "--draft-type",
+    default="Q4_0",
+    show_default=True,
+    metavar="TYPE",
+    help="Of the draft model that is made; `none` makes none.",
+)
+@click.option("--exact", is_flag=True, help="Meshes in exact mode throughout.")
+@click.option(
+    "--rpc/--no-rpc",
+    "with_rpc",
+    default=None,
+    help="Measure llama.cpp RPC beside; only with --preset acceptance unless given.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of random prompts and sampling."
+)
+@click.option("--logs", type=_FOLDER, help="Keep what the servers write.")
+def spec(
+    *,
+    model: Path | None,
+    preset: Literal["sweep", "acceptance"],
+    quick: bool,
+    output: Path,
+    spec_bench: Path | None,
+    workloads: str | None,
+    modes: tuple[SpeculationMode, ...],
+    widths: tuple[int, ...],
+    delays_ms: tuple[float, ...],
+    per_workload: int,
+    num_tokens: int,
+    num_threads: int,
+    draft_model: Path | None,
+    draft_type: str,
+    exact: bool,
+    with_rpc: bool | None,
+    seed: int,
+    logs: Path | None,
+) -> None:
+    """Measure what speculation is worth for MODEL, a GGUF file; without MODEL, for the demo's.
+
+    Three hosts with a third of the layers each and a head without layers, asked through the streaming chat
+    endpoint. Writes report.md, report.json and pictures. Exits with 1 if something could not be measured.
+    """
+    from mesh.bench.speculation_report import lines_text, recommendation_text  # noqa: PLC0415 - keeps --help quick
+    from mesh.bench.speculation_run import SpecOptions, run_spec  # noqa: PLC0415
+    from mesh.serve.options import demo_model  # noqa: PLC0415
+
+    if quick and preset != "sweep":
+        raise click.UsageError("--quick is a preset of its own: leave out --preset")
+    if preset == "acceptance" and spec_bench is None:
+        raise click.UsageError("--preset acceptance asks Spec-Bench's questions: name them with --spec-bench")
+    # Whoever sets a time limit gets what was measured until then.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report = run_spec(
+        SpecOptions(
+            model=model or demo_model(),
+            draft_model=draft_model,
+            draft_type=None if draft_type == "none" else draft_type,
+            preset="quick" if quick else preset,
+            spec_bench=spec_bench,
+            workloads=tuple(workloads.split(",")) if workloads else (),
+            modes=modes,
+            widths=widths,
+            delays_ms=delays_ms,
+            per_workload=per_workload,
+            num_tokens=min(num_tokens, _QUICK_TOKENS) if quick else num_tokens,
+            num_threads=num_threads,
+            exact=exact,
+            with_rpc=preset == "acceptance" if with_rpc is None else with_rpc,
+            seed=seed,
+            output=output,
+            logs=logs,
+            command=command_line(click.get_current_context(), without={"output", "logs"}),
+        )
+    )
+    if report.lines:
+        click.echo(lines_text(report.lines))
+    click.echo(recommendation_text(report.recommendation, report.results.servers))
+    click.echo(f"report: {output / 'report.md'}")
+    for failure in report.results.failures:
+        click.echo(f"not measured: {failure}", err=True)
+    if report.results.failures:
+        click.get_current_context().exit(1)
+
+
+def print_links(found: Mapping[str, Any]) -> None:
+    """Links, then what they mean for the stages' order."""
+    # What went wrong may have any brackets in it.
+    console = Console(markup=False)
+    if not found["links"]:
+        console.print("no other host has joined: there is no link to measure", highlight=False)
+        return
+    hidden = f"{found['hidden_bytes']} B"
+    table = Table("from", "to", "64 B ms", "p99", f"{hidden} ms", "p99", "one way ms", "MB/s")
+    for link in found["links"]:
+        table.add_row(link["from"], link["to"], *_figures(link))
+    console.print(table)
+    console.print(
+        f"round trips: 64 B; one row of hidden states ({hidden}) there, 64 B back. One way: such a row",
+        highlight=False,
+    )
+    for link in found["links"]:
+        if link["failure"]:
+            console.print(f"{link['from']} to {link['to']}: {link['failure']}", highlight=False)
+    if found["round"]:
+        _print_round(console, found["head"], found["round"])
+    for wire in found["wires"]:
+        _print_wire(console, wire)
+
+
+def _figures(link: Mapping[str, Any]) -> list[str]:
+    if link["failure"]:
+        return ["-"] * 6
+    small, hidden, rate = link["rtt_ms"], link["hidden_rtt_ms"], link["bytes_per_s"]
+    times = (small["p50"], small["p99"], hidden["p50"], hidden["p99"], link["hop_ms"])
+    return [*(f"{time:.2f}" for time in times), "-" if rate is None else f"{rate / _MB:.1f}"]
+
+
+def _print_round(console: Console, head: str, found: Mapping[str, Any]) -> None:
+    console.print(
+        f"a token's round: {_way(head, found['order'])}: {found['order_ms']:.2f} ms", highlight=False
+    )
+    if found["best"] != found["order"]:
+        shorter = f"shorter: {_way(head, found['best'])}: {found['best_ms']:.2f} ms"
+        console.print(f"{shorter}; start `mesh serve` again to have that order", highlight=False)
+
+
+def _print_wire(console: Console, wire: Mapping[str, Any]) -> None:
+    if wire["proposed"] == "f32":
+        return
+    takes = f"takes {wire['row_transfer_ms']:.2f} ms on the wire, {wire['row_compute_ms']:.2f} ms at a stage"
+    console.print(
+        f"{wire['from']} to {wire['to']}: a row {takes}; `mesh serve --wire {wire['proposed']}` would help",
+        highlight=False,
+    )
+
+
+def _way(head: str, order: list[str]) -> str:
+    return " - ".join([head, *order, head])

@@ -1,0 +1,125 @@
+"""Command that compares a mesh with llama.cpp's RPC server.
+
+Four hosts in the lab: a head without layers and three with a third of them each; one thread a stage, greedy,
+no speculation, the same prompts through the same streaming chat endpoint. In each round both sides answer all
+prompts, one side after the other; see `mesh.bench.paired_systems`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from mesh.bench.blocking_client import Client
+from mesh.bench.datasets import load_prompts
+from mesh.bench.paired_systems import Contest, Settings
+from mesh.lab.network import Lab, lab_supported
+from mesh.serve.options import demo_model
+from mesh.util.logs import set_up_logs
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mesh.bench.paired_systems import Comparison
+
+NUM_HOSTS: Final = 4
+
+
+def _delays(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 5,20") from None
+
+
+@click.command()
+@click.option(
+    "--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="By default the demo's."
+)
+@click.option("--delay-ms", "delays_ms", default="5,20", show_default=True, callback=_delays)
+@click.option("--prompts", "num_prompts", default=4, show_default=True, help="How many.")
+@click.option(
+    "--prompt-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Spec-Bench's question.jsonl; its chat questions are taken. A few are built in.",
+)
+@click.option("--tokens", "num_tokens", default=128, show_default=True, help="Of each answer.")
+@click.option("--rounds", "num_rounds", default=3, show_default=True)
+@click.option("--threads", "num_threads", default=1, show_default=True, help="Of each stage.")
+@click.option("--exact", is_flag=True, help="Ours in exact mode.")
+@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep what the servers write.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write figures.")
+def main(
+    *,
+    model: Path | None,
+    delays_ms: tuple[float, ...],
+    num_prompts: int,
+    prompt_file: Path | None,
+    num_tokens: int,
+    num_rounds: int,
+    num_threads: int,
+    exact: bool,
+    logs: Path | None,
+    json_path: Path | None,
+) -> None:
+    """Compare decode rates with llama.cpp RPC in the lab; exits 0 whatever it finds."""
+    set_up_logs()
+    reason = lab_supported()
+    if reason is not None:
+        raise click.ClickException(reason)
+    settings = Settings(
+        model=model or demo_model(),
+        prompts=load_prompts(prompt_file, num_prompts),
+        num_tokens=num_tokens,
+        num_rounds=num_rounds,
+        num_threads=num_threads,
+        exact=exact,
+    )
+    with tempfile.TemporaryDirectory(prefix="mesh-bench-") as scratch:
+        place = logs or Path(scratch)
+        place.mkdir(parents=True, exist_ok=True)
+        try:
+            comparisons, idle_share = _run(settings, delays_ms, place.resolve())
+        except MeshError as error:
+            raise click.ClickException(error.message) from error
+    for comparison in comparisons:
+        click.echo(comparison.report())
+    click.echo(f"while llama.cpp RPC answered, the idle mesh took {idle_share:.1%} of a core")
+    if json_path is not None:
+        json_path.write_text(json.dumps(_figures(comparisons, idle_share), indent=2) + "\n", encoding="utf-8")
+
+
+def _run(settings: Settings, delays_ms: Sequence[float], logs: Path) -> tuple[list[Comparison], float]:
+    with Lab(NUM_HOSTS, shared=[logs, settings.model.resolve().parent]) as lab, Client(lab) as client:
+        contest = Contest(lab, client, settings, logs)
+        contest.start()
+        comparisons = [contest.measure(delay_ms) for delay_ms in delays_ms]
+        contest.stop()
+        return comparisons, contest.mesh_idle_share
+
+
+def _figures(comparisons: Sequence[Comparison], idle_share: float) -> dict[str, Any]:
+    delays = [
+        {
+            **asdict(comparison),
+            "mesh_tokens_per_s": comparison.mesh_tokens_per_s,
+            "rpc_tokens_per_s": comparison.peer_tokens_per_s,
+            "ratio": comparison.ratio,
+            "ratios": comparison.ratios,
+            "overhead_ms": comparison.overhead_ms,
+            "slower_compute_ms": comparison.slower_compute_ms,
+            "transport_ms": comparison.transport_ms,
+        }
+        for comparison in comparisons
+    ]
+    return {"mesh_idle_cores": idle_share, "delays": delays}
+
+
+if __name__ == "__main__":
+    main()

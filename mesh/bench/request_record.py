@@ -1,0 +1,330 @@
+"""Record of one request, made from its stream of server-sent events."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+# Kinds of failure that are counted apart from errors.
+REJECTED: Final = "http_429"
+UNFINISHED: Final = "unfinished"
+# The client closed the connection before the end of the answer, as it was told to.
+HUNG_UP: Final = "hung_up"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request has no answer.
+
+    Attributes:
+        kind: `http_STATUS`, `connection`, `timeout`, `stream_error` (the server said so in the middle of its
+            answer), `broken_off` (it stopped without a word), `not_a_stream`, `no_tokens`, `unfinished` (the
+            run was ended first), or `hung_up` (the client was told to leave early).
+        message: What the server or the network said, one line.
+        retry_after: The header of that name, as it came.
+    """
+
+    kind: str
+    message: str
+    retry_after: str | None = None
+
+    @property
+    def is_hang_up(self) -> bool:
+        """Whether it is the client's own doing: then nothing has failed."""
+        return self.kind == HUNG_UP
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What came back. Times are the clock's.
+
+    Attributes:
+        parts_s: When each part of the answer came: a chunk in which the model said something.
+        last_s: When the last chunk with a choice came, the one with the finish reason; None without any.
+        num_input_tokens: The server's count; None if it sent none.
+        num_cached_tokens: How many of them the server says it had computed before; None if it does not say.
+        num_output_tokens: The server's count; None if it sent none.
+        finish: Why the answer ended.
+        failure: Why there is none, or not all of it.
+    """
+
+    parts_s: tuple[float, ...] = ()
+    last_s: float | None = None
+    num_input_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_output_tokens: int | None = None
+    finish: str | None = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One request, from its schedule to its end. Times are in seconds from the start of the run.
+
+    Attributes:
+        number: From 0, in the order of the schedule.
+        prompt_id: What was asked.
+        scheduled_s: When it was to be sent. In a closed loop, when its place became free.
+        ready_s: When it had a place under the limit of requests under way.
+        sent_s: When it was sent, its connection not yet open unless an earlier request left one.
+        ended_s: When it was over, in whatever way.
+        parts_s: When each part of the answer came.
+        last_s: When the last chunk with a choice came; `ended_s` without any.
+        num_input_tokens: The server's count, or None.
+        num_cached_tokens: The server's count, or None.
+        num_output_tokens: The server's count; that of the parts, if there is none.
+        has_usage: Whether the server counted.
+        finish: Why the answer ended.
+        failure: Why there is none; None if all went well.
+    """
+
+    number: int
+    prompt_id: str
+    scheduled_s: float
+    ready_s: float
+    sent_s: float
+    ended_s: float
+    parts_s: tuple[float, ...] = field(default=(), repr=False)
+    last_s: float = 0.0
+    num_input_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_output_tokens: int = 0
+    has_usage: bool = False
+    finish: str | None = None
+    failure: Failure | None = None
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to first token: from sending the request to the first part of its answer.
+
+        An answer that ends without a part, because its first token ends it, counts to its end.
+        """
+        return ((self.parts_s[0] if self.parts_s else self.last_s) - self.sent_s) * 1e3
+
+    @property
+    def e2el_ms(self) -> float:
+        """End-to-end latency: from sending the request to the end of its answer."""
+        return (self.last_s - self.sent_s) * 1e3
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per output token but the first: (E2EL - TTFT) / (output tokens - 1); None below two tokens."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.e2el_ms - self.ttft_ms) / (self.num_output_tokens - 1)
+
+    @property
+    def itls_ms(self) -> tuple[float, ...]:
+        """Inter-token latencies: from each part to the next. A part may hold several tokens."""
+        return tuple(
+            (later - earlier) * 1e3 for earlier, later in zip(self.parts_s, self.parts_s[1:], strict=False)
+        )
+
+    @property
+    def queue_ms(self) -> float:
+        """How long it waited here for a place under the limit of requests under way."""
+        return (self.ready_s - self.scheduled_s) * 1e3
+
+    @property
+    def lag_ms(self) -> float:
+        """How late it was sent through the fault of this client, after it had its place."""
+        return (self.sent_s - self.ready_s) * 1e3
+
+    @property
+    def delay_ms(self) -> float:
+        """From its schedule to its sending: what latencies that count from the schedule have on top."""
+        return (self.sent_s - self.scheduled_s) * 1e3
+
+
+class EventStream:
+    """Cuts a stream into events, however the network cut it into pieces.
+
+    Follows the HTML standard as far as OpenAI's servers use it: `data` lines, comments, either line end.
+    Other fields are passed over.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of each event that these bytes complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        events = []
+        for line in lines:
+            text = line.removesuffix(b"\r")
+            if text.startswith(b"data:"):
+                self._data.append(text[5:].removeprefix(b" "))
+            elif not text and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events
+
+
+# Where a chat's delta carries what the model said, besides `content`.
+_OTHER_SPEECH: Final = ("reasoning_content", "reasoning", "refusal", "tool_calls")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a chunk brings.
+
+    Attributes:
+        text: The answer's next piece.
+        token_ids: Its tokens, if the request asked for them.
+        has_tokens: Whether the model said anything in it, be it text, ids, reasoning or a tool call. A chat's
+            opening chunk has none: it names the role, and some servers send it before they compute anything.
+        finish: Why the answer ends here, or None.
+        usage: Token counts; most chunks have none.
+        timings: The server's own account, as far as it gives one.
+        error: Why the server breaks off, or None.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    has_tokens: bool = False
+    finish: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def read_chunk(fields: dict[str, Any]) -> Chunk:
+    """From a chunk's JSON, of the chat or the completion endpoint; several choices count as one."""
+    if error := fields.get("error"):
+        return Chunk(error=str(error.get("message", error) if isinstance(error, dict) else error))
+    text, finish = "", None
+    ids: list[int] = []
+    speaks = False
+    for choice in fields.get("choices") or ():
+        delta = choice.get("delta") or {}
+        text += choice.get("text") or delta.get("content") or ""
+        ids += choice.get("token_ids") or ()
+        speaks = speaks or any(delta.get(name) for name in _OTHER_SPEECH)
+        finish = choice.get("finish_reason") or finish
+    return Chunk(
+        text=text,
+        token_ids=tuple(ids),
+        has_tokens=bool(text or ids or speaks),
+        finish=finish,
+        usage=_object(fields.get("usage")),
+        timings=_object(fields.get("timings")),
+    )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+_DONE: Final = b"[DONE]"
+# Of the body of a refusal; what comes after it is not for people.
+_MAX_ERROR_BYTES: Final = 64 * 1024
+_MAX_MESSAGE_CHARS: Final = 300
+
+
+class AnswerReading:
+    """Takes a response as it comes; implements `http_client.Receiver`."""
+
+    def __init__(self) -> None:
+        self._status = 0
+        self._headers: dict[bytes, bytes] = {}
+        self._events = EventStream()
+        self._refusal = b""
+        self._parts_s: list[float] = []
+        self._last_s: float | None = None
+        self._usage: dict[str, Any] = {}
+        self._finish: str | None = None
+        self._is_done = False
+        self._failure: Failure | None = None
+
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        """Status and headers, the names in lower case."""
+        self._status, self._headers = status, headers
+
+    def on_body(self, data: bytes, now_s: float) -> None:
+        """The next bytes of the body."""
+        if self._status != 200:
+            self._refusal = (self._refusal + data)[:_MAX_ERROR_BYTES]
+            return
+        for event in self._events.feed(data):
+            if event == _DONE:
+                self._is_done = True
+            else:
+                self._take(event, now_s)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the server began to answer."""
+        return self._status == 200
+
+    def heard(self, failure: Failure | None = None) -> Heard:
+        """What came.
+
+        Args:
+            failure: What ended it, if the response is not complete.
+        """
+        if failure is not None and failure.is_hang_up:
+            # What the server had said before is not the client's doing.
+            failure = self._failure or (failure if self._status in {0, 200} else None)
+        return Heard(
+            parts_s=tuple(self._parts_s),
+            last_s=self._last_s,
+            num_input_tokens=_count(self._usage, "prompt_tokens"),
+            num_cached_tokens=_count(self._usage.get("prompt_tokens_details"), "cached_tokens"),
+            num_output_tokens=_count(self._usage, "completion_tokens"),
+            finish=self._finish,
+            failure=failure or self._failure or self._shortcoming(),
+        )
+
+    def _take(self, event: bytes, now_s: float) -> None:
+        try:
+            chunk = read_chunk(json.loads(event))
+        except (ValueError, TypeError, AttributeError):
+            self._failure = self._failure or Failure("stream_error", f"no chunk of an answer: {_line(event)}")
+            return
+        if chunk.error is not None:
+            self._failure = self._failure or Failure("stream_error", chunk.error[:_MAX_MESSAGE_CHARS])
+        if chunk.usage:
+            self._usage = chunk.usage
+        if chunk.has_tokens:
+            self._parts_s.append(now_s)
+        if chunk.has_tokens or chunk.finish:
+            self._last_s = now_s
+        self._finish = chunk.finish or self._finish
+
+    def _shortcoming(self) -> Failure | None:
+        """What is wrong with a response that is complete as far as HTTP goes."""
+        if self._status != 200:
+            retry_after = self._headers.get(b"retry-after")
+            return Failure(
+                f"http_{self._status}",
+                error_message(self._refusal),
+                None if retry_after is None else retry_after.decode("latin-1"),
+            )
+        if self._finish is None and not self._is_done:
+            if self._headers.get(b"content-type", b"").startswith(b"application/json"):
+                return Failure("not_a_stream", "the server answered in one piece: it cannot stream")
+            return Failure("broken_off", "the stream ended without a finish reason and without [DONE]")
+        if self._last_s is None or self._usage.get("completion_tokens") == 0:
+            return Failure("no_tokens", "the answer has no token")
+        return None
+
+
+def error_message(body: bytes) -> str:
+    """What a server's refusal says, in one line: OpenAI's `error.message`, or the text as it is."""
+    try:
+        error = json.loads(body)["error"]
+        text = error["message"] if isinstance(error, dict) else error
+    except (ValueError, LookupError, TypeError):
+        text = body.decode(errors="replace")
+    return " ".join(str(text).split())[:_MAX_MESSAGE_CHARS]
+
+
+def _count(fields: Any, name: str) -> int | None:
+    found = fields.get(name) if isinstance(fields, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def _line(event: bytes) -> str:
+    return " ".join(event.decode(errors="replace").split())[:_MAX_MESSAGE_CHARS]

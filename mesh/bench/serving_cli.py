@@ -1,0 +1,267 @@
+"""`mesh bench serve`: its options and output."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from mesh.cli.option_types import Numbers, read_first_key
+from spanmesh_proto.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from mesh.bench.http_client import EndpointName, Server
+    from mesh.bench.serving_metrics import Slo
+
+
+class _Positive(click.ParamType[float]):
+    """A number above 0, `inf` included."""
+
+    name = "number"
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not number > 0:
+            self.fail(f"{value} is not a number above 0", param, ctx)
+        return number
+
+
+class _Url(click.ParamType["Server"]):
+    """`http://HOST:PORT`."""
+
+    name = "url"
+
+    def convert(
+        self, value: str | Server, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Server:
+        from mesh.bench.http_client import parse_url  # noqa: PLC0415 - keeps --help quick
+
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_url(value)
+        except InvalidRequest as error:
+            self.fail(error.message, param, ctx)
+
+
+class _Goodput(click.ParamType["Slo"]):
+    """`ttft:500`."""
+
+    name = "slo"
+
+    def convert(self, value: str | Slo, param: click.Parameter | None, ctx: click.Context | None) -> Slo:
+        from mesh.bench.serving_metrics import parse_slo  # noqa: PLC0415 - keeps --help quick
+
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_slo(value)
+        except InvalidRequest as error:
+            self.fail(error.message, param, ctx)
+
+
+class _JsonObject(click.ParamType[dict[str, Any]]):
+    """`{"top_k": 20}`."""
+
+    name = "json"
+
+    def convert(
+        self, value: str | dict[str, Any], param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        try:
+            fields = json.loads(value)
+        except json.JSONDecodeError as error:
+            self.fail(f"{value!r} is not JSON ({error})", param, ctx)
+        if not isinstance(fields, dict):
+            self.fail(f'{value!r} is not a JSON object such as {{"top_k": 20}}', param, ctx)
+        return fields
+
+
+@click.command()
+@click.option(
+    "--url", "server", type=_Url(), default="http://127.0.0.1:8000", show_default=True, help="Of the server."
+)
+@click.option(
+    "--endpoint",
+    type=click.Choice(["chat", "completions"]),
+    default="chat",
+    show_default=True,
+    help="/v1/chat/completions or /v1/completions.",
+)
+@click.option("--model", metavar="NAME", help="To ask for; the server's first unless given.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File whose first key opens the server; or set MESH_API_KEY.",
+)
+@click.option(
+    "--requests", "num_requests", type=click.IntRange(1), default=64, show_default=True, help="To measure."
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Requests under way at once: always so many without --rate (1 unless given), at most with it.",
+)
+@click.option(
+    "--rate",
+    type=_Positive(),
+    metavar="R",
+    help="Requests a second, sent at their time whatever the server does; `inf` sends all at once.",
+)
+@click.option(
+    "--burstiness",
+    type=_Positive(),
+    default=1.0,
+    show_default=True,
+    metavar="B",
+    help="Of --rate: 1 is a Poisson process, less comes in bursts, more evenly, `inf` at constant intervals.",
+)
+@click.option(
+    "--warmup",
+    "num_warmup",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Requests before those measured, with prompts of their own.",
+)
+@click.option(
+    "--dataset",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="JSON lines with `prompt`, `messages` or Spec-Bench's `turns`; prompts are made up unless given.",
+)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="Of each made-up prompt, about.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="Of each answer.",
+)
+@click.option("--ignore-eos", is_flag=True, help="Have answers go on to --max-tokens, if the server can.")
+@click.option(
+    "--temperature", type=click.FloatRange(0, 100), metavar="T", help="The server's own unless given."
+)
+@click.option(
+    "--extra-body", type=_JsonObject(), metavar="JSON", help="Further fields of requests: '{\"top_k\": 20}'."
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of prompts, order and arrivals."
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=_Positive(),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A request that takes longer has failed.",
+)
+@click.option(
+    "--goodput",
+    "slos",
+    type=_Goodput(),
+    multiple=True,
+    metavar="NAME:MS",
+    help="A limit for ttft, tpot or e2el, such as ttft:500; for several, several times.",
+)
+@click.option(
+    "--percentiles",
+    type=Numbers(float, 0.0, 100.0),
+    default=(50.0, 90.0, 99.0),
+    metavar="A,B,…",
+    help="Of each latency; 50,90,99 unless given.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Write report.md, report.json with every request, and pictures.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
+def serve(
+    *,
+    server: Server,
+    endpoint: str,
+    model: str | None,
+    api_key_file: Path | None,
+    num_requests: int,
+    concurrency: int | None,
+    rate: float | None,
+    burstiness: float,
+    num_warmup: int,
+    dataset: Path | None,
+    prompt_tokens: int,
+    max_tokens: int,
+    ignore_eos: bool,
+    temperature: float | None,
+    extra_body: dict[str, Any] | None,
+    seed: int,
+    timeout_s: float,
+    slos: tuple[Slo, ...],
+    percentiles: tuple[float, ...],
+    output: Path | None,
+    is_json: bool,
+) -> int:
+    """Load an OpenAI server and measure TTFT, TPOT, ITL, E2EL, throughput and goodput.
+
+    Works against any server that streams. Without --rate a closed loop: the next request is sent when one
+    ends. With it an open loop: requests are sent at their time, and latencies also count from it. Ctrl-C ends
+    the run and reports what was measured. Exits with 1 if no request was answered.
+    """
+    from mesh.bench.serving_options import LoadOptions  # noqa: PLC0415
+    from mesh.bench.serving_report import as_json, as_text  # noqa: PLC0415 - keeps --help quick
+    from mesh.bench.serving_run import run_load  # noqa: PLC0415
+
+    if temperature is not None and math.isnan(temperature):
+        raise click.BadParameter("nan is not a number", param_hint="--temperature")
+    key = os.environ.get("MESH_API_KEY") if api_key_file is None else read_first_key(api_key_file)
+    report, code = run_load(
+        LoadOptions(
+            server=server,
+            endpoint=cast("EndpointName", endpoint),
+            model=model,
+            api_key=key or None,
+            num_requests=num_requests,
+            rate=rate,
+            burstiness=burstiness,
+            concurrency=concurrency,
+            num_warmup=num_warmup,
+            dataset=dataset,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            ignore_eos=ignore_eos,
+            extra_body=extra_body,
+            seed=seed,
+            timeout_s=timeout_s,
+            slos=slos,
+            percentiles=percentiles,
+            output=output,
+        )
+    )
+    if report is not None:
+        click.echo(as_json(report) if is_json else as_text(report))
+        if output is not None:
+            click.echo(f"report: {output / 'report.md'}", err=is_json)
+    return code

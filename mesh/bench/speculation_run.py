@@ -1,0 +1,224 @@
+"""One run of `mesh bench spec`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+import structlog
+
+from mesh.bench.blocking_client import Client
+from mesh.bench.paired_systems import even_split
+from mesh.bench.speculation_plan import (
+    ServeOptions,
+    acceptance_plan,
+    narrowed,
+    peer_settings,
+    quick_plan,
+    sweep_plan,
+)
+from mesh.bench.speculation_report import Report, work_out, write_report
+from mesh.bench.speculation_results import Circumstances, Results
+from mesh.bench.speculation_runner import Peer, ReplayFile, Runner, RunnerOptions
+from mesh.bench.speculation_workloads import SPEC_BENCH, Workload, all_workloads, choose
+from mesh.lab.llama_cpp_build import build_llama_rpc
+from mesh.lab.network import Lab, lab_supported
+from mesh.requantize import requantise
+from mesh.text.tokenizer import Tokenizer
+from spanmesh_proto import SOFTWARE_VERSION
+from spanmesh_proto.errors import ClusterError
+from stages.slicing.model_facts import read_model_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mesh.bench.speculation_plan import Phase
+    from mesh.engine import SpeculationMode
+
+log = structlog.get_logger()
+
+Preset = Literal["sweep", "acceptance", "quick"]
+
+_NUM_STAGES: Final = 3
+_CTX_SIZE: Final = 2560
+_SWEEP_DELAYS_MS: Final = (5.0, 20.0)
+_PEER_DELAY_MS: Final = 20.0
+# Three questions tell the settings apart: prose, code, and text to be copied from.
+_PEER_WORKLOADS: Final = ("writing", "coding", "summarization", "built-in", "repository-edit", "tool-call")
+_NUM_PEER_WORKLOADS: Final = 3
+
+
+@dataclass(frozen=True)
+class SpecOptions:
+    """What the user says.
+
+    Attributes:
+        model: A GGUF.
+        draft_model: A GGUF for the draft proposer; None makes one from the model.
+        draft_type: Type of its weights, if it is made; None goes without a draft model.
+        preset: Which plan.
+        spec_bench: Spec-Bench's `question.jsonl`, or None for the project's own workloads alone.
+        workloads: Names; empty takes all.
+        modes: Proposers, for a sweep.
+        widths: Values of `--draft-max`, for a sweep.
+        delays_ms: One way; empty takes those of the plan, for a sweep 5 and 20.
+        per_workload: Questions of each workload.
+        num_tokens: Of each answer.
+        num_threads: Of each stage.
+        exact: Numeric mode.
+        with_rpc: Whether llama.cpp RPC takes part.
+        seed: Of random prompts and of sampling.
+        output: Folder for the report.
+        logs: Folder for what the servers write; None throws it away.
+        command: The command line that says all this.
+    """
+
+    model: Path
+    draft_model: Path | None
+    draft_type: str | None
+    preset: Preset
+    spec_bench: Path | None
+    workloads: tuple[str, ...]
+    modes: tuple[SpeculationMode, ...]
+    widths: tuple[int, ...]
+    delays_ms: tuple[float, ...]
+    per_workload: int
+    num_tokens: int
+    num_threads: int
+    exact: bool
+    with_rpc: bool
+    seed: int
+    output: Path
+    logs: Path | None
+    command: str
+
+
+def run_spec(options: SpecOptions) -> Report:
+    """Measure and write the report, of as much as could be measured, also when Ctrl-C ends it.
+
+    Raises:
+        MeshError: If no lab can be made here, or an input is wrong.
+    """
+    reason = lab_supported()
+    if reason is not None:
+        raise ClusterError(reason)
+    started_s = time.monotonic()
+    tokenizer = Tokenizer(options.model)
+    workloads = all_workloads(
+        tokenizer, spec_bench=options.spec_bench, per_workload=options.per_workload, seed=options.seed
+    )
+    chosen = choose(workloads, options.workloads or tuple(workloads))
+    with ExitStack() as stack:
+        logs = _logs(options, stack)
+        draft_model = _draft_model(options, logs)
+        phases = _plan(options, workloads, chosen, ServeOptions(draft_model, options.exact))
+        results = Results(_circumstances(options, draft_model))
+        runner_options = RunnerOptions(
+            model=options.model,
+            split=even_split(read_model_facts(options.model).n_layers, _NUM_STAGES),
+            num_threads=options.num_threads,
+            num_tokens=options.num_tokens,
+            ctx_size=_CTX_SIZE,
+        )
+        shared = [logs, options.model.resolve().parent, *([draft_model.parent] if draft_model else [])]
+        programs = build_llama_rpc() if options.with_rpc else None
+        lab = stack.enter_context(Lab(_NUM_STAGES + 1, shared=shared))
+        client = stack.enter_context(Client(lab))
+        peer = None
+        if programs is not None:
+            peer = Peer(lab, client, programs, runner_options, logs)
+            stack.callback(peer.stop)
+            results.peer_delay_ms = _PEER_DELAY_MS
+            results.peer_rates = peer.choose(
+                peer_settings(draft_model), _peer_workloads(workloads), _PEER_DELAY_MS
+            )
+        replay = ReplayFile(logs / "replay.jsonl")
+        runner = Runner(lab, client, runner_options, logs, results, replay=replay, peer=peer)
+        try:
+            for phase in phases:
+                runner.run(phase)
+        except KeyboardInterrupt:
+            results.failures.append("interrupted: what was to come after this is missing")
+        results.took_s = time.monotonic() - started_s
+        categories = {workload.name for workload in workloads.values() if workload.source == SPEC_BENCH}
+        report = work_out(results, categories=categories, with_acceptance=options.preset == "acceptance")
+        write_report(report, options.output)
+    return report
+
+
+def _plan(
+    options: SpecOptions,
+    workloads: dict[str, Workload],
+    chosen: Sequence[Workload],
+    serve: ServeOptions,
+) -> tuple[Phase, ...]:
+    if options.preset == "acceptance":
+        return narrowed(
+            acceptance_plan(workloads, serve, options.seed),
+            delays_ms=options.delays_ms,
+            workloads=options.workloads,
+        )
+    if options.preset == "quick":
+        return narrowed(quick_plan(workloads, serve), delays_ms=(), workloads=options.workloads)
+    return sweep_plan(
+        chosen,
+        serve,
+        modes=options.modes,
+        widths=options.widths,
+        delays_ms=options.delays_ms or _SWEEP_DELAYS_MS,
+        with_peer=options.with_rpc,
+    )
+
+
+def _logs(options: SpecOptions, stack: ExitStack) -> Path:
+    """A folder that all hosts see."""
+    folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mesh-bench-")))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.resolve()
+
+
+def _draft_model(options: SpecOptions, logs: Path) -> Path | None:
+    if options.draft_model is not None:
+        return options.draft_model.resolve()
+    if options.draft_type is None:
+        return None
+    made = logs / f"draft-{options.draft_type}.gguf"
+    log.info("making_draft", type=options.draft_type)
+    requantise(options.model, options.draft_type, made)
+    return made
+
+
+def _peer_workloads(workloads: dict[str, Workload]) -> list[Workload]:
+    return [workloads[name] for name in _PEER_WORKLOADS if name in workloads][:_NUM_PEER_WORKLOADS]
+
+
+def _circumstances(options: SpecOptions, draft_model: Path | None) -> Circumstances:
+    return Circumstances(
+        command=options.command,
+        model=options.model.name,
+        draft_model=None if draft_model is None else draft_model.name,
+        num_stages=_NUM_STAGES,
+        num_threads=options.num_threads,
+        num_tokens=options.num_tokens,
+        numeric_mode="exact" if options.exact else "fast",
+        seed=options.seed,
+        processor=_processor(),
+        num_cores=len(os.sched_getaffinity(0)),
+        software=f"spanmesh {SOFTWARE_VERSION}, llama-cpp-python {version('llama-cpp-python')}",
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,298 @@
+"""Load client in a child process on a host of the lab, and its handle.
+
+Run as a program it takes one JSON order a line from standard input, and answers each with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Self
+
+from mesh.bench.blocking_client import CHAT_PATH
+from mesh.bench.http_client import Client, parse_url
+from mesh.bench.load_generator import Job, Load
+from mesh.bench.request_record import Failure, Heard, error_message
+from mesh.bench.stress.answers import CheckedReading, Order, Outcome, Told, ask_until
+from mesh.bench.stress.scripts import VisitOrder, prompt_id
+from spanmesh_proto.errors import MeshError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from mesh.bench.request_record import AnswerReading, Record
+    from mesh.lab.network import Lab
+
+
+class Turns:
+    """An iterator over jobs: chats in their order, all over again from the first, turn after turn.
+
+    A chat's next turn comes up once the one before it has ended, ahead of chats that have not begun.
+
+    Args:
+        ids: Of the chats.
+        bodies: Of each chat, its requests.
+        is_over: Asked with the number of jobs given so far; once it says so there are no more.
+    """
+
+    def __init__(
+        self, ids: Sequence[str], bodies: Sequence[Sequence[bytes]], is_over: Callable[[int], bool]
+    ) -> None:
+        self._ids = ids
+        self._bodies = bodies
+        self._is_over = is_over
+        self._num_given = 0
+        self._num_begun = 0
+        self._ready: deque[tuple[int, int]] = deque()
+        self._under_way: dict[int, tuple[int, int]] = {}
+
+    def __iter__(self) -> Self:
+        """Itself: its users share it."""
+        return self
+
+    def __next__(self) -> Job:
+        """The next job; raises StopIteration when it is over."""
+        if self._is_over(self._num_given):
+            raise StopIteration
+        if self._ready:
+            chat, turn = self._ready.popleft()
+        else:
+            chat, turn = self._num_begun % len(self._ids), 0
+            self._num_begun += 1
+        number = self._num_given
+        self._num_given += 1
+        self._under_way[number] = chat, turn
+        return Job(number, prompt_id(self._ids[chat], turn), self._bodies[chat][turn])
+
+    def ended(self, record: Record) -> None:
+        """A job is over, in whatever way."""
+        chat, turn = self._under_way.pop(record.number)
+        if turn + 1 < len(self._bodies[chat]):
+            self._ready.append((chat, turn + 1))
+
+
+class WholeReading(CheckedReading):
+    """Takes an answer that comes in one piece, as JSON."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._body = b""
+
+    def on_body(self, data: bytes, now_s: float) -> None:  # noqa: ARG002 - the protocol's
+        """The next bytes of the body."""
+        self._body += data
+
+    def heard(self, failure: Failure | None = None) -> Heard:
+        """What came; `text` and `token_ids` are known from then on."""
+        if failure is not None:
+            return Heard(failure=failure)
+        if not self.has_begun:
+            return Heard(failure=Failure(f"http_{self._status}", error_message(self._body)))
+        try:
+            fields: dict[str, Any] = json.loads(self._body)
+            choice, usage = fields["choices"][0], fields["usage"]
+            self.text, self.token_ids = choice["message"]["content"] or "", list(choice["token_ids"])
+            return Heard(
+                num_input_tokens=usage["prompt_tokens"],
+                num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+                num_output_tokens=usage["completion_tokens"],
+                finish=choice["finish_reason"],
+            )
+        except (ValueError, LookupError, TypeError) as error:
+            return Heard(failure=Failure("not_an_answer", f"the answer's JSON lacks something: {error!r}"))
+
+    def faults(self) -> tuple[str, ...]:
+        """None: JSON that ends too early is a failure."""
+        return ()
+
+
+class Visitors:
+    """Clients of whom each has an API key; implements `load_generator.Asking`.
+
+    Args:
+        clients: One for each key.
+        num_at_once: Most requests under way at once. They are spread evenly over the keys.
+    """
+
+    def __init__(self, clients: list[Client], num_at_once: int) -> None:
+        self._free = [clients[place % len(clients)] for place in range(num_at_once)]
+
+    async def ask(self, path: str, body: bytes, reading: AnswerReading) -> Failure | None:
+        """Send one request from a client that has none under way."""
+        assert isinstance(reading, CheckedReading)  # noqa: S101 - made by `carry_out_visits`
+        client = self._free.pop(0)
+        try:
+            return await ask_until(client, path, body, reading)
+        finally:
+            self._free.append(client)
+
+
+async def carry_out_visits(order: VisitOrder) -> Outcome:
+    """Send what is ordered from this process."""
+    server = parse_url(f"http://127.0.0.1:{order.port}")
+    clients = [
+        Client(server, api_key=key, timeout_s=order.timeout_s, clock_s=time.perf_counter)
+        for key in order.api_keys
+    ]
+    readings: dict[int, CheckedReading] = {}
+    told: list[Told] = []
+
+    def make_reading(job: Job) -> CheckedReading:
+        visit = order.visits[job.number]
+        reading = CheckedReading() if visit.is_streamed else WholeReading()
+        readings[job.number] = reading
+        reading.moment = visit.moment
+        return reading
+
+    def on_end(record: Record) -> None:
+        reading = readings.pop(record.number)
+        faults = reading.faults() if record.failure is None else ()
+        told.append(Told(record, reading.text, tuple(reading.token_ids), faults))
+
+    jobs = [
+        Job(
+            number,
+            prompt_id(order.ids[visit.request], 0),
+            order.bodies[visit.request][0 if visit.is_streamed else 1].encode(),
+        )
+        for number, visit in enumerate(order.visits)
+    ]
+    visitors = Visitors(clients, order.num_at_once)
+    load = Load(visitors, CHAT_PATH, time.perf_counter, on_end, make_reading)
+    try:
+        await load.closed_loop(jobs, order.num_at_once)
+    finally:
+        for client in clients:
+            client.close()
+    return Outcome(tuple(sorted(told, key=lambda one: one.record.number)), load.now_s())
+
+
+class Asker:
+    """Asks from a lab host; a context manager.
+
+    Args:
+        lab: Where.
+        host: Its number; servers are asked over this host's loopback.
+        api_key: Goes with every request of an `Order`; None if the server wants none.
+    """
+
+    def __init__(self, lab: Lab, host: int = 0, *, api_key: str | None = None) -> None:
+        self._lab = lab
+        self._host = host
+        self._api_key = api_key
+        self._process: subprocess.Popen[bytes]
+
+    def __enter__(self) -> Self:
+        """Start the process."""
+        argv = [sys.executable, "-m", "mesh.bench.stress.client_process"]
+        self._process = self._lab.run(self._host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it: what is under way breaks off."""
+        self._process.kill()
+        self._process.wait()
+
+    def ask(self, order: Order) -> Outcome:
+        """Have an order carried out; failures of requests are part of the outcome.
+
+        Raises:
+            MeshError: If the process ended.
+        """
+        return self._have({"order": asdict(order), "api_key": self._api_key})
+
+    def visit(self, order: VisitOrder) -> Outcome:
+        """Have several clients ask, of whom some hang up.
+
+        Raises:
+            MeshError: If the process ended.
+        """
+        return self._have({"visit_order": asdict(order)})
+
+    def _have(self, wanted: dict[str, Any]) -> Outcome:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None  # noqa: S101 - both are pipes, see above
+        assert stdout is not None  # noqa: S101
+        stdin.write(json.dumps(wanted).encode() + b"\n")
+        stdin.flush()
+        line = stdout.readline()
+        if not line:
+            raise MeshError(f"the asking process ended with code {self._process.wait()}")
+        fields = json.loads(line)
+        return Outcome(tuple(map(Told.from_dict, fields["told"])), fields["duration_s"])
+
+
+async def carry_out(order: Order, api_key: str | None = None) -> Outcome:
+    """Send what is ordered from this process."""
+    client = Client(
+        parse_url(f"http://127.0.0.1:{order.port}"),
+        api_key=api_key,
+        timeout_s=order.timeout_s,
+        clock_s=time.perf_counter,
+    )
+    readings: dict[int, CheckedReading] = {}
+    told: list[Told] = []
+
+    def make_reading(job: Job) -> CheckedReading:
+        readings[job.number] = CheckedReading()
+        return readings[job.number]
+
+    def on_end(record: Record) -> None:
+        reading = readings.pop(record.number)
+        faults = reading.faults() if record.failure is None else ()
+        told.append(Told(record, reading.text, tuple(reading.token_ids), faults))
+        turns.ended(record)
+
+    def is_over(num_given: int) -> bool:
+        is_late = order.duration_s is not None and load.now_s() >= order.duration_s
+        return is_late or (order.num_requests is not None and num_given >= order.num_requests)
+
+    bodies = [[body.encode() for body in chat] for chat in order.bodies]
+    turns = Turns(order.ids, bodies, is_over)
+    load = Load(client, CHAT_PATH, time.perf_counter, on_end, make_reading)
+    try:
+        if order.arrivals_s is None:
+            await load.closed_loop(turns, order.num_at_once)
+        else:
+            await load.open_loop(list(turns), order.arrivals_s, None)
+    finally:
+        client.close()
+    duration_s = load.now_s()
+    return Outcome(tuple(sorted(told, key=lambda one: one.record.number)), duration_s)
+
+
+def _order(fields: dict[str, Any]) -> Order:
+    """JSON knows no tuples."""
+    arrivals_s = fields["arrivals_s"]
+    return Order(
+        **{
+            **fields,
+            "ids": tuple(fields["ids"]),
+            "bodies": tuple(map(tuple, fields["bodies"])),
+            "arrivals_s": None if arrivals_s is None else tuple(arrivals_s),
+        }
+    )
+
+
+def _serve_lines() -> None:
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        if "visit_order" in wanted:
+            outcome = asyncio.run(carry_out_visits(VisitOrder.from_dict(wanted["visit_order"])))
+        else:
+            outcome = asyncio.run(carry_out(_order(wanted["order"]), wanted["api_key"]))
+        fields = {"told": [one.as_dict() for one in outcome.told], "duration_s": outcome.duration_s}
+        sys.stdout.write(json.dumps(fields) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve_lines()
