@@ -13,32 +13,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.bench.chaos import clients as clients_module
-from mesh.bench.chaos.account import account_of, events_of
-from mesh.bench.chaos.bounds import repair_lines, stream_lines
-from mesh.bench.chaos.clients import Clients
-from mesh.bench.chaos.harm import KINDS, MEANING, HarmKind, draw_harms, victim
-from mesh.bench.chaos.lines import as_markdown, as_text
-from mesh.bench.chaos.listener import listener
-from mesh.bench.chaos.look import Look, Running, what_is_missing
-from mesh.bench.chaos.options import SCENARIOS
-from mesh.bench.chaos.question import questions
-from mesh.bench.chaos.repair import Newcomer, Repair, newcomer_of, pauses_s, silence_s
-from mesh.bench.chaos.report import Report, as_json
-from mesh.bench.chaos.room import least_memory_bytes
-from mesh.bench.chaos.scenario import Scenario
-from mesh.bench.chaos.stream import Stream
-from mesh.bench.chaos.summary import by_kind
-from mesh.bench.chaos.tally import tally
 from mesh.bench.http_client import Client, parse_url
 from mesh.bench.request_record import HUNG_UP, Failure, Record
 from mesh.bench.stress.answers import NO_HANG_UPS, HangUps, Told
 from mesh.bench.stress.checks import Check, Expected
 from mesh.bench.stress.scripts import Turn
-from mesh.commands.bench_chaos import chaos
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.planner import plan
 from mesh.placement.stage_sizes import Workload
+from mesh.qualification.chaos import client_process as clients_module
+from mesh.qualification.chaos.cli import chaos
+from mesh.qualification.chaos.client_process import Clients
+from mesh.qualification.chaos.clients import Look, Running, Stream, questions, what_is_missing
+from mesh.qualification.chaos.faults import KINDS, MEANING, HarmKind, draw_harms, listener, victim
+from mesh.qualification.chaos.options import SCENARIOS, least_memory_bytes
+from mesh.qualification.chaos.report import Report, as_json, as_markdown, as_text
+from mesh.qualification.chaos.results import (
+    Newcomer,
+    Repair,
+    Scenario,
+    account_of,
+    by_kind,
+    events_of,
+    newcomer_of,
+    pauses_s,
+    repair_lines,
+    silence_s,
+    stream_lines,
+    tally,
+)
 from spanmesh_proto.errors import ModelDoesNotFit
 from tests.peer_server import ANSWER, Reply, peer_server
 from tests.test_planner import model as made_up_model

@@ -8,8 +8,16 @@ from random import Random
 import pytest
 from jsonschema import Draft202012Validator
 
-from mesh.bench.schemas.run import SchemaAnswer, SchemaResult, ask_all, fault_of, questions, summary
-from mesh.bench.schemas.schemas import SCHEMA_CASES, SchemaCase
+from mesh.qualification.json_schema_conformance import (
+    SCHEMA_CASES,
+    SchemaAnswer,
+    SchemaCase,
+    SchemaResult,
+    ask_all,
+    fault_of,
+    questions,
+    summary,
+)
 from mesh.structured_output.json_schema import schema_grammar
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions

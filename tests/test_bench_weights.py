@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from mesh.bench.fourth_host import add_fourth_host
-from mesh.bench.weights.cutting import measure_cutting
-from mesh.bench.weights.harmed_transfer import harm_transfers
+from mesh.qualification.weights.rebalance import add_fourth_host
+from mesh.qualification.weights.slicing import measure_cutting
+from mesh.qualification.weights.transfer import harm_transfers
 from stages.layers import LayerRange
 from tests.tiny_models import TinyModel
 

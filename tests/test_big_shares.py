@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from mesh.bench.big_shares.shares import shares_table
 from mesh.bench.stress.memory import Footprint
+from mesh.qualification.memory_shares import shares_table
 from tests.lab_fixtures import require_lab
 
 
@@ -24,7 +24,16 @@ def test_a_host_that_holds_too_much_stands_out() -> None:
 @pytest.mark.timeout(300)
 def test_three_hosts_hold_their_shares_of_a_model_made_on_the_spot() -> None:
     require_lab()
-    argv = [sys.executable, "-m", "mesh.bench.big_shares", "--shape", "tiny", "--tokens", "4", "--json"]
+    argv = [
+        sys.executable,
+        "-m",
+        "mesh.qualification.memory_shares",
+        "--shape",
+        "tiny",
+        "--tokens",
+        "4",
+        "--json",
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh.bench.arch_models import deepened
-from mesh.bench.families import examine
-from mesh.bench.families_record import FamilyRecord, Outcome, counts, from_json, markdown, to_json
+from mesh.qualification.families import examine
+from mesh.qualification.families_table import FamilyRecord, Outcome, counts, from_json, markdown, to_json
+from mesh.qualification.tiny_models import deepened
 from spanmesh_proto.errors import MeshError
 from stages.certification.certify import certify
 from stages.slicing.architectures.registry import FAMILIES, family_of
@@ -39,7 +39,7 @@ def test_examining_a_model(tmp_path: Path) -> None:
 
 
 def test_the_published_table_is_of_the_recorded_run() -> None:
-    recorded = json.loads((ROOT / "mesh/bench/families_record.json").read_text(encoding="utf-8"))
+    recorded = json.loads((ROOT / "mesh/qualification/families_record.json").read_text(encoding="utf-8"))
     assert (ROOT / "FAMILIES.md").read_text(encoding="utf-8") == markdown(recorded)
     runs = {name: [from_json(saved) for saved in run] for name, run in recorded["runs"].items()}
     assert "d2" in runs
@@ -52,7 +52,7 @@ def test_the_published_table_is_of_the_recorded_run() -> None:
 
 
 def test_who_is_certified_has_been_found_exact() -> None:
-    recorded = json.loads((ROOT / "mesh/bench/families_record.json").read_text(encoding="utf-8"))
+    recorded = json.loads((ROOT / "mesh/qualification/families_record.json").read_text(encoding="utf-8"))
     exact = {
         saved["architecture"]
         for run in recorded["runs"].values()

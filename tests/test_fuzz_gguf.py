@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.bench.fuzz.gguf_files import hostile_files
-from mesh.bench.fuzz.ggufs import fuzz_ggufs
-from mesh.bench.fuzz.model_trial import trials, try_model
-from mesh.bench.fuzz.options import FuzzOptions
-from mesh.bench.fuzz.small_model import small_layout, write_layout
+from mesh.qualification.fuzz.gguf_fuzz import (
+    fuzz_ggufs,
+    hostile_files,
+    small_layout,
+    trials,
+    try_model,
+    write_layout,
+)
+from mesh.qualification.fuzz.report import FuzzOptions
 from spanmesh_proto.errors import InvalidModel
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.source_model import layer_of
@@ -45,7 +49,7 @@ def test_what_a_file_makes_its_reader_do_is_told_apart(
     unforeseen = try_model(context, path, str(tmp_path), 4 * 2**30)  # type: ignore[arg-type]
     assert (unforeseen.step, unforeseen.error) == ("cutting", None)
     assert "TypeError" in (unforeseen.raised or "")
-    monkeypatch.setattr("mesh.bench.fuzz.model_trial._PATIENCE_S", 0.0)
+    monkeypatch.setattr("mesh.qualification.fuzz.gguf_fuzz._PATIENCE_S", 0.0)
     assert try_model(context, path, tmp_path, 4 * 2**30).is_hung
 
 

@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from mesh.api.app import create_app
-from mesh.bench.fuzz.http_cases import HttpCase, HttpCases, is_whole
-from mesh.bench.fuzz.http_exchange import Reply, exchange
-from mesh.bench.fuzz.json_damage import damaged_value, json_text
-from mesh.bench.fuzz.over_http import blame
-from mesh.bench.fuzz.schema_values import SchemaValues
 from mesh.cli.main import run
+from mesh.qualification.fuzz.http_fuzz import HttpCase, HttpCases, Reply, blame, exchange, is_whole
+from mesh.qualification.fuzz.mutations import SchemaValues, damaged_value, json_text
 from mesh.text.tokenizer import Tokenizer
 from tests import api_harness
 from tests.api_harness import ScriptedEngine

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.bench.fuzz.damage import damaged
-from mesh.bench.fuzz.options import FuzzOptions
-from mesh.bench.fuzz.report import as_text
-from mesh.bench.fuzz.tally import Tally
-from mesh.bench.fuzz.tokens import fuzz_tokens
+from mesh.qualification.fuzz.mutations import damaged
+from mesh.qualification.fuzz.report import FuzzOptions, Tally, as_text
+from mesh.qualification.fuzz.token_fuzz import fuzz_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +26,7 @@ def test_every_token_is_admitted_or_refused_with_a_reason(tmp_path: Path) -> Non
 def test_an_unforeseen_exception_is_counted_and_its_token_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mesh.bench.fuzz.tokens.decode", lambda _word: 1 // 0)
+    monkeypatch.setattr("mesh.qualification.fuzz.token_fuzz.decode", lambda _word: 1 // 0)
     report = fuzz_tokens(FuzzOptions(3, 7, tmp_path, tmp_path))
     assert not report.is_good
     assert report.num_crashes == 3

@@ -11,10 +11,10 @@ import grpc
 import numpy as np
 import pytest
 
-from mesh.bench.fuzz.frames import HostilePeer, StageShape
-from mesh.bench.fuzz.options import FuzzOptions
-from mesh.bench.fuzz.over_grpc import fuzz_grpc
-from mesh.bench.fuzz.small_model import small_layout, write_layout
+from mesh.qualification.fuzz.gguf_fuzz import small_layout, write_layout
+from mesh.qualification.fuzz.grpc_frames import HostilePeer, StageShape
+from mesh.qualification.fuzz.grpc_fuzz import fuzz_grpc
+from mesh.qualification.fuzz.report import FuzzOptions
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from stages.runtime.stage_runtime import RuntimeOptions

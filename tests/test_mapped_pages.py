@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.bench.big_shares.random_gguf import write_random_gguf
-from mesh.bench.big_shares.shapes import SHAPES, Shape
+from mesh.qualification.memory_shares import SHAPES, Shape, write_random_gguf
 from stages.runtime.memory import anonymous_bytes, give_back_mapped_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mesh.bench.chaos.bounds import WARM_PAUSE_S
 from mesh.cluster.join_token import decode, encode
 from mesh.lab.network import Lab
 from mesh.lab.systems import COMMAND, last_lines
+from mesh.qualification.chaos.results import WARM_PAUSE_S
 from tests.chat_prompts import CHAT_PROMPTS
 from tests.lab_fixtures import require_lab
 from tests.lab_mesh import PATIENCE_S, Running, running_mesh

@@ -12,7 +12,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mesh.bench.fuzz.schema_values import SchemaValues
+from mesh.qualification.fuzz.mutations import SchemaValues
 from mesh.text.tokenizer import Tokenizer
 from tests.api_harness import Api, ScriptedEngine, running_api
 from tests.test_openapi import validator_of

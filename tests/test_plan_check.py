@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mesh.bench.plan_check import Check, main, report
+from mesh.qualification.forecast_accuracy import Check, main, report
 from tests.lab_fixtures import require_lab
 
 

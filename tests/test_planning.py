@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from mesh.bench.plan_time import cases, made_up_model
 from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.members import Member, Members
 from mesh.coordinator.ring import RingLoss
 from mesh.placement.planner import StagePlacement, plan
 from mesh.placement.replanner import Replan, replan
 from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.qualification.planning_time import cases, made_up_model
 from mesh.serve.allocations import Ledger
 from mesh.serve.pipeline import Fleet, Seat
 from mesh.serve.planning import FirstPlan, agreed, is_room_as_before, made_in_thread

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.bench.fuzz.small_model import small_layout, write_layout
 from mesh.cluster.certificates import Authority, make_certificate
+from mesh.qualification.fuzz.gguf_fuzz import small_layout, write_layout
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc

@@ -94,9 +94,9 @@ class _Modes(click.ParamType[tuple["SpeculationMode", ...]]):
 
 # Acceptance tests of this program itself: an installed package comes without them.
 _QUALIFICATION: Final = {
-    "chaos": "mesh.commands.bench_chaos:chaos",
-    "fuzz": "mesh.commands.bench_fuzz:fuzz",
-    "schemas": "mesh.commands.bench_schemas:schemas",
+    "chaos": "mesh.qualification.chaos.cli:chaos",
+    "fuzz": "mesh.qualification.fuzz.cli:fuzz",
+    "schemas": "mesh.qualification.json_schema_cli:schemas",
 }
 
 

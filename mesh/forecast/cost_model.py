@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # What a token takes beyond what stages report as computing and links were measured to take, for each stage
 # and once more for the coordinator: queues, messages, event loops, the answer's way to the client. An
-# estimate; `python -m mesh.bench.plan_check` measures it.
+# estimate; `python -m mesh.qualification.forecast_accuracy` measures it.
 HANDLING_MS: Final = 0.7
 
 

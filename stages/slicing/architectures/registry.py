@@ -4,8 +4,8 @@ The generic rules (`stages.slicing.layout`) renumber layers and cut per-layer me
 llama.cpp looks at a layer's own tensors and metadata only. A family that is not in this table is cut by them
 after a self-check that compares the cut model with the whole one.
 
-Entries have been certified, see `mesh.bench.families`, all but those that no run has tried: these are cut
-after a self-check, too.
+Entries have been certified, see `mesh.qualification.families`, all but those that no run has tried: these are
+cut after a self-check, too.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""`mesh bench chaos`: a mesh is harmed while clients read, and they may see no more than a pause."""

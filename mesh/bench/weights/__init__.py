@@ -1,1 +1,0 @@
-"""Bringing weights, measured and harmed: `python -m mesh.bench.weights`."""

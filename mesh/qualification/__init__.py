@@ -1,0 +1,1 @@
+"""Acceptance tests of this program itself, run from a checkout: installed packages come without them."""

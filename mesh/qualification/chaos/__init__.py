@@ -1,0 +1,1 @@
+"""Faults in a mesh while clients read: `mesh bench chaos`."""

@@ -1,0 +1,100 @@
+"""Options of `mesh bench chaos`, and the least memory of its hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+from mesh.placement.host_capacity import HostCapacity
+from mesh.placement.planner import plan
+from spanmesh_proto.errors import ModelDoesNotFit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mesh.placement.stage_sizes import Workload
+    from mesh.qualification.chaos.faults import HarmKind
+    from stages.slicing.model_facts import ModelFacts
+
+
+ScenarioName = Literal["harms", "leave", "head", "no-room"]
+SCENARIOS: Final[tuple[ScenarioName, ...]] = get_args(ScenarioName)
+
+
+@dataclass(frozen=True)
+class ChaosOptions:
+    """A run of `mesh bench chaos`.
+
+    Attributes:
+        model: A GGUF.
+        scenarios: What is tried, in this order.
+        num_stages: Hosts with layers; one more is the head.
+        num_spares: Hosts without.
+        delay_ms: One way, between any two hosts.
+        num_streams: Requests under way at any time.
+        num_harms: How many.
+        kinds: Among which they are drawn.
+        is_short: Whether they follow and pass quickly.
+        awaits_copies: Whether a mesh is whole only when its spare hosts have every stage loaded ahead.
+        hang_up_share: Of streams, how many have a client that hangs up while the mesh is harmed, 0 to 1.
+        seed: Of harms, questions, sampling and hang-ups.
+        exact: Numeric mode; then every text must be that of the undisturbed run.
+        num_questions: Different ones.
+        answer_tokens: Lengths of answers, of which each question gets one.
+        ctx_size: Positions of a session.
+        num_threads: Of each stage.
+        speculate: Who proposes, as in `mesh serve`.
+        serve_options: Further options of `mesh serve`.
+        whole_timeout_s: A mesh that is not whole again so long after a harm has failed.
+        output: Folder for the report.
+        logs: Folder for what the processes write; None throws it away.
+    """
+
+    model: Path
+    scenarios: tuple[ScenarioName, ...]
+    num_stages: int
+    num_spares: int
+    delay_ms: float
+    num_streams: int
+    num_harms: int
+    kinds: tuple[HarmKind, ...]
+    is_short: bool
+    awaits_copies: bool
+    hang_up_share: float
+    seed: int
+    exact: bool
+    num_questions: int
+    answer_tokens: tuple[int, ...]
+    ctx_size: int
+    num_threads: int
+    speculate: str
+    serve_options: tuple[str, ...]
+    whole_timeout_s: float
+    output: Path
+    logs: Path | None
+
+
+_STEP_BYTES: Final = 2**20
+
+
+def least_memory_bytes(model: ModelFacts, workload: Workload, num_hosts: int) -> int:
+    """What each of so many equal hosts must offer, in whole MiB, for one stage on each."""
+    low, high = 0, model.file_bytes + 2**36
+    while high - low > _STEP_BYTES:
+        middle = (low + high) // 2 // _STEP_BYTES * _STEP_BYTES
+        if middle in {low, high}:
+            break
+        if _fits(model, workload, num_hosts, middle):
+            high = middle
+        else:
+            low = middle
+    return -(-high // _STEP_BYTES) * _STEP_BYTES
+
+
+def _fits(model: ModelFacts, workload: Workload, num_hosts: int, memory_bytes: int) -> bool:
+    hosts = [HostCapacity(f"host{index}", memory_bytes, 1.0) for index in range(num_hosts)]
+    try:
+        plan(model, hosts, workload, num_stages=num_hosts)
+    except ModelDoesNotFit:
+        return False
+    return True

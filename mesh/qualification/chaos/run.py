@@ -1,0 +1,220 @@
+"""One run of `mesh bench chaos`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mesh.bench.stress.checks import Check, flatness_check, leak_check
+from mesh.bench.stress.harness import open_sessions
+from mesh.lab.memory_watch import MemoryWatch
+from mesh.lab.network import Lab, lab_supported
+from mesh.lab.systems import MeshSystem
+from mesh.placement.stage_sizes import Workload
+from mesh.qualification.chaos.clients import Crowd, questions
+from mesh.qualification.chaos.faults import Harming
+from mesh.qualification.chaos.harness import FirstFailure, Ground, undisturbed
+from mesh.qualification.chaos.options import least_memory_bytes
+from mesh.qualification.chaos.report import Report, write_report
+from mesh.qualification.chaos.results import INTERRUPTED
+from mesh.qualification.chaos.scenarios import try_harms, try_head_restart, try_leaving, try_no_room
+from spanmesh_proto import SOFTWARE_VERSION
+from spanmesh_proto.errors import ClusterError, MeshError
+from stages.slicing.model_facts import read_model_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from mesh.qualification.chaos.options import ChaosOptions, ScenarioName
+    from mesh.qualification.chaos.results import Scenario
+
+log = structlog.get_logger()
+
+_SCENARIOS: Final[dict[ScenarioName, Callable[[Ground, FirstFailure], Scenario]]] = {
+    "harms": try_harms,
+    "leave": try_leaving,
+    "head": try_head_restart,
+    "no-room": try_no_room,
+}
+# Slots for newcomers beside the streams.
+_NEWCOMERS: Final = 2
+_LOOK_INTERVAL_S: Final = 5.0
+_IDLE_TIMEOUT_S: Final = 10.0
+_STOP_TIMEOUT_S: Final = 60.0
+# Above the least that would do, for what hosts need besides.
+_ROOM: Final = 1.02
+
+
+def run_chaos(options: ChaosOptions) -> Report:
+    """Try everything and write the report, of as much as could be done, also when Ctrl-C ends it.
+
+    Raises:
+        ClusterError: If no lab can be made here.
+    """
+    reason = lab_supported()
+    if reason is not None:
+        raise ClusterError(reason)
+    run = _Run(options)
+    # They need other hosts.
+    together: tuple[ScenarioName, ...] = tuple(name for name in options.scenarios if name != "no-room")
+    try:
+        if together:
+            run.on_a_mesh(together, num_spares=options.num_spares)
+        if "no-room" in options.scenarios and not run.is_interrupted:
+            run.on_a_mesh(("no-room",), num_spares=0)
+    except KeyboardInterrupt:
+        run.note(INTERRUPTED)
+    report = run.report()
+    write_report(report, options.output)
+    return report
+
+
+class _Run:
+    """What a run knows while it goes on."""
+
+    def __init__(self, options: ChaosOptions) -> None:
+        self._options = options
+        self._keep = FirstFailure(options.output)
+        self._scenarios: list[Scenario] = []
+        self._checks: list[Check] = []
+        self._failures: list[str] = []
+        self._started_s = time.monotonic()
+
+    def on_a_mesh(self, names: tuple[ScenarioName, ...], *, num_spares: int) -> None:
+        """Bring a mesh up, try scenarios on it, and see that nothing is left of it."""
+        try:
+            with self._ground(num_spares, is_tight="no-room" in names) as ground:
+                with MemoryWatch(ground.lab, _LOOK_INTERVAL_S) as watch:
+                    for name in names:
+                        scenario = self._try(name, ground, watch)
+                        if scenario.is_interrupted:
+                            break
+                    self._look_idle(ground, names)
+                self._stop(ground, names)
+        except MeshError as error:
+            self.note(f"{_and(names)}: {error.message}")
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a scenario was."""
+        return any(scenario.is_interrupted for scenario in self._scenarios)
+
+    def note(self, failure: str) -> None:
+        """Say in the report that something could not be done."""
+        log.warning("not_done", reason=failure)
+        self._failures.append(failure)
+
+    def report(self) -> Report:
+        """Of what was done."""
+        options = self._options
+        circumstances: dict[str, Any] = {
+            "model": options.model.name,
+            "stage_hosts": options.num_stages,
+            "spare_hosts": options.num_spares,
+            "one_way_delay_ms": options.delay_ms,
+            "streams": options.num_streams,
+            "hang_ups": options.hang_up_share,
+            "questions": options.num_questions,
+            "answer_tokens": " ".join(map(str, options.answer_tokens)),
+            "numeric_mode": "exact" if options.exact else "fast",
+            "threads_per_stage": options.num_threads,
+            "speculate": options.speculate,
+            "serve_options": " ".join(options.serve_options) or "none",
+            "kinds": " ".join(options.kinds),
+            "seed": options.seed,
+            "cores": len(os.sched_getaffinity(0)),
+            "took_s": round(time.monotonic() - self._started_s),
+            "software": f"spanmesh {SOFTWARE_VERSION}",
+        }
+        return Report(circumstances, tuple(self._scenarios), tuple(self._checks), tuple(self._failures))
+
+    @contextmanager
+    def _ground(self, num_spares: int, *, is_tight: bool) -> Iterator[Ground]:
+        options = self._options
+        facts = read_model_facts(options.model)
+        num_slots = options.num_streams + _NEWCOMERS
+        join_options: tuple[str, ...] = ()
+        if is_tight:
+            workload = Workload(options.ctx_size, num_slots, is_exact=options.exact)
+            memory_bytes = int(least_memory_bytes(facts, workload, options.num_stages) * _ROOM)
+            join_options = ("--memory", str(memory_bytes))
+        with ExitStack() as stack:
+            folder = options.logs or Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="mesh-bench-"))
+            )
+            logs = (folder / ("no-room" if is_tight else "mesh")).resolve()
+            logs.mkdir(parents=True, exist_ok=True)
+            shared = [logs, options.model.resolve().parent]
+            lab = stack.enter_context(Lab(1 + options.num_stages + num_spares, shared=shared))
+            serve = ["--speculate", options.speculate, "--parallel", str(num_slots)]
+            serve += ["--ctx-size", str(options.ctx_size), *["--exact"] * options.exact]
+            mesh = MeshSystem(
+                lab,
+                options.model,
+                logs,
+                num_spares=num_spares,
+                num_threads=options.num_threads,
+                options=[*serve, *options.serve_options],
+                join_options=join_options,
+            )
+            stack.callback(mesh.kill)
+            mesh.start()
+            lab.set_delay_ms(options.delay_ms)
+            crowd = stack.enter_context(Crowd(lab, mesh.port))
+            asked = questions(options.num_questions, options.answer_tokens, options.seed)
+            expected = undisturbed(crowd, asked, options.num_streams)
+            yield Ground(lab, mesh, crowd, Harming(lab, mesh), options, asked, expected)
+
+    def _try(self, name: ScenarioName, ground: Ground, watch: MemoryWatch) -> Scenario:
+        log.info("scenario", name=name)
+        begun_s = time.perf_counter()
+        scenario = _SCENARIOS[name](ground, self._keep)
+        self._scenarios.append(scenario)
+        for line in scenario.lines:
+            log.info("line", title=line.title, measured=line.measured, bound=line.bound, verdict=line.verdict)
+        if name == "harms":
+            stop_s = time.perf_counter()
+            samples = watch.between(begun_s, stop_s)
+            self._checks.append(flatness_check(samples, "coordinator", stop_s - begun_s))
+        return scenario
+
+    def _look_idle(self, ground: Ground, names: tuple[ScenarioName, ...]) -> None:
+        """Nobody asks: nobody may hold a session."""
+        deadline_s = time.monotonic() + _IDLE_TIMEOUT_S
+        while True:
+            try:
+                status = ground.crowd.look().status
+            except MeshError as error:
+                self.note(error.message)
+                return
+            if status is not None and not open_sessions(status):
+                break
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.2)
+        if status is None:
+            self.note("the head does not answer when all is over")
+        else:
+            check = leak_check(status)
+            self._checks.append(Check(f"{check.name}, after {_and(names)}", check.holds, check.detail))
+
+    def _stop(self, ground: Ground, names: tuple[ScenarioName, ...]) -> None:
+        """Ctrl-C everywhere; nothing may be left."""
+        try:
+            codes = ground.mesh.stop(timeout_s=_STOP_TIMEOUT_S)
+        except MeshError as error:
+            self.note(error.message)
+            return
+        left = ground.harming.left_over()
+        detail = ", ".join(left) or f"none; exit codes {', '.join(map(str, codes))}"
+        self._checks.append(Check(f"no process left, after {_and(names)}", not left, detail))
+
+
+def _and(names: tuple[ScenarioName, ...]) -> str:
+    return " and ".join(names)

@@ -1,0 +1,172 @@
+"""Writer of FAMILIES.md.
+
+python -m mesh.qualification.families_table record.json > FAMILIES.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+
+class Outcome(StrEnum):
+    """What became of one model.
+
+    Attributes:
+        BIT_EQUAL: At every cut that is allowed, and there is at least one.
+        REFUSED: It is not cut at all, and the reason is known: by its rules, or by the self-check that a
+            family without rules must pass.
+        WRONG: Its rules allow a cut that is not bit-equal.
+    """
+
+    BIT_EQUAL = "bit-equal"
+    REFUSED = "refused"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True)
+class FamilyRecord:
+    """One model.
+
+    Attributes:
+        model: The file's name.
+        outcome: What became of it.
+        reason: Why, unless it is bit-equal.
+        architecture: `general.architecture`; empty if its header was refused.
+        n_layers: Layers.
+        rules: Names of the rules that it needed beyond the generic ones.
+        is_known: Whether its family is in the table.
+        can_trim: Whether sessions can go back, without which nothing is proposed.
+        allowed_cuts: Where it may be cut.
+        refused_cuts: Where not, and why.
+    """
+
+    model: str
+    outcome: Outcome
+    reason: str = ""
+    architecture: str = ""
+    n_layers: int = 0
+    rules: tuple[str, ...] = ()
+    is_known: bool = True
+    can_trim: bool = True
+    allowed_cuts: tuple[int, ...] = ()
+    refused_cuts: Mapping[str, str] = field(default_factory=dict)
+
+    def bit_equal(self) -> FamilyRecord:
+        """The same, certified."""
+        return dataclasses.replace(self, outcome=Outcome.BIT_EQUAL, reason="")
+
+    def refused(self, reason: str) -> FamilyRecord:
+        """The same, not to be cut."""
+        return dataclasses.replace(self, outcome=Outcome.REFUSED, reason=reason, allowed_cuts=())
+
+    def failed(self, reason: str, *, is_known: bool) -> FamilyRecord:
+        """The same, found to differ: a family without rules is refused by its self-check then."""
+        if not is_known:
+            return self.refused(f"the generic rules are not enough: {reason}")
+        return dataclasses.replace(self, outcome=Outcome.WRONG, reason=reason)
+
+
+def to_json(record: FamilyRecord) -> dict[str, Any]:
+    """For a file."""
+    return dataclasses.asdict(record)
+
+
+def from_json(saved: Mapping[str, Any]) -> FamilyRecord:
+    """From a file."""
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
+    }
+    values["outcome"] = Outcome(saved["outcome"])
+    return FamilyRecord(**values)
+
+
+def counts(records: Iterable[FamilyRecord]) -> str:
+    """One line for a person."""
+    found = Counter(record.outcome for record in records)
+    return f"{found.total()} models, " + ", ".join(f"{found[outcome]} {outcome}" for outcome in Outcome)
+
+
+_HEAD: Final = """\
+# Families
+
+Which families of models can be cut, found out by cutting llama.cpp's own tiny random model of each
+architecture at every place that the rules allow, alone and all at once, and comparing bits with the model
+whole: prefill, decode, long prompts in chunks, and spans after going back. Written by
+
+```sh
+python -m mesh.qualification.tiny_models models/d1
+python -m mesh.qualification.tiny_models models/d2 --depth 2
+python -m mesh.qualification.families models/d1 models/d2 --output mesh/qualification/families_record.json
+python -m mesh.qualification.families_table mesh/qualification/families_record.json > FAMILIES.md
+```
+
+"""
+
+_TAIL: Final = """
+**proposals**: models whose sessions have a state that cannot go back to an earlier position run without
+speculation.
+{wrong}
+Rules are in [stages/slicing/architectures/registry.py](stages/slicing/architectures/registry.py), each with
+its reason. A family that is not in the table of rules is cut by the generic ones, and only after a self-check
+at the very cut; so is one whose rules no run has tried.
+"""
+
+_WRONG: Final = """
+**wrong**: found not to be exact, or to abort, by the rules of that run. Such families have new rules, which
+no run has tried.
+"""
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The table.
+
+    Args:
+        document: What `mesh.qualification.families` wrote.
+    """
+    runs = {name: [from_json(saved) for saved in run] for name, run in document["runs"].items()}
+    lines = [_HEAD + f"llama-cpp-python {document['llama_cpp_python']}.", ""]
+    lines += [f"- {name}: {counts(records)}" for name, records in runs.items()]
+    names = list(runs)
+    lines += [
+        "",
+        f"| model | {' | '.join(names)} | rules | proposals | why not |",
+        "|---" * (len(names) + 4) + "|",
+    ]
+    for model in sorted({record.model for records in runs.values() for record in records}):
+        lines.append(_row(model, [_find(runs[name], model) for name in names]))
+    is_any_wrong = any(record.outcome is Outcome.WRONG for records in runs.values() for record in records)
+    return "\n".join(lines) + "\n" + _TAIL.format(wrong=_WRONG if is_any_wrong else "")
+
+
+def _find(records: Sequence[FamilyRecord], model: str) -> FamilyRecord | None:
+    return next((record for record in records if record.model == model), None)
+
+
+def _row(model: str, found: Sequence[FamilyRecord | None]) -> str:
+    present = [record for record in found if record is not None]
+    cells = ["" if record is None else _cell(record) for record in found]
+    rules = dict.fromkeys(rule for record in present for rule in record.rules)
+    reasons = dict.fromkeys(record.reason for record in present if record.reason)
+    proposals = "yes" if all(record.can_trim for record in present) else "no"
+    shown = model.removesuffix(".gguf")
+    return f"| {shown} | {' | '.join(cells)} | {', '.join(rules)} | {proposals} | {'; '.join(reasons)} |"
+
+
+def _cell(record: FamilyRecord) -> str:
+    if record.outcome is not Outcome.BIT_EQUAL:
+        return str(record.outcome)
+    return f"{len(record.allowed_cuts)} of {record.n_layers - 1} cuts"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))

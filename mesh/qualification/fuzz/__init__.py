@@ -1,0 +1,1 @@
+"""Hostile input for everything that listens or reads: `mesh bench fuzz`."""

@@ -1,0 +1,87 @@
+"""`mesh bench fuzz`: its options and output."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mesh.qualification.fuzz.report import FuzzOptions, FuzzReport
+
+
+_CASES = click.IntRange(1)
+
+
+@click.command()
+@click.argument("model", required=False, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--http", type=_CASES, metavar="N", help="Requests to the API, made from its own document.")
+@click.option("--grpc", type=_CASES, metavar="N", help="Frames to the stages, from a peer with their key.")
+@click.option("--gguf", type=_CASES, metavar="N", help="Model files, damaged, lying and cut short.")
+@click.option("--tokens", type=_CASES, metavar="N", help="Join tokens, mistyped, damaged and made up.")
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of all randomness.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("bench-fuzz"),
+    show_default=True,
+    help="Folder for failing inputs and logs.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print the reports as JSON.")
+def fuzz(*, model: Path | None, seed: int, output: Path, is_json: bool, **num_cases: int | None) -> None:
+    """Feed N inputs of each kind that is named; what serves a model serves MODEL, or the demo's.
+
+    Everything starts on this machine for the run and ends with it. Failing inputs are kept. Exits with 1 if
+    something crashed, hung, was blamed on the server, or if memory grew.
+    """
+    wanted = {kind: count for kind, count in num_cases.items() if count is not None}
+    if not wanted:
+        raise click.UsageError("name at least one kind and how many, such as --http 10000")
+    from mesh.qualification.fuzz.report import FuzzOptions, as_dict, as_text  # noqa: PLC0415
+    from mesh.serve.options import demo_model  # noqa: PLC0415
+
+    # Whoever sets a time limit leaves nothing behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    output.mkdir(parents=True, exist_ok=True)
+    model = model or demo_model()
+    reports = []
+    for kind, count in wanted.items():
+        report = feed(kind, FuzzOptions(count, seed, model, output))
+        reports.append(report)
+        if not is_json:
+            click.echo(as_text(report))
+    if is_json:
+        click.echo(json.dumps([as_dict(report) for report in reports], indent=2))
+    if not all(report.is_good for report in reports):
+        click.get_current_context().exit(1)
+
+
+# Each is an option of `mesh bench fuzz` of the same name; imported only when it is asked for.
+_KINDS: Final = {
+    "http": "mesh.qualification.fuzz.http_fuzz:fuzz_http",
+    "grpc": "mesh.qualification.fuzz.grpc_fuzz:fuzz_grpc",
+    "gguf": "mesh.qualification.fuzz.gguf_fuzz:fuzz_ggufs",
+    "tokens": "mesh.qualification.fuzz.token_fuzz:fuzz_tokens",
+}
+
+
+def feed(kind: str, options: FuzzOptions) -> FuzzReport:
+    """Feed one kind of hostile input.
+
+    Args:
+        kind: Such as `http`.
+        options: What the user says.
+
+    Raises:
+        MeshError: If what is to be tested does not start.
+    """
+    module, _, name = _KINDS[kind].partition(":")
+    function: Callable[[FuzzOptions], FuzzReport] = getattr(importlib.import_module(module), name)
+    return function(options)

@@ -1,0 +1,1 @@
+"""Memory and time of cutting, hashing and transferring weights."""
