@@ -20,7 +20,7 @@ serve: $(VENV)/.serving
 # Tests with several hosts follow one another in one process and mostly wait; the others run beside them in two,
 # which stand back: see tests/conftest.py. What ends its process is tried again at once by xdist, and fails anyhow.
 # Those that need several hosts or a quiet machine are tried once more at the end if they failed, with nothing
-# beside them, but two at most: see tests/second_try.py.
+# beside them, but two at most: see tests/support/second_try.py.
 # Hundreds of processes are started, each of which would compile the code anew.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from stages.runtime.devices import device_speed_gb_per_s, list_devices
 from stages.runtime.numerics import numerics_for, prepare_process
-from tests.searches import SWEEP
+from tests.support.searches import SWEEP
 
-pytest_plugins = ["tests.second_try"]
+pytest_plugins = ["tests.support.second_try"]
 
 # As this process was started.
 NICE = os.getpriority(os.PRIO_PROCESS, 0)

@@ -1,0 +1,196 @@
+"""Stages that fall silent or die: how that is noticed, and what becomes of requests meanwhile."""
+
+import asyncio
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.options import CoordinatorOptions
+from mesh.coordinator.request_queue import Gate
+from mesh.coordinator.ring import Silence
+from mesh.engine import GenerationRequest
+from spanmesh_proto.errors import ModelDoesNotFit, StageFailed
+from stages.sampling.sampler import Sampler, Sampling
+from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
+from tests.support.repairable_ring import RepairableRing, serving
+from tests.support.ring_harness import MESH_ID, MESH_KEY, RunningStage, collect, running_services
+from tests.support.stage_process import stage_process
+
+OPTIONS = CoordinatorOptions(128, 2, FakeRuntime.max_rows, 64, ping_interval_s=0.05, ping_timeout_s=0.3)
+PROMPT = tuple(range(3, 30))
+TEXT = plain_answer(PROMPT, 40, Sampler(Sampling()).sample)
+REQUEST = GenerationRequest(PROMPT, 40)
+
+
+@given(
+    num_stages=st.integers(1, 5),
+    steps=st.lists(st.tuples(st.floats(0, 10), st.sets(st.integers(0, 4))), max_size=60),
+)
+def test_only_time_in_which_a_stage_could_be_heard_counts(
+    num_stages: int, steps: list[tuple[float, set[int]]]
+) -> None:
+    silence = Silence(num_stages, interval_s=0.5, timeout_s=2.0)
+    silent_s = [0.0] * num_stages
+    for elapsed_s, heard in steps:
+        for stage in heard & set(range(num_stages)):
+            silence.heard(stage)
+            silent_s[stage] = 0.0
+        silent_s = [each_s + min(elapsed_s, 0.5) for each_s in silent_s]
+        assert silence.tick(elapsed_s) == tuple(
+            stage for stage, each_s in enumerate(silent_s) if each_s > 2.0
+        )
+    silence.heard_all()
+    assert silence.tick(0.5) == ()
+
+
+@dataclass
+class Apart:
+    """A ring whose middle stage has a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    coordinator: Coordinator
+    stages: list[RunningStage]
+
+
+@pytest.fixture
+async def apart() -> AsyncIterator[Apart]:
+    first, _, tail = fake_ring()
+    async with running_services([first]) as starts, running_services([tail], first_index=2) as ends:
+        end = ends[0].address
+        async with stage_process(1, 3, MESH_ID, MESH_KEY, end.address) as (process, middle):
+            await starts[0].service.connect(middle.address)
+            coordinator = Coordinator(
+                [starts[0].address, middle, end],
+                OPTIONS,
+                mesh_id=MESH_ID,
+                mesh_key=MESH_KEY,
+                make_proposers=None,
+                clock_s=asyncio.get_running_loop().time,
+            )
+            await coordinator.start()
+            yield Apart(process, coordinator, [*starts, *ends])
+            await coordinator.stop()
+
+
+@pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL])
+async def test_a_frozen_and_a_killed_stage_are_found_and_replaced(apart: Apart, blow: signal.Signals) -> None:
+    coordinator, (first, tail) = apart.coordinator, apart.stages
+    parts = coordinator.generate(REQUEST)
+    said = list((await anext(parts)).tokens)
+    apart.process.send_signal(blow)
+    async with asyncio.timeout(20):
+        loss = await coordinator.broken()
+    assert 1 in loss.suspects
+    assert loss.is_crash == (blow is signal.SIGKILL)
+    assert bool(loss.silent) == (blow is signal.SIGSTOP)
+    if blow is signal.SIGSTOP:
+        assert loss.suspects == loss.silent == (1,)
+        assert loss.reason.endswith("has not answered for 0.3 s")
+    async with running_services([fake_ring()[1]], first_index=1) as (middle,):
+        for index, stage in ((0, first), (1, middle), (2, tail)):
+            await stage.service.rejoin(index, "again", "other key", 0)
+        await first.service.connect(middle.address.address)
+        await middle.service.connect(tail.address.address)
+        addresses = [first.address, middle.address, tail.address]
+        await coordinator.reconnect(addresses, "again", "other key")
+        # Whoever wakes up later finds nobody who listens.
+        apart.process.send_signal(signal.SIGCONT)
+        async for part in parts:
+            said += part.tokens
+        assert coordinator.is_ready
+        await coordinator.stop()
+    assert said == TEXT
+
+
+async def test_a_coordinator_that_was_late_itself_blames_nobody() -> None:
+    ring = RepairableRing()
+    async with serving(ring, OPTIONS) as coordinator:
+        parts = coordinator.generate(REQUEST)
+        said = list((await anext(parts)).tokens)
+        for _ in range(3):
+            signal.sigtimedwait([], 0.5)  # the whole event loop stands still
+            await asyncio.sleep(0)
+        async for part in parts:
+            said += part.tokens
+    assert said == TEXT
+    assert ring.num_repairs == 0
+
+
+async def test_a_request_during_a_repair_waits_for_it() -> None:
+    ring = RepairableRing()
+    async with serving(ring, replace(OPTIONS, repair_wait_s=30.0)) as coordinator:
+        coordinator.pause("a test")
+        waiting = [asyncio.create_task(collect(coordinator, REQUEST)) for _ in range(4)]
+        done, _ = await asyncio.wait(waiting, timeout=0.1)
+        assert not done
+        await ring.repair()
+        assert [(await answer)[0] for answer in waiting] == [TEXT] * 4
+
+
+async def test_a_repair_that_takes_too_long_turns_requests_away_and_keeps_those_that_run() -> None:
+    ring = RepairableRing()
+    async with serving(ring, replace(OPTIONS, num_slots=1, repair_wait_s=0.05)) as coordinator:
+        parts = coordinator.generate(REQUEST)
+        said = list((await anext(parts)).tokens)
+        in_line = asyncio.create_task(collect(coordinator, REQUEST))
+        await asyncio.sleep(0)
+        coordinator.pause("a test")
+        with pytest.raises(StageFailed, match=r"not whole again within 0\.05 s") as refusal:
+            await in_line
+        assert refusal.value.retry_after_s == 5
+        with pytest.raises(StageFailed, match="being repaired"):
+            await collect(coordinator, REQUEST)
+        await ring.repair()
+        async for part in parts:
+            said += part.tokens
+        assert said == TEXT
+        assert (await collect(coordinator, REQUEST))[0] == TEXT
+
+
+async def test_a_mesh_that_was_given_up_says_why_and_serves_again() -> None:
+    ring = RepairableRing()
+    async with serving(ring, OPTIONS) as coordinator:
+        running = asyncio.create_task(collect(coordinator, REQUEST))
+        coordinator.pause("a test")
+        waiting = asyncio.create_task(collect(coordinator, REQUEST))
+        await asyncio.sleep(0)
+        coordinator.give_up(ModelDoesNotFit("layers [1, 2) need 3 GB, 2 GB are free: join a host"))
+        assert coordinator.refusal is not None
+        late = asyncio.create_task(collect(coordinator, REQUEST))
+        for answer in (running, waiting, late):
+            with pytest.raises(StageFailed, match=r"layers \[1, 2\) need 3 GB") as refusal:
+                await answer
+            assert refusal.value.retry_after_s == 10
+        await ring.repair()
+        assert (await collect(coordinator, REQUEST))[0] == TEXT
+
+
+async def test_a_ring_that_cannot_be_opened_leaves_sessions_waiting() -> None:
+    ring = RepairableRing()
+    async with serving(ring, replace(OPTIONS, repair_wait_s=30.0)) as coordinator:
+        answer = asyncio.create_task(collect(coordinator, REQUEST))
+        coordinator.pause("a test")
+        with pytest.raises(StageFailed):
+            await coordinator.reconnect([stage.address for stage in ring.running], "wrong", "wrong")
+        assert not coordinator.is_ready
+        await ring.repair()
+        assert (await answer)[0] == TEXT
+
+
+async def test_nobody_waits_at_a_gate_that_is_open() -> None:
+    gate = Gate(0.0)
+    async with gate.patience():
+        await gate.opened()
+    gate.hold()
+    with pytest.raises(StageFailed, match="being repaired"):
+        async with gate.patience():
+            await gate.opened()
+    gate.open()
+    async with gate.patience():
+        await gate.opened()

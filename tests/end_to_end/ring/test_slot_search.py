@@ -1,0 +1,409 @@
+"""A search for schedules after which a slot does not hold what is believed, or an answer is wrong.
+
+Hypothesis plays clients, network, processors and misfortune: nothing happens but what it lets happen, see
+`tests.support.gated_ring`. A counterexample is a list of calls of rules. In between it says what each has let
+happen: which message passed from where to where, and which stage computed which positions of which slot. The
+    same
+calls give the same run. So to look at one closer, call the rules on a `SlotMachine` by hand, with the
+arguments given, within `watched` as in the test below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import pytest
+from hypothesis import HealthCheck, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.options import CoordinatorOptions
+from mesh.engine import GenerationRequest
+from speculative.controller import ControllerOptions
+from tests.support.fake_stage import FakeRuntime, plain_answer
+from tests.support.gated_ring import GatedRing, watched
+from tests.support.gates import StillLoop
+from tests.support.proposers import Oracle, Parrot
+from tests.support.repairable_ring import NUM_STAGES
+from tests.support.searches import SWEEP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from speculative.proposer import Proposer
+
+N_VOCAB: Final = 64
+MOST_TOKENS: Final = 12
+MOST_ASKING: Final = 6
+STAGES: Final = st.integers(0, NUM_STAGES - 1)
+_NEWS_S: Final = 0.6
+# Texts that begin alike, for different lengths, and one that does not. Their beginnings are prompts.
+_COMMON: Final = tuple((7 * place) % 60 + 1 for place in range(24))
+TEXTS: Final = (
+    _COMMON + tuple((11 * place + 3) % 60 + 1 for place in range(40)),
+    _COMMON + tuple((13 * place + 5) % 60 + 1 for place in range(40)),
+    _COMMON[:12] + tuple((17 * place + 9) % 60 + 1 for place in range(52)),
+    tuple((19 * place + 11) % 60 + 1 for place in range(64)),
+)
+PROMPTS: Final = st.builds(
+    lambda text, length, last: (*text[:length], *last),
+    st.sampled_from(TEXTS),
+    st.integers(8, 60),
+    st.lists(st.integers(0, N_VOCAB - 1), max_size=1),
+)
+REQUESTS: Final = st.builds(
+    GenerationRequest,
+    PROMPTS,
+    st.integers(1, MOST_TOKENS),
+    client=st.sampled_from(["ann", "ann", "bob"]),
+    uses_cache=st.sampled_from([True, True, True, False]),
+)
+
+
+@functools.cache
+def expected(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What follows a prompt, computed from scratch: as much as any request here wants."""
+    return tuple(plain_answer(prompt, MOST_TOKENS, lambda logits, _position: int(logits.argmax())))
+
+
+class Asking:
+    """A request and whoever reads its answer.
+
+    Args:
+        coordinator: Asked.
+        request: What is asked.
+    """
+
+    def __init__(self, coordinator: Coordinator, request: GenerationRequest) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.has_hung_up = False
+        self.task = asyncio.get_running_loop().create_task(self._read(coordinator))
+
+    async def _read(self, coordinator: Coordinator) -> None:
+        async with contextlib.aclosing(coordinator.generate(self.request)) as parts:
+            async for part in parts:
+                self.tokens += part.tokens
+
+    def check(self) -> None:
+        """Fail if what was read is not how the text goes on, or it ended otherwise than it should."""
+        wanted = list(expected(self.request.prompt))[: self.request.max_tokens]
+        assert self.tokens == wanted[: len(self.tokens)], "a wrong text"
+        if self.task.done() and not self.has_hung_up:
+            self.task.result()
+            assert self.tokens == wanted, "half a text"
+
+
+def proposers(kind: str) -> Callable[[GenerationRequest], Sequence[Proposer]] | None:
+    match kind:
+        case "parrot":
+            return lambda _request: [Parrot()]
+        case "oracle":
+            return lambda request: [Oracle([*request.prompt, *expected(request.prompt)])]
+        case "errs":
+            return lambda request: [
+                Oracle([*request.prompt, *expected(request.prompt)], [False, False, True, False, False])
+            ]
+    return None
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """The rules: what clients, network, stages and misfortune can do."""
+
+    loop: ClassVar[StillLoop]
+    ring_now: ClassVar[GatedRing | None] = None
+    num_steps: ClassVar[int] = 0
+    num_runs: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring: GatedRing
+        self.coordinator: Coordinator
+        self.asking: list[Asking] = []
+        self.work: asyncio.Task[None] | None = None
+        # Whether a coordinator has ended whose follower does not serve yet.
+        self.is_taken_over = False
+        self.has_failed = False
+        SlotMachine.num_runs += 1
+
+    def do(self, what: Coroutine[Any, Any, Any]) -> None:
+        """Run the loop until that is done and all is quiet."""
+
+        async def done() -> None:
+            await what
+            await self.ring.quiet()
+
+        try:
+            self.loop.run_until_complete(done())
+        except BaseException:
+            self.has_failed = True
+            raise
+
+    def stepped(self, what: Coroutine[Any, Any, Any]) -> None:
+        SlotMachine.num_steps += 1
+        self.do(what)
+
+    @initialize(
+        num_slots=st.sampled_from([2, 3]),
+        proposer=st.sampled_from(["none", "parrot", "oracle", "errs"]),
+        width=st.integers(1, 4),
+        depth=st.integers(1, 4),
+        is_followed=st.booleans(),
+        is_calm=st.sampled_from([True, True, False]),
+    )
+    def serve(
+        self, *, num_slots: int, proposer: str, width: int, depth: int, is_followed: bool, is_calm: bool
+    ) -> None:
+        # What slots hold becomes interesting where rings last.
+        self.is_calm = is_calm
+        self.options = CoordinatorOptions(
+            128,
+            num_slots,
+            FakeRuntime.max_rows,
+            N_VOCAB,
+            controller=ControllerOptions(fixed_width=width, fixed_depth=depth),
+            repair_wait_s=math.inf,
+            # Here stages die without any session's doing.
+            most_crashes=99,
+            # What is lost is said by the end of its streams.
+            ping_interval_s=1e9,
+            ping_timeout_s=1e9,
+        )
+        self.make_proposers = proposers(proposer)
+
+        async def begin() -> None:
+            self.ring = SlotMachine.ring_now = GatedRing(num_slots=num_slots, is_followed=is_followed)
+            await self.ring.fill()
+            await self.coordinate()
+
+        async def begun() -> None:
+            await begin()
+            await self.ring.quiet()
+
+        self.loop.run_until_complete(begun())
+
+    async def coordinate(self) -> None:
+        """Start a coordinator over the ring as it is."""
+        ring = self.ring
+        self.coordinator = ring.coordinator = Coordinator(
+            [stage.address for stage in ring.running],
+            self.options,
+            mesh_id=ring.mesh_id,
+            mesh_key=ring.mesh_key,
+            make_proposers=self.make_proposers,
+            clock_s=self.loop.time,
+            term=ring.term,
+        )
+        await self.coordinator.start()
+
+    # Clients.
+
+    @precondition(lambda self: len(self.asking) < MOST_ASKING and not self.is_taken_over)
+    @rule(request=REQUESTS)
+    def ask(self, request: GenerationRequest) -> None:
+        self.stepped(self._ask(request))
+
+    async def _ask(self, request: GenerationRequest) -> None:
+        self.asking.append(Asking(self.coordinator, request))
+
+    @precondition(lambda self: len(self.asking) < MOST_ASKING and not self.is_taken_over)
+    @rule(request=REQUESTS, picks=st.lists(st.integers(0, 11), max_size=4))
+    def ask_in_vain(self, request: GenerationRequest, picks: list[int]) -> None:
+        """A client that hangs up soon."""
+
+        async def ask() -> None:
+            await self._ask(request)
+            await self._let(picks)
+            await self.ring.quiet()
+            await self._hang_up(self.asking[-1])
+
+        self.stepped(ask())
+
+    @precondition(lambda self: self.asking)
+    @rule(which=st.integers(0, 5))
+    def hang_up(self, which: int) -> None:
+        self.stepped(self._hang_up(self.asking[which % len(self.asking)]))
+
+    @staticmethod
+    async def _hang_up(asking: Asking) -> None:
+        asking.has_hung_up = True
+        asking.task.cancel()
+
+    # Network and processors.
+
+    @precondition(lambda self: not self.ring.is_clear)
+    @rule(picks=st.lists(st.integers(0, 11), min_size=1, max_size=6))
+    def let(self, picks: list[int]) -> None:
+        """Let messages pass and batches be computed, one after another."""
+        self.stepped(self._let(picks))
+
+    async def _let(self, picks: list[int]) -> None:
+        for pick in picks:
+            await self.ring.quiet()
+            if choices := self.ring.choices():
+                choice = choices[pick % len(choices)]
+                note(f"    {choice.name()}")
+                await choice.happen()
+
+    @precondition(lambda self: not self.ring.is_clear)
+    @rule(which=st.sampled_from([0, -1]))
+    def let_all(self, which: int) -> None:
+        """Let everything happen until nothing is left to: what is first in order first, or last."""
+        self.stepped(self._let_all(which))
+
+    async def _let_all(self, which: int = 0) -> None:
+        await self.ring.quiet()
+        while choices := self.ring.choices():
+            note(f"    {choices[which].name()}")
+            await choices[which].happen()
+            await self.ring.quiet()
+
+    # Time, misfortune and orders: one rule, as they are rarer than all else.
+
+    @precondition(lambda self: not self.is_calm)
+    @rule(what=st.sampled_from(["time", "time", "loss", "move", "planned move", "takeover"]), stage=STAGES)
+    def befall(self, what: str, stage: int) -> None:
+        if what == "time":
+            # Copies are told what is new.
+            self.stepped(self.ring.pass_time(_NEWS_S))
+        elif self.is_at_work:
+            return
+        elif what == "loss":
+            self.stepped(self.ring.kill(stage))
+        elif what == "takeover":
+            self.stepped(self._begin_takeover())
+        else:
+            self.stepped(self._begin_move(is_planned=what == "planned move"))
+
+    async def _begin_move(self, *, is_planned: bool = False) -> None:
+        """Make the ring anew, with what is left of it: a repair, or a move if nothing is lost."""
+        if is_planned:
+            self.coordinator.pause("stages move")
+        self.work = asyncio.create_task(self.ring.repair())
+
+    async def _begin_takeover(self) -> None:
+        """The coordinator's process dies, and another takes its stages, whose sessions count from 1 again."""
+        self.ring.end_calls_of("coordinator")
+        for asking in self.asking:
+            await self._hang_up(asking)
+        await self.ring.quiet()
+        await self.coordinator.stop()
+        self.is_taken_over = True
+        self.work = asyncio.create_task(self._take_over())
+
+    async def _take_over(self) -> None:
+        self.ring.term += 1
+        await self.ring.fill()
+        await self.coordinate()
+        self.is_taken_over = False
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a ring is being made anew: it waits for batches that compute."""
+        return self.work is not None and not self.work.done()
+
+    # What must hold.
+
+    @invariant()
+    def texts_are_right(self) -> None:
+        if self.has_failed or not hasattr(self, "ring"):
+            return
+        try:
+            for asking in self.asking:
+                asking.check()
+            self.asking = [asking for asking in self.asking if not asking.task.done()]
+            if self.work is not None and self.work.done():
+                self.work.result()
+                self.work = None
+            if self.coordinator.is_ready and self.work is None:
+                self._check_slots()
+                if self.ring.is_clear:
+                    self._check_sessions()
+        except BaseException:
+            self.has_failed = True
+            raise
+
+    def _check_sessions(self) -> None:
+        """Nothing is under way: what runs here runs at every stage, and nothing else does."""
+        wanted = {session.id for session in self.coordinator._sessions.values()}
+        for index, stage in enumerate(self.ring.running):
+            assert set(stage.service._path._sessions.slots) == wanted, f"sessions open at stage {index}"
+
+    def _check_slots(self) -> None:
+        """What the coordinator counts as cached of a slot, every stage holds, whatever is still under way."""
+        for slot, kept in self.coordinator._slots.prefixes._kept.items():
+            believed = kept.tokens.tolist()
+            for index, stage in enumerate(self.ring.running):
+                held = stage.service._path._slots._tokens.tokens(slot).tolist()
+                assert held[: len(believed)] == believed, f"slot {slot} of stage {index}"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "ring"):
+            return
+        try:
+            if not self.has_failed:
+                self.do(self._let_all())
+                self.texts_are_right()
+                assert not self.is_at_work, f"a ring is never made anew: {self.work}"
+                if not self.coordinator.is_ready:
+                    self.do(self._begin_move())
+                    self.do(self._let_all())
+                    self.texts_are_right()
+                assert not self.asking, "requests that are never answered"
+                assert not self.coordinator.num_requests
+                assert not any(len(stage.service._path._queue) for stage in self.ring.running)
+        finally:
+            self.loop.run_until_complete(self._close())
+
+    async def _close(self) -> None:
+        ring = self.ring
+        if self.work is not None:
+            self.work.cancel()
+        for asking in self.asking:
+            asking.task.cancel()
+        await asyncio.gather(*(asking.task for asking in self.asking), return_exceptions=True)
+        await self.coordinator.stop()
+        await ring.close()
+        await ring.quiet()
+        SlotMachine.ring_now = None
+
+
+@pytest.fixture
+def still_loop(monkeypatch: pytest.MonkeyPatch) -> Any:
+    loop = SlotMachine.loop = StillLoop()
+    with watched(monkeypatch, lambda: SlotMachine.ring_now):
+        yield loop
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+@pytest.mark.searched
+def test_slots_hold_what_is_believed_and_every_text_is_right(
+    still_loop: StillLoop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_sweep = settings.get_current_profile_name() == SWEEP
+    try:
+        run_state_machine_as_test(
+            SlotMachine,
+            settings=settings(
+                max_examples=650 if is_sweep else 25,
+                stateful_step_count=50,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    finally:
+        with capsys.disabled():
+            print(f"\n{SlotMachine.num_steps} steps in {SlotMachine.num_runs} runs")

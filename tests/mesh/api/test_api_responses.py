@@ -1,0 +1,358 @@
+"""`/v1/responses`: what it takes, the events it sends, and what it keeps."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
+from mesh.api.response_store import ResponseStore, StoredResponse
+from mesh.text.tokenizer import Tokenizer
+from spanmesh_proto.errors import StageFailed
+from tests.mesh.api.test_api_tools import PARAMETERS, allows, saying, shown
+from tests.support import api_harness
+from tests.support.api_harness import KEY, MODEL, Api, ScriptedEngine, running_api
+
+pytestmark = pytest.mark.model
+
+tokenizer, engine, api = api_harness.tokenizer, api_harness.engine, api_harness.api
+
+RESPONSES = "/v1/responses"
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+SAID = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in response.text.split("\n\n"):
+        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        if lines:
+            name, data = lines
+            event = json.loads(data.removeprefix("data: "))
+            assert event["type"] == name.removeprefix("event: ")
+            found.append(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+async def test_a_text_in_one_piece(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "It is fine.")
+    async with running_api(engine, tokenizer) as api:
+        fields: dict[str, Any] = {
+            "input": "How are you?",
+            "instructions": "Be brief.",
+            "metadata": {"a": "b"},
+        }
+        answer = await api.openai.responses.create(model=MODEL, max_output_tokens=99, **fields)
+        assert shown(engine, tokenizer).startswith(
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+        )
+        assert engine.requests[0].max_tokens == 99
+    assert (answer.status, answer.output_text, answer.error) == ("completed", "It is fine.", None)
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == len(engine.steps)
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    assert (answer.instructions, answer.metadata, answer.max_output_tokens) == ("Be brief.", {"a": "b"}, 99)
+    assert (answer.temperature, answer.tool_choice, answer.tools) == (1.0, "auto", [])
+
+
+async def test_the_events_of_a_stream_in_order(tokenizer: Tokenizer) -> None:
+    async with running_api(saying(tokenizer, SAID), tokenizer) as api:
+        fields = {"input": "Weather in Oslo?", "tools": [WEATHER], "stream": True}
+        events = events_of(await api.http.post(RESPONSES, json=fields))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    once = [kind for index, kind in enumerate(kinds) if index == 0 or kinds[index - 1] != kind]
+    assert once == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done"),
+        *("output_item.done", "completed"),
+    ]
+    assert events[0]["response"]["status"] == "in_progress"
+    assert events[0]["response"]["output"] == []
+    response = events[-1]["response"]
+    reasoning, message, call = response["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert [part["text"] for part in message["content"]] == ["I look."]
+    assert (call["name"], json.loads(call["arguments"])) == ("weather", {"city": "Oslo"})
+    assert {item["status"] for item in response["output"]} == {"completed"}
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == response["output"]
+    for kind, text in (("reasoning_text", "Hm."), ("output_text", "I look.")):
+        deltas = [event["delta"] for event in events if event["type"] == f"response.{kind}.delta"]
+        assert "".join(deltas) == text
+    for event in events:
+        if "item_id" in event:
+            assert event["item_id"] == response["output"][event["output_index"]]["id"]
+
+
+async def test_the_openai_client_puts_a_stream_together(tokenizer: Tokenizer) -> None:
+    async with running_api(saying(tokenizer, SAID), tokenizer) as api:
+        asked: Any = {"model": MODEL, "input": "Weather in Oslo?", "tools": [WEATHER]}
+        async with api.openai.responses.stream(**asked) as stream:
+            async for _ in stream:
+                pass
+            streamed = await stream.get_final_response()
+        whole = await api.openai.responses.create(**asked)
+    assert [item.type for item in streamed.output] == ["reasoning", "message", "function_call"]
+    assert streamed.output_text == whole.output_text == "I look."
+    assert streamed.output[2].arguments == whole.output[2].arguments  # type: ignore[union-attr]
+
+
+async def test_logprobs_come_with_the_text(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine([(300,), (301, 302)], likeliest=((300, -0.1), (400, -2.0)))
+    async with running_api(engine, tokenizer) as api:
+        asked: Any = {"model": MODEL, "input": "x", "include": ["message.output_text.logprobs"]}
+        answer = await api.openai.responses.create(top_logprobs=2, **asked)
+        events = events_of(await api.http.post(RESPONSES, json={**asked, "stream": True}))
+    message: Any = answer.output[0]
+    assert [len(entry.top_logprobs) for entry in message.content[0].logprobs] == [2, 2, 2]
+    told = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    assert [entry["logprob"] for entry in told] == [-0.3, -0.301, -0.302]
+
+
+async def test_the_limit_makes_it_incomplete(tokenizer: Tokenizer) -> None:
+    async with running_api(saying(tokenizer, "one two", ends=False), tokenizer) as api:
+        whole = (await api.http.post(RESPONSES, json={"input": "x"})).json()
+        events = events_of(await api.http.post(RESPONSES, json={"input": "x", "stream": True}))
+    for response in (whole, events[-1]["response"]):
+        assert (response["status"], response["incomplete_details"]) == (
+            "incomplete",
+            {"reason": "max_output_tokens"},
+        )
+        assert response["output"][0]["status"] == "incomplete"
+    assert events[-1]["type"] == "response.incomplete"
+
+
+async def test_an_answer_without_a_word_is_an_empty_message(tokenizer: Tokenizer) -> None:
+    async with running_api(saying(tokenizer, ""), tokenizer) as api:
+        response = (await api.http.post(RESPONSES, json={"input": "x"})).json()
+    assert [part["text"] for part in response["output"][0]["content"]] == [""]
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.3])
+async def test_a_failure_is_a_status_or_an_event(tokenizer: Tokenizer, pause_s: float) -> None:
+    """A status for as long as nothing was sent; a ping comes first after a while."""
+    error = StageFailed("stage 1 went away")
+    async with running_api(ScriptedEngine([pause_s, error]), tokenizer) as api:
+        response = await api.http.post(RESPONSES, json={"input": "x", "stream": True})
+    if not pause_s:
+        assert response.status_code == 503
+        return
+    events = events_of(response)
+    assert [event["type"] for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.failed",
+    ]
+    failed = events[-1]["response"]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "stage_failed")
+
+
+async def test_earlier_turns_come_as_items(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "Rain.")
+    items: list[Any] = [
+        {"role": "developer", "content": "Be kind."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "…"},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": '{"city": "Oslo"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+    ]
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(RESPONSES, json={"input": items, "instructions": "Be brief."})
+        assert response.status_code == 200, response.text
+    assert shown(engine, tokenizer) == (
+        "<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n"
+        "<|im_start|>assistant\nI look.\n"
+        '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nsun\n</tool_response>\n"
+        "<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_an_answer_that_is_kept_can_be_gone_on_from(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, SAID)
+    async with running_api(engine, tokenizer) as api:
+        first = await api.openai.responses.create(
+            model=MODEL,
+            input="Weather in Oslo?",
+            instructions="Be brief.",
+            tools=[WEATHER],
+        )
+        call: Any = first.output[2]
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        await api.openai.responses.create(model=MODEL, input=[result], previous_response_id=first.id)
+        prompt = shown(engine, tokenizer)
+        kept = await api.openai.responses.retrieve(first.id)
+        await api.openai.responses.delete(first.id)
+        gone = await api.http.get(f"{RESPONSES}/{first.id}")
+        gone_on = await api.http.post(RESPONSES, json={"input": "x", "previous_response_id": first.id})
+        unkept = await api.openai.responses.create(model=MODEL, input="x", store=False)
+        not_there = await api.http.get(f"{RESPONSES}/{unkept.id}")
+    assert "Be brief." not in prompt
+    assert "Weather in Oslo?" in prompt
+    assert '"name": "weather"' in prompt
+    assert prompt.endswith("<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert kept.model_dump() == first.model_dump()
+    assert (gone.status_code, not_there.status_code) == (404, 404)
+    assert gone.json()["error"]["code"] == "not_found"
+    assert (gone_on.status_code, gone_on.json()["error"]["param"]) == (400, "previous_response_id")
+
+
+async def test_nobody_reads_what_another_key_keeps(tokenizer: Tokenizer) -> None:
+    keys = ApiKeys([KeyRecord("alice", digest_of(KEY)), KeyRecord("bob", digest_of("sk-bob"))])
+    async with running_api(saying(tokenizer, "Secret."), tokenizer, keys=keys) as api:
+        mine = await api.openai.responses.create(model=MODEL, input="x")
+        headers = {"authorization": "Bearer sk-bob"}
+        for method, path, fields in (
+            ("GET", f"{RESPONSES}/{mine.id}", None),
+            ("DELETE", f"{RESPONSES}/{mine.id}", None),
+            ("POST", RESPONSES, {"input": "x", "previous_response_id": mine.id}),
+        ):
+            response = await api.http.request(method, path, json=fields, headers=headers)
+            assert response.status_code in {400, 404}
+        assert (await api.openai.responses.retrieve(mine.id)).output_text == "Secret."
+
+
+def test_the_store_has_bounds() -> None:
+    store = ResponseStore(max_responses=3, max_bytes=200)
+    small = StoredResponse([], {"a": 1})
+    for name in "abcd":
+        store.put("alice", name, small)
+    store.put("bob", "e", small)
+    assert [name for name in "abcde" if store.get("alice", name)] == ["b", "c", "d"]
+    assert store.get("bob", "e") is small
+    store.put("alice", "large", StoredResponse([{"content": "x" * 150}], {}))
+    assert store.get("alice", "large") is not None
+    assert store.get("alice", "b") is None
+    store.put("alice", "huge", StoredResponse([{"content": "x" * 300}], {}))
+    assert not any(store.get("alice", name) for name in ("large", "huge", "d"))
+    assert (store.remove("alice", "x"), store.remove("nobody", "x"), store.remove("bob", "e")) == (
+        False,
+        False,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": ["x"]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": 5}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": "x"}, {"role": "boss", "content": "x"}]}, "input[1].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]}, "input[0].output"),
+        ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content"),
+        ({"instructions": 5}, "instructions"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 64}, "max_output_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"store": "yes"}, "store"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"previous_response_id": "resp_unknown"}, "previous_response_id"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"input": "word " * 99}, "input"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(api: Api, fields: dict[str, Any], param: str) -> None:
+    response = await api.http.post(RESPONSES, json={"input": "x", **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+async def test_thinking_is_asked_for_where_the_template_asks(tokenizer: Tokenizer) -> None:
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{{ reasoning_effort }}|{{ enable_thinking }}|{{ messages[0].content }}"
+    engine = saying(tokenizer, "x")
+    try:
+        async with running_api(engine, tokenizer) as api:
+            await api.http.post(RESPONSES, json={"input": "hi", "reasoning": {"effort": "none"}})
+            assert shown(engine, tokenizer) == "none|False|hi"
+            chat = {"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "low"}
+            await api.http.post("/v1/chat/completions", json=chat)
+            assert shown(engine, tokenizer) == "low|True|hi"
+    finally:
+        tokenizer.chat_template = template
+
+
+async def test_what_the_template_refuses_is_blamed_on_the_input(tokenizer: Tokenizer) -> None:
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{{ raise_exception('no hello') }}"
+    try:
+        async with running_api(saying(tokenizer, "x"), tokenizer) as api:
+            refused = await api.http.post(RESPONSES, json={"input": "hi"})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "input"
+            assert "no hello" in refused.json()["error"]["message"]
+    finally:
+        tokenizer.chat_template = template
+
+
+async def test_the_text_may_have_to_have_a_form(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, '{"a": 1}')
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(RESPONSES, json={"input": "x", "text": {"format": wanted}})
+        assert response.status_code == 200, response.text
+        assert allows(engine, '{"a": 1}')
+        assert not allows(engine, "{}")
+        assert response.json()["text"]["format"] == wanted
+        await api.http.post(RESPONSES, json={"input": "x", "text": {"format": {"type": "json_object"}}})
+        assert allows(engine, "{}")
+        await api.http.post(RESPONSES, json={"input": "x", "text": {"format": {"type": "text"}}})
+        assert engine.requests[-1].grammar is None
+        asked = {"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}}
+        await api.http.post(RESPONSES, json=asked)
+        assert allows(engine, CALL.replace(">{", ">\n{").replace("}<", "}\n<"))
+
+
+@pytest.mark.parametrize(
+    ("format_", "param"),
+    [
+        ({"type": "json_schema", "name": "x"}, "text.format.schema"),
+        ({"type": "json_schema", "name": "x", "schema": {"not": {}}}, "text.format.schema"),
+        ({"type": "json_schema", "name": "x", "schema": 5}, "text.format.schema"),
+    ],
+)
+async def test_a_form_that_cannot_be_kept_is_refused(api: Api, format_: Any, param: str) -> None:
+    response = await api.http.post(RESPONSES, json={"input": "x", "text": {"format": format_}})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert "response_format" not in error["message"]

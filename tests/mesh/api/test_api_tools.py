@@ -1,0 +1,309 @@
+"""Functions that chats may call: what the model is shown, how calls come back, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh.text.message_parts import CallFormat
+from mesh.text.tokenizer import Tokenizer
+from stages.grammar.session_grammar import make_automaton
+from tests.stages.grammar.test_grammar import matches
+from tests.support import api_harness
+from tests.support.api_harness import MODEL, Api, ScriptedEngine, running_api
+
+pytestmark = pytest.mark.model
+
+tokenizer, engine, api = api_harness.tokenizer, api_harness.engine, api_harness.api
+
+CHAT = "/v1/chat/completions"
+HELLO: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+CLOCK: Any = {"type": "function", "function": {"name": "clock", "description": "Tells the time."}}
+CALL = 'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+SECOND = '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+
+
+def saying(tokenizer: Tokenizer, text: str, *, ends: bool = True) -> ScriptedEngine:
+    """An engine that says a text, token by token, and then ends its answer."""
+    tokens = tokenizer.encode(text, add_special=False, parse_special=False)
+    end = [(min(tokenizer.end_tokens),)] if ends else []
+    return ScriptedEngine([*((token,) for token in tokens), *end], context_length=2048)
+
+
+async def test_a_call_is_no_content(tokenizer: Tokenizer) -> None:
+    async with running_api(saying(tokenizer, CALL + SECOND), tokenizer) as api:
+        answer = await api.openai.chat.completions.create(
+            model=MODEL,
+            messages=HELLO,
+            tools=[WEATHER, CLOCK],
+        )
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
+    calls: Any = choice.message.tool_calls
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("weather", {"city": "Oslo"}),
+        ("clock", {}),
+    ]
+    assert len({call.id for call in calls}) == 2
+    assert all(call.id.startswith("call_") for call in calls)
+
+
+async def test_a_stream_tells_the_name_first_and_the_arguments_in_pieces(tokenizer: Tokenizer) -> None:
+    async with running_api(saying(tokenizer, CALL + SECOND), tokenizer) as api:
+        stream: Any = await api.openai.chat.completions.create(
+            model=MODEL,
+            messages=HELLO,
+            tools=[WEATHER, CLOCK],
+            stream=True,
+        )
+        choices = [chunk.choices[0] async for chunk in stream]
+    assert "".join(choice.delta.content or "" for choice in choices) == "Let me look."
+    deltas = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    first, *rest = [delta.function for delta in deltas if delta.index == 0 and delta.function]
+    assert (first.name, first.arguments) == ("weather", "")
+    assert len(rest) > 3
+    assert all(piece.name is None for piece in rest)
+    assert json.loads("".join(piece.arguments or "" for piece in rest)) == {"city": "Oslo"}
+    assert [(delta.index, delta.type) for delta in deltas if delta.id] == [(0, "function"), (1, "function")]
+    assert choices[-1].finish_reason == "tool_calls"
+
+
+async def test_one_call_at_a_time_ends_the_answer_with_it(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, CALL + SECOND)
+    async with running_api(engine, tokenizer) as api:
+        for stream in (False, True):
+            fields = {"messages": HELLO, "tools": [WEATHER, CLOCK], "parallel_tool_calls": False}
+            response = await api.http.post(CHAT, json={**fields, "stream": stream})
+            assert "weather" in response.text
+            assert "clock" not in response.text
+            assert '"tool_calls"' in response.text
+            assert engine.num_running == 0
+
+
+async def test_a_call_that_the_limit_cuts_ends_with_length(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, CALL[: CALL.index("Oslo")], ends=False)
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(CHAT, json={"messages": HELLO, "tools": [WEATHER]})
+    choice = response.json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}])
+async def test_where_nothing_may_be_called_all_is_content(tokenizer: Tokenizer, fields: Any) -> None:
+    engine = saying(tokenizer, CALL)
+    async with running_api(engine, tokenizer) as api:
+        plain = await api.http.post(CHAT, json={"messages": HELLO})
+        answer = await api.http.post(CHAT, json={"messages": HELLO, **fields})
+    assert answer.json()["choices"][0]["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+    assert answer.json()["usage"] == plain.json()["usage"]
+    assert engine.requests[0].prompt == engine.requests[1].prompt
+
+
+def shown(engine: ScriptedEngine, tokenizer: Tokenizer) -> str:
+    return "".join(tokenizer.name(token) for token in engine.requests[-1].prompt)
+
+
+async def test_a_template_that_knows_no_tools_gets_a_note(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "It is fine.")
+    turns: Any = [
+        {"role": "system", "content": "Be brief."},
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "call_1", "function": {"name": "weather", "arguments": '{"city": "O"}'}},
+                {"id": "call_2", "type": "function", "function": {"name": "clock", "arguments": ""}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "noon"}]},
+    ]  # fmt: skip
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(CHAT, json={"messages": turns, "tools": [WEATHER, CLOCK]})
+        assert response.status_code == 200, response.text
+        prompt = shown(engine, tokenizer)
+        await api.http.post(CHAT, json={"messages": turns})
+        without = shown(engine, tokenizer)
+    system = prompt.partition("<|im_end|>")[0]
+    assert system.startswith("<|im_start|>system\nBe brief.\n\n")
+    assert json.dumps({"name": "weather", "parameters": PARAMETERS}) in system
+    assert '"description": "Tells the time."' in system
+    for text in (prompt, without):
+        assert (
+            "<|im_start|>assistant\n"
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "O"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call><|im_end|>\n'
+            "<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n"
+            "<tool_response>\nnoon\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        ) in text
+    assert "weather" not in without.partition("<|im_end|>")[0]
+
+
+async def test_a_named_function_is_the_only_one_shown(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, CALL)
+    choice = {"type": "function", "function": {"name": "weather"}}
+    async with running_api(engine, tokenizer) as api:
+        await api.http.post(CHAT, json={"messages": HELLO, "tools": [WEATHER, CLOCK], "tool_choice": choice})
+    assert "weather" in shown(engine, tokenizer)
+    assert "clock" not in shown(engine, tokenizer)
+
+
+TOOLS_IN_TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    "{# … #}({{ call.function.name }} {{ ARGUMENTS }} {{ call.id }}){% endfor %}|{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("arguments", ["call.function.arguments.city", "'' + call.function.arguments"])
+async def test_a_template_that_knows_tools_gets_them(smollm2_path: Path, arguments: str) -> None:
+    """Arguments go as values, and as text to templates that join texts."""
+    tokenizer = Tokenizer(smollm2_path)
+    tokenizer.chat_template = TOOLS_IN_TEMPLATE.replace("ARGUMENTS", arguments)
+    engine = saying(tokenizer, "Well.")
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    turns = [*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "rain"}]
+    async with running_api(engine, tokenizer) as api:
+        response = await api.http.post(CHAT, json={"messages": turns, "tools": [WEATHER, CLOCK]})
+    assert response.status_code == 200, response.text
+    said = "Oslo" if arguments.endswith("city") else '{"city": "Oslo"}'
+    assert shown(engine, tokenizer) == (
+        f"[weather][clock]user:What is the weather in Oslo?|assistant:(weather {said} c1)|tool:rain|"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "call_format"),
+    [
+        ("<|python_tag|>", '{"name": "weather", "parameters": {"city": "Oslo"}}', CallFormat.LLAMA),
+        (
+            "[TOOL_CALLS]",
+            '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]',
+            CallFormat.MISTRAL,
+        ),
+    ],
+)
+async def test_other_formats_are_read_where_the_template_teaches_them(
+    smollm2_path: Path, template: str, text: str, call_format: CallFormat
+) -> None:
+    tokenizer = Tokenizer(smollm2_path)
+    tokenizer.chat_template = f"{{% if tools %}}{template}{{% endif %}}{{{{ messages[0].content }}}}"
+    async with running_api(saying(tokenizer, text), tokenizer) as api:
+        response = await api.http.post(CHAT, json={"messages": HELLO, "tools": [WEATHER]})
+    choice = response.json()["choices"][0]
+    [call] = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+    assert (len(call["id"]) == 9) is (call_format is CallFormat.MISTRAL)
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": fields}]}
+
+
+NAMED = {"type": "function", "function": {"name": "clock"}}
+CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": ["weather"]}, "tools[0]"),
+        ({"tools": [{}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [WEATHER, {"type": "function", "function": {}}]}, "tools[1].function.name"),
+        (function(name="a b"), "tools[0].function.name"),
+        (function(name=""), "tools[0].function.name"),
+        (function(name="a", parameters=[]), "tools[0].function.parameters"),
+        ({"tools": [WEATHER, CLOCK, WEATHER]}, "tools[2].function.name"),
+        ({"tools": [WEATHER] * 257}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": NAMED}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"functions": [{"name": "weather"}]}, "functions"),
+        ({"messages": [*HELLO, CALLED]}, "messages[1].tool_calls[0].function.arguments"),
+        ({"messages": [{"role": "tool", "tool_call_id": 5, "content": "x"}]}, "messages[0].tool_call_id"),
+    ],
+)  # fmt: skip
+async def test_what_makes_no_sense_is_refused(api: Api, fields: dict[str, Any], param: str) -> None:
+    response = await api.http.post(CHAT, json={"messages": HELLO, **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert param.partition("[")[0] in response.json()["error"]["message"]
+
+
+async def test_completions_have_no_tools(api: Api) -> None:
+    response = await api.http.post("/v1/completions", json={"prompt": "x", "tools": [WEATHER]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
+def allows(engine: ScriptedEngine, text: str) -> bool:
+    """Whether the engine's latest answer was to be held to a grammar, and the text matches it."""
+    grammar = engine.requests[-1].grammar
+    return grammar is not None and matches(make_automaton(grammar), text)
+
+
+IN_TAGS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+AT_NOON = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+
+
+async def test_who_must_call_is_held_to_calls(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, IN_TAGS)
+    asked: dict[str, Any] = {"messages": HELLO, "tools": [WEATHER, CLOCK]}
+    named = {"type": "function", "function": {"name": "weather"}}
+    async with running_api(engine, tokenizer) as api:
+        await api.http.post(CHAT, json=asked)
+        assert engine.requests[-1].grammar is None
+        await api.http.post(CHAT, json={**asked, "tool_choice": "required"})
+        assert allows(engine, f"{IN_TAGS}\n{AT_NOON}")
+        assert not allows(engine, "Fine.")
+        await api.http.post(CHAT, json={**asked, "tool_choice": "required", "parallel_tool_calls": False})
+        assert allows(engine, AT_NOON)
+        assert not allows(engine, f"{IN_TAGS}\n{AT_NOON}")
+        await api.http.post(CHAT, json={**asked, "tool_choice": named})
+        assert allows(engine, IN_TAGS)
+        assert not allows(engine, AT_NOON)
+
+
+async def test_a_form_leaves_room_for_calls_unless_it_is_a_grammar(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "{}")
+    asked: dict[str, Any] = {
+        "messages": HELLO,
+        "tools": [WEATHER],
+        "response_format": {"type": "json_object"},
+    }
+    async with running_api(engine, tokenizer) as api:
+        await api.http.post(CHAT, json=asked)
+        assert allows(engine, IN_TAGS)
+        assert allows(engine, '{"a": 1}')
+        await api.http.post(CHAT, json={**asked, "tool_choice": "required"})
+        assert allows(engine, IN_TAGS)
+        assert not allows(engine, '{"a": 1}')
+        await api.http.post(CHAT, json={**asked, "tool_choice": "none"})
+        assert not allows(engine, IN_TAGS)
+        response = await api.http.post(
+            CHAT, json={"messages": HELLO, "tools": [WEATHER], "grammar": 'root ::= "x"'}
+        )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "grammar")
+
+
+async def test_parameters_that_no_grammar_can_say_are_refused_where_they_must_be_kept(
+    api: Api, engine: ScriptedEngine
+) -> None:
+    engine.context_length = 2048
+    asked: dict[str, Any] = {"messages": HELLO, **function(name="odd", parameters={"not": {}})}
+    assert (await api.http.post(CHAT, json=asked)).status_code == 200
+    response = await api.http.post(CHAT, json={**asked, "tool_choice": "required"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    assert "the function odd" in response.json()["error"]["message"]

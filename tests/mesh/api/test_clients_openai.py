@@ -1,0 +1,174 @@
+"""The official client, unmodified and blocking, against a real mesh: tools, responses, several answers."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support import served_mesh
+from tests.support.api_harness import KEY
+from tests.support.served_mesh import POOR_KEY
+
+pytestmark = pytest.mark.model
+
+mesh_url = served_mesh.mesh_url
+
+ASKED: Any = {
+    "model": "default",
+    "temperature": 0,
+    "messages": [{"role": "user", "content": "Name three fruits."}],
+}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+FORECAST: Any = {"type": "function", "function": {"name": "forecast", "parameters": PARAMETERS}}
+NOTHING: Any = {"type": "function", "function": {"name": "nothing"}}
+
+
+@pytest.fixture
+def client(mesh_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{mesh_url}/v1", api_key=KEY, max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_several_answers_share_their_prompt(client: openai.OpenAI) -> None:
+    asked: Any = {**ASKED, "temperature": 1.2, "seed": 3, "max_tokens": 16}
+    answers = client.chat.completions.create(**asked, n=3)
+    again = client.chat.completions.create(**{**asked, "seed": 4})
+    texts = [choice.message.content for choice in answers.choices]
+    assert len(set(texts)) == 3
+    assert texts[1] == again.choices[0].message.content
+    assert answers.usage is not None
+    assert again.usage is not None
+    assert answers.usage.prompt_tokens == again.usage.prompt_tokens
+
+
+def test_a_response_says_what_a_chat_says(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(**ASKED, max_tokens=32)
+    asked: Any = {
+        "model": "default",
+        "temperature": 0,
+        "max_output_tokens": 32,
+        "input": "Name three fruits.",
+    }
+    whole = client.responses.create(**asked)
+    assert whole.output_text == chat.choices[0].message.content
+    with client.responses.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_response()
+    assert streamed.output_text == whole.output_text
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == f"response.{streamed.status}"
+    follow_up = client.responses.create(**{**asked, "input": "More."}, previous_response_id=whole.id)
+    assert follow_up.usage is not None
+    assert whole.usage is not None
+    # What the first turn left in the caches is where the second begins.
+    assert follow_up.usage.input_tokens_details.cached_tokens > whole.usage.input_tokens
+
+
+def test_an_answer_goes_on_where_it_stopped(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(**ASKED, max_tokens=24).choices[0].message.content
+    begun = client.chat.completions.create(**ASKED, max_tokens=12).choices[0].message.content
+    assert whole is not None
+    assert begun is not None
+    messages = [*ASKED["messages"], {"role": "assistant", "content": begun}]
+    rest = client.chat.completions.create(
+        **{**ASKED, "messages": messages}, max_tokens=12, extra_body={"continue_final_message": True}
+    )
+    assert whole.startswith(begun + (rest.choices[0].message.content or "")[:8])
+
+
+def test_the_server_counts_as_it_computes(client: openai.OpenAI, mesh_url: str) -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+    counted = httpx.post(f"{mesh_url}/tokenize", json={"messages": ASKED["messages"]}, headers=headers).json()
+    answer = client.chat.completions.create(**ASKED, max_tokens=2)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == counted["count"]
+    ids = {"tokens": counted["tokens"]}
+    text = httpx.post(f"{mesh_url}/detokenize", json=ids, headers=headers).json()["prompt"]
+    assert "Name three fruits." in text
+
+
+def test_errors_come_as_the_clients_own(client: openai.OpenAI, mesh_url: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            **ASKED, tools=[FORECAST], tool_choice={"type": "function", "function": {"name": "x"}}
+        )
+    assert refused.value.param == "tool_choice"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="gpt-9", input="x")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_none")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{mesh_url}/v1", api_key="wrong").responses.create(model="default", input="x")
+    with pytest.raises(openai.InternalServerError, match="embeddings are not made here"):
+        client.embeddings.create(model="default", input="x")
+
+
+def test_a_client_that_may_try_again_does_when_told(mesh_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bob has one request a minute: the second is refused with how long to wait, which the client heeds."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with openai.OpenAI(base_url=f"{mesh_url}/v1", api_key=POOR_KEY, max_retries=2) as client:
+        assert client.models.list().data
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.models.list()
+    assert len(waits) == 2
+    assert all(wait >= 1 for wait in waits)
+    assert refused.value.code == "rate_limit_exceeded"
+    assert int(refused.value.response.headers["retry-after"]) > 50
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_required_calls_keep_to_their_schema(client: openai.OpenAI, *, parallel: bool) -> None:
+    asked: Any = {**ASKED, "max_tokens": 160, "parallel_tool_calls": parallel, "tools": [FORECAST, NOTHING]}
+    answer = client.chat.completions.create(**asked, tool_choice="required").choices[0]
+    calls: Any = answer.message.tool_calls
+    assert calls
+    assert len(calls) == 1 or parallel
+    assert answer.finish_reason in ({"tool_calls", "length"} if parallel else {"tool_calls"})
+    assert not answer.message.content
+    assert {call.function.name for call in calls} <= {"forecast", "nothing"}
+
+
+def test_a_named_function_is_called(client: openai.OpenAI) -> None:
+    choice: Any = {"type": "function", "function": {"name": "forecast"}}
+    asked: Any = {**ASKED, "max_tokens": 96, "tools": [FORECAST, NOTHING], "tool_choice": choice}
+    answer = client.chat.completions.create(**asked).choices[0]
+    calls: Any = answer.message.tool_calls
+    [call] = calls
+    arguments = json.loads(call.function.arguments)
+    assert set(arguments) == {"city", "days"}
+    assert 1 <= arguments["days"] <= 9
+    with client.chat.completions.stream(**asked) as stream:
+        for _ in stream:
+            pass
+        streamed: Any = stream.get_final_completion().choices[0].message.tool_calls
+    assert [each.function.arguments for each in streamed] == [call.function.arguments]
+
+
+def test_a_response_calls_a_named_function(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "name": "forecast", "parameters": PARAMETERS}
+    asked: Any = {"model": "default", "input": "Weather in Oslo?", "tools": [tool], "temperature": 0}
+    first = client.responses.create(**asked, tool_choice={"type": "function", "name": "forecast"})
+    [call] = first.output
+    assert call.type == "function_call"
+    assert set(json.loads(call.arguments)) == {"city", "days"}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    second = client.responses.create(
+        **{**asked, "input": [result]},
+        previous_response_id=first.id,
+        tool_choice="none",
+        max_output_tokens=24,
+    )
+    assert second.output_text

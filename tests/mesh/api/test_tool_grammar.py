@@ -1,0 +1,138 @@
+"""Grammars of calls: whatever they allow is read as calls that are valid, in every format."""
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from mesh.api.structured_output import Instead, call_grammar
+from mesh.text.message_parts import CallFormat, Content, Reasoning, Said, calls_of, joined
+from mesh.text.output_parser import MessageReader, Reading
+from spanmesh_proto.errors import InvalidRequest
+from stages.grammar.session_grammar import make_automaton
+from tests.stages.grammar.test_grammar import matches
+from tests.support.json_schemas import random_text
+
+LOOK: dict[str, Any] = {
+    "name": "look",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "at": {"type": "string", "maxLength": 6},
+            "how": {"$ref": "#/$defs/how"},
+            "times": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 0, "maximum": 99},
+                "maxItems": 3,
+            },
+        },
+        "required": ["at"],
+        "additionalProperties": False,
+        "$defs": {"how": {"enum": ["</tool_call>", 'a "quoted" }', None]}},
+    },
+}
+NOTHING: dict[str, Any] = {"name": "no-thing", "parameters": {"type": "object", "maxProperties": 0}}
+BY_NAME = {function["name"]: Draft202012Validator(function["parameters"]) for function in (LOOK, NOTHING)}
+ANSWER = {"type": "object", "properties": {"said": {"enum": [1, 2]}}, "required": ["said"]}
+
+
+def read(call_format: CallFormat, text: str, *, is_in_reasoning: bool = False) -> list[Said]:
+    reader = MessageReader(
+        Reading(call_format, frozenset(BY_NAME), splits_reasoning=True, is_in_reasoning=is_in_reasoning)
+    )
+    return joined([*reader.push(text), *reader.flush()])
+
+
+@pytest.mark.parametrize("call_format", CallFormat)
+@pytest.mark.parametrize("has_one_call", [True, False])
+def test_what_is_allowed_is_read_as_valid_calls(call_format: CallFormat, *, has_one_call: bool) -> None:
+    automaton = make_automaton(call_grammar((LOOK, NOTHING), call_format, has_one_call=has_one_call))
+    random = Random(5)
+    counts = set()
+    for text in filter(None, (random_text(automaton, random) for _ in range(30))):
+        said = read(call_format, text)
+        calls = calls_of(said)
+        counts.add(len(calls))
+        assert not any(isinstance(piece, Content | Reasoning) for piece in said), text
+        for name, arguments in calls:
+            BY_NAME[name].validate(json.loads(arguments))
+    assert 0 not in counts
+    assert counts == {1} or not has_one_call
+
+
+@pytest.mark.parametrize(
+    ("call_format", "text"),
+    [
+        (CallFormat.HERMES, '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'),
+        (CallFormat.LLAMA, '{"name": "look", "parameters": {"at": "x"}}'),
+        (CallFormat.MISTRAL, '[TOOL_CALLS][{"name": "look", "arguments": {"at": "x"}}]'),
+    ],
+)
+def test_calls_are_written_as_templates_teach_them(call_format: CallFormat, text: str) -> None:
+    one = make_automaton(call_grammar((LOOK, NOTHING), call_format, has_one_call=True))
+    assert matches(one, text)
+    assert not matches(one, text.replace("look", "looks"))
+    assert not matches(one, text.replace('"x"', "5"))
+    assert not matches(one, f"Well. {text}")
+    named = make_automaton(call_grammar((NOTHING,), call_format, has_one_call=True))
+    assert not matches(named, text)
+
+
+@pytest.mark.parametrize("end", ["</think>", "[/THINK]"])
+def test_calls_come_behind_reasoning_that_the_prompt_began(end: str) -> None:
+    automaton = make_automaton(call_grammar((NOTHING,), CallFormat.LLAMA, has_one_call=True, thought_end=end))
+    call = '{"name": "no-thing", "parameters": {}}'
+    for thought in ("", "Hm. <b> [x] é"):
+        text = f"{thought}{end}\n\n{call}"
+        assert matches(automaton, text)
+        said = read(CallFormat.LLAMA, text, is_in_reasoning=True)
+        assert said[:1] == ([Reasoning(thought)] if thought else said[:1])
+        assert calls_of(said) == [("no-thing", "{}")]
+    assert not matches(automaton, call)
+    assert not matches(automaton, f"{end}Well.")
+
+
+def test_an_answer_of_another_form_may_come_instead() -> None:
+    grammar = call_grammar(
+        (LOOK,), CallFormat.HERMES, has_one_call=False, instead=Instead(ANSWER, "response_format")
+    )
+    automaton = make_automaton(grammar)
+    assert matches(automaton, '{"said": 1}')
+    assert not matches(automaton, '{"said": 3}')
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    assert matches(automaton, f"{call}\n{call}")
+
+
+def test_it_is_bounded() -> None:
+    call = '{"name": "no-thing", "parameters": {}}'
+    automaton = make_automaton(call_grammar((NOTHING,), CallFormat.LLAMA, has_one_call=False))
+    assert matches(automaton, "; ".join([call] * 16))
+    assert not matches(automaton, "; ".join([call] * 17))
+
+
+def test_a_schema_that_nests_too_deep_is_refused() -> None:
+    lists: Any = []
+    for _ in range(300):
+        lists = [lists]
+    deep = {"name": "deep", "parameters": {"const": lists}}
+    with pytest.raises(InvalidRequest, match="nest too deep") as caught:
+        call_grammar((deep,), CallFormat.HERMES, has_one_call=True)
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "no value"),
+        ({"type": "object", "properties": {"a": {"type": "strings"}}}, "properties/a"),
+        ({"not": {}}, "not"),
+    ],
+)
+def test_parameters_that_cannot_be_a_grammar_name_their_function(parameters: Any, says: str) -> None:
+    bad = {"name": "bad", "parameters": parameters}
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        call_grammar((LOOK, bad), CallFormat.HERMES, has_one_call=True)
+    assert caught.value.param == "tools"
+    assert "the function bad" in caught.value.message

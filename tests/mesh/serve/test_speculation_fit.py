@@ -1,0 +1,32 @@
+"""Speculation is off where nothing that was rejected can be taken back."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mesh.serve.options import SpeculationOptions, fitted_to, speculation_refusal
+from spanmesh_proto.errors import ClusterError
+from tests.mesh.placement.test_planner import model
+from tests.mesh.serve.test_preflight import options
+
+OPTIONS = options(Path("model.gguf"))
+RECURRENT = replace(model(), architecture="mamba2", can_trim=False)
+
+
+def test_nothing_changes_where_sessions_can_go_back() -> None:
+    assert fitted_to(OPTIONS, model()) is OPTIONS
+    assert speculation_refusal(model()) is None
+
+
+def test_auto_becomes_off_and_the_reason_is_known() -> None:
+    assert fitted_to(OPTIONS, RECURRENT).speculation.mode == "off"
+    assert "mamba2 keeps a recurrent state" in str(speculation_refusal(RECURRENT))
+
+
+def test_who_insists_is_told() -> None:
+    insisting = replace(OPTIONS, speculation=SpeculationOptions(mode="ngram"))
+    with pytest.raises(ClusterError, match=r"--speculate ngram: mamba2 keeps .*; leave it out"):
+        fitted_to(insisting, RECURRENT)
+    off = replace(OPTIONS, speculation=SpeculationOptions(mode="off"))
+    assert fitted_to(off, RECURRENT) is off

@@ -1,0 +1,145 @@
+"""What a head writes down for the next: until it is written, and before an order is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mesh.serve.head_state import HeadStateFile, Succession
+from spanmesh_proto.errors import ClusterError
+from tests.mesh.serve.test_head_state import STATE
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from mesh.serve.head_state import HeadState
+
+
+class Kept:
+    """A succession that keeps its file up to date.
+
+    Attributes:
+        state: What it is to write.
+    """
+
+    def __init__(self, file: HeadStateFile, *, patience_s: float) -> None:
+        self.state = STATE
+        self.succession = Succession(file, None, STATE.term, patience_s=patience_s)
+
+    def read(self) -> HeadState:
+        return self.state
+
+    def change(self) -> HeadState:
+        self.state = dataclasses.replace(self.state, join_port=self.state.join_port + 1)
+        return self.state
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[HeadStateFile]:
+    with HeadStateFile(tmp_path / "head.json") as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def kept(file: HeadStateFile, *, patience_s: float = 10.0) -> AsyncIterator[Kept]:
+    keeping = Kept(file, patience_s=patience_s)
+    task = asyncio.create_task(keeping.succession.keep(keeping.read))
+    try:
+        yield keeping
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until_written(file: HeadStateFile, state: HeadState, within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while file.load() != state:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_what_could_not_be_written_is_written_later(file: HeadStateFile) -> None:
+    async with kept(file) as keeping:
+        await until_written(file, STATE)
+        # A folder where its parts go: for root, too, nothing can be written.
+        in_the_way = file.path.with_suffix(".part")
+        in_the_way.mkdir()
+        changed = keeping.change()
+        async with asyncio.timeout(10):
+            while keeping.succession.failure is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert file.load() == STATE
+        in_the_way.rmdir()
+        # Nothing changes any more, and nobody asks.
+        await until_written(file, changed)
+        async with asyncio.timeout(10):
+            while keeping.succession.failure is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+class Full(HeadStateFile):
+    """On a disk that has no room for the next two attempts."""
+
+    num_refused = 0
+
+    def save(self, state: HeadState) -> None:
+        if state != STATE and self.num_refused < 2:
+            self.num_refused += 1
+            raise OSError(28, "No space left on device")
+        super().save(state)
+
+
+async def test_a_write_that_fails_twice_is_tried_a_third_time(tmp_path: Path) -> None:
+    with Full(tmp_path / "full.json") as file:
+        async with kept(file) as keeping:
+            await until_written(file, STATE)
+            changed = keeping.change()
+            await keeping.succession.written()
+            assert file.load() == changed
+            assert file.num_refused == 2
+            assert keeping.succession.failure is None
+
+
+async def test_what_is_answered_is_written_first(file: HeadStateFile) -> None:
+    async with kept(file) as keeping:
+        await keeping.succession.written()
+        for _ in range(20):
+            changed = keeping.change()
+            await keeping.succession.written()
+            assert file.load() == changed
+
+
+async def test_who_waits_in_vain_hears_why_and_what_to_do(file: HeadStateFile) -> None:
+    async with kept(file, patience_s=0.3) as keeping:
+        await until_written(file, STATE)
+        in_the_way = file.path.with_suffix(".part")
+        in_the_way.mkdir()
+        changed = keeping.change()
+        with pytest.raises(
+            ClusterError, match=rf"cannot be written down .*directory.*make room for {file.path}"
+        ):
+            await keeping.succession.written()
+        in_the_way.rmdir()
+        await until_written(file, changed)
+
+
+async def test_who_waits_when_the_head_ends_is_let_go(file: HeadStateFile) -> None:
+    async with kept(file) as keeping:
+        await until_written(file, STATE)
+        file.path.with_suffix(".part").mkdir()
+        keeping.change()
+        asked = asyncio.create_task(keeping.succession.written())
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+    await asked
+    await keeping.succession.written()
+
+
+async def test_without_a_file_nobody_waits() -> None:
+    await Succession(None, None, 1).written()

@@ -1,0 +1,167 @@
+"""A mesh that is kept whole: real stages of a real model, moved and made anew while answers are written."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mesh.engine import GenerationRequest
+from spanmesh_proto.errors import ClusterError, StageFailed
+from stages.layers import LayerRange
+from tests.support.ring_harness import collect
+from tests.support.serve_harness import Serving, host, serving
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.model
+
+REQUEST = GenerationRequest(tuple(range(100, 112)), max_tokens=60)
+ROOMY = {"a": 9.0, "b": 9.0, "c": 9.0}
+
+
+@pytest.fixture(autouse=True)
+def _cache(stage_cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(stage_cache_dir))
+
+
+async def answer(mesh: Serving) -> list[int]:
+    return (await collect(mesh.coordinator, REQUEST))[0]
+
+
+async def some_way(mesh: Serving) -> asyncio.Task[list[int]]:
+    """An answer of which ten tokens or more have come."""
+    count = 0
+    begun = asyncio.Event()
+
+    async def ask() -> list[int]:
+        nonlocal count
+        tokens: list[int] = []
+        async for part in mesh.coordinator.generate(REQUEST):
+            tokens.extend(part.tokens)
+            if len(tokens) >= 10:
+                begun.set()
+        return tokens
+
+    task = asyncio.create_task(ask())
+    await asyncio.wait_for(begun.wait(), 30)
+    return task
+
+
+async def test_a_warm_spare_takes_over_and_another_is_prepared(smollm2_path: Path) -> None:
+    async with serving(smollm2_path, ROOMY | {"spare": 9.0}) as mesh:
+        wanted = await answer(mesh)
+        await mesh.until(lambda: len(mesh.fleet.copies) == 3)
+        under_way = await some_way(mesh)
+        num_created = mesh.driver.num_created
+        mesh.kill(1)
+        assert await under_way == wanted
+        assert mesh.hosts() == ["a", "spare", "c"]
+        (failure,) = mesh.incidents.as_dict()["failures"]
+        assert (failure["host"], failure["layers"]) == ("b", "[10, 20)")
+        assert mesh.incidents.as_dict()["repairs"]["count"] == 1
+        # Not a single stage was loaded for it. Now b is the spare.
+        await mesh.until(lambda: "b" in {copy.member.name for copy in mesh.fleet.copies})
+        assert mesh.driver.num_created > num_created
+        assert await answer(mesh) == wanted
+
+
+async def test_a_copy_that_followed_computes_only_what_it_was_not_told(smollm2_path: Path) -> None:
+    async with serving(smollm2_path, ROOMY | {"spare": 9.0}) as mesh:
+        wanted = await answer(mesh)
+        await mesh.until(lambda: len(mesh.fleet.copies) == 3)
+        copy = next(copy for copy in mesh.fleet.copies if copy.config.layers == LayerRange(10, 20))
+        service = copy._actor.stage._service
+        told, latest = service._path._slots._tokens, service._path._sessions._latest
+        under_way = await some_way(mesh)
+        (session,) = mesh.coordinator._sessions
+        num_told = len(REQUEST.prompt) + 10
+        # The slot may hold more from the answer before this one.
+        await mesh.until(
+            lambda: any(latest[slot] == session and told.length(slot) >= num_told for slot in latest)
+        )
+        assert service.stats().num_rows == 0
+        mesh.kill(1)
+        assert await under_way == wanted
+        assert mesh.hosts() == ["a", "spare", "c"]
+        num_rows = service.stats().num_rows
+    # What it was told of and nobody knew to be computed at the tail is computed again too.
+    assert 0 < num_rows <= len(REQUEST.prompt) + len(wanted) - num_told + 3
+
+
+async def test_a_host_that_leaves_keeps_its_layers_until_another_has_them(smollm2_path: Path) -> None:
+    async with serving(smollm2_path, ROOMY) as mesh:
+        wanted = await answer(mesh)
+        under_way = await some_way(mesh)
+        assert await asyncio.wait_for(mesh.departures.drain("c"), 60) == {"host": "c", "drained": True}
+        assert await under_way == wanted
+        assert mesh.messages.said.let_go == ["c"]
+        assert "c" not in mesh.hosts()
+        status = mesh.incidents.as_dict()
+        assert (status["repairs"]["count"], status["repairs"]["moves"], status["failures"]) == (0, 1, [])
+
+
+async def test_what_fits_nowhere_is_not_drained_and_nothing_changes(smollm2_path: Path) -> None:
+    async with serving(smollm2_path, dict.fromkeys("abc", 1.1)) as mesh:
+        under_way = await some_way(mesh)
+        with pytest.raises(ClusterError, match="b cannot be drained: nobody else can hold what is to move"):
+            await asyncio.wait_for(mesh.departures.drain("b"), 60)
+        assert len(await under_way) == 60
+        assert mesh.hosts() == ["a", "b", "c"]
+        assert not mesh.departures.leaving
+        assert mesh.messages.said.let_go == []
+
+
+async def test_if_need_be_all_is_placed_anew(smollm2_path: Path) -> None:
+    # Beside a stage there is no room for a second process, but five more layers find some.
+    async with serving(smollm2_path, dict.fromkeys("abc", 1.1)) as mesh:
+        wanted = await answer(mesh)
+        under_way = await some_way(mesh)
+        mesh.members.remove("c")
+        mesh.kill(2)
+        assert await under_way == wanted
+        assert mesh.hosts() == ["a", "b"]
+
+
+async def test_a_mesh_without_room_says_so_and_heals_when_a_host_joins(smollm2_path: Path) -> None:
+    async with serving(smollm2_path, dict.fromkeys("abc", 1.0)) as mesh:
+        wanted = await answer(mesh)
+        under_way = await some_way(mesh)
+        mesh.driver.refuses.add("c.1")
+        mesh.members.remove("c")
+        mesh.kill(2)
+        with pytest.raises(StageFailed, match=r"does not fit|nobody else can hold") as caught:
+            await under_way
+        assert caught.value.retry_after_s
+        with pytest.raises(StageFailed):
+            await asyncio.wait_for(answer(mesh), 3)
+        mesh.members.admit(host("d", 2**40))
+        await mesh.until(lambda: mesh.coordinator.is_ready)
+        assert await answer(mesh) == wanted
+        assert mesh.hosts() == ["a", "b", "d"]
+
+
+async def test_what_fails_during_a_repair_is_another_round(smollm2_path: Path) -> None:
+    async with serving(smollm2_path, ROOMY) as mesh:
+        wanted = await answer(mesh)
+        under_way = await some_way(mesh)
+        mesh.driver.refuses.add("b.1")
+        mesh.kill(1)
+        mesh.kill(2)
+        assert await under_way == wanted
+        assert "b" not in mesh.hosts()
+        assert mesh.incidents.as_dict()["repairs"]["count"] == 1
+        assert len(mesh.incidents.as_dict()["failures"]) == 2
+
+
+async def test_an_evicted_host_is_out_at_once(smollm2_path: Path) -> None:
+    async with serving(smollm2_path, ROOMY) as mesh:
+        wanted = await answer(mesh)
+        under_way = await some_way(mesh)
+        await mesh.departures.evict("a")
+        assert await under_way == wanted
+        assert "a" not in mesh.hosts()
+        (failure,) = mesh.incidents.as_dict()["failures"]
+        assert failure["reason"] == "its host was evicted"

@@ -1,0 +1,200 @@
+"""What a doctor makes of what was found."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mesh.cluster.certificates import make_certificate
+from mesh.cluster.join_token import JoinToken, encode
+from mesh.doctor import (
+    Outcome,
+    agreement_checks,
+    exit_code,
+    host_checks,
+    mesh_checks,
+    this_host_checks,
+    token_checks,
+)
+from stages.host.host_report import look
+from stages.layers import LayerRange
+from stages.weights.stage_cache import StageCache
+from tests.support.tiny_models import TinyModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GIB = 2**30
+LOOK: dict[str, Any] = {
+    "versions": {
+        "spanmesh": "0.1.0",
+        "protocol": "5",
+        "python": "3.11.7",
+        "llama_cpp": "0.3.36",
+        "ray": "2.60.0",
+    },
+    "platform": "Linux x86_64",
+    "devices": [{"name": "CPU", "description": "A processor", "total_bytes": 8 * GIB}],
+    "can_offload": False,
+    "free_memory_bytes": 8 * GIB,
+    "free_disk_bytes": 50 * GIB,
+    "cache_dir": "/var/cache",
+    "can_stay_awake": True,
+    "files": {"ab" * 32: True},
+    "unix_s": 1.8e9,
+}
+STATUS: dict[str, Any] = {"model": {"name": "m"}, "ready": True, "phase": "serving", "stages": [{}, {}]}
+LINK: dict[str, Any] = {
+    "from": "a",
+    "to": "b",
+    "failure": None,
+    "rtt_ms": {"p50": 1.0, "p99": 2.0},
+    "bytes_per_s": 1e8,
+}
+LINKS: dict[str, Any] = {"head": "a", "links": [LINK], "round": None, "wires": []}
+
+
+def found(host: str, **changes: Any) -> dict[str, Any]:
+    clock = {"clock_ahead_ms": changes.pop("ahead_ms", 1.0), "clock_within_ms": 3.0}
+    return {"host": host, "look": LOOK | changes, "failure": None, **clock}
+
+
+def bad(checks: Any) -> dict[tuple[str, str], Outcome]:
+    return {(each.where, each.what): each.outcome for each in checks if each.outcome is not Outcome.OK}
+
+
+def test_a_sound_mesh_has_nothing_to_do() -> None:
+    checks = list(mesh_checks(STATUS, LINKS, [found("a"), found("b")]))
+    assert bad(checks) == {}
+    assert exit_code(checks) == 0
+    assert any(check.detail == "round trip 1.00 ms (p99 2.00), 100 MB/s" for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "outcome"),
+    [
+        ({"free_memory_bytes": GIB // 2}, "memory", Outcome.WARN),
+        ({"free_disk_bytes": GIB}, "disk at /var/cache", Outcome.WARN),
+        ({"can_stay_awake": False}, "processors", Outcome.WARN),
+        ({"devices": []}, "device", Outcome.FAIL),
+        ({"files": {"ab" * 32: False}}, "stage file abababababab", Outcome.FAIL),
+        ({"files": {"ab" * 32: None}}, "stage file abababababab", Outcome.WARN),
+    ],
+)
+def test_what_is_wrong_with_a_host_is_said_with_a_remedy(
+    changes: dict[str, Any], what: str, outcome: Outcome
+) -> None:
+    checks = list(host_checks("a", LOOK | changes))
+    assert bad(checks) == {("a", what): outcome}
+    assert all(check.fix for check in checks if check.outcome is not Outcome.OK)
+
+
+def test_a_gpu_that_llama_cpp_cannot_use_is_noticed() -> None:
+    assert bad(host_checks("a", LOOK, has_gpu_hardware=True)) == {("a", "device"): Outcome.WARN}
+    assert bad(host_checks("a", LOOK | {"can_offload": True}, has_gpu_hardware=True)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "outcome"),
+    [
+        ("spanmesh", "0.2.0", {("b", "spanmesh"): Outcome.FAIL}),
+        ("ray", "2.61.0", {("b", "ray"): Outcome.FAIL}),
+        ("python", "3.12.1", {("b", "python"): Outcome.FAIL}),
+        ("python", "3.11.9", {}),
+        ("llama_cpp", "0.3.37", {("b", "llama.cpp"): Outcome.WARN}),
+    ],
+)
+def test_hosts_must_agree(name: str, version: str, outcome: dict[tuple[str, str], Outcome]) -> None:
+    versions: dict[str, str] = LOOK["versions"]
+    assert bad(agreement_checks("b", versions | {name: version}, versions)) == outcome
+
+
+@pytest.mark.parametrize(
+    ("ahead_ms", "outcome"), [(-2_500.0, Outcome.WARN), (61_000.0, Outcome.FAIL), (1_999.0, None)]
+)
+def test_clocks_apart(ahead_ms: float, outcome: Outcome | None) -> None:
+    checks = bad(mesh_checks(STATUS, LINKS, [found("a"), found("b", ahead_ms=ahead_ms)]))
+    assert checks == ({} if outcome is None else {("b", "clock"): outcome})
+
+
+def test_a_broken_link_a_silent_host_and_a_lost_stage_fail() -> None:
+    broken = LINKS | {"links": [LINK | {"failure": "10.0.0.2:5000 does not answer in time"}]}
+    silent = {"host": "b", "look": None, "failure": "b did not finish within 600 s"}
+    lost = STATUS | {"ready": False, "lost": "stage 1 is gone"}
+    checks = list(mesh_checks(lost, broken, [found("a"), silent]))
+    assert bad(checks) == {
+        ("mesh", "serving"): Outcome.FAIL,
+        ("b", "examination"): Outcome.FAIL,
+        ("a to b", "link"): Outcome.FAIL,
+    }
+    assert exit_code(checks) == 1
+    (link,) = [check for check in checks if check.what == "link"]
+    assert "firewall" in link.fix
+
+
+def test_what_is_not_written_for_a_next_head_fails() -> None:
+    checks = list(mesh_checks(STATUS | {"state_not_written": "No space left on device"}, LINKS, [found("a")]))
+    assert bad(checks) == {("mesh", "takeover"): Outcome.FAIL}
+    (check,) = [check for check in checks if check.what == "takeover"]
+    assert "No space left on device" in check.detail
+    assert bad(mesh_checks(STATUS | {"state_not_written": None}, LINKS, [found("a")])) == {}
+
+
+def test_slow_ways_are_to_think_about() -> None:
+    wire = {"from": "a", "to": "b", "proposed": "f16", "row_transfer_ms": 9.0, "row_compute_ms": 2.0}
+    turn = {"order": ["a", "b"], "best": ["b", "a"], "order_ms": 40.0, "best_ms": 20.0}
+    checks = bad(mesh_checks(STATUS, LINKS | {"wires": [wire], "round": turn}, [found("a")]))
+    assert checks == {("mesh", "order of stages"): Outcome.WARN, ("a to b", "bandwidth"): Outcome.WARN}
+
+
+def test_a_host_looks_at_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = TinyModel("llama").write(tmp_path / "model.gguf")
+    right, wrong = (StageCache().cut(model, layers) for layers in (LayerRange(0, 3), LayerRange(3, 6)))
+    data = bytearray(wrong.path.read_bytes())
+    data[-100] ^= 1
+    wrong.path.write_bytes(data)
+    seen = look([wrong.sha256, right.sha256, "1" * 64])
+    assert seen.files == {wrong.sha256: False, right.sha256: True, "1" * 64: None}
+    assert "CPU" in [device.name for device in seen.devices]
+    assert seen.free_disk_bytes > 0
+
+
+def test_this_host_names_a_port_that_is_taken_and_an_address_that_is_not_its_own(
+    smollm2_path: Path, tmp_path: Path
+) -> None:
+    import socket  # noqa: PLC0415
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        checks = {
+            check.what: check
+            for check in this_host_checks("me", port=port, advertise="192.0.2.77", model=smollm2_path)
+        }
+        url = f"http://127.0.0.1:{port}"
+        ours = {
+            check.what: check
+            for check in this_host_checks("me", port=port, advertise="127.0.0.1", model=None, url=url)
+        }
+    assert checks[f"port {port}"].outcome is Outcome.WARN
+    assert ours[f"port {port}"].outcome is Outcome.OK, "it is that of the mesh that is looked at"
+    assert checks["address"].outcome is Outcome.FAIL
+    assert "llama, 30 layers, 29 places to cut at; sha256 " in checks[f"model {smollm2_path.name}"].detail
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(smollm2_path.read_bytes()[:5000])
+    checks = {check.what: check for check in this_host_checks("me", port=1, advertise=None, model=broken)}
+    assert checks["model broken.gguf"].outcome is Outcome.FAIL
+
+
+@pytest.mark.parametrize(
+    ("age_s", "says"), [(-3600, "the join token expired"), (3600, "cannot reach the head at 127.0.0.1:1")]
+)
+def test_a_token_whose_head_is_not_there_fails(age_s: int, says: str) -> None:
+    now = dt.datetime.now(dt.UTC)
+    fingerprint = make_certificate(now).fingerprint
+    token = encode(JoinToken(("127.0.0.1:1",), "secret", fingerprint, int(now.timestamp()) + age_s))
+    (check,) = token_checks("me", token)
+    assert check.outcome is Outcome.FAIL
+    assert says in check.detail

@@ -1,0 +1,90 @@
+"""A draft model must mean by every token what the target means by it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mesh.serve.proposers import load_draft
+from mesh.text.tokenizer import Tokenizer, Vocabulary, num_shared_tokens
+from spanmesh_proto.errors import InvalidModel
+from speculative.draft.context import DraftOptions
+from tests.support.tiny_models import TinyModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TARGET = Vocabulary("target.gguf", (b"<s>", b"</s>", b"a", b"b"), {"bos": 0, "eos": 1, "eot": None}, 4)
+DRAFT = replace(TARGET, name="draft.gguf")
+
+
+def test_the_same_vocabulary() -> None:
+    assert num_shared_tokens(DRAFT, TARGET) == 4
+
+
+@pytest.mark.parametrize(("num_draft", "num_target"), [(4, 6), (6, 4), (5, 6)])
+def test_padding_may_differ(num_draft: int, num_target: int) -> None:
+    padding = (b"[PAD4]", b"[PAD5]")
+    draft = replace(DRAFT, texts=(*TARGET.texts, *padding)[:num_draft])
+    target = replace(TARGET, texts=(*TARGET.texts, *padding)[:num_target])
+    assert num_shared_tokens(draft, target) == min(num_draft, num_target)
+
+
+@pytest.mark.parametrize(
+    ("draft", "complaint"),
+    [
+        (
+            replace(DRAFT, texts=(b"<s>", b"</s>", b"x", b"y")),
+            "token 2 is 'x' in the draft, 'a' in the target",
+        ),
+        (
+            replace(DRAFT, texts=TARGET.texts[:3], num_used=3),
+            "token 3 is missing (it has 3 tokens) in the draft, 'b' in the target",
+        ),
+        (
+            replace(DRAFT, texts=(*TARGET.texts, b"c"), num_used=5),
+            "token 4 is 'c' in the draft, missing (it has 4 tokens) in the target",
+        ),
+        (
+            replace(DRAFT, special={"bos": 0, "eos": 3, "eot": None}),
+            "eos is token 3 in the draft, 1 in the target",
+        ),
+        (
+            replace(DRAFT, special={"bos": 0, "eos": 1, "eot": 1}),
+            "eot is token 1 in the draft, None in the target",
+        ),
+    ],
+)
+def test_the_first_difference_is_named(draft: Vocabulary, complaint: str) -> None:
+    with pytest.raises(InvalidModel) as raised:
+        num_shared_tokens(draft, TARGET)
+    assert raised.value.message == (
+        f"draft.gguf cannot draft for target.gguf: {complaint}; make a draft with `mesh draft make`"
+    )
+
+
+@pytest.mark.model
+def test_a_model_of_another_family(smollm2_path: Path, gemma3_path: Path) -> None:
+    with pytest.raises(
+        InvalidModel, match=r"token 0 is '<pad>' in the draft, '<\|endoftext\|>' in the target"
+    ):
+        load_draft(gemma3_path, Tokenizer(smollm2_path), DraftOptions(), clock_s=time.perf_counter)
+
+
+def test_a_draft_that_is_no_gguf(tmp_path: Path) -> None:
+    target = Tokenizer(TinyModel("llama").write(tmp_path / "target.gguf"))
+    draft = tmp_path / "draft.gguf"
+    draft.write_text("no model")
+    with pytest.raises(InvalidModel, match=r"draft.gguf is not a GGUF model"):
+        load_draft(draft, target, DraftOptions(), clock_s=time.perf_counter)
+
+
+def test_one_that_fits(tmp_path: Path) -> None:
+    target = Tokenizer(TinyModel("llama").write(tmp_path / "target.gguf"))
+    draft = TinyModel("llama", n_layers=2, seed=2).write(tmp_path / "draft.gguf")
+    model = load_draft(draft, target, DraftOptions(ctx_size=64), clock_s=time.perf_counter)
+    assert model.draft_ms_per_token > 0
+    model.close()

@@ -1,0 +1,97 @@
+"""The widths with the most expected tokens per second, against the formulas and common sense."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculative.cost_model import Timing, best_pace, row_price
+from tests.speculative.test_timing import outcome
+
+LINEAR = {1: 4.0, 2: 8.0, 4: 16.0, 8: 32.0, 17: 68.0}
+FLAT = {1: 4.0, 2: 4.1, 4: 4.2, 8: 4.5, 17: 5.0}
+
+
+def ring(stairs: dict[int, float], num_stages: int = 3) -> Timing:
+    """20 ms of network."""
+    timing = Timing()
+    for rows, elapsed_ms in stairs.items():
+        timing.add(outcome(rows, *[elapsed_ms] * num_stages), is_alone=True)
+    return timing
+
+
+def test_where_rows_are_dear_windows_are_narrow_and_many() -> None:
+    pace = best_pace(ring(LINEAR), 0.8, max_width=16, max_depth=64)
+    assert (pace.front, pace.width) == (0, 1)
+    # 32 ms around the ring, a window every 4 ms, and three for each that fills it.
+    assert pace.depth == 24
+    # [1/(1−a)] / [T + τ·a/(1−a)]
+    assert pace.tokens_per_s == pytest.approx(1000 * 5 / (32 + 4 * 4), rel=0.01)
+
+
+def test_where_rows_are_free_windows_are_wide() -> None:
+    pace = best_pace(ring(FLAT), 0.9, max_width=16, max_depth=24)
+    assert pace.width >= 8
+    assert pace.front >= 8
+
+
+def test_in_step_it_is_the_formula_of_windows_in_step() -> None:
+    pace = best_pace(ring(FLAT), 0.9, max_width=8, max_depth=1)
+    assert pace.front == 8
+    # E / (S·t(k+1) + network), t(9) between t(8) and t(17)
+    expected = (1 - 0.9**9) / 0.1 / (20 + 3 * (4.5 + 0.5 / 9))
+    assert pace.tokens_per_s == pytest.approx(1000 * expected, rel=0.01)
+
+
+def test_in_step_nothing_likely_means_nothing_proposed() -> None:
+    assert best_pace(ring(LINEAR), 0.1, max_width=8, max_depth=1).front == 0
+
+
+def test_drafting_sets_the_beat_where_it_is_slow() -> None:
+    timing = ring(FLAT)
+    quick = best_pace(timing, 0.9, max_width=16, max_depth=24)
+    slow = best_pace(timing, 0.9, max_width=16, max_depth=24, token_ms=20.0)
+    assert slow.tokens_per_s < quick.tokens_per_s
+    assert slow.width == 1
+
+
+def test_without_a_measure_it_is_moderate() -> None:
+    pace = best_pace(Timing(), 0.9, max_width=16, max_depth=24)
+    assert pace.width == 4
+
+
+def test_no_width_is_no_pace() -> None:
+    with pytest.raises(ValueError, match="max_width is 0"):
+        best_pace(ring(FLAT), 0.9, max_width=0, max_depth=1)
+
+
+@given(
+    st.dictionaries(st.integers(1, 33), st.floats(0.01, 500.0), min_size=1),
+    st.floats(0.0, 1.0),
+    st.integers(1, 40),
+    st.integers(1, 40),
+)
+def test_it_keeps_within_its_limits(
+    stairs: dict[int, float], acceptance: float, max_width: int, max_depth: int
+) -> None:
+    pace = best_pace(ring(stairs), acceptance, max_width=max_width, max_depth=max_depth)
+    assert 0 <= pace.front <= max_width
+    assert 1 <= pace.width <= max_width
+    assert 1 <= pace.depth <= max_depth
+    assert 0.0 < pace.tokens_per_s < 1e6
+
+
+class TestRowPrice:
+    def test_a_slow_wire_makes_rows_cheap(self) -> None:
+        timing = ring(LINEAR)
+        near = row_price(timing, 1 / 12, num_rows=1, is_new_window=True)
+        far = row_price(timing, 1 / 92, num_rows=1, is_new_window=True)
+        assert near == pytest.approx(0.6 * 4 / 12)
+        assert far == pytest.approx(0.6 * 4 / 92)
+
+    def test_a_flat_stair_makes_further_rows_cheap(self) -> None:
+        assert row_price(ring(FLAT), 1 / 32, num_rows=2, is_new_window=False) == 0.02
+
+    def test_no_row_is_free_or_hopeless(self) -> None:
+        timing = ring(LINEAR)
+        assert row_price(timing, 1e-9, num_rows=1, is_new_window=True) == 0.02
+        assert row_price(timing, 1e9, num_rows=1, is_new_window=True) == 0.95

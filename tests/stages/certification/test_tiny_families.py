@@ -1,0 +1,69 @@
+"""Families whose layers are unlike llama's, cut at every place that their rules allow."""
+
+from pathlib import Path
+
+import pytest
+
+from spanmesh_proto.errors import UncuttableModel
+from stages.certification.certify import CertifyOptions, certify
+from stages.certification.comparison import Difference
+from stages.certification.isolated import cut_stage
+from stages.layers import LayerRange
+from stages.slicing.model_facts import read_model_facts
+from tests.support.tiny_families import TINY_FAMILIES
+from tests.support.tiny_models import TinyModel
+
+SHORT = CertifyOptions(n_prompt=20, n_decode=4)
+RECURRENT = {"mamba2", "falcon-h1", "qwen3next", "nemotron_h", "granitehybrid"}
+
+
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_every_cut_is_bit_equal(name: str, tmp_path: Path) -> None:
+    """Prefill, decode, chunks past the window, spans after going back; alone and all cuts at once."""
+    family = TINY_FAMILIES[name]
+    certificate = certify(family.write(tmp_path / "model.gguf"), None, SHORT)
+    assert tuple(result.cut for result in certificate.cuts) == family.cuts
+    assert [result.cut for result in certificate.cuts if not result.difference.is_bit_equal] == []
+    assert certificate.is_known
+    for result in certificate.cuts:
+        phases = {phase.phase: phase.difference for phase in result.phases}
+        assert phases["prefill"] == Difference(n_rows=20, n_tokens=20, n_equal_tokens=20)
+        assert phases["decode"].n_tokens == 4
+        assert phases["chunks"].n_rows >= 80
+        assert phases["spans"].n_tokens == (0 if name in RECURRENT else 11)
+    together = certificate.together
+    assert (together is None) == (len(family.cuts) == 1)
+    assert together is None or (together.is_bit_equal and together.n_tokens >= 28)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "granite"])
+def test_llamas_near_relatives_are_bit_equal(architecture: str, tmp_path: Path) -> None:
+    model = TinyModel(architecture, is_tied=architecture == "gemma2").write(tmp_path / "model.gguf")
+    certificate = certify(model, None, SHORT)
+    assert [result.cut for result in certificate.cuts] == [1, 2, 3, 4, 5]
+    assert certificate.is_exact
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "reason"),
+    [
+        ("gemma4", 5, "the last 2 layers share the KV caches of layers 4 and 5"),
+        ("llama4", 3, "cuts are multiples of 4"),
+    ],
+)
+def test_other_cuts_are_refused_with_the_reason(name: str, cut: int, reason: str, tmp_path: Path) -> None:
+    model = TINY_FAMILIES[name].write(tmp_path / "model.gguf")
+    facts = read_model_facts(model)
+    assert facts.allowed_cuts == TINY_FAMILIES[name].cuts
+    assert reason in facts.refused_cuts[cut]
+    with pytest.raises(UncuttableModel, match=f"cannot be cut at layer {cut}: .*{reason}"):
+        cut_stage(model, LayerRange(0, cut), tmp_path / "stage.gguf")
+
+
+def test_recurrent_state_is_a_fact_of_the_model(tmp_path: Path) -> None:
+    cannot = {
+        name
+        for name, family in TINY_FAMILIES.items()
+        if not read_model_facts(family.write(tmp_path / "model.gguf")).can_trim
+    }
+    assert cannot == RECURRENT

@@ -1,0 +1,183 @@
+"""KV rows of one stage, put into another with the same layers, are as good as computed there."""
+
+import itertools
+import struct
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spanmesh_proto.errors import InvalidWindow, StageFailed, UncuttableModel
+from stages.certification.isolated import cut_stage
+from stages.layers import LayerRange
+from stages.runtime.kv_state import KvRows
+from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
+from tests.support.tiny_families import TINY_FAMILIES
+from tests.support.tiny_models import TinyModel
+
+NUM_ROWS = 60
+SLIDING = {"gpt-oss", "gemma4", "gemma4-e"}
+RECURRENT = {"mamba2", "falcon-h1", "qwen3next", "nemotron_h", "granitehybrid"}
+WITHOUT_ROWS = SLIDING | RECURRENT
+HEAD = b"GGSQ" + struct.pack("<i", 1)
+TEXT = [int(token) for token in np.random.default_rng(3).integers(3, 300, NUM_ROWS + 8)]
+
+
+def saved_cache(
+    positions: range, *, num_streams: int = 3, is_transposed: bool = False, ext: int = 0
+) -> bytes:
+    """What llama.cpp saves: each row's bytes tell its position, its layer and whether it is a key."""
+    pieces = [struct.pack("<I", num_streams), struct.pack("<I", 0), struct.pack("<I", len(positions))]
+    pieces += [struct.pack("<iI", position, 1) + bytes(ext) + struct.pack("<i", 1) for position in positions]
+    pieces.append(struct.pack("<II", is_transposed, 2))
+    for layer in range(2):
+        pieces.append(struct.pack("<iQ", 1, 4 + layer))
+        pieces += [bytes([position, layer, 0, *range(1 + layer)]) for position in positions]
+    for layer in range(2):
+        if is_transposed:
+            pieces.append(struct.pack("<iII", 1, 2, 3))
+            pieces += [
+                bytes([position, 10 * layer + element]) for element in range(3) for position in positions
+            ]
+        else:
+            pieces.append(struct.pack("<iQ", 1, 3))
+            pieces += [bytes([position, layer, 1]) for position in positions]
+    return b"".join([*pieces, struct.pack("<I", 0) * (num_streams - 2)])
+
+
+@given(
+    stop=st.integers(1, 40),
+    cuts=st.lists(st.integers(1, 39), max_size=4),
+    is_transposed=st.booleans(),
+    ext=st.sampled_from([0, 12]),
+    num_caches=st.integers(1, 2),
+)
+def test_ranges_put_together_are_what_was_saved(
+    *, stop: int, cuts: list[int], is_transposed: bool, ext: int, num_caches: int
+) -> None:
+    def saved(positions: range) -> bytes:
+        return HEAD + num_caches * saved_cache(positions, is_transposed=is_transposed, ext=ext)
+
+    whole = KvRows.from_bytes(saved(range(stop)))
+    assert whole.to_bytes() == saved(range(stop))
+    bounds = sorted({0, stop, *(cut for cut in cuts if cut < stop)})
+    parts = []
+    for first, last in itertools.pairwise(bounds):
+        part = KvRows.from_bytes(whole.cut(first, last).to_bytes())
+        assert (part.start, part.stop, len(part)) == (first, last, last - first)
+        assert part.to_bytes() == saved(range(first, last))
+        parts.append(part)
+    together = parts[0]
+    for part in parts[1:]:
+        together = together.followed_by(part)
+    assert together.to_bytes() == saved(range(stop))
+
+
+@given(data=st.data())
+def test_what_is_no_rows_is_refused(data: st.DataObject) -> None:
+    saved = HEAD + saved_cache(range(4))
+    with pytest.raises(UncuttableModel, match="cannot be taken apart by positions"):
+        KvRows.from_bytes(saved[: data.draw(st.integers(0, len(saved) - 1))])
+    with pytest.raises(UncuttableModel, match="cannot be taken apart by positions"):
+        KvRows.from_bytes(saved + data.draw(st.binary(min_size=1, max_size=40)))
+
+
+def test_positions_out_of_order_are_refused() -> None:
+    one, two = HEAD + saved_cache(range(4)), HEAD + saved_cache(range(1, 5))
+    for saved in (one + two[len(HEAD) :], one.replace(struct.pack("<iI", 2, 1), struct.pack("<iI", 7, 1), 1)):
+        with pytest.raises(UncuttableModel, match="cannot be taken apart by positions"):
+            KvRows.from_bytes(saved)
+    rows = KvRows.from_bytes(one)
+    with pytest.raises(UncuttableModel, match="positions from 1 do not follow those before 4"):
+        rows.followed_by(KvRows.from_bytes(two))
+    with pytest.raises(UncuttableModel, match="different types or sizes"):
+        rows.followed_by(KvRows.from_bytes(HEAD + saved_cache(range(4, 5), num_streams=4)))
+    with pytest.raises(ValueError, match="positions 2 to 5 of 0 to 4"):
+        rows.cut(2, 5)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("name", "kv_type"),
+    [
+        ("llama", "f16"),
+        ("qwen3", "q8_0"),
+        ("granite", "q4_0"),
+        *((name, "f16") for name in TINY_FAMILIES if name not in WITHOUT_ROWS),
+    ],
+)
+def test_a_stage_goes_on_from_another_s_rows(name: str, kv_type: str, tmp_path: Path) -> None:
+    """In pieces, into whatever slot, with other sequences beside it; bit-equal to the stage that computed."""
+    options = RuntimeOptions(num_slots=3, ctx_size=128, exact=True, kv_type=kv_type)
+    path = stage_of(name, tmp_path)
+    with closing(StageRuntime(path, options)) as runtime, closing(StageRuntime(path, options)) as copy:
+        runtime.decode([Span(0, 0, TEXT[5:9])])
+        for start, stop in ((0, 33), (33, 40), (37, 41), (41, 60)):
+            runtime.decode([Span(1, start, TEXT[start:stop])])
+        saved = runtime.kv_rows(1)
+        assert (saved.start, saved.stop) == (0, NUM_ROWS)
+        copy.decode([Span(1, 0, TEXT[7:30])])
+        for start, stop in ((0, 20), (20, 52), (50, 60)):
+            copy.put_kv_rows(2, KvRows.from_bytes(saved.cut(start, stop).to_bytes()))
+            assert copy.length(2) == stop
+        for start, stop in ((60, 61), (58, 66), (66, 68)):
+            (expected,) = runtime.decode([Span(1, start, TEXT[start:stop])])
+            (hidden,) = copy.decode([Span(2, start, TEXT[start:stop])])
+            assert np.array_equal(hidden, expected), (start, stop)
+
+
+@pytest.mark.model
+def test_rows_that_do_not_belong_are_refused(tmp_path: Path) -> None:
+    path, other = stage_of("llama", tmp_path), stage_of("deepseek2", tmp_path)
+    options = RuntimeOptions(num_slots=3, ctx_size=64, exact=True)
+    with closing(StageRuntime(path, options)) as runtime:
+        runtime.decode([Span(0, 0, TEXT[:NUM_ROWS])])
+        saved = runtime.kv_rows(0)
+        with pytest.raises(InvalidWindow, match="slot 3 of 3 does not exist"):
+            runtime.put_kv_rows(3, saved)
+        with pytest.raises(InvalidWindow, match="rows 20 to 60 for slot 1, which ends at 0 of 64"):
+            runtime.put_kv_rows(1, saved.cut(20, 60))
+        runtime.copy(0, 1, 30)
+        with pytest.raises(UncuttableModel, match="has yet to copy rows"):
+            runtime.kv_rows(1)
+        runtime.decode([Span(2, 0, TEXT[:1])])
+        runtime.put_kv_rows(0, runtime.kv_rows(1))
+        assert runtime.kv_rows(0).to_bytes() == saved.cut(0, 30).to_bytes()
+        with closing(StageRuntime(other, options)) as unlike:
+            unlike.decode([Span(0, 0, TEXT[:9])])
+            with pytest.raises(StageFailed, match="does not take rows of another stage"):
+                unlike.put_kv_rows(0, saved)
+            assert unlike.length(0) == 0
+            unlike.decode([Span(0, 0, TEXT[:9])])
+    with (
+        closing(StageRuntime(path, RuntimeOptions(ctx_size=32, exact=True))) as smaller,
+        pytest.raises(InvalidWindow, match="rows 0 to 60 for slot 0, which ends at 0 of 32"),
+    ):
+        smaller.put_kv_rows(0, saved)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", sorted(WITHOUT_ROWS))
+def test_what_has_no_rows_is_refused(name: str, tmp_path: Path) -> None:
+    """States, and windows that have begun to slide."""
+    with closing(StageRuntime(stage_of(name, tmp_path), RuntimeOptions(ctx_size=128, exact=True))) as runtime:
+        runtime.decode([Span(0, 0, TEXT[:NUM_ROWS])])
+        with pytest.raises(UncuttableModel, match="what it saves of a sequence has another form"):
+            runtime.kv_rows(0)
+
+
+def stage_of(name: str, folder: Path) -> Path:
+    """The first layers of a tiny model, cut off."""
+    path = folder / f"{name}.gguf"
+    if name in TINY_FAMILIES:
+        TINY_FAMILIES[name].write(path)
+        cut = TINY_FAMILIES[name].cuts[0]
+    else:
+        TinyModel(name, head_size=32, n_layers=3 + len(name) % 2).write(path)
+        cut = len(name) % 3 + 1
+    stage = folder / f"{name}-stage.gguf"
+    cut_stage(path, LayerRange(0, cut), stage)
+    return stage

@@ -1,0 +1,136 @@
+"""The stage's actor as an ordinary object, with a real file and real TLS; only Ray is left out."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mesh.cluster.certificates import Authority, make_certificate
+from mesh.qualification.fuzz.gguf_fuzz import small_layout, write_layout
+from spanmesh_proto import PROTOCOL_VERSION
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto import windows_pb2_grpc as rpc
+from spanmesh_proto.addresses import join_address
+from spanmesh_proto.errors import ClusterError, MeshError
+from stages.layers import LayerRange
+from stages.runtime.memory import StageMemory
+from stages.runtime.stage_runtime import RuntimeOptions
+from stages.serving.actor import StageActor, StageConfig
+from stages.transport.channels import key_metadata, open_channel
+from stages.transport.stage_link import StageLink
+from stages.weights.fetch import FetchSource
+from stages.weights.stage_cache import StageCache
+from tests.support.ipv6 import needs_ipv6
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stages.transport.channels import Identity
+
+pytestmark = pytest.mark.model
+AUTHORITY = Authority(make_certificate(dt.datetime.now(dt.UTC)))
+COORDINATOR = AUTHORITY.own_identity(["coordinator"], "127.0.0.1")
+
+
+@pytest.fixture
+def configs(smollm2_path: Path, tmp_path: Path) -> list[StageConfig]:
+    """Two stages whose files are here already."""
+    model = tmp_path / "small.gguf"
+    write_layout(smollm2_path, small_layout(smollm2_path, num_layers=2, num_tokens=256), model)
+    cache = StageCache(tmp_path / "cache")
+    ranges = (LayerRange(0, 1), LayerRange(1, 2))
+    files = [cache.cut(model, layers) for layers in ranges]
+    return [
+        StageConfig(
+            stage_index=index,
+            layers=layers,
+            sha256=file.sha256,
+            source=FetchSource("127.0.0.1:9", b"", ""),
+            options=RuntimeOptions(ctx_size=64),
+            host=f"host-{index}",
+            memory=StageMemory(0, 0, 0, 0),
+            beside_bytes=0,
+            mesh_id="mesh",
+            mesh_key="key",
+            cache_dir=str(tmp_path / "cache"),
+        )
+        for index, (layers, file) in enumerate(zip(ranges, files, strict=True))
+    ]
+
+
+async def certify(actor: StageActor, host: str, authority: Authority = AUTHORITY) -> None:
+    request = await actor.certificate_request()
+    await actor.take_certificate(authority.sign(request, host, "127.0.0.1"), authority.certificate_pem)
+
+
+async def layers_at(address: str, identity: Identity, host: str) -> tuple[int, int]:
+    hello = wire.Hello(protocol_version=PROTOCOL_VERSION, mesh_id="mesh", sender="test")
+    link = StageLink(address, hello, "key", lambda _error: None, host=host, identity=identity)
+    try:
+        welcome = await link.open()
+    finally:
+        await link.close()
+    return welcome.layer_start, welcome.layer_stop
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+async def test_stages_serve_and_link_with_keys_that_they_made_themselves(
+    configs: list[StageConfig], host: str
+) -> None:
+    first, second = (StageActor(config) for config in configs)
+    try:
+        for number, actor in enumerate((first, second)):
+            await actor.load()
+            with pytest.raises(ClusterError, match="before it was loaded and certified"):
+                await actor.start(host)
+            await certify(actor, f"host-{number}")
+        addresses = [join_address(host, await actor.start(host)) for actor in (first, second)]
+        assert await layers_at(addresses[0], COORDINATOR, "host-0") == (0, 1)
+        with pytest.raises(MeshError, match="does not answer"):
+            await first.connect(addresses[1], "host-0")
+        await first.connect(addresses[1], "host-1")
+    finally:
+        await first.stop()
+        await second.stop()
+
+
+async def test_the_latest_certificate_counts_from_the_next_connection(configs: list[StageConfig]) -> None:
+    actor = StageActor(configs[0])
+    with pytest.raises(ClusterError, match="a certificate that it did not ask for"):
+        await actor.take_certificate(b"", b"")
+    other = Authority(make_certificate(dt.datetime.now(dt.UTC)))
+    try:
+        await actor.load()
+        await certify(actor, "host-0", other)
+        address = f"127.0.0.1:{await actor.start('127.0.0.1')}"
+        with pytest.raises(MeshError, match="does not answer"):
+            await layers_at(address, COORDINATOR, "host-0")
+        await certify(actor, "host-0")
+        assert await layers_at(address, COORDINATOR, "host-0") == (0, 1)
+    finally:
+        await actor.stop()
+
+
+async def test_a_stage_that_no_coordinator_wants_any_more_ends_its_process(
+    configs: list[StageConfig],
+) -> None:
+    ended = asyncio.Event()
+    actor = StageActor(replace(configs[1], orphan_s=0.2), end_process=ended.set)
+    await actor.load()
+    await certify(actor, "host-1")
+    address = f"127.0.0.1:{await actor.start('127.0.0.1')}"
+    async with open_channel(address, "host-1", COORDINATOR) as channel:
+        control = rpc.StageStub(channel).Control(metadata=key_metadata("key"))
+        hello = wire.Hello(protocol_version=PROTOCOL_VERSION, mesh_id="mesh", sender="test")
+        await control.write(wire.ControlRequest(hello=hello))
+        assert isinstance(await control.read(), wire.ControlReply)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ended.wait(), 0.6)
+    async with asyncio.timeout(20):
+        await ended.wait()
+    with pytest.raises(MeshError, match="does not answer"):
+        await layers_at(address, COORDINATOR, "host-1")
