@@ -101,32 +101,32 @@ _MUST_AGREE: Final = {
 }
 
 
-def host_checks(where: str, look: Mapping[str, Any], *, has_gpu_hardware: bool = False) -> Iterator[Check]:
+def host_checks(where: str, report: Mapping[str, Any], *, has_gpu_hardware: bool = False) -> Iterator[Check]:
     """Versions, devices, memory, disk, processors, stage files.
 
     Args:
         where: The host's name.
-        look: `stages.host.host_report.HostLook` as JSON has it.
+        report: `stages.host.host_report.HostSelfReport` as JSON has it.
         has_gpu_hardware: Whether a GPU is there, as far as anybody but llama.cpp knows.
     """
-    versions = look["versions"]
+    versions = report["versions"]
     yield ok(where, "versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
-    yield _devices(where, look, has_gpu_hardware=has_gpu_hardware)
+    yield _devices(where, report, has_gpu_hardware=has_gpu_hardware)
     yield _room(
         where,
         "memory",
-        look["free_memory_bytes"],
+        report["free_memory_bytes"],
         _LITTLE_MEMORY_BYTES,
         "end what else runs there, or serve with --head-only if it is the head",
     )
     yield _room(
         where,
-        f"disk at {look['cache_dir']}",
-        look["free_disk_bytes"],
+        f"disk at {report['cache_dir']}",
+        report["free_disk_bytes"],
         _LITTLE_DISK_BYTES,
         "remove stage files there that are not needed, or set XDG_CACHE_HOME to a larger disk",
     )
-    if look["can_stay_awake"]:
+    if report["can_stay_awake"]:
         yield ok(where, "processors", "can be kept awake while requests run")
     else:
         yield warn(
@@ -135,7 +135,7 @@ def host_checks(where: str, look: Mapping[str, Any], *, has_gpu_hardware: bool =
             "may fall asleep between two tokens",
             "let the user write /dev/cpu_dma_latency, by a udev rule or as root",
         )
-    yield from _files(where, look["files"])
+    yield from _files(where, report["files"])
 
 
 def agreement_checks(where: str, versions: Mapping[str, str], head: Mapping[str, str]) -> Iterator[Check]:
@@ -158,13 +158,13 @@ def _shortened(name: str, version: str) -> str:
     return ".".join(version.split(".")[:2]) if name == "python" else version
 
 
-def _devices(where: str, look: Mapping[str, Any], *, has_gpu_hardware: bool) -> Check:
-    shown = ", ".join(f"{each['name']} ({each['description'].strip()})" for each in look["devices"])
-    if not look["devices"]:
+def _devices(where: str, report: Mapping[str, Any], *, has_gpu_hardware: bool) -> Check:
+    shown = ", ".join(f"{each['name']} ({each['description'].strip()})" for each in report["devices"])
+    if not report["devices"]:
         return fail(
             where, "device", "llama.cpp finds nothing to compute on", "install llama-cpp-python again"
         )
-    if has_gpu_hardware and not look["can_offload"]:
+    if has_gpu_hardware and not report["can_offload"]:
         return warn(
             where,
             "device",
@@ -227,8 +227,8 @@ def mesh_checks(
             "look into that host's log of that time",
         )
     head = links["head"]
-    looks = {each["host"]: each["look"] for each in hosts if each["look"] is not None}
-    reference = looks.get(head) or next(iter(looks.values()), None)
+    reports = {each["host"]: each["look"] for each in hosts if each["look"] is not None}
+    reference = reports.get(head) or next(iter(reports.values()), None)
     for each in hosts:
         yield from _host(each, None if reference is None else reference["versions"])
     for link in links["links"]:
@@ -253,15 +253,15 @@ def _state_of(model: str, status: Mapping[str, Any]) -> Check:
 
 
 def _host(found: Mapping[str, Any], reference: Mapping[str, str] | None) -> Iterator[Check]:
-    where, look = found["host"], found["look"]
-    if look is None:
+    where, report = found["host"], found["look"]
+    if report is None:
         yield fail(
             where, "examination", found["failure"], "look into that host's log; does it answer at all?"
         )
         return
-    yield from host_checks(where, look)
+    yield from host_checks(where, report)
     if reference is not None:
-        yield from agreement_checks(where, look["versions"], reference)
+        yield from agreement_checks(where, report["versions"], reference)
     ahead_ms, within_ms = found["clock_ahead_ms"], found["clock_within_ms"]
     detail = f"{ahead_ms:+.0f} ms from the head's, within {within_ms:.0f} ms"
     off_ms = abs(ahead_ms) - within_ms
@@ -311,7 +311,7 @@ def _order(links: Mapping[str, Any]) -> Iterator[Check]:
             )
 
 
-_LOOK_TIMEOUT_S: Final = 120.0
+_REPORT_TIMEOUT_S: Final = 120.0
 _CONNECT_TIMEOUT_S: Final = 2.0
 _GPU_DEVICES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
@@ -329,16 +329,16 @@ def this_host_checks(
         url: Of a mesh that is looked at besides, or None: it may well be what has the port.
     """
     yield _packages(name)
-    look = _look()
-    if isinstance(look, str):
-        yield fail(name, "llama.cpp", look, "install llama-cpp-python again: make environment")
+    report = _self_report()
+    if isinstance(report, str):
+        yield fail(name, "llama.cpp", report, "install llama-cpp-python again: make environment")
     else:
         has_gpu = any(device.exists() for device in _GPU_DEVICES)
-        yield from host_checks(name, look, has_gpu_hardware=has_gpu)
+        yield from host_checks(name, report, has_gpu_hardware=has_gpu)
     yield _api_port(name, port, url)
     yield _address(name, advertise)
     if model is not None:
-        yield from _model(name, model, None if isinstance(look, str) else look["free_disk_bytes"])
+        yield from _model(name, model, None if isinstance(report, str) else report["free_disk_bytes"])
 
 
 def token_checks(name: str, text: str) -> Iterator[Check]:
@@ -389,7 +389,7 @@ def _packages(name: str) -> Check:
     return ok(name, "packages", "all that are needed are here")
 
 
-def _look() -> dict[str, Any] | str:
+def _self_report() -> dict[str, Any] | str:
     """What `stages.host.host_report` finds, or why it does not, in a child: llama.cpp may end it."""
     try:
         done = subprocess.run(
@@ -398,7 +398,7 @@ def _look() -> dict[str, Any] | str:
             capture_output=True,
             text=True,
             check=False,
-            timeout=_LOOK_TIMEOUT_S,
+            timeout=_REPORT_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from speculative.acceptance import SpeculationStatistics
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
@@ -56,7 +56,7 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     max_tokens: int
     end_tokens: frozenset[int] = frozenset()
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationLimits = field(default_factory=SpeculationLimits)
     prediction: tuple[int, ...] = ()
     client: str | None = None

@@ -290,7 +290,7 @@ class PulledModel:
 
 
 @dataclass(frozen=True)
-class KeptModel:
+class CachedModel:
     """What is on the disk of one model.
 
     Attributes:
@@ -357,7 +357,7 @@ class HubLibrary:
         hub = tuple(HubFile(repository.url(file), file.size_bytes) for file in files)
         return PulledModel(paths[0], hub)
 
-    def models(self) -> Iterator[KeptModel]:
+    def models(self) -> Iterator[CachedModel]:
         """Every model that is here, or begun."""
         for folder in sorted(path for path in self._root.glob("*/*/*") if path.is_dir()):
             repo = "/".join(folder.relative_to(self._root).parts[:2])
@@ -366,7 +366,7 @@ class HubLibrary:
                 if path.suffix in {".gguf", ".partial"}:
                     by_name.setdefault(model_name(_whole(path)), []).append(path)
             for name, paths in by_name.items():
-                yield KeptModel(
+                yield CachedModel(
                     f"hf:{repo}@{folder.name[:8]}:{name}",
                     folder,
                     tuple(paths),
@@ -376,7 +376,7 @@ class HubLibrary:
                     and all(part.is_file() for part in part_paths(paths[0])),
                 )
 
-    def remove(self, model: KeptModel) -> bool:
+    def remove(self, model: CachedModel) -> bool:
         """Remove a model's files, and the folder if nothing else is in it.
 
         Returns:

@@ -68,7 +68,7 @@ def requantise(
     receiver, sender = spawning.Pipe(duplex=False)
     with atomic_write(output) as file:
         process = spawning.Process(
-            target=_requantise_and_tell,
+            target=_requantise_and_send,
             args=(sender, str(model), quant_type, file.name, is_plain),
             daemon=True,
         )
@@ -104,7 +104,7 @@ def _listen(receiver: Connection, progress: Callable[[float], None] | None) -> s
                 return reason
 
 
-def _requantise_and_tell(
+def _requantise_and_send(
     sender: Connection,
     model: str,
     quant_type: str,

@@ -191,8 +191,8 @@ class SpeculationStatistics:
             num_windows=len(judgements),
             num_drafts=len(drafts),
             num_committed=sum(len(judgement.committed) for judgement in judgements),
-            proposed_per_position=_survivors([draft.num_proposed for draft in drafts], width),
-            accepted_per_position=_survivors([draft.num_accepted for draft in drafts], width),
+            proposed_per_position=_num_reaching([draft.num_proposed for draft in drafts], width),
+            accepted_per_position=_num_reaching([draft.num_accepted for draft in drafts], width),
             spans=Counter(SpanKind(judgement.span, judgement.has_stop) for judgement in judgements),
         )
 
@@ -213,7 +213,7 @@ class SpeculationStatistics:
         )
 
 
-def _survivors(lengths: Sequence[int], width: int) -> tuple[int, ...]:
+def _num_reaching(lengths: Sequence[int], width: int) -> tuple[int, ...]:
     """How many of `lengths` exceed each of 0, 1, … `width` - 1."""
     ends = Counter(lengths)
     left, survivors = len(lengths), []

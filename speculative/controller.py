@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from speculative.acceptance import AcceptanceTable, Calibration
-from speculative.cost_model import Pace, PlainTime, Timing, best_pace, row_ms, row_price
-from speculative.outcome import Decision, Moment, Outcome
-from speculative.payoff import Account, Crowd
+from speculative.cost_model import DecodeTimeModel, Timing, WindowPlanRate, best_rate, row_ms, row_price
+from speculative.outcome import Decision, ProposalContext, WindowOutcome
+from speculative.payoff import GroupPayoff, SessionPayoff
 from speculative.proposer import CONFIRMED_SHARE
 
 if TYPE_CHECKING:
-    from speculative.payoff import Standing
+    from speculative.payoff import PayoffRecord
     from speculative.proposer import Proposal
 
 
@@ -66,32 +66,32 @@ class SharedMeasures:
     Attributes:
         timing: How long the ring takes.
         acceptance: What proposers' confidences turned out to be worth.
-        crowd: Whether speculating pays while several sessions run.
-        plain_time: What a plain window takes a session that runs by itself and does not speculate.
-        standings: How speculating came out in the sessions before, by who proposed.
+        group_payoff: Whether speculating pays while several sessions run.
+        decode_time: What a plain window takes a session that runs by itself and does not speculate.
+        records: How speculating came out in the sessions before, by who proposed.
     """
 
     timing: Timing = field(default_factory=Timing)
     acceptance: AcceptanceTable = field(default_factory=lambda: AcceptanceTable(_ACCEPTANCE_MEMORY))
-    crowd: Crowd = field(default_factory=Crowd)
-    plain_time: PlainTime = field(default_factory=PlainTime)
-    standings: dict[str, Standing] = field(default_factory=dict)
+    group_payoff: GroupPayoff = field(default_factory=GroupPayoff)
+    decode_time: DecodeTimeModel = field(default_factory=DecodeTimeModel)
+    records: dict[str, PayoffRecord] = field(default_factory=dict)
 
     def forget_ring(self) -> None:
         """Forget all times: the ring was made anew. What proposers are worth does not depend on it."""
         self.timing.forget_ring()
-        self.crowd = Crowd()
-        self.plain_time = PlainTime()
+        self.group_payoff = GroupPayoff()
+        self.decode_time = DecodeTimeModel()
 
-    def add_plain(self, outcome: Outcome) -> None:
+    def add_plain(self, outcome: WindowOutcome) -> None:
         """Learn from a plain window that had the ring to itself."""
         self.timing.add(outcome, is_alone=True)
         self.add_plain_time(outcome)
 
-    def add_plain_time(self, outcome: Outcome) -> None:
+    def add_plain_time(self, outcome: WindowOutcome) -> None:
         """Learn from it how long plain windows take, and nothing of the stages."""
         computed_ms = sum(stage.compute_ms for stage in outcome.stages)
-        self.plain_time.add(outcome.position, outcome.arrived_ms - outcome.sent_ms, computed_ms)
+        self.decode_time.add(outcome.position, outcome.arrived_ms - outcome.sent_ms, computed_ms)
 
 
 # Rows of one batch that all sessions together may propose.
@@ -128,7 +128,7 @@ class Controller:
         self._proposers = proposers
         self._num_sessions = 1
         self._position = 0
-        self._account = Account(standing=self._standing())
+        self._payoff = SessionPayoff(record=self._record())
         # The chance of each window under way to be right, given those ahead of it.
         self._flying: deque[float] = deque()
         self._last_arrived_ms: float | None = None
@@ -140,18 +140,18 @@ class Controller:
         self._is_drafting = False
         # Tokens committed since anything was wanted.
         self._num_plain = 0
-        self._paces: dict[tuple[int, float], Pace] = {}
+        self._rates: dict[tuple[int, float], WindowPlanRate] = {}
         self._num_judged = 0
         self._probe_in = self._probe_every = _FIRST_PROBE
-        self._pace: Pace | None = None
+        self._rate: WindowPlanRate | None = None
         self._width = 0
         self._reason = "nothing decided yet"
 
-    def wanted(self, moment: Moment) -> int:
+    def wanted(self, context: ProposalContext) -> int:
         """How many tokens to ask the proposer for now; 0: none are wanted."""
-        self._num_sessions = moment.num_sessions
-        self._position = moment.position
-        if moment.num_in_flight == 0:
+        self._num_sessions = context.num_sessions
+        self._position = context.position
+        if context.num_in_flight == 0:
             self._flying.clear()
         options = self._options
         if options.fixed_width is not None:
@@ -166,27 +166,27 @@ class Controller:
                 self._reason = closed
                 return 0
             limit = options.fixed_depth or options.max_depth
-            width = min(options.max_width, max(1, _ROW_BUDGET // moment.num_sessions))
-        if moment.num_in_flight >= limit:
-            self._reason = f"{moment.num_in_flight} windows fill the ring"
+            width = min(options.max_width, max(1, _ROW_BUDGET // context.num_sessions))
+        if context.num_in_flight >= limit:
+            self._reason = f"{context.num_in_flight} windows fill the ring"
             return 0
-        return max(0, min(width, moment.room))
+        return max(0, min(width, context.room))
 
-    def decide(self, moment: Moment, proposal: Proposal) -> Decision:
+    def decide(self, context: ProposalContext, proposal: Proposal) -> Decision:
         """How many of the proposed tokens to send now."""
-        limit = min(self.wanted(moment), len(proposal.tokens))
+        limit = min(self.wanted(context), len(proposal.tokens))
         self._is_drafting = self._is_drafting or proposal.proposer == _DRAFT
         if limit == 0:
             width = 0
         elif self._options.fixed_width is not None and self._options.p_min is None:
             width = limit
         else:
-            width = self._worthwhile(moment, proposal, limit)
-        if width or moment.num_in_flight == 0:
+            width = self._worthwhile(context, proposal, limit)
+        if width or context.num_in_flight == 0:
             sure = self._calibration.acceptances(proposal.first(width))
             self._flying.append(math.prod(sure))
-        if width and moment.num_in_flight:
-            self._last_behind_ms = moment.now_ms
+        if width and context.num_in_flight:
+            self._last_behind_ms = context.now_ms
         self._width = width or self._width
         return Decision(width, self._reason)
 
@@ -201,7 +201,7 @@ class Controller:
         if is_void:
             self._flying.clear()
 
-    def judged(self, outcome: Outcome) -> None:
+    def judged(self, outcome: WindowOutcome) -> None:
         """Learn from a judged window; may wait until the next has left."""
         is_alone = (
             outcome.num_in_flight == 0
@@ -211,10 +211,10 @@ class Controller:
         )
         self._num_judged += 1
         if self._num_judged % _PACE_EVERY == 0:
-            self._paces.clear()
+            self._rates.clear()
         self._timing.add(outcome, is_alone=is_alone)
         self._calibration.judged(outcome.proposal, outcome.judgement.num_accepted)
-        self._keep_account(outcome, is_alone=is_alone)
+        self._update_payoff(outcome, is_alone=is_alone)
         self._last_arrived_ms = outcome.arrived_ms
         self._is_after_stale = outcome.num_stale > 0
 
@@ -224,57 +224,58 @@ class Controller:
 
     def close(self) -> None:
         """The session is over: what it learned about speculating stays."""
-        standing = self._account.standing
-        if self._num_sessions == 1 and standing is not None:
-            self._shared.standings[self._proposers] = standing
+        record = self._payoff.record
+        if self._num_sessions == 1 and record is not None:
+            self._shared.records[self._proposers] = record
 
     def summary(self) -> dict[str, Any]:
         """For `timings`: what the controller does, and why."""
-        account, plain_ms = self._account, self._plain_ms()
-        measured = 1000 * account.num_tokens / account.elapsed_ms if account.elapsed_ms else None
+        payoff, plain_ms = self._payoff, self._plain_ms()
+        measured = 1000 * payoff.num_tokens / payoff.elapsed_ms if payoff.elapsed_ms else None
         return {
             "policy": "auto" if self._options.fixed_width is None else "fixed",
             "width": self._width,
-            "depth": self._options.fixed_depth or (self._pace.depth if self._pace else None),
-            "expected_tokens_per_s": _rounded(self._pace.tokens_per_s if self._pace else None),
+            "depth": self._options.fixed_depth or (self._rate.depth if self._rate else None),
+            "expected_tokens_per_s": _rounded(self._rate.tokens_per_s if self._rate else None),
             "measured_tokens_per_s": _rounded(measured),
             "plain_tokens_per_s": _rounded(1000 / plain_ms if plain_ms else None),
-            "won_tokens": _rounded(account.num_tokens - account.num_plain_tokens),
+            "won_tokens": _rounded(payoff.num_tokens - payoff.num_plain_tokens),
             "contention": _rounded(self._timing.contention),
             "reason": self._reason,
         }
 
-    def _standing(self) -> Standing | None:
-        standing, plain_ms = self._shared.standings.get(self._proposers), self._plain_ms()
-        return standing if standing and plain_ms and standing.holds_at(plain_ms) else None
+    def _record(self) -> PayoffRecord | None:
+        record, plain_ms = self._shared.records.get(self._proposers), self._plain_ms()
+        return record if record and plain_ms and record.holds_at(plain_ms) else None
 
     def _why_closed(self) -> str | None:
         """Why nothing is proposed now; None if something may be."""
         if self._num_sessions > 1:
-            crowd = self._shared.crowd
-            if not crowd.allows(self._num_sessions):
-                if crowd.gain is None:
+            group_payoff = self._shared.group_payoff
+            if not group_payoff.allows(self._num_sessions):
+                if group_payoff.gain is None:
                     return f"measuring plain windows of {self._num_sessions} sessions"
-                return f"{self._num_sessions} sessions got {crowd.gain:.2f} times the plain tokens: waiting"
-        elif self._shared.plain_time.num_measured < _NUM_FIRST_PLAIN:
+                gain = f"{group_payoff.gain:.2f}"
+                return f"{self._num_sessions} sessions got {gain} times the plain tokens: waiting"
+        elif self._shared.decode_time.num_measured < _NUM_FIRST_PLAIN:
             return "measuring a plain window first"
-        if not self._account.is_open:
-            return f"proposing lost time: trying again in {self._account.wait} tokens"
+        if not self._payoff.is_open:
+            return f"proposing lost time: trying again in {self._payoff.wait} tokens"
         return None
 
-    def _worthwhile(self, moment: Moment, proposal: Proposal, limit: int) -> int:
+    def _worthwhile(self, context: ProposalContext, proposal: Proposal, limit: int) -> int:
         """How many of the first `limit` tokens are likely enough, and fit the best pace."""
         options = self._options
         sure = self._calibration.acceptances(proposal)[:limit]
-        is_behind = moment.num_in_flight > 0
+        is_behind = context.num_in_flight > 0
         if options.fixed_width is None:
             drafting_ms = self._timing.draft_ms_per_token if proposal.proposer == _DRAFT else None
             # The mean that a run of such tokens would have.
-            pace = self._pace = self._best_pace(math.prod(sure) ** (1 / len(sure)), drafting_ms or 0.0)
-            if options.fixed_depth is None and moment.num_in_flight >= pace.depth:
-                self._reason = f"{moment.num_in_flight} windows of {pace.width} fill the ring"
+            rate = self._rate = self._best_rate(math.prod(sure) ** (1 / len(sure)), drafting_ms or 0.0)
+            if options.fixed_depth is None and context.num_in_flight >= rate.depth:
+                self._reason = f"{context.num_in_flight} windows of {rate.width} fill the ring"
                 return 0
-            limit = min(limit, pace.width if is_behind else pace.front)
+            limit = min(limit, rate.width if is_behind else rate.front)
             if limit == 0:
                 self._reason = "more tokens per second if proposed ones follow in windows of their own"
                 return 0
@@ -289,7 +290,7 @@ class Controller:
             reached *= sure[index]
             price = self._price(index, is_behind=is_behind)
             if reached < price:
-                if index == 0 and self._is_probe_due(moment, proposal, price):
+                if index == 0 and self._is_probe_due(context, proposal, price):
                     self._reason = f"probing {proposal.proposer}, which was right too rarely"
                     return 1
                 self._reason = (
@@ -317,36 +318,36 @@ class Controller:
         tokens_per_ms = self._num_sessions / plain_ms
         return row_price(self._timing, tokens_per_ms, num_rows=num_rows, is_new_window=is_new_window)
 
-    def _is_probe_due(self, moment: Moment, proposal: Proposal, price: float) -> bool:
+    def _is_probe_due(self, context: ProposalContext, proposal: Proposal, price: float) -> bool:
         """Whether to send a token that its proposer believes in and experience does not."""
-        if self._probe_in > 0 or moment.num_in_flight != 1 or proposal.confidences[0] < price:
+        if self._probe_in > 0 or context.num_in_flight != 1 or proposal.confidences[0] < price:
             return False
         self._probe_every = min(2 * self._probe_every, _MAX_PROBE)
         self._probe_in = self._probe_every
         return True
 
-    def _best_pace(self, acceptance: float, token_ms: float = 0.0) -> Pace:
+    def _best_rate(self, acceptance: float, token_ms: float = 0.0) -> WindowPlanRate:
         # A little coarse, so that few paces need working out.
         key = (round(20 * acceptance), token_ms)
-        if key not in self._paces:
+        if key not in self._rates:
             options = self._options
-            self._paces[key] = best_pace(
+            self._rates[key] = best_rate(
                 self._timing,
                 key[0] / 20,
                 max_width=min(options.max_width, max(1, _ROW_BUDGET // self._num_sessions)),
                 max_depth=options.fixed_depth or options.max_depth,
                 token_ms=token_ms,
             )
-        return self._paces[key]
+        return self._rates[key]
 
     def _plain_ms(self) -> float | None:
         if self._num_sessions > 1:
-            return self._shared.crowd.plain_ms
-        return self._shared.plain_time.ms(self._position)
+            return self._shared.group_payoff.plain_ms
+        return self._shared.decode_time.ms(self._position)
 
-    def _keep_account(self, outcome: Outcome, *, is_alone: bool) -> None:
+    def _update_payoff(self, outcome: WindowOutcome, *, is_alone: bool) -> None:
         num_tokens = len(outcome.judgement.committed)
-        shared, account = self._shared, self._account
+        shared, payoff = self._shared, self._payoff
         self._probe_in -= num_tokens
         self._num_plain = self._num_plain + num_tokens if self._is_plain_turn else 0
         # What flew behind the prompt waited for the prompt, for nobody knows how long.
@@ -357,7 +358,7 @@ class Controller:
         is_plain = not outcome.proposal.tokens
         if self._num_sessions > 1 and elapsed_ms >= 0.0:
             added_ms = row_ms(self._timing, self._num_sessions + 1)
-            shared.crowd.add(num_tokens, elapsed_ms, row_ms=added_ms)
+            shared.group_payoff.add(num_tokens, elapsed_ms, row_ms=added_ms)
         elif is_plain and is_alone and elapsed_ms > 0.0:
             self._note_plain(outcome)
         plain_ms = self._plain_ms()
@@ -366,11 +367,11 @@ class Controller:
         is_idle = is_plain and is_alone and not self._is_drafting
         is_others = is_plain and self._num_sessions > 1
         if self._is_plain_turn:
-            account.add_plain(num_tokens)
+            payoff.add_plain(num_tokens)
         elif plain_ms is not None and elapsed_ms >= 0.0 and not is_idle and not is_others:
-            account.add(num_tokens, elapsed_ms, plain_ms, is_run_over=outcome.num_behind == 0)
+            payoff.add(num_tokens, elapsed_ms, plain_ms, is_run_over=outcome.num_behind == 0)
 
-    def _note_plain(self, outcome: Outcome) -> None:
+    def _note_plain(self, outcome: WindowOutcome) -> None:
         """Learn what a plain window takes where nothing is proposed."""
         if not self._is_drafting or self._num_plain >= _NUM_DRAFTED_ON:
             self._shared.add_plain_time(outcome)

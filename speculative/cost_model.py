@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from speculative.outcome import Outcome
+    from speculative.outcome import WindowOutcome
 
 
 # Of one row's time, for each further row, while only one row count was ever seen: between a GPU (nearly
@@ -21,7 +21,7 @@ _NEWEST_WEIGHT: Final = 0.125
 _MAX_SURPRISE: Final = 2.0
 
 
-class Staircase:
+class BatchTimeModel:
     """t(k): milliseconds of a batch of `k` rows. Kernels work in tiles, so it has steps and is no line.
 
     Each row count keeps a running mean of its own. Between known ones the time is interpolated. Beyond the
@@ -94,8 +94,8 @@ class Timing:
         """Begin to learn anew: other stages, perhaps more or fewer, on other hosts."""
         self.network_ms: float | None = None
         self.num_measured = 0
-        self._alone: list[Staircase] = []
-        self._crowded: list[Staircase] = []
+        self._alone: list[BatchTimeModel] = []
+        self._crowded: list[BatchTimeModel] = []
         self._contention = 1.0
 
     @property
@@ -103,7 +103,7 @@ class Timing:
         """How many times longer stages compute while windows fly together: 1 where each has its own core."""
         return self._contention
 
-    def add(self, outcome: Outcome, *, is_alone: bool) -> None:
+    def add(self, outcome: WindowOutcome, *, is_alone: bool) -> None:
         """Learn from a judged window.
 
         Args:
@@ -114,8 +114,8 @@ class Timing:
         if not stages:
             return
         while len(self._alone) < len(stages):
-            self._alone.append(Staircase())
-            self._crowded.append(Staircase())
+            self._alone.append(BatchTimeModel())
+            self._crowded.append(BatchTimeModel())
         self.num_measured += 1
         at_stages_ms = sum(stage.queue_ms + stage.compute_ms for stage in stages)
         network_ms = max(0.0, outcome.arrived_ms - outcome.sent_ms - at_stages_ms)
@@ -141,7 +141,7 @@ class Timing:
             times.append(known_ms or 0.0)
         return tuple(times)
 
-    def _note_contention(self, outcome: Outcome) -> None:
+    def _note_contention(self, outcome: WindowOutcome) -> None:
         computed_ms = expected_ms = 0.0
         for table, stage in zip(self._alone, outcome.stages, strict=False):
             known_ms = table.ms(stage.num_rows)
@@ -166,7 +166,7 @@ _NEAR_TOKENS: Final = 64.0
 _MAX_SHARE: Final = 0.9
 
 
-class PlainTime:
+class DecodeTimeModel:
     """A line over positions, learned window by window. Shared by the sessions of a coordinator.
 
     Its slope comes from what the stages computed, so that a wire that changes does not pass for a text that
@@ -243,7 +243,7 @@ _DEPTH_SLACK: Final = 3.0
 
 
 @dataclass(frozen=True)
-class Pace:
+class WindowPlanRate:
     """A way to send windows, and what it should bring.
 
     Attributes:
@@ -259,9 +259,9 @@ class Pace:
     tokens_per_s: float
 
 
-def best_pace(
+def best_rate(
     timing: Timing, acceptance: float, *, max_width: int, max_depth: int, token_ms: float = 0.0
-) -> Pace:
+) -> WindowPlanRate:
     """The widths with the most expected tokens per second.
 
     Args:
@@ -276,11 +276,11 @@ def best_pace(
     """
     network_ms = timing.network_ms
     if network_ms is None:
-        return Pace(min(4, max_width), min(4, max_width), max_depth, 0.0)
+        return WindowPlanRate(min(4, max_width), min(4, max_width), max_depth, 0.0)
     acceptance = min(max(acceptance, 0.0), _MAX_ACCEPTANCE)
     widths = [width for width in _WIDTHS if width <= max_width]
     whole_ms = {rows: sum(timing.stages_ms(rows, is_alone=True)) for rows in [1, *(w + 1 for w in widths)]}
-    best: Pace | None = None
+    best: WindowPlanRate | None = None
     for width in widths:
         crowded_ms = timing.stages_ms(width, is_alone=False)
         beat_ms = max(1e-3, *crowded_ms)
@@ -296,7 +296,7 @@ def best_pace(
                 num_tokens = (1.0 - acceptance ** (front + 1)) / (1.0 - acceptance)
             tokens_per_s = 1000.0 * num_tokens / run_ms
             if best is None or tokens_per_s > best.tokens_per_s * 1.005:
-                best = Pace(front, width, depth, tokens_per_s)
+                best = WindowPlanRate(front, width, depth, tokens_per_s)
     if best is None:
         raise ValueError(f"max_width is {max_width}; it must be 1 or more")
     return best

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from speculative.ngram_index import EvidenceTable, Follower, GramIndex, Place
+from speculative.ngram_index import CursorPosition, EvidenceTable, IndexCursor, NgramIndex
 from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class NgramProposer:
 
     def __init__(self, options: NgramOptions | None = None) -> None:
         options = options or NgramOptions()
-        self._index = GramIndex(options.max_indexed_tokens)
-        self._follower = Follower(
+        self._index = NgramIndex(options.max_indexed_tokens)
+        self._cursor = IndexCursor(
             self._index, is_own_text=True, tokens_per_evidence=options.tokens_per_evidence
         )
         self._has_begun = False
@@ -59,16 +59,16 @@ class NgramProposer:
     def extend(self, tokens: Sequence[int]) -> None:
         """Index committed tokens: constant time each."""
         if self._has_begun:
-            self._index.extend(tokens, self._follower.advance(tokens))
+            self._index.extend(tokens, self._cursor.advance(tokens))
         elif tokens:
             # The prompt is one text from outside; whether it repeats itself says nothing about the answer.
             self._index.extend(tokens)
-            self._follower.start(tokens)
+            self._cursor.start(tokens)
             self._has_begun = True
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """How the known text goes on from where the committed tokens and `after` stand in it."""
-        return self._follower.foretell(max_tokens, after, self.name)
+        return self._cursor.predict(max_tokens, after, self.name)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
         """It answers at once."""
@@ -78,7 +78,7 @@ class NgramProposer:
 
 
 # A client that goes to the trouble means it: a handful of tokens at first, all of it once it proves right.
-_TRUST: Final = Place(source=0, evidence=8, anchor=0)
+_TRUST: Final = CursorPosition(source=0, evidence=8, anchor=0)
 
 
 class PredictionProposer:
@@ -94,22 +94,22 @@ class PredictionProposer:
     name = "prediction"
 
     def __init__(self, prediction: Sequence[int], tokens_per_evidence: float = 4.0) -> None:
-        index = GramIndex(2 * len(prediction) + 2)
+        index = NgramIndex(2 * len(prediction) + 2)
         index.extend(prediction)
-        self._follower = Follower(index, is_own_text=False, tokens_per_evidence=tokens_per_evidence)
+        self._cursor = IndexCursor(index, is_own_text=False, tokens_per_evidence=tokens_per_evidence)
         self._has_begun = False
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The prompt, then committed tokens, which are looked up in the prediction."""
         if self._has_begun:
-            self._follower.advance(tokens)
+            self._cursor.advance(tokens)
         elif tokens:
-            self._follower.start((), _TRUST)
+            self._cursor.start((), _TRUST)
             self._has_begun = True
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """How the prediction goes on from where the committed tokens and `after` stand in it."""
-        return self._follower.foretell(max_tokens, after, self.name)
+        return self._cursor.predict(max_tokens, after, self.name)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
         """It answers at once."""
@@ -138,7 +138,7 @@ class History:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self.answers = GramIndex(max_tokens)
+        self.answers = NgramIndex(max_tokens)
         self.table = EvidenceTable()
         # Where the answer to a prompt begins, the latest last. Prompts are told apart by their hash: were two
         # taken for one, a proposal would be wrong, nothing else.
@@ -203,7 +203,7 @@ class HistoryProposer:
 
     def __init__(self, history: History, tokens_per_evidence: float = 1.0) -> None:
         self._history = history
-        self._follower = Follower(
+        self._cursor = IndexCursor(
             history.answers,
             is_own_text=False,
             tokens_per_evidence=tokens_per_evidence,
@@ -216,17 +216,17 @@ class HistoryProposer:
         """The prompt, which may have been asked before, then committed tokens."""
         if self._prompt_hash is not None:
             self._answer.extend(tokens)
-            self._follower.advance(tokens)
+            self._cursor.advance(tokens)
         elif tokens:
             self._prompt_hash = hash(tuple(tokens))
             start = self._history.start_of(self._prompt_hash)
             # How prompts end is the chat template's doing: it says nothing about the answer.
             evidence = 0 if start is None else _ASKED_BEFORE
-            self._follower.start((), Place(source=start, evidence=evidence, anchor=start))
+            self._cursor.start((), CursorPosition(source=start, evidence=evidence, anchor=start))
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """How an earlier answer went on from where the committed tokens and `after` stand in it."""
-        return self._follower.foretell(max_tokens, after, self.name)
+        return self._cursor.predict(max_tokens, after, self.name)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
         """It answers at once."""
@@ -252,27 +252,27 @@ class ReplayProposer:
 
     def __init__(self, answer: Sequence[int]) -> None:
         self._answer = tuple(answer)
-        index = GramIndex(2 * len(self._answer) + 2)
+        index = NgramIndex(2 * len(self._answer) + 2)
         index.extend(self._answer)
-        self._follower = Follower(index, is_own_text=False, tokens_per_evidence=4.0)
-        self._follower.start((), Place(source=0, evidence=128, anchor=0) if answer else None)
+        self._cursor = IndexCursor(index, is_own_text=False, tokens_per_evidence=4.0)
+        self._cursor.start((), CursorPosition(source=0, evidence=128, anchor=0) if answer else None)
         self._has_begun = False
         self._num_committed = 0
-        self._is_astray = not answer
+        self._has_diverged = not answer
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The prompt, which says nothing, then committed tokens."""
         if not self._has_begun:
             self._has_begun = bool(tokens)
             return
-        self._is_astray = self._is_astray or not self._says(tokens)
+        self._has_diverged = self._has_diverged or not self._continuation(tokens)
         self._num_committed += len(tokens)
-        self._follower.advance(tokens)
+        self._cursor.advance(tokens)
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """The recorded tokens from there on."""
-        if self._is_astray or not self._says(after):
-            return self._follower.foretell(max_tokens, after, self.name)
+        if self._has_diverged or not self._continuation(after):
+            return self._cursor.predict(max_tokens, after, self.name)
         start = self._num_committed + len(after)
         tokens = self._answer[start : start + max(max_tokens, 0)]
         return Proposal(tokens, (1.0,) * len(tokens), self.name) if tokens else EMPTY
@@ -283,6 +283,6 @@ class ReplayProposer:
     def close(self) -> None:
         """There is nothing to let go of."""
 
-    def _says(self, tokens: Sequence[int]) -> bool:
+    def _continuation(self, tokens: Sequence[int]) -> bool:
         start = self._num_committed
         return self._answer[start : start + len(tokens)] == tuple(tokens)

@@ -38,7 +38,7 @@ class Occurrence(NamedTuple):
     length: int
 
 
-class GramIndex:
+class NgramIndex:
     """The tokens of a text by position, and where n-grams ended last.
 
     Positions count from the text's first token and stay what they are when old text is forgotten.
@@ -131,7 +131,7 @@ class GramIndex:
         start = self.first + len(self._tokens)
         self._tokens.extend(tokens)
         stop = start + len(tokens)
-        news = start + num_copied
+        num_new = start + num_copied
         if num_copied and self._copied_from is None:
             self._copied_from = start
         if self._copied_from is None:
@@ -139,9 +139,9 @@ class GramIndex:
             return
         # N-grams that lie within a copy are known from where it was copied.
         if start < self._copied_from + ORDERS[-1]:
-            self._enter(start, news, self._copied_from)
-        if news < stop:
-            self._enter(news, stop)
+            self._enter(start, num_new, self._copied_from)
+        if num_new < stop:
+            self._enter(num_new, stop)
             self._copied_from = None
 
     def _enter(self, start: int, stop: int, copied_from: int | None = None) -> None:
@@ -238,7 +238,7 @@ def _step_of(evidence: int) -> int:
 # match.
 # How far behind the anchor a lone token is looked for, and after how much other text the anchor is given up.
 _REACH: Final = 64
-_MAX_ASTRAY: Final = 4096
+_MAX_DIVERGED: Final = 4096
 # A continuation that held for this many tokens, or that began this close to the anchor, moves the anchor.
 _SETTLED: Final = 8
 _CLOSE: Final = 16
@@ -246,7 +246,7 @@ _CLOSE: Final = 16
 _AT_START: Final = 4
 
 
-class Place(NamedTuple):
+class CursorPosition(NamedTuple):
     """Where a sequence stands in the known text.
 
     Attributes:
@@ -254,17 +254,17 @@ class Place(NamedTuple):
         evidence: How much speaks for it (`speculative.ngram_index`).
         num_followed: Tokens that came as foretold since the place was found.
         anchor: Position where the text was left, or None.
-        num_astray: Tokens since then.
+        num_diverged: Tokens since then.
     """
 
     source: int | None = None
     evidence: int = 0
     num_followed: int = 0
     anchor: int | None = None
-    num_astray: int = 0
+    num_diverged: int = 0
 
 
-class Follower:
+class IndexCursor:
     """Follows one sequence through an index.
 
     Args:
@@ -277,7 +277,7 @@ class Follower:
 
     def __init__(
         self,
-        index: GramIndex,
+        index: NgramIndex,
         *,
         is_own_text: bool,
         tokens_per_evidence: float,
@@ -287,21 +287,21 @@ class Follower:
         self._is_own_text = is_own_text
         self._tokens_per_evidence = tokens_per_evidence
         self._table = table or EvidenceTable()
-        self._place = Place()
+        self._position = CursorPosition()
         self._tail: list[int] = []
 
-    def start(self, tokens: Sequence[int], place: Place | None = None) -> None:
+    def start(self, tokens: Sequence[int], position: CursorPosition | None = None) -> None:
         """Take note of what goes before, without learning from it.
 
         Args:
             tokens: The end of it is enough.
-            place: Where the sequence stands after them; None to look for it.
+            position: Where the sequence stands after them; None to look for it.
         """
         self._tail = list(tokens[-MAX_ORDER:])
-        if place is None:
-            place = self._find(self._tail, None, 0)
-            place = place._replace(evidence=min(place.evidence, _AT_START))
-        self._place = place
+        if position is None:
+            position = self._find(self._tail, None, 0)
+            position = position._replace(evidence=min(position.evidence, _AT_START))
+        self._position = position
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Follow committed tokens, and learn from how well they were foretold.
@@ -309,17 +309,17 @@ class Follower:
         Returns:
             How many of the first were copied from the younger half of the index.
         """
-        place = self._place
-        foretold = self._foretold(place, len(tokens), ())
+        position = self._position
+        foretold = self._predicted(position, len(tokens), ())
         num_right = _num_equal(foretold, tokens)
         if foretold:
-            self._table.learn(place.evidence, num_right, is_missed=num_right < len(foretold))
+            self._table.learn(position.evidence, num_right, is_missed=num_right < len(foretold))
         self._tail = [*self._tail, *tokens][-MAX_ORDER:]
-        self._place = self._moved(place, num_right, len(tokens), self._tail)
-        is_young = place.source is not None and place.source >= self._index.young_first
+        self._position = self._moved(position, num_right, len(tokens), self._tail)
+        is_young = position.source is not None and position.source >= self._index.young_first
         return num_right if is_young else 0
 
-    def foretell(self, max_tokens: int, ahead: Sequence[int], name: str) -> Proposal:
+    def predict(self, max_tokens: int, ahead: Sequence[int], name: str) -> Proposal:
         """What follows the committed tokens and then `ahead`.
 
         Args:
@@ -329,19 +329,21 @@ class Follower:
         """
         if max_tokens <= 0:
             return EMPTY
-        place = self._place
+        position = self._position
         if ahead:
-            num_right = _num_equal(self._foretold(place, len(ahead), ()), ahead)
-            place = self._moved(place, num_right, len(ahead), [*self._tail, *ahead[-MAX_ORDER:]][-MAX_ORDER:])
-        width = min(max_tokens, int(place.evidence * self._tokens_per_evidence))
-        tokens = self._foretold(place, width, ahead)
+            num_right = _num_equal(self._predicted(position, len(ahead), ()), ahead)
+            position = self._moved(
+                position, num_right, len(ahead), [*self._tail, *ahead[-MAX_ORDER:]][-MAX_ORDER:]
+            )
+        width = min(max_tokens, int(position.evidence * self._tokens_per_evidence))
+        tokens = self._predicted(position, width, ahead)
         if not tokens:
             return EMPTY
-        return Proposal(tuple(tokens), self._table.chances(place.evidence, len(tokens)), name)
+        return Proposal(tuple(tokens), self._table.chances(position.evidence, len(tokens)), name)
 
-    def _foretold(self, place: Place, count: int, ahead: Sequence[int]) -> list[int]:
+    def _predicted(self, position: CursorPosition, count: int, ahead: Sequence[int]) -> list[int]:
         """The next `count` tokens from a place, or fewer if the text ends before."""
-        index, source = self._index, place.source
+        index, source = self._index, position.source
         if source is None or source < index.first or count <= 0:
             return []
         tokens = index.read(source, source + count)
@@ -351,27 +353,29 @@ class Follower:
             tokens = list(islice(cycle(tokens), count)) if tokens else tokens
         return tokens
 
-    def _moved(self, place: Place, num_right: int, num_tokens: int, tail: list[int]) -> Place:
+    def _moved(
+        self, position: CursorPosition, num_right: int, num_tokens: int, tail: list[int]
+    ) -> CursorPosition:
         """The place after `num_tokens` more, the first `num_right` of which were foretold."""
-        source, evidence, num_followed, anchor, num_astray = place
+        source, evidence, num_followed, anchor, num_diverged = position
         if source is None:
-            return self._find(tail, anchor, num_astray + num_tokens)
+            return self._find(tail, anchor, num_diverged + num_tokens)
         left = source + num_right
         num_followed += num_right
         if num_right == num_tokens:
-            return Place(left, evidence + PER_TOKEN * num_right, num_followed, anchor, num_astray)
+            return CursorPosition(left, evidence + PER_TOKEN * num_right, num_followed, anchor, num_diverged)
         if anchor is None or num_followed >= _SETTLED or 0 <= left - anchor <= _CLOSE:
             return self._find(tail, left, num_tokens - num_right)
-        return self._find(tail, anchor, num_astray + num_followed + num_tokens - num_right)
+        return self._find(tail, anchor, num_diverged + num_followed + num_tokens - num_right)
 
-    def _find(self, tail: list[int], anchor: int | None, num_astray: int) -> Place:
+    def _find(self, tail: list[int], anchor: int | None, num_diverged: int) -> CursorPosition:
         """The likeliest place by what was said last: the longest match, or a shorter one near the anchor."""
         index = self._index
         source, evidence = None, 0
         match = index.find(tail)
         if match is not None:
             source, evidence = match.end, MATCHED[match.length]
-        if anchor is not None and num_astray > _MAX_ASTRAY:
+        if anchor is not None and num_diverged > _MAX_DIVERGED:
             anchor = None
         if anchor is not None and tail:
             near = index.find_near(tail[-1], anchor, min(anchor + _REACH, index.stop - 1))
@@ -381,7 +385,7 @@ class Follower:
                 near_evidence += NEARBY[distance] if distance < len(NEARBY) else 0
                 if near_evidence > evidence:
                     source, evidence = near + 1, near_evidence
-        return Place(source, evidence, 0, anchor, num_astray)
+        return CursorPosition(source, evidence, 0, anchor, num_diverged)
 
 
 def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:

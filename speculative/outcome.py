@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Moment:
+class ProposalContext:
     """When a window could be sent.
 
     Attributes:
@@ -59,7 +59,7 @@ class StageMeasure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WindowOutcome:
     """A judged window.
 
     Attributes:

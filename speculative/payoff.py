@@ -27,7 +27,7 @@ _OTHER_RING: Final = 1.4
 
 
 @dataclass(frozen=True)
-class Standing:
+class PayoffRecord:
     """How speculating came out so far.
 
     Attributes:
@@ -48,7 +48,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class AccountOptions:
+class PayoffOptions:
     """How patient it is. Amounts are tokens, or plain windows, which bring one token each.
 
     Attributes:
@@ -71,12 +71,12 @@ class AccountOptions:
     max_excess: float = 2.5
 
 
-class Account:
+class SessionPayoff:
     """One session's account.
 
     Args:
         options: How patient it is.
-        standing: How the session before came out: a gain opens the account with a credit; after a loss this
+        record: How the session before came out: a gain opens the account with a credit; after a loss this
             one has less to lose, and goes on with the pause. None if nothing is known.
 
     Attributes:
@@ -87,31 +87,31 @@ class Account:
         elapsed_ms: That time.
     """
 
-    def __init__(self, options: AccountOptions | None = None, *, standing: Standing | None = None) -> None:
-        self._options = options or AccountOptions()
-        self._before = standing
+    def __init__(self, options: PayoffOptions | None = None, *, record: PayoffRecord | None = None) -> None:
+        self._options = options or PayoffOptions()
+        self._before = record
         self._pause = self._options.first_pause
-        self._plain_ms = 0.0 if standing is None else standing.plain_ms
+        self._plain_ms = 0.0 if record is None else record.plain_ms
         self.balance = 0.0
         self.wait = 0
-        if standing is not None and standing.won_share >= 0.0:
-            self.balance = min(_CREDIT * standing.won_share, self._options.max_credit)
-        elif standing is not None:
+        if record is not None and record.won_share >= 0.0:
+            self.balance = min(_CREDIT * record.won_share, self._options.max_credit)
+        elif record is not None:
             self.balance = self._overdrawn
-            self._pause = standing.pause
-            self.wait = min(standing.wait, _MAX_CARRIED)
+            self._pause = record.pause
+            self.wait = min(record.wait, _MAX_CARRIED)
         self.num_tokens = 0
         self.num_plain_tokens = 0.0
         self.elapsed_ms = 0.0
 
     @property
-    def standing(self) -> Standing | None:
+    def record(self) -> PayoffRecord | None:
         """What the next session should know; None if this one did not speculate enough to tell."""
         share = None if self._before is None else self._before.won_share
         if self.num_tokens >= _NUM_TELLING:
             own = self.num_tokens / self.num_plain_tokens - 1.0
             share = own if share is None else share + _NEWEST_SHARE * (own - share)
-        return None if share is None else Standing(share, self._plain_ms, self._pause, self.wait)
+        return None if share is None else PayoffRecord(share, self._plain_ms, self._pause, self.wait)
 
     @property
     def is_open(self) -> bool:
@@ -157,7 +157,7 @@ class Account:
 # account tells the truth. Here they take turns together: plainly for a while, speculating for a while,
 # plainly again, and the time that a token took each of them decides. What does not pay pauses, each time for
 # longer; what pays goes on, each time for longer.
-class Turn(StrEnum):
+class GroupPhase(StrEnum):
     """What all sessions do now.
 
     Attributes:
@@ -176,7 +176,7 @@ class Turn(StrEnum):
 
 
 @dataclass(frozen=True)
-class CrowdOptions:
+class GroupPayoffOptions:
     """How long turns are: measured ones in tokens of all sessions, the others in tokens of each.
 
     Attributes:
@@ -184,8 +184,8 @@ class CrowdOptions:
         trial: Of a trial.
         after: Of the plain turn behind it.
         settle: Tokens of each after a change of turn that are not counted: windows of the old turn still fly.
-        first_stay: Tokens of each in the turn that follows the first verdict in favour.
-        max_stay: In the longest such turn.
+        first_run: Tokens of each in the turn that follows the first verdict in favour.
+        max_run: In the longest such turn.
         first_pause: In the turn that follows the first verdict against.
         max_pause: In the longest such turn.
         min_gain: How many times more tokens than plain windows speculation must bring.
@@ -197,8 +197,8 @@ class CrowdOptions:
     trial: int = 16
     after: int = 16
     settle: int = 1
-    first_stay: int = 16
-    max_stay: int = 128
+    first_run: int = 16
+    max_run: int = 128
     first_pause: int = 64
     max_pause: int = 1024
     min_gain: float = 1.05
@@ -206,43 +206,43 @@ class CrowdOptions:
 
 
 @dataclass
-class _Standing:
+class _GroupRecord:
     """What is known for about so many sessions."""
 
-    turn: Turn = Turn.BEFORE
+    phase: GroupPhase = GroupPhase.BEFORE
     length: int = 0
     gain: float | None = None
     plain_ms: float | None = None
     trial_ms: float = 0.0
 
 
-class Crowd:
+class GroupPayoff:
     """The turns of all sessions of a coordinator. What is learned is kept for 2, 3 to 4, 5 to 8 … sessions.
 
     Args:
         options: How long turns are.
     """
 
-    def __init__(self, options: CrowdOptions | None = None) -> None:
-        self._options = options or CrowdOptions()
-        self._standings: dict[int, _Standing] = {}
+    def __init__(self, options: GroupPayoffOptions | None = None) -> None:
+        self._options = options or GroupPayoffOptions()
+        self._records: dict[int, _GroupRecord] = {}
         self._num_sessions = 2
         self._begin()
 
     @property
     def gain(self) -> float | None:
         """Tokens with speculation over tokens without, as last compared; None before that."""
-        return self._standing.gain
+        return self._record.gain
 
     @property
-    def turn(self) -> Turn:
+    def phase(self) -> GroupPhase:
         """What all sessions do now."""
-        return self._standing.turn
+        return self._record.phase
 
     @property
     def plain_ms(self) -> float | None:
         """What a token took each session when none speculated; None before that was measured."""
-        return self._standing.plain_ms
+        return self._record.plain_ms
 
     def allows(self, num_sessions: int) -> bool:
         """Whether sessions may speculate now.
@@ -252,11 +252,11 @@ class Crowd:
         """
         if num_sessions != self._num_sessions:
             self._num_sessions = num_sessions
-            if self.turn in {Turn.TRIAL, Turn.AFTER}:
+            if self.phase in {GroupPhase.TRIAL, GroupPhase.AFTER}:
                 # With others about nothing can be compared.
-                self._standing.turn = Turn.BEFORE
+                self._record.phase = GroupPhase.BEFORE
             self._begin()
-        return self.turn in {Turn.TRIAL, Turn.ON}
+        return self.phase in {GroupPhase.TRIAL, GroupPhase.ON}
 
     def add(self, num_tokens: int, elapsed_ms: float, *, row_ms: float = 0.0) -> None:
         """A session committed tokens.
@@ -276,41 +276,41 @@ class Crowd:
             self._begin()
 
     def _finish(self, token_ms: float, row_ms: float) -> None:
-        standing = self._standing
-        match standing.turn:
-            case Turn.BEFORE | Turn.OFF:
-                standing.plain_ms = token_ms
+        record = self._record
+        match record.phase:
+            case GroupPhase.BEFORE | GroupPhase.OFF:
+                record.plain_ms = token_ms
                 if self._num_sessions * row_ms <= self._options.max_row_price * token_ms:
-                    standing.turn = Turn.TRIAL
+                    record.phase = GroupPhase.TRIAL
                 else:
                     self._pause()
-            case Turn.TRIAL:
-                standing.trial_ms = token_ms
-                standing.turn = Turn.AFTER
-            case Turn.AFTER:
-                standing.plain_ms = (standing.plain_ms or token_ms) / 2 + token_ms / 2
-                self._conclude(standing.plain_ms / max(standing.trial_ms, 1e-6))
-            case Turn.ON:
-                if standing.length >= self._options.max_stay:
-                    standing.turn = Turn.BEFORE
+            case GroupPhase.TRIAL:
+                record.trial_ms = token_ms
+                record.phase = GroupPhase.AFTER
+            case GroupPhase.AFTER:
+                record.plain_ms = (record.plain_ms or token_ms) / 2 + token_ms / 2
+                self._conclude(record.plain_ms / max(record.trial_ms, 1e-6))
+            case GroupPhase.ON:
+                if record.length >= self._options.max_run:
+                    record.phase = GroupPhase.BEFORE
                 else:
-                    self._conclude((standing.plain_ms or 0.0) / max(token_ms, 1e-6))
+                    self._conclude((record.plain_ms or 0.0) / max(token_ms, 1e-6))
 
     def _conclude(self, gain: float) -> None:
-        standing, options = self._standing, self._options
-        standing.gain = gain
-        was_on = standing.turn is Turn.ON
+        record, options = self._record, self._options
+        record.gain = gain
+        was_on = record.phase is GroupPhase.ON
         if gain >= options.min_gain:
-            standing.turn = Turn.ON
-            standing.length = min(2 * standing.length, options.max_stay) if was_on else options.first_stay
+            record.phase = GroupPhase.ON
+            record.length = min(2 * record.length, options.max_run) if was_on else options.first_run
         else:
             self._pause(is_first=was_on)
 
     def _pause(self, *, is_first: bool = False) -> None:
-        standing, options = self._standing, self._options
-        standing.turn = Turn.OFF
-        is_first = is_first or standing.length < options.first_pause
-        standing.length = options.first_pause if is_first else min(2 * standing.length, options.max_pause)
+        record, options = self._record, self._options
+        record.phase = GroupPhase.OFF
+        is_first = is_first or record.length < options.first_pause
+        record.length = options.first_pause if is_first else min(2 * record.length, options.max_pause)
 
     def _begin(self) -> None:
         self._settling = self._options.settle * self._num_sessions
@@ -319,16 +319,16 @@ class Crowd:
 
     def _length(self) -> int:
         options = self._options
-        match self.turn:
-            case Turn.BEFORE:
+        match self.phase:
+            case GroupPhase.BEFORE:
                 return options.before
-            case Turn.TRIAL:
+            case GroupPhase.TRIAL:
                 return options.trial
-            case Turn.AFTER:
+            case GroupPhase.AFTER:
                 return options.after
-            case Turn.ON | Turn.OFF:
-                return self._standing.length * self._num_sessions
+            case GroupPhase.ON | GroupPhase.OFF:
+                return self._record.length * self._num_sessions
 
     @property
-    def _standing(self) -> _Standing:
-        return self._standings.setdefault((self._num_sessions - 1).bit_length(), _Standing())
+    def _record(self) -> _GroupRecord:
+        return self._records.setdefault((self._num_sessions - 1).bit_length(), _GroupRecord())

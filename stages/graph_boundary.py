@@ -19,7 +19,7 @@ _PREFIX: Final = "spanmesh."
 
 
 @dataclass(frozen=True)
-class Handover:
+class GraphBoundary:
     """How a stage's graph is entered and left.
 
     Attributes:
@@ -45,7 +45,7 @@ class Handover:
 
     def to_metadata(self, n_embd: int) -> Mapping[str, str | int | bool]:
         """What a stage file says of it: nothing that is usual, so that most files say nothing."""
-        usual = Handover(n_embd)
+        usual = GraphBoundary(n_embd)
         return {
             _PREFIX + name: value
             for name, value in vars(self).items()
@@ -53,7 +53,7 @@ class Handover:
         }
 
     @classmethod
-    def from_metadata(cls, text_of: Callable[[str], str | None], n_embd: int) -> Handover:
+    def from_metadata(cls, text_of: Callable[[str], str | None], n_embd: int) -> GraphBoundary:
         """What a loaded file says.
 
         Args:

@@ -18,12 +18,12 @@ from mesh.api.errors import json_response
 from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.openapi import Anything, answers, takes
 from mesh.api.request_parsing import read_body
-from mesh.api.streaming import ClientGoneError, unless_hung_up
+from mesh.api.streaming import ClientGoneError, cancel_on_disconnect
 from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError
 from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
-    from mesh.api.backend import HostInspection, HostOrders, ModelOrders
+    from mesh.api.backend import HostAdmin, HostInspection, ModelAdmin
 
 
 router = APIRouter()
@@ -36,9 +36,9 @@ _HOST: Final[dict[str, Any]] = {
 @router.post("/mesh/drain", response_model=None, responses=answers(Anything), openapi_extra=_HOST)
 async def drain(request: Request) -> Response:
     """Move a host's layers elsewhere and let it go; answers when that is done."""
-    orders = _host_orders(request)
+    host_admin = _host_admin(request)
     try:
-        return json_response(dict(await orders.drain(_name(request))))
+        return json_response(dict(await host_admin.drain(_name(request))))
     except JoinError as error:
         raise InvalidRequest(error.message, param="host") from None
 
@@ -46,17 +46,17 @@ async def drain(request: Request) -> Response:
 @router.post("/mesh/evict", response_model=None, responses=answers(Anything), openapi_extra=_HOST)
 async def evict(request: Request) -> Response:
     """Cut a host off at once, and replace the join token."""
-    orders = _host_orders(request)
+    host_admin = _host_admin(request)
     try:
-        return json_response(dict(await orders.evict(_name(request))))
+        return json_response(dict(await host_admin.evict(_name(request))))
     except JoinError as error:
         raise InvalidRequest(error.message, param="host") from None
 
 
-def _host_orders(request: Request) -> HostOrders:
+def _host_admin(request: Request) -> HostAdmin:
     """What carries it out. A key that opens the API from elsewhere does not open this."""
     require_own_machine(request, "hosts are sent away")
-    departures = backend_of(request).departures()
+    departures = backend_of(request).host_admin()
     if departures is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
     return departures
@@ -106,7 +106,7 @@ async def measure_links(request: Request) -> Response:
     if probes > MAX_PROBES_OF_ANY_KEY:
         require_own_machine(request, f"more than {MAX_PROBES_OF_ANY_KEY} probes are sent")
     try:
-        found = await unless_hung_up(runs.run(probes, bulk_bytes), request.receive, backend.closing)
+        found = await cancel_on_disconnect(runs.run(probes, bulk_bytes), request.receive, backend.closing)
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
@@ -191,7 +191,7 @@ _UNLOAD: Final[dict[str, Any]] = {
 )
 async def load(request: Request) -> Response:
     """Serve a model beside those that are served; answers when it does, or with why it cannot."""
-    orders, backends = _model_orders(request), backends_of(request)
+    model_admin, backends = _model_admin(request), backends_of(request)
     body = await read_body(request, LoadBody, backends.unknown_fields, context_length=backends.context_length)
     paths = {"model": body.model, "draft_path": body.draft_path, "replay_path": body.replay_path}
     for param, path in paths.items():
@@ -199,26 +199,26 @@ async def load(request: Request) -> Response:
             raise InvalidRequest(f"{param} is {path!r}: give the whole path of the file", param=param)
     if body.stages is not None and body.split is not None:
         raise InvalidRequest("split says how many stages there are: leave out stages", param="stages")
-    return json_response(dict(await orders.load(body.model_dump())))
+    return json_response(dict(await model_admin.load(body.model_dump())))
 
 
 @router.post("/mesh/unload", response_model=None, responses=answers(Anything, 404), openapi_extra=_UNLOAD)
 async def unload(request: Request) -> Response:
     """Serve a model no more; answers when nothing of it is left. Requests that run have `wait_s` to end."""
-    orders = _model_orders(request)
+    model_admin = _model_admin(request)
     name = request.query_params.get("model", "")
     if not name:
         raise InvalidRequest("model is missing: name it, as `mesh status` does", param="model")
-    return json_response(dict(await orders.unload(name, _wait_s(request))))
+    return json_response(dict(await model_admin.unload(name, _wait_s(request))))
 
 
-def _model_orders(request: Request) -> ModelOrders:
+def _model_admin(request: Request) -> ModelAdmin:
     """What carries it out. A key that opens the API from elsewhere does not open this."""
     require_own_machine(request, "models are loaded and unloaded")
-    orders = backends_of(request).first.model_orders()
-    if orders is None:
+    model_admin = backends_of(request).first.model_admin()
+    if model_admin is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
-    return orders
+    return model_admin
 
 
 def _wait_s(request: Request) -> float:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 import structlog
 
-from mesh.api.rate_limit import visit_of
+from mesh.api.rate_limit import reservation_of
 from mesh.text.detokenizer import AnswerText
 from mesh.text.message_parts import joined
-from mesh.text.output_parser import MessageReader
+from mesh.text.output_parser import OutputParser
 from spanmesh_proto.errors import StageFailed
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from mesh.api.backend import Backend
-    from mesh.api.generation_job import Job
-    from mesh.api.rate_limit import Visit
+    from mesh.api.generation_job import GenerationJob
+    from mesh.api.rate_limit import TokenReservation
     from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
-    from mesh.text.message_parts import Said
+    from mesh.text.message_parts import MessagePart
     from stages.sampling.logprobs import TokenLogprobs
 
     PieceWith = Callable[[Collection[str]], Callable[[int], bytes]]
@@ -87,7 +87,7 @@ class AnswerPart:
     """What became final together, and the tokens committed meanwhile.
 
     Attributes:
-        said: May be nothing.
+        message_parts: May be nothing.
         finish: Why the answer is over, on its last part.
         num_tokens: Tokens of the answer up to here, an end token and those of a stop string included.
         stats: The engine's counts and times up to here.
@@ -96,7 +96,7 @@ class AnswerPart:
         num_reasoning: Tokens of the answer up to here that are reasoning.
     """
 
-    said: tuple[Said, ...]
+    message_parts: tuple[MessagePart, ...]
     finish: FinishReason | None
     num_tokens: int
     stats: GenerationStats
@@ -105,7 +105,9 @@ class AnswerPart:
     num_reasoning: int = 0
 
 
-async def answer_parts(engine: Engine, piece_with: PieceWith, job: Job) -> AsyncGenerator[AnswerPart, None]:
+async def answer_parts(
+    engine: Engine, piece_with: PieceWith, job: GenerationJob
+) -> AsyncGenerator[AnswerPart, None]:
     """Run a job. The engine's session is over before the last part is passed on.
 
     A step that settles no text makes no part of its own, unless the job wants token ids.
@@ -137,12 +139,12 @@ async def answer_parts(engine: Engine, piece_with: PieceWith, job: Job) -> Async
 class _Answer:
     """What one answer's tokens come to."""
 
-    def __init__(self, piece_with: PieceWith, job: Job) -> None:
+    def __init__(self, piece_with: PieceWith, job: GenerationJob) -> None:
         self._job = job
-        self._text = AnswerText(piece_with(job.reading.marks), job.stops)
+        self._text = AnswerText(piece_with(job.output_format.marks), job.stops)
         self._tokens = AnswerTokens(self._text)
-        self._reader = MessageReader(job.reading)
-        self._said: list[Said] = []
+        self._reader = OutputParser(job.output_format)
+        self._message_parts: list[MessagePart] = []
         self._ids: list[int] = []
         self._num_passed = 0
         self._num_reasoning = 0
@@ -159,7 +161,7 @@ class _Answer:
             if token in self._job.request.end_tokens:
                 return
             offset = text.num_decoded
-            self._said += reader.push(text.push(token))
+            self._message_parts += reader.push(text.push(token))
             if reader.is_reasoning:
                 self._num_reasoning = len(self._ids)
             if step.logprobs:
@@ -168,26 +170,32 @@ class _Answer:
                 return
 
     def part(self, step: Committed) -> AnswerPart | None:
-        return self._part(step, None) if self._said or self._job.wants_token_ids else None
+        return self._part(step, None) if self._message_parts or self._job.wants_token_ids else None
 
     def last_part(self, step: Committed) -> AnswerPart:
-        self._said += self._reader.push(self._text.flush())
-        self._said += self._reader.flush()
+        self._message_parts += self._reader.push(self._text.flush())
+        self._message_parts += self._reader.flush()
         finish: FinishReason | None = "stop" if self.is_over else step.finish
         if self._reader.has_calls and finish == "stop":
             finish = "tool_calls"
         return self._part(step, finish)
 
     def _part(self, step: Committed, finish: FinishReason | None) -> AnswerPart:
-        said, self._said = joined(self._said), []
+        message_parts, self._message_parts = joined(self._message_parts), []
         new = tuple(self._ids[self._num_passed :])
         self._num_passed = len(self._ids)
         return AnswerPart(
-            tuple(said), finish, len(self._ids), step.stats, self._tokens.settle(), new, self._num_reasoning
+            tuple(message_parts),
+            finish,
+            len(self._ids),
+            step.stats,
+            self._tokens.settle(),
+            new,
+            self._num_reasoning,
         )
 
 
-def _log(job: Job, last: AnswerPart) -> None:
+def _log(job: GenerationJob, last: AnswerPart) -> None:
     stats = last.stats
     log.info(
         "answered",
@@ -202,7 +210,7 @@ def _log(job: Job, last: AnswerPart) -> None:
     )
 
 
-class Siblings:
+class ChoiceGroup:
     """The answers to one request.
 
     Args:
@@ -210,7 +218,7 @@ class Siblings:
         jobs: Further answers to a prompt come right behind its first.
     """
 
-    def __init__(self, backend: Backend, jobs: Sequence[Job]) -> None:
+    def __init__(self, backend: Backend, jobs: Sequence[GenerationJob]) -> None:
         self._backend = backend
         self._jobs = jobs
         self._begun: list[asyncio.Event] = []
@@ -236,7 +244,7 @@ class Siblings:
 
 
 def metered(
-    scope: Scope, backend: Backend, jobs: Sequence[Job], *, most_at_once: int = 1
+    scope: Scope, backend: Backend, jobs: Sequence[GenerationJob], *, most_at_once: int = 1
 ) -> tuple[Backend, int]:
     """The backend with an engine that counts for the API key of a request, if it came with one.
 
@@ -253,13 +261,13 @@ def metered(
         RateLimited: If the key has as many answers under way as it may have, or too few tokens left for what
             the jobs may come to.
     """
-    visit = visit_of(scope)
+    reservation = reservation_of(scope)
     num_at_once = min(most_at_once, len(jobs))
-    if visit is None:
+    if reservation is None:
         return backend, num_at_once
-    num_at_once = visit.occupy(num_at_once, backend.model_id, backend.num_slots)
-    visit.reserve(sum(len(job.request.prompt) + job.request.max_tokens for job in jobs))
-    return replace(backend, engine=MeteredEngine(backend.engine, visit, len(jobs))), num_at_once
+    num_at_once = reservation.acquire(num_at_once, backend.model_id, backend.num_slots)
+    reservation.reserve(sum(len(job.request.prompt) + job.request.max_tokens for job in jobs))
+    return replace(backend, engine=MeteredEngine(backend.engine, reservation, len(jobs))), num_at_once
 
 
 class MeteredEngine:
@@ -269,13 +277,13 @@ class MeteredEngine:
 
     Args:
         engine: Makes the tokens.
-        visit: Where they are noted.
+        reservation: Where they are noted.
         num_answers: How many the request comes to.
     """
 
-    def __init__(self, engine: Engine, visit: Visit, num_answers: int) -> None:
+    def __init__(self, engine: Engine, reservation: TokenReservation, num_answers: int) -> None:
         self._engine = engine
-        self._visit = visit
+        self._reservation = reservation
         self._num_left = num_answers
 
     @property
@@ -289,14 +297,14 @@ class MeteredEngine:
         try:
             async with aclosing(self._engine.generate(request)) as steps:
                 async for step in steps:
-                    self._visit.spend(num_prompt + len(step.tokens))
+                    self._reservation.spend(num_prompt + len(step.tokens))
                     num_prompt = 0
                     yield step
         except Exception:
             num_prompt = 0
             raise
         finally:
-            self._visit.spend(num_prompt)
+            self._reservation.spend(num_prompt)
             # Its slot is free by now, and its client does not yet know: the next request finds a place.
             self._num_left -= 1
-            self._visit.vacate(self._num_left)
+            self._reservation.release(self._num_left)

@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 
 from mesh.api import admin, chat_completions, completions, server_info, tokenization, web_ui
 from mesh.api.auth import KeyGate
-from mesh.api.backend import Backend, Backends, HostInspection, HostOrders, LinkRuns, ModelOrders
+from mesh.api.backend import Backend, Backends, HostAdmin, HostInspection, LinkRuns, ModelAdmin
 from mesh.api.errors import on_http_exception, on_mesh_error
 from mesh.api.middleware import Cors, RequestLog, Traced
 from mesh.api.openapi import DocumentedApp
@@ -55,9 +55,9 @@ def create_app(
     cors_origins: Sequence[str] = (),
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None,
     measure_links: Callable[[int, int], Awaitable[Mapping[str, Any]]] | None = None,
-    departures: Callable[[], HostOrders | None] = lambda: None,
-    look_into_hosts: Callable[[], HostInspection | None] = lambda: None,
-    model_orders: Callable[[], ModelOrders | None] = lambda: None,
+    host_admin: Callable[[], HostAdmin | None] = lambda: None,
+    host_inspection: Callable[[], HostInspection | None] = lambda: None,
+    model_admin: Callable[[], ModelAdmin | None] = lambda: None,
     tracer: RequestTracer | None = None,
 ) -> FastAPI:
     """The API in front of an engine. Run it with `mesh.api.http_server.serve_api`.
@@ -83,9 +83,9 @@ def create_app(
         cors_origins: Of web pages that may use it; see `auth.check_origins`.
         stage_counts: Goes into the stages of `/mesh/status`: what they themselves count.
         measure_links: Answers `/mesh/links`, given round trips and bytes; None where there are no hosts.
-        departures: Gives what answers `/mesh/drain` and `/mesh/evict`; None as long as nothing can.
-        look_into_hosts: Gives what answers `/mesh/rehearse` and `/mesh/examine`; likewise.
-        model_orders: Gives what answers `/mesh/load` and `/mesh/unload`; likewise.
+        host_admin: Gives what answers `/mesh/drain` and `/mesh/evict`; None as long as nothing can.
+        host_inspection: Gives what answers `/mesh/rehearse` and `/mesh/examine`; likewise.
+        model_admin: Gives what answers `/mesh/load` and `/mesh/unload`; likewise.
         tracer: Makes a span for each request to the model; None makes none.
     """
     app = DocumentedApp(
@@ -123,9 +123,9 @@ def create_app(
         ping_interval_s=ping_interval_s,
         stage_counts=stage_counts,
         link_runs=None if measure_links is None else LinkRuns(measure_links),
-        departures=departures,
-        inspection=look_into_hosts,
-        model_orders=model_orders,
+        host_admin=host_admin,
+        inspection=host_inspection,
+        model_admin=model_admin,
         statistics=statistics,
     )
     if api_keys is not None:

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from mesh.api.errors import error_response
-from mesh.api.rate_limit import VISIT, Allowances
+from mesh.api.rate_limit import RESERVATION, RateLimits
 from mesh.cluster.addresses import is_loopback
 from spanmesh_proto.errors import MeshError, RequestError, Unauthorized
 
@@ -50,9 +50,9 @@ class KeyGate:
         self._app = app
         self._keys = keys
         self._now_s = now_s
-        self._allowances = Allowances(steady_s)
+        self._rate_limits = RateLimits(steady_s)
         if keys is not None:
-            keys.on_removed(self._allowances.forget)
+            keys.on_removed(self._rate_limits.forget)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check, then pass on or answer 401, or 429 if the key has used up its share."""
@@ -65,15 +65,15 @@ class KeyGate:
             await error_response(error)(scope, receive, send)
             return
         scope[KEY_NAME], scope[_CLIENT] = record.name, record.identity
-        scope[VISIT] = visit = self._allowances.visit(record)
+        scope[RESERVATION] = reservation = self._rate_limits.reserve(record)
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *visit.headers()]
+                message["headers"] = [*message.get("headers", ()), *reservation.headers()]
             await send(message)
 
         try:
-            visit.begin()
+            reservation.begin()
         except RequestError as error:
             await error_response(error)(scope, receive, send_with_limits)
             return
@@ -81,7 +81,7 @@ class KeyGate:
             await self._app(scope, receive, send_with_limits)
         finally:
             # However the request ended.
-            visit.settle()
+            reservation.settle()
 
     def _authorize(self, scope: Scope, keys: ApiKeys) -> KeyRecord:
         headers = [value for name, value in scope["headers"] if name == b"authorization"]

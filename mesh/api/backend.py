@@ -32,8 +32,8 @@ _RETRY_AFTER_S: Final = 5
 DEFAULT_MODEL: Final = "default"
 
 
-class HostOrders(Protocol):
-    """What sends hosts away; see `mesh.serve.host_draining.Departures`."""
+class HostAdmin(Protocol):
+    """What sends hosts away; see `mesh.serve.host_draining.HostDraining`."""
 
     async def drain(self, name: str) -> Mapping[str, Any]:
         """Have a host's layers moved, and let it go."""
@@ -42,8 +42,8 @@ class HostOrders(Protocol):
         """Cut a host off at once."""
 
 
-class ModelOrders(Protocol):
-    """What loads models beside the first; see `mesh.serve.model_registry.Models`."""
+class ModelAdmin(Protocol):
+    """What loads models beside the first; see `mesh.serve.model_registry.ModelRegistry`."""
 
     async def load(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Serve a model beside those that are served."""
@@ -87,9 +87,9 @@ class Backend:
         ping_interval_s: A stream that has been silent this long sends a comment.
         stage_counts: What the stages themselves count, in order; none where there are none.
         link_runs: Measures the links between hosts; None without hosts.
-        departures: Gives what sends hosts away; None while, or where, there are none.
+        host_admin: Gives what sends hosts away; None while, or where, there are none.
         inspection: Gives what looks into hosts; likewise.
-        model_orders: Gives what loads models beside the first; likewise.
+        model_admin: Gives what loads models beside the first; likewise.
         statistics: Of requests, for `/metrics`.
         closing: Set when the server shuts down; open answers end at once.
         unknown_fields: Which field names were logged.
@@ -113,9 +113,9 @@ class Backend:
     refusal: Callable[[], MeshError | None] = lambda: None
     stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
     link_runs: LinkRuns | None = None
-    departures: Callable[[], HostOrders | None] = lambda: None
+    host_admin: Callable[[], HostAdmin | None] = lambda: None
     inspection: Callable[[], HostInspection | None] = lambda: None
-    model_orders: Callable[[], ModelOrders | None] = lambda: None
+    model_admin: Callable[[], ModelAdmin | None] = lambda: None
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)

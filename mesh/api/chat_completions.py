@@ -13,7 +13,7 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
 from mesh.api.backend import backends_of
-from mesh.api.chat_prompt import Conversation, ending_of, thinking_variables, write_down
+from mesh.api.chat_prompt import Conversation, ending_of, render_prompt, thinking_variables
 from mesh.api.generation_job import make_job, several
 from mesh.api.openai_format import CallIds, chat_logprobs
 from mesh.api.openapi import ChatCompletion, answers, takes
@@ -21,15 +21,15 @@ from mesh.api.protocol import ChatBody, ConversationBody
 from mesh.api.request_parsing import read_body
 from mesh.api.streaming import respond
 from mesh.api.structured_output import tool_use_of
-from mesh.text.message_parts import CallArguments, CallBegun, Content, Reasoning, calls_of
+from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart, calls_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mesh.api.answer_stream import AnswerToken, FinishReason
     from mesh.api.backend import Backend
-    from mesh.api.generation_job import Job
-    from mesh.text.message_parts import Said
+    from mesh.api.generation_job import GenerationJob
+    from mesh.text.message_parts import MessagePart
 
 _CALL: Final = ("name", "arguments")
 
@@ -49,13 +49,13 @@ async def chat_completions(request: Request) -> Response:
     backend = backends.ready(body.model)
     # A long conversation takes a while, during which other answers must go on.
     jobs = await asyncio.to_thread(_jobs, backend, body, client_of(request.scope))
-    return await respond(request, backend, body, ChatShape(backend), jobs)
+    return await respond(request, backend, body, ChatFormat(backend), jobs)
 
 
-def _jobs(backend: Backend, body: ChatBody, client: str | None) -> list[Job]:
+def _jobs(backend: Backend, body: ChatBody, client: str | None) -> list[GenerationJob]:
     conversation = conversation_of(body)
     splits_reasoning = body.reasoning_format != "none"
-    prompt = write_down(backend, replace(conversation, splits_reasoning=splits_reasoning))
+    prompt = render_prompt(backend, replace(conversation, splits_reasoning=splits_reasoning))
     job = make_job(backend, body, prompt.tokens, prompt_param="messages", client=client, chat=prompt)
     return several([job], body.num_choices)
 
@@ -84,7 +84,7 @@ def conversation_of(body: ConversationBody) -> Conversation:
     )
 
 
-class ChatShape:
+class ChatFormat:
     """Choices with messages, and deltas of them."""
 
     id_prefix = "chatcmpl-"
@@ -101,14 +101,18 @@ class ChatShape:
         return chat_logprobs(tokens, self._tokenizer)
 
     def choice(
-        self, index: int, said: Sequence[Said], finish: FinishReason, logprobs: dict[str, Any] | None
+        self,
+        index: int,
+        message_parts: Sequence[MessagePart],
+        finish: FinishReason,
+        logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """A whole message."""
-        content = "".join(piece.text for piece in said if isinstance(piece, Content))
+        content = "".join(piece.text for piece in message_parts if isinstance(piece, Content))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning := "".join(piece.text for piece in said if isinstance(piece, Reasoning)):
+        if reasoning := "".join(piece.text for piece in message_parts if isinstance(piece, Reasoning)):
             message["reasoning_content"] = reasoning
-        if calls := calls_of(said):
+        if calls := calls_of(message_parts):
             message["content"] = content or None
             message["tool_calls"] = [
                 {
@@ -124,18 +128,18 @@ class ChatShape:
         """The role goes first."""
         return self._chunk(index, '{"role":"assistant","content":""}')
 
-    def delta(self, index: int, piece: Said, logprobs_json: str) -> str:
+    def delta(self, index: int, piece: MessagePart, logprobs_json: str) -> str:
         """More of the message."""
         match piece:
             case Content():
                 delta = f'{{"content":{_json(piece.text)}}}'
             case Reasoning():
                 delta = f'{{"reasoning_content":{_json(piece.text)}}}'
-            case CallBegun():
+            case ToolCallStart():
                 function = f'{{"name":{_json(piece.name)},"arguments":""}}'
                 head = f'"index":{piece.index},"id":"{self._new_call_id()}","type":"function"'
                 delta = f'{{"tool_calls":[{{{head},"function":{function}}}]}}'
-            case CallArguments():
+            case ToolCallArguments():
                 function = f'{{"arguments":{_json(piece.text)}}}'
                 delta = f'{{"tool_calls":[{{"index":{piece.index},"function":{function}}}]}}'
         return self._chunk(index, delta, logprobs=logprobs_json)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.api.structured_output import call_grammar
 from mesh.text.chat_template import Ending, encode_prompt
-from mesh.text.output_parser import Reading
+from mesh.text.output_parser import OutputFormat
 from mesh.text.reasoning_parser import end_of_reasoning
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mesh.api.backend import Backend
-    from mesh.api.structured_output import Instead, ToolUse
+    from mesh.api.structured_output import AlternativeSchema, ToolUse
     from mesh.text.message_parts import CallFormat
     from mesh.text.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SUSPICIOUS: Final = 8
 
 
-def refuse_hopeless_length(
+def refuse_too_long_text(
     tokenizer: Tokenizer, num_chars: int, context_length: int, *, param: str, what: str
 ) -> None:
     """Check that a text could fit the context, by the longest token that the vocabulary has.
@@ -79,19 +79,19 @@ class ChatPrompt:
 
     Attributes:
         tokens: Token ids.
-        reading: How the answer is read.
+        output_format: How the answer is read.
         tools: What it may call; None for nothing.
         call_format: How it calls.
         thought_end: What ends the reasoning that the prompt began, if it did.
     """
 
     tokens: list[int]
-    reading: Reading
+    output_format: OutputFormat
     tools: ToolUse | None
     call_format: CallFormat
     thought_end: str | None
 
-    def call_grammar(self, instead: Instead | None = None) -> str:
+    def call_grammar(self, alternative: AlternativeSchema | None = None) -> str:
         """The grammar of answers that call, or that are something else instead.
 
         Raises:
@@ -101,9 +101,9 @@ class ChatPrompt:
         return call_grammar(
             functions,
             self.call_format,
-            has_one_call=self.reading.has_one_call,
+            has_one_call=self.output_format.has_one_call,
             thought_end=self.thought_end,
-            instead=instead,
+            alternative=alternative,
         )
 
 
@@ -143,7 +143,7 @@ def thinking_variables(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-def write_down(backend: Backend, conversation: Conversation) -> ChatPrompt:
+def render_prompt(backend: Backend, conversation: Conversation) -> ChatPrompt:
     """Render a conversation and count its tokens. Blocks.
 
     Args:
@@ -167,7 +167,7 @@ def write_down(backend: Backend, conversation: Conversation) -> ChatPrompt:
         # The template does not know what field they came from.
         param = conversation.param if error.param == "messages" else error.param
         raise InvalidRequest(error.message, param=param) from None
-    refuse_hopeless_length(
+    refuse_too_long_text(
         backend.tokenizer,
         len(rendered),
         backend.engine.context_length,
@@ -175,7 +175,7 @@ def write_down(backend: Backend, conversation: Conversation) -> ChatPrompt:
         what="the prompt",
     )
     thought_end = end_of_reasoning(rendered)
-    reading = Reading(
+    output_format = OutputFormat(
         call_format=None if tools is None else template.call_format,
         names=frozenset() if tools is None else tools.names,
         has_one_call=tools is not None and tools.has_one_call,
@@ -183,4 +183,4 @@ def write_down(backend: Backend, conversation: Conversation) -> ChatPrompt:
         is_in_reasoning=thought_end is not None,
     )
     tokens = encode_prompt(backend.tokenizer, rendered)
-    return ChatPrompt(tokens, reading, tools, template.call_format, thought_end)
+    return ChatPrompt(tokens, output_format, tools, template.call_format, thought_end)

@@ -12,8 +12,8 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
 from mesh.api.backend import backends_of
-from mesh.api.chat_prompt import refuse_hopeless_length
-from mesh.api.generation_job import Job, make_job, several
+from mesh.api.chat_prompt import refuse_too_long_text
+from mesh.api.generation_job import GenerationJob, make_job, several
 from mesh.api.openai_format import completion_logprobs
 from mesh.api.openapi import TextCompletion, answers, takes
 from mesh.api.protocol import CompletionBody, Prompt
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mesh.api.answer_stream import AnswerToken, FinishReason
     from mesh.api.backend import Backend
-    from mesh.text.message_parts import Said
+    from mesh.text.message_parts import MessagePart
     from mesh.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -52,13 +52,13 @@ async def completions(request: Request) -> Response:
     client = client_of(request.scope)
     jobs = [await asyncio.to_thread(_job, backend, body, prompt, client) for prompt in body.prompt]
     jobs = several(jobs, body.num_choices)
-    return await respond(request, backend, body, CompletionShape(backend.tokenizer), jobs)
+    return await respond(request, backend, body, CompletionFormat(backend.tokenizer), jobs)
 
 
-def _job(backend: Backend, body: CompletionBody, prompt: Prompt, client: str | None) -> Job:
+def _job(backend: Backend, body: CompletionBody, prompt: Prompt, client: str | None) -> GenerationJob:
     tokenizer = backend.tokenizer
     if isinstance(prompt, str):
-        refuse_hopeless_length(
+        refuse_too_long_text(
             tokenizer, len(prompt), backend.engine.context_length, param="prompt", what="the prompt"
         )
         tokens = tokenizer.encode(prompt, add_special=True, parse_special=True)
@@ -78,7 +78,7 @@ def _job(backend: Backend, body: CompletionBody, prompt: Prompt, client: str | N
     )
 
 
-class CompletionShape:
+class CompletionFormat:
     """Choices with text."""
 
     id_prefix = "cmpl-"
@@ -94,17 +94,21 @@ class CompletionShape:
         return completion_logprobs(tokens, self._tokenizer)
 
     def choice(
-        self, index: int, said: Sequence[Said], finish: FinishReason, logprobs: dict[str, Any] | None
+        self,
+        index: int,
+        message_parts: Sequence[MessagePart],
+        finish: FinishReason,
+        logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """A whole text."""
-        text = "".join(piece.text for piece in said if isinstance(piece, Content))
+        text = "".join(piece.text for piece in message_parts if isinstance(piece, Content))
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def opening(self, _index: int) -> str:
         """Nothing: text begins at once."""
         return ""
 
-    def delta(self, index: int, piece: Said, logprobs_json: str) -> str:
+    def delta(self, index: int, piece: MessagePart, logprobs_json: str) -> str:
         """More text."""
         text = piece.text if isinstance(piece, Content) else ""
         return self._chunk(index, json.dumps(text, ensure_ascii=False), logprobs=logprobs_json)

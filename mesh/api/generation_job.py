@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from mesh.api.chat_prompt import refuse_hopeless_length
+from mesh.api.chat_prompt import refuse_too_long_text
 from mesh.api.structured_output import grammar_of, schema_of
 from mesh.engine import GenerationRequest, SpeculationLimits
-from mesh.text.output_parser import Reading
+from mesh.text.output_parser import OutputFormat
 from spanmesh_proto.errors import ContextLengthExceeded, InvalidRequest
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ _LLAMA_LAST_N: Final = 64
 _ALL: Final = 0
 
 
-def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> Sampling:
+def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:
     """The sampler's settings: OpenAI's defaults, and a seed of our own if the request brings none.
 
     `top_p: 0` keeps nothing but the most likely token, which is what temperature 0 does.
@@ -45,7 +45,7 @@ def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int],
     is_greedy = temperature == 0 or top_p == 0
     seed = random_bits(SEED_BITS) if body.seed is None else body.seed
     penalty, window = _repetition(body)
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=0.0 if is_greedy else temperature,
         top_k=0 if is_greedy else min(max(body.top_k or 0, 0), 2**31 - 1),
         top_p=1.0 if is_greedy else top_p,
@@ -95,7 +95,7 @@ def encode_prediction(
     """
     if prediction is None:
         return ()
-    refuse_hopeless_length(
+    refuse_too_long_text(
         tokenizer, len(prediction.content), context_length, param="prediction.content", what="the prediction"
     )
     tokens = tokenizer.encode(prediction.content, add_special=False, parse_special=False)
@@ -112,7 +112,7 @@ MAX_ANSWERS: Final = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """One answer to make.
 
     Attributes:
@@ -120,7 +120,7 @@ class Job:
         stops: Strings that end the answer.
         echo: Text that goes before the answer.
         wants_token_ids: Whether the answer says its token ids and the prompt's.
-        reading: How the answer is read.
+        output_format: How the answer is read.
         is_further: Whether it is a further answer to the prompt of the job before it.
     """
 
@@ -128,7 +128,7 @@ class Job:
     stops: tuple[str, ...]
     echo: str = ""
     wants_token_ids: bool = False
-    reading: Reading = field(default_factory=Reading)
+    output_format: OutputFormat = field(default_factory=OutputFormat)
     is_further: bool = False
 
     @property
@@ -147,7 +147,7 @@ def make_job(
     default_max_tokens: int | None = None,
     echo: str = "",
     chat: ChatPrompt | None = None,
-) -> Job:
+) -> GenerationJob:
     """Fit a request to the model's context.
 
     A limit that is larger than the room that is left is cut to it: the answer then ends with finish reason
@@ -185,7 +185,7 @@ def make_job(
             " there is, or serve with a larger --ctx-size",
             param=body.token_limit_param,
         )
-    grammar, reading = _held_to(body, chat)
+    grammar, output_format = _held_to(body, chat)
     if grammar is not None:
         # Made here rather than in the event loop, which will need it next.
         _ = backend.tokenizer.texts.message
@@ -203,29 +203,31 @@ def make_job(
         num_top_logprobs=body.num_top_logprobs,
         grammar=grammar,
     )
-    return Job(request, body.stop, echo, bool(body.return_token_ids), reading)
+    return GenerationJob(request, body.stop, echo, bool(body.return_token_ids), output_format)
 
 
-def _held_to(body: GenerationBody, chat: ChatPrompt | None) -> tuple[str | None, Reading]:
+def _held_to(body: GenerationBody, chat: ChatPrompt | None) -> tuple[str | None, OutputFormat]:
     """The grammar that the answer must match, if any, and how it is then read."""
     grammar = grammar_of(body)
     if chat is None:
-        return grammar, Reading()
+        return grammar, OutputFormat()
     if chat.tools is None:
         # An answer that is held to a form has no room for reasoning: all of it is content.
-        return grammar, chat.reading if grammar is None else replace(chat.reading, splits_reasoning=False)
+        return grammar, chat.output_format if grammar is None else replace(
+            chat.output_format, splits_reasoning=False
+        )
     if grammar is None:
-        return chat.call_grammar() if chat.tools.is_forced else None, chat.reading
-    instead = schema_of(body)
-    if instead is None:
+        return chat.call_grammar() if chat.tools.is_forced else None, chat.output_format
+    alternative = schema_of(body)
+    if alternative is None:
         raise InvalidRequest(
             "grammar does not go with tools: a call would not match it, leave one of them out",
             param="grammar",
         )
-    return chat.call_grammar(None if chat.tools.is_forced else instead), chat.reading
+    return chat.call_grammar(None if chat.tools.is_forced else alternative), chat.output_format
 
 
-def several(jobs: Sequence[Job], num_choices: int) -> list[Job]:
+def several(jobs: Sequence[GenerationJob], num_choices: int) -> list[GenerationJob]:
     """Each job so many times, with seeds that follow one another: the first draws as it would alone.
 
     Raises:
@@ -239,6 +241,6 @@ def several(jobs: Sequence[Job], num_choices: int) -> list[Job]:
     return [_further(job, number) if number else job for job in jobs for number in range(num_choices)]
 
 
-def _further(job: Job, number: int) -> Job:
+def _further(job: GenerationJob, number: int) -> GenerationJob:
     sampling = replace(job.request.sampling, seed=(job.request.sampling.seed + number) % 2**SEED_BITS)
     return replace(job, request=replace(job.request, sampling=sampling), is_further=True)

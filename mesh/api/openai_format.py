@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from mesh.api.answer_stream import AnswerPart, AnswerToken, FinishReason
-    from mesh.api.generation_job import Job
-    from mesh.text.message_parts import Said
+    from mesh.api.generation_job import GenerationJob
+    from mesh.text.message_parts import MessagePart
     from mesh.text.tokenizer import Tokenizer
 
 
-def usage(jobs: Sequence[Job], last_parts: Sequence[AnswerPart]) -> dict[str, Any]:
+def usage(jobs: Sequence[GenerationJob], last_parts: Sequence[AnswerPart]) -> dict[str, Any]:
     """Token counts, summed over the answers of one request. A prompt with several answers counts once.
 
     Tokens of a prediction are those of the request's `prediction`, as OpenAI means them; `timings` counts
@@ -46,7 +46,7 @@ def usage(jobs: Sequence[Job], last_parts: Sequence[AnswerPart]) -> dict[str, An
     }
 
 
-def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
+def timings(job: GenerationJob, last: AnswerPart) -> dict[str, Any]:
     """Times of one answer. The first token belongs to the prompt's time, so rates leave it out."""
     stats = last.stats
     num_prompt, num_decoded = len(job.request.prompt) - stats.num_cached, max(last.num_tokens - 1, 0)
@@ -68,7 +68,7 @@ def timings(job: Job, last: AnswerPart) -> dict[str, Any]:
     return times if stats.report is None else times | {"speculation": stats.report().as_dict()}
 
 
-def _prediction_tokens(job: Job, last: AnswerPart) -> tuple[int, int]:
+def _prediction_tokens(job: GenerationJob, last: AnswerPart) -> tuple[int, int]:
     """How many tokens of the request's own prediction were accepted and rejected."""
     if not job.request.prediction or last.stats.report is None:
         return 0, 0
@@ -105,7 +105,7 @@ def ids_member(name: str, ids: Sequence[int] | None) -> str:
 _NOTHING: Final = Content("")
 
 
-class Shape(Protocol):
+class EndpointFormat(Protocol):
     """What tells one endpoint's answers from the other's."""
 
     @property
@@ -125,7 +125,11 @@ class Shape(Protocol):
         """Whether a prompt's token ids are a field of its choice, not of the answer."""
 
     def choice(
-        self, index: int, said: Sequence[Said], finish: FinishReason, logprobs: dict[str, Any] | None
+        self,
+        index: int,
+        message_parts: Sequence[MessagePart],
+        finish: FinishReason,
+        logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """A whole answer's choice."""
 
@@ -135,7 +139,7 @@ class Shape(Protocol):
     def opening(self, index: int) -> str:
         """The JSON of a stream's first choice, or nothing."""
 
-    def delta(self, index: int, piece: Said, logprobs_json: str) -> str:
+    def delta(self, index: int, piece: MessagePart, logprobs_json: str) -> str:
         """The JSON of a choice that adds a piece. Runs for every token."""
 
     def closing(self, index: int, finish: FinishReason) -> str:
@@ -143,11 +147,11 @@ class Shape(Protocol):
 
 
 @dataclass(frozen=True)
-class Envelope:
+class ResponseWriter:
     """What surrounds the choices of one answer.
 
     Attributes:
-        shape: The endpoint's.
+        endpoint_format: The endpoint's.
         answer_id: Such as `chatcmpl-…`.
         created: Unix seconds.
         model: The served id.
@@ -155,7 +159,7 @@ class Envelope:
         null_usage: Whether chunks carry `"usage": null`, as they do when a usage chunk will follow.
     """
 
-    shape: Shape
+    endpoint_format: EndpointFormat
     answer_id: str
     created: int
     model: str
@@ -165,13 +169,15 @@ class Envelope:
     _tail: str = field(init=False)
 
     def __post_init__(self) -> None:
-        head = json.dumps(self._fields(self.shape.chunk_object), ensure_ascii=False, separators=(",", ":"))
+        head = json.dumps(
+            self._fields(self.endpoint_format.chunk_object), ensure_ascii=False, separators=(",", ":")
+        )
         object.__setattr__(self, "_head", f'data: {head[:-1]},"choices":[')
         object.__setattr__(self, "_tail", '],"usage":null' if self.null_usage else "]")
 
     def whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """The answer in one piece."""
-        return {**self._fields(self.shape.whole_object), "choices": choices, **more}
+        return {**self._fields(self.endpoint_format.whole_object), "choices": choices, **more}
 
     def opening_event(self, index: int, prompt_ids: Sequence[int] | None = None) -> bytes:
         """The event before a choice's first text, or nothing.
@@ -180,19 +186,19 @@ class Envelope:
             index: Of the choice.
             prompt_ids: The prompt's token ids, if they are wanted.
         """
-        choice = self.shape.opening(index)
+        choice = self.endpoint_format.opening(index)
         if prompt_ids is None:
             return self._event(choice) if choice else b""
         prompt = ids_member(PROMPT_FIELD, prompt_ids)
-        if not self.shape.has_prompt_ids_in_choices:
+        if not self.endpoint_format.has_prompt_ids_in_choices:
             return self._event(choice, more=prompt)
-        choice = choice or self.shape.delta(index, _NOTHING, "null")
+        choice = choice or self.endpoint_format.delta(index, _NOTHING, "null")
         return self._event(choice, ids_member(ANSWER_FIELD, ()) + prompt)
 
-    def said_events(
+    def part_events(
         self,
         index: int,
-        said: Sequence[Said],
+        message_parts: Sequence[MessagePart],
         tokens: Sequence[AnswerToken] | None = None,
         token_ids: Sequence[int] | None = None,
     ) -> bytes:
@@ -200,16 +206,18 @@ class Envelope:
 
         Args:
             index: Of the choice.
-            said: What to add; even nothing makes an event.
+            message_parts: What to add; even nothing makes an event.
             tokens: The text's, if their logprobs are wanted.
             token_ids: What was committed meanwhile, if it is wanted.
         """
         events = b""
-        for piece in said or (_NOTHING,):
+        for piece in message_parts or (_NOTHING,):
             logprobs = (
-                "null" if tokens is None else json.dumps(self.shape.logprobs(tokens), ensure_ascii=False)
+                "null"
+                if tokens is None
+                else json.dumps(self.endpoint_format.logprobs(tokens), ensure_ascii=False)
             )
-            choice = self.shape.delta(index, piece, logprobs)
+            choice = self.endpoint_format.delta(index, piece, logprobs)
             events += self._event(choice, ids_member(ANSWER_FIELD, token_ids))
             # All that belongs to the step goes with its first piece.
             tokens = None
@@ -225,11 +233,13 @@ class Envelope:
     ) -> bytes:
         """The event that ends a choice; arguments as above."""
         more = "" if timings is None else f',"timings":{json.dumps(timings)}'
-        return self._event(self.shape.closing(index, finish), ids_member(ANSWER_FIELD, token_ids), more)
+        return self._event(
+            self.endpoint_format.closing(index, finish), ids_member(ANSWER_FIELD, token_ids), more
+        )
 
     def usage_event(self, usage: dict[str, Any], timings: dict[str, Any] | None) -> bytes:
         """The event that ends a stream whose client asked for the counts. It has no choices."""
-        fields = {**self._fields(self.shape.chunk_object), "choices": [], "usage": usage}
+        fields = {**self._fields(self.endpoint_format.chunk_object), "choices": [], "usage": usage}
         if timings is not None:
             fields["timings"] = timings
         return b"data: " + json_bytes(fields) + b"\n\n"

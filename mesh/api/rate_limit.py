@@ -57,12 +57,12 @@ class TokenBucket:
         return max(0.0, level - self.level(now_s)) * _MINUTE_S / self.per_minute
 
 
-VISIT: Final = "spanmesh.visit"
+RESERVATION: Final = "spanmesh.visit"
 # Rounding must turn nobody away: far less than one token, and than one second.
 _EPSILON: Final = 1e-6
 
 
-class Places:
+class ConcurrencyLimit:
     """How many answers of a key may be under way at once, how many are, and how long they took lately.
 
     Attributes:
@@ -94,7 +94,7 @@ class Places:
         return self._hold_times.retry_after_s(1)
 
 
-class Allowance:
+class KeyLimits:
     """What one key has left: requests and tokens, each where it is limited, and answers at once.
 
     Attributes:
@@ -106,9 +106,9 @@ class Allowance:
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
         self._limits: tuple[int | None, int | None] = (None, None)
-        self._places: dict[str | None, Places] = {}
+        self._concurrency: dict[str | None, ConcurrencyLimit] = {}
 
-    def heed(self, record: KeyRecord, now_s: float) -> None:
+    def update(self, record: KeyRecord, now_s: float) -> None:
         """Take the limits that the key has now; where they are others than before, buckets begin anew."""
         requests, tokens = limits = (record.requests_per_minute, record.tokens_per_minute)
         if limits != self._limits:
@@ -116,12 +116,12 @@ class Allowance:
             self.requests = None if requests is None else TokenBucket(requests, now_s)
             self.tokens = None if tokens is None else TokenBucket(tokens, now_s)
 
-    def places(self, model_id: str | None) -> Places:
+    def places(self, model_id: str | None) -> ConcurrencyLimit:
         """Those of the key at a model, or where one number counts for all models, by None."""
-        return self._places.setdefault(model_id, Places())
+        return self._concurrency.setdefault(model_id, ConcurrencyLimit())
 
 
-class Visit:
+class TokenReservation:
     """One request on the account of its key.
 
     Tokens and places are reserved when it is admitted. Places are given back as its answers end, all that is
@@ -129,18 +129,18 @@ class Visit:
 
     Args:
         record: Of the key.
-        allowance: Of the key.
+        limits: Of the key.
         now_s: A steady clock, in seconds.
     """
 
-    def __init__(self, record: KeyRecord, allowance: Allowance, now_s: Callable[[], float]) -> None:
+    def __init__(self, record: KeyRecord, limits: KeyLimits, now_s: Callable[[], float]) -> None:
         self._name = record.name
         self._max_concurrent = record.max_concurrent
-        self._allowance = allowance
+        self._limits = limits
         self._now_s = now_s
         self._num_reserved = 0
         self._num_spent = 0
-        self._places = Places()
+        self._concurrency = ConcurrencyLimit()
         self._num_places = 0
         self._since_s = 0.0
 
@@ -150,9 +150,9 @@ class Visit:
         Raises:
             RateLimited: If the key has had its requests of this minute.
         """
-        self._draw(self._allowance.requests, 1, "requests")
+        self._draw(self._limits.requests, 1, "requests")
 
-    def occupy(self, num_wanted: int, model_id: str, num_slots: int | None) -> int:
+    def acquire(self, num_wanted: int, model_id: str, num_slots: int | None) -> int:
         """Take places for answers that are to be made at once: one at least, fewer than wanted if need be.
 
         Args:
@@ -172,23 +172,23 @@ class Visit:
             if num_slots is None:
                 return num_wanted
             most = max(1, num_slots - 1)
-        places = self._allowance.places(model_id if is_default else None)
-        num_free = places.num_free(most)
+        concurrency = self._limits.places(model_id if is_default else None)
+        num_free = concurrency.num_free(most)
         if not num_free:
-            seconds = places.retry_after_s()
+            seconds = concurrency.retry_after_s()
             whose = f" (every slot of {model_id} but one)" if is_default and most > 1 else ""
             raise RateLimited(
                 f"the API key {self._name} may have {most} answers under way at once{whose} and has"
-                f" {places.num_taken}: try again in {seconds} s, or have it allowed more, by"
+                f" {concurrency.num_taken}: try again in {seconds} s, or have it allowed more, by"
                 " `concurrent=N` in its line of the key file, which `mesh keys add --concurrent N` writes",
                 retry_after_s=seconds,
             )
-        self._places, self._num_places = places, min(num_wanted, num_free)
-        places.num_taken += self._num_places
+        self._concurrency, self._num_places = concurrency, min(num_wanted, num_free)
+        concurrency.num_taken += self._num_places
         self._since_s = self._now_s()
         return self._num_places
 
-    def vacate(self, num_left: int) -> None:
+    def release(self, num_left: int) -> None:
         """Give back the places that answers still to come do not need.
 
         Args:
@@ -196,7 +196,7 @@ class Visit:
         """
         while self._num_places > num_left:
             self._num_places -= 1
-            self._places.release(self._now_s() - self._since_s)
+            self._concurrency.release(self._now_s() - self._since_s)
 
     def reserve(self, num_tokens: int) -> None:
         """Set aside what the request may come to: its prompt, and the longest answer that it allows.
@@ -204,7 +204,7 @@ class Visit:
         Raises:
             RateLimited: If the key has too few tokens left for now.
         """
-        self._draw(self._allowance.tokens, num_tokens, "tokens")
+        self._draw(self._limits.tokens, num_tokens, "tokens")
         self._num_reserved += num_tokens
 
     def spend(self, num_tokens: int) -> None:
@@ -213,16 +213,16 @@ class Visit:
 
     def settle(self) -> None:
         """Give back what was reserved and not spent, and all places."""
-        self.vacate(0)
-        if self._allowance.tokens is not None:
-            self._allowance.tokens.draw(self._num_spent - self._num_reserved, self._now_s())
+        self.release(0)
+        if self._limits.tokens is not None:
+            self._limits.tokens.draw(self._num_spent - self._num_reserved, self._now_s())
         self._num_reserved = self._num_spent = 0
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """What is left, under the names that OpenAI's clients read; nothing where nothing is limited."""
         now_s = self._now_s()
         found: list[tuple[bytes, bytes]] = []
-        buckets = (("requests", self._allowance.requests), ("tokens", self._allowance.tokens))
+        buckets = (("requests", self._limits.requests), ("tokens", self._limits.tokens))
         for what, bucket in buckets:
             if bucket is not None:
                 values = {
@@ -250,7 +250,7 @@ class Visit:
         bucket.draw(amount, now_s)
 
 
-class Allowances:
+class RateLimits:
     """Every key's, kept from request to request.
 
     Args:
@@ -259,13 +259,13 @@ class Allowances:
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
-        self._by_identity: dict[str, Allowance] = {}
+        self._by_identity: dict[str, KeyLimits] = {}
 
-    def visit(self, record: KeyRecord) -> Visit:
+    def reserve(self, record: KeyRecord) -> TokenReservation:
         """A new request of a key."""
-        allowance = self._by_identity.setdefault(record.identity, Allowance())
-        allowance.heed(record, self._now_s())
-        return Visit(record, allowance, self._now_s)
+        limits = self._by_identity.setdefault(record.identity, KeyLimits())
+        limits.update(record, self._now_s())
+        return TokenReservation(record, limits, self._now_s)
 
     def forget(self, identities: Collection[str]) -> None:
         """Let go of what keys had that were removed."""
@@ -273,9 +273,9 @@ class Allowances:
             self._by_identity.pop(identity, None)
 
 
-def visit_of(scope: Scope) -> Visit | None:
+def reservation_of(scope: Scope) -> TokenReservation | None:
     """The account of a request; None where the API is open."""
-    found: Visit | None = scope.get(VISIT)
+    found: TokenReservation | None = scope.get(RESERVATION)
     return found
 
 

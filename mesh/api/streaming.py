@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import structlog
 from starlette.responses import Response
 
-from mesh.api.answer_stream import Siblings, metered
+from mesh.api.answer_stream import ChoiceGroup, metered
 from mesh.api.errors import error_body, error_response, json_bytes, json_response
 from mesh.api.middleware import CLIENT_GONE_STATUS, log_unexpected
-from mesh.api.openai_format import ANSWER_FIELD, PROMPT_FIELD, Envelope, Shape, timings, usage
+from mesh.api.openai_format import ANSWER_FIELD, PROMPT_FIELD, EndpointFormat, ResponseWriter, timings, usage
 from mesh.text.message_parts import Content, joined
 from spanmesh_proto.errors import ClusterError, MeshError, wire_of
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from mesh.api.answer_stream import AnswerPart
     from mesh.api.backend import Backend
-    from mesh.api.generation_job import Job
+    from mesh.api.generation_job import GenerationJob
     from mesh.api.protocol import GenerationBody
 
 
@@ -35,7 +35,7 @@ class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-async def unless_hung_up(
+async def cancel_on_disconnect(
     work: Coroutine[None, None, Result], receive: Receive, closing: asyncio.Event
 ) -> Result:
     """Run `work`; cancel it, and wait until it has cleaned up, once nobody wants its result any more.
@@ -50,7 +50,7 @@ async def unless_hung_up(
         ClusterError: If the server shuts down.
     """
     worker = asyncio.create_task(work)
-    hang_up = asyncio.create_task(_hang_up(receive))
+    hang_up = asyncio.create_task(_disconnected(receive))
     shutdown = asyncio.create_task(closing.wait())
     tasks = (worker, hang_up, shutdown)
     try:
@@ -67,7 +67,7 @@ async def unless_hung_up(
     raise ClientGoneError
 
 
-async def _hang_up(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -96,7 +96,7 @@ class EventStream(Response):
         ping_interval_s: A stream that has been silent this long sends a comment.
         is_whole: Whether the engine answers, or refuses, at once.
         done: What ends a stream that went well.
-        told_of: The events that end one that did not.
+        format_error: The events that end one that did not.
     """
 
     media_type = "text/event-stream"
@@ -109,7 +109,7 @@ class EventStream(Response):
         *,
         is_whole: Callable[[], bool] = lambda: True,
         done: bytes = DONE,
-        told_of: Callable[[BaseException], bytes] = _error_event,
+        format_error: Callable[[BaseException], bytes] = _error_event,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -121,13 +121,13 @@ class EventStream(Response):
         self._ping_interval_s = ping_interval_s
         self._is_whole = is_whole
         self._done = done
-        self._told_of = told_of
+        self._format_error = format_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. A failure before its first byte becomes an ordinary error response."""
         sink = _Sink(send, self.raw_headers)
         try:
-            await unless_hung_up(self._run(sink), receive, self._closing)
+            await cancel_on_disconnect(self._run(sink), receive, self._closing)
         except ClientGoneError:
             log.info("client_gone")
             return
@@ -139,7 +139,7 @@ class EventStream(Response):
             if not sink.started:
                 await error_response(error)(scope, receive, send)
                 return
-            await sink.write(self._told_of(error))
+            await sink.write(self._format_error(error))
         else:
             if self._done:
                 await sink.write(self._done)
@@ -198,7 +198,11 @@ _ID_BITS: Final = 128
 
 
 async def respond(
-    request: Request, backend: Backend, body: GenerationBody, shape: Shape, jobs: Sequence[Job]
+    request: Request,
+    backend: Backend,
+    body: GenerationBody,
+    endpoint_format: EndpointFormat,
+    jobs: Sequence[GenerationJob],
 ) -> Response:
     """Answer a request.
 
@@ -206,7 +210,7 @@ async def respond(
         request: Whose client to watch.
         backend: The served model.
         body: Says whether to stream.
-        shape: The endpoint's.
+        endpoint_format: The endpoint's.
         jobs: One for each choice.
 
     Raises:
@@ -214,23 +218,23 @@ async def respond(
         MeshError: Whatever the engine raises before the response begins.
     """
     backend, num_at_once = metered(request.scope, backend, jobs, most_at_once=_MAX_JOBS_AT_ONCE)
-    envelope = Envelope(
-        shape=shape,
-        answer_id=f"{shape.id_prefix}{backend.random_bits(_ID_BITS):032x}",
+    writer = ResponseWriter(
+        endpoint_format=endpoint_format,
+        answer_id=f"{endpoint_format.id_prefix}{backend.random_bits(_ID_BITS):032x}",
         created=int(backend.now_s()),
         model=backend.model_id,
         fingerprint=backend.fingerprint,
         null_usage=body.includes_usage,
     )
     if body.stream:
-        stream = _Stream(backend, envelope, jobs, num_at_once, includes_usage=body.includes_usage)
+        stream = _Stream(backend, writer, jobs, num_at_once, includes_usage=body.includes_usage)
         return EventStream(
             stream.produce, backend.closing, backend.ping_interval_s, is_whole=backend.is_whole
         )
-    siblings = Siblings(backend, jobs)
-    work = _run_all([_whole_answer(siblings, index) for index in range(len(jobs))], num_at_once)
+    choice_group = ChoiceGroup(backend, jobs)
+    work = _run_all([_whole_answer(choice_group, index) for index in range(len(jobs))], num_at_once)
     try:
-        answers = await unless_hung_up(work, request.receive, backend.closing)
+        answers = await cancel_on_disconnect(work, request.receive, backend.closing)
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
@@ -238,23 +242,25 @@ async def respond(
     choices = []
     for index, (job, (parts, last)) in enumerate(zip(jobs, answers, strict=True)):
         assert last.finish is not None  # noqa: S101 - the last part has one
-        said = joined([Content(job.echo), *(piece for part in parts for piece in part.said)])
+        message_parts = joined(
+            [Content(job.echo), *(piece for part in parts for piece in part.message_parts)]
+        )
         tokens = [token for part in parts for token in part.tokens]
-        logprobs = shape.logprobs(tokens) if job.wants_logprobs else None
-        choice = shape.choice(index, said, last.finish, logprobs)
+        logprobs = endpoint_format.logprobs(tokens) if job.wants_logprobs else None
+        choice = endpoint_format.choice(index, message_parts, last.finish, logprobs)
         choices.append(choice)
         if job.wants_token_ids:
             choice[ANSWER_FIELD] = [token for part in parts for token in part.token_ids]
-            (choice if shape.has_prompt_ids_in_choices else more)[PROMPT_FIELD] = job.request.prompt
+            (choice if endpoint_format.has_prompt_ids_in_choices else more)[PROMPT_FIELD] = job.request.prompt
     last_parts = [last for _parts, last in answers]
     more["usage"] = usage(jobs, last_parts)
     if len(jobs) == 1:
         more["timings"] = timings(jobs[0], last_parts[0])
-    return json_response(envelope.whole(choices, **more))
+    return json_response(writer.whole(choices, **more))
 
 
-async def _whole_answer(siblings: Siblings, index: int) -> tuple[list[AnswerPart], AnswerPart]:
-    async with aclosing(siblings.parts(index)) as coming:
+async def _whole_answer(choice_group: ChoiceGroup, index: int) -> tuple[list[AnswerPart], AnswerPart]:
+    async with aclosing(choice_group.parts(index)) as coming:
         parts = [part async for part in coming]
     return parts, parts[-1]
 
@@ -268,14 +274,14 @@ class _Stream:
     def __init__(
         self,
         backend: Backend,
-        envelope: Envelope,
-        jobs: Sequence[Job],
+        writer: ResponseWriter,
+        jobs: Sequence[GenerationJob],
         num_at_once: int,
         *,
         includes_usage: bool,
     ) -> None:
-        self._siblings = Siblings(backend, jobs)
-        self._envelope = envelope
+        self._choice_group = ChoiceGroup(backend, jobs)
+        self._writer = writer
         self._jobs = jobs
         self._num_at_once = num_at_once
         self._includes_usage = includes_usage
@@ -285,26 +291,28 @@ class _Stream:
         last_parts = await _run_all(choices, self._num_at_once)
         if self._includes_usage:
             times = timings(self._jobs[0], last_parts[0]) if len(self._jobs) == 1 else None
-            await emit(self._envelope.usage_event(usage(self._jobs, last_parts), times))
+            await emit(self._writer.usage_event(usage(self._jobs, last_parts), times))
 
-    async def _choice(self, index: int, job: Job, emit: Callable[[bytes], Awaitable[None]]) -> AnswerPart:
-        envelope = self._envelope
+    async def _choice(
+        self, index: int, job: GenerationJob, emit: Callable[[bytes], Awaitable[None]]
+    ) -> AnswerPart:
+        writer = self._writer
         wants_ids = job.wants_token_ids
-        opening = envelope.opening_event(index, job.request.prompt if wants_ids else None)
+        opening = writer.opening_event(index, job.request.prompt if wants_ids else None)
         if job.echo:
-            opening += envelope.said_events(index, [Content(job.echo)], token_ids=() if wants_ids else None)
-        async with aclosing(self._siblings.parts(index)) as parts:
+            opening += writer.part_events(index, [Content(job.echo)], token_ids=() if wants_ids else None)
+        async with aclosing(self._choice_group.parts(index)) as parts:
             async for part in parts:
                 events = opening
                 ids = part.token_ids if wants_ids else None
-                if part.said or part.tokens or ids:
+                if part.message_parts or part.tokens or ids:
                     tokens = part.tokens if job.wants_logprobs else None
-                    events += envelope.said_events(index, part.said, tokens, ids)
+                    events += writer.part_events(index, part.message_parts, tokens, ids)
                 opening = b""
                 if part.finish is not None:
                     alone = len(self._jobs) == 1 and not self._includes_usage
                     times = timings(job, part) if alone else None
-                    events += envelope.closing_event(index, part.finish, times, () if wants_ids else None)
+                    events += writer.closing_event(index, part.finish, times, () if wants_ids else None)
                 await emit(events)
         return part
 

@@ -28,7 +28,7 @@ _SPACES: Final = times(chars(" ", "\n"), 0, 4)
 
 
 @dataclass(frozen=True)
-class Instead:
+class AlternativeSchema:
     """JSON that may come instead of calls.
 
     Attributes:
@@ -46,7 +46,7 @@ def call_grammar(
     *,
     has_one_call: bool,
     thought_end: str | None = None,
-    instead: Instead | None = None,
+    alternative: AlternativeSchema | None = None,
 ) -> str:
     """GBNF of one or more calls.
 
@@ -55,7 +55,7 @@ def call_grammar(
         call_format: How calls are written.
         has_one_call: Whether there is only one.
         thought_end: What ends the reasoning that the prompt began, if it did: the calls come behind it.
-        instead: What may come instead of calls, if anything.
+        alternative: What may come instead of calls, if anything.
 
     Raises:
         InvalidRequest: If a schema cannot be a grammar.
@@ -73,8 +73,8 @@ def call_grammar(
         key = "parameters" if call_format is CallFormat.LLAMA else "arguments"
         calls.append(seq(f'{{"name": {quoted(function["name"])}, "{key}": ', arguments, "}"))
     root = _in_format(call_format, 0 if has_one_call else MAX_CALLS - 1)
-    if instead is not None:
-        answer, more = _value(instead.schema, "answer-", instead.param, instead.param)
+    if alternative is not None:
+        answer, more = _value(alternative.schema, "answer-", alternative.param, alternative.param)
         rules |= more
         root = either(root, answer)
     if thought_end is not None:
@@ -128,7 +128,7 @@ def _but(letter: str) -> Chars:
 
 
 # Requests come again and again with the same schema.
-_MOST_KEPT: Final = 64
+_MAX_CACHED: Final = 64
 
 
 def grammar_of(body: GenerationBody) -> str | None:
@@ -156,16 +156,16 @@ def grammar_of(body: GenerationBody) -> str | None:
     return found[given[0]] if given else None
 
 
-def schema_of(body: GenerationBody) -> Instead | None:
+def schema_of(body: GenerationBody) -> AlternativeSchema | None:
     """The schema that an answer must match, of a body that has a grammar; None if it came as a grammar."""
     if body.json_schema is not None:
-        return Instead(body.json_schema, "json_schema")
+        return AlternativeSchema(body.json_schema, "json_schema")
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None
     if wanted.json_schema is None or wanted.type == "json_object":
-        return Instead({"type": "object"}, "response_format")
-    return Instead(wanted.json_schema.schema_, "response_format.json_schema.schema")
+        return AlternativeSchema({"type": "object"}, "response_format")
+    return AlternativeSchema(wanted.json_schema.schema_, "response_format.json_schema.schema")
 
 
 def _of_format(wanted: ResponseFormatBody | None) -> str | None:
@@ -189,12 +189,12 @@ def _of_schema(schema: Any, param: str) -> str:
         raise InvalidRequest(f"{param}: it nests too deep: make it flatter", param=param) from None
 
 
-@lru_cache(_MOST_KEPT)
+@lru_cache(_MAX_CACHED)
 def _checked(grammar: str) -> str:
     return checked_grammar(grammar, param="grammar")
 
 
-@lru_cache(_MOST_KEPT)
+@lru_cache(_MAX_CACHED)
 def _converted(schema_json: str, param: str) -> str:
     return schema_grammar(json.loads(schema_json), param=param)
 

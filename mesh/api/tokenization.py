@@ -12,7 +12,7 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.backend import backends_of
 from mesh.api.chat_completions import conversation_of
-from mesh.api.chat_prompt import write_down
+from mesh.api.chat_prompt import render_prompt
 from mesh.api.errors import json_response
 from mesh.api.openapi import Detokenized, Tokenized, answers, takes
 from mesh.api.protocol import MAX_MESSAGES, ConversationBody, Message, StrictBody, refuse_too_many_messages
@@ -115,7 +115,7 @@ def text_of(backend: Backend, tokens: Sequence[int]) -> str:
 
 def _tokens(backend: Backend, body: TokenizeBody) -> list[int]:
     if body.messages:
-        return write_down(backend, conversation_of(body)).tokens
+        return render_prompt(backend, conversation_of(body)).tokens
     return backend.tokenizer.encode(
         body.prompt or "", add_special=body.add_special_tokens is not False, parse_special=True
     )

@@ -35,7 +35,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         plots: Names of the picture files beside the page.
     """
     sections = [
-        ("# A server under load, measured", _circumstances(report)),
+        ("# A server under load, measured", _conditions(report)),
         ("## Warnings", "\n".join(f"- {warning}" for warning in warnings(report))),
         ("## Requests and rates", markdown_table(("what", "measured"), _rates(report))),
         ("## Latencies, ms", markdown_table(*_latencies(report))),
@@ -60,23 +60,23 @@ def as_text(report: Report) -> str:
 
 def warnings(report: Report) -> list[str]:
     """What a reader of the figures should know."""
-    figures, circumstances = report.figures, report.circumstances
+    figures, conditions = report.figures, report.conditions
     found = []
-    if figures.num_requests < circumstances.num_planned:
-        found.append(f"interrupted: {figures.num_requests} of {circumstances.num_planned} requests were sent")
+    if figures.num_requests < conditions.num_planned:
+        found.append(f"interrupted: {figures.num_requests} of {conditions.num_planned} requests were sent")
     if figures.num_without_usage:
         found.append(
             f"{figures.num_without_usage} answers came without `usage`: their streamed parts are counted as "
             "tokens, too few where a part holds several, and their input is not counted"
         )
-    if circumstances.ignore_eos and figures.num_stopped_early:
+    if conditions.ignore_eos and figures.num_stopped_early:
         found.append(
             f"{figures.num_stopped_early} answers ended before the last token: the server does not know "
             "`ignore_eos`, so answers differ in length"
         )
-    if circumstances.num_prompts < figures.num_requests:
+    if conditions.num_prompts < figures.num_requests:
         found.append(
-            f"{figures.num_requests} requests out of {circumstances.num_prompts} prompts: a cache of "
+            f"{figures.num_requests} requests out of {conditions.num_prompts} prompts: a cache of "
             "prefixes flatters whatever is asked twice"
         )
     if figures.lag_ms is not None and figures.lag_ms.highest > _NOTABLE_LAG_MS:
@@ -92,8 +92,8 @@ def warnings(report: Report) -> list[str]:
     return found
 
 
-def _circumstances(report: Report) -> str:
-    found = report.circumstances
+def _conditions(report: Report) -> str:
+    found = report.conditions
     temperature = "the server's own" if found.temperature is None else f"{found.temperature:g}"
     extra = f" Further fields: `{found.extra_body}`." if found.extra_body else ""
     return (
@@ -135,10 +135,10 @@ def _goodput(report: Report) -> list[tuple[str, str]]:
     figures = report.figures
     if figures.request_goodput is None or figures.good_share is None:
         return []
-    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in report.circumstances.goodput.items())
+    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in report.conditions.goodput.items())
     lines = [(f"Request goodput ({limits}), requests/s", f"{figures.request_goodput:.2f}")]
     lines.append(("  share of all requests", f"{figures.good_share:.1%}"))
-    if report.circumstances.rate is not None and figures.scheduled_good_share is not None:
+    if report.conditions.rate is not None and figures.scheduled_good_share is not None:
         lines.append(("  counted from the schedule", f"{figures.scheduled_good_share:.1%}"))
     return lines
 
@@ -152,7 +152,7 @@ def _latencies(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         ("ITL", figures.itl_ms),
         ("E2EL", figures.e2el_ms),
     ]
-    if report.circumstances.rate is not None:
+    if report.conditions.rate is not None:
         rows += [
             ("TTFT from the schedule", figures.scheduled_ttft_ms),
             ("E2EL from the schedule", figures.scheduled_e2el_ms),
@@ -283,13 +283,13 @@ class Report:
     """A run, worked out.
 
     Attributes:
-        circumstances: How it was made.
+        conditions: How it was made.
         figures: What was found.
         records: One for each request that was sent, in the order of the schedule.
         client_cpu_share: Of a core that this client used, mean over the run.
     """
 
-    circumstances: Circumstances
+    conditions: RunConditions
     figures: Figures
     records: tuple[Record, ...]
     client_cpu_share: float
@@ -299,7 +299,7 @@ def as_dict(report: Report) -> dict[str, Any]:
     """For JSON, without the single requests. What vLLM's `bench serve` measures too has its names there."""
     figures = report.figures
     return {
-        "circumstances": asdict(report.circumstances),
+        "circumstances": asdict(report.conditions),
         "duration": figures.duration_s,
         "completed": figures.completed,
         "failed": figures.failed,
@@ -389,7 +389,7 @@ def _finite(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class RunConditions:
     """How the load was made.
 
     Attributes:

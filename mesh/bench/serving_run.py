@@ -14,7 +14,7 @@ from mesh.bench.http_client import Client, one_line
 from mesh.bench.load_generator import Job, Load, arrival_times_s
 from mesh.bench.request_record import error_message
 from mesh.bench.serving_metrics import work_out
-from mesh.bench.serving_report import Circumstances, Report, write_report
+from mesh.bench.serving_report import Report, RunConditions, write_report
 from mesh.util.progress import ProgressTask, progress_bars
 from mesh.util.tasks import Interruption, run_interruptible
 from spanmesh_proto import SOFTWARE_VERSION
@@ -127,7 +127,7 @@ class _Run:
         self._prompts = prompts
         self._progress = progress
         self._records: list[Record] = []
-        self._circumstances: Circumstances | None = None
+        self._conditions: RunConditions | None = None
         self._duration_s = 0.0
         self._cpu_s = 0.0
 
@@ -154,13 +154,13 @@ class _Run:
 
     def report(self) -> Report | None:
         """Of what was sent."""
-        if self._circumstances is None or not self._records:
+        if self._conditions is None or not self._records:
             return None
         figures = work_out(
             self._records, self._duration_s, percentiles=self._options.percentiles, slos=self._options.slos
         )
         records = tuple(sorted(self._records, key=lambda record: record.number))
-        return Report(self._circumstances, figures, records, self._cpu_s / self._duration_s)
+        return Report(self._conditions, figures, records, self._cpu_s / self._duration_s)
 
     async def _warm_up(self, client: Client, asking: Asking) -> None:
         options = self._options
@@ -183,7 +183,7 @@ class _Run:
     async def _load(self, client: Client, asking: Asking) -> None:
         options = self._options
         jobs = _jobs(self._prompts, asking)
-        self._circumstances = self._made(asking.model, len({job.body for job in jobs}))
+        self._conditions = self._made(asking.model, len({job.body for job in jobs}))
         load = Load(client, PATHS[options.endpoint], time.perf_counter, self._note)
         cpu_s = time.process_time()
         try:
@@ -200,7 +200,7 @@ class _Run:
         self._records.append(record)
         self._progress(len(self._records) / len(self._prompts))
 
-    def _made(self, model: str, num_prompts: int) -> Circumstances:
+    def _made(self, model: str, num_prompts: int) -> RunConditions:
         options = self._options
         source = (
             f"made-up prompts of about {options.prompt_tokens} tokens"
@@ -208,7 +208,7 @@ class _Run:
             else f"prompts of {options.dataset.name} in random order"
         )
         is_open = options.rate is not None
-        return Circumstances(
+        return RunConditions(
             url=options.server.url,
             endpoint=options.endpoint,
             model=model,

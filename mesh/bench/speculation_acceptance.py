@@ -23,7 +23,7 @@ from mesh.bench.speculation_workloads import CHAT, CODING, WARM_REPEAT
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from mesh.bench.speculation_results import Crowd, Pair, Place, Row, Sample
+    from mesh.bench.speculation_results import ConcurrentRequests, Pair, Place, Row, Sample
 
 
 # Names of the servers that the acceptance plan starts.
@@ -62,14 +62,17 @@ class Line:
 
 
 def acceptance_lines(
-    samples: Sequence[Sample], rows: Sequence[Row], crowds: Sequence[Crowd], categories: Collection[str]
+    samples: Sequence[Sample],
+    rows: Sequence[Row],
+    groups: Sequence[ConcurrentRequests],
+    categories: Collection[str],
 ) -> tuple[Line, ...]:
     """The table of floors.
 
     Args:
         samples: All that were measured.
         rows: Made of them.
-        crowds: Requests at once.
+        groups: Requests at once.
         categories: Names of Spec-Bench's workloads among those measured.
     """
 
@@ -128,7 +131,7 @@ def acceptance_lines(
     lines += [
         Line(
             f"auto over off, {at_once} requests at once, total tokens/s, 5 ms",
-            median_ratio(crowds, at_once, AUTO.name),
+            median_ratio(groups, at_once, AUTO.name),
             NEVER_BELOW,
         )
         for at_once in (4, 8)

@@ -43,7 +43,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class CrowdTrial:
+class ConcurrentTrial:
     """The questions of some workloads asked together.
 
     Attributes:
@@ -69,13 +69,13 @@ class Phase:
         server: Name of this way to start it.
         options: Of `mesh serve`.
         trials: In order.
-        crowds: After the trials.
+        concurrent_trials: After the trials.
     """
 
     server: str
     options: tuple[str, ...]
     trials: tuple[Trial, ...]
-    crowds: tuple[CrowdTrial, ...] = ()
+    concurrent_trials: tuple[ConcurrentTrial, ...] = ()
 
     @property
     def replays(self) -> bool:
@@ -100,11 +100,15 @@ def narrowed(
         replace(
             phase,
             trials=tuple(trial for trial in phase.trials if is_wanted(trial.delay_ms, trial.workload.name)),
-            crowds=tuple(crowd for crowd in phase.crowds if is_wanted(crowd.delay_ms, None)),
+            concurrent_trials=tuple(
+                concurrent_trial
+                for concurrent_trial in phase.concurrent_trials
+                if is_wanted(concurrent_trial.delay_ms, None)
+            ),
         )
         for phase in phases
     )
-    return tuple(phase for phase in kept if phase.trials or phase.crowds)
+    return tuple(phase for phase in kept if phase.trials or phase.concurrent_trials)
 
 
 def in_turn(settings: tuple[Setting, ...], turn: int) -> tuple[Setting, ...]:
@@ -117,8 +121,8 @@ def in_turn(settings: tuple[Setting, ...], turn: int) -> tuple[Setting, ...]:
     return (others if turn % 2 == 0 else others[::-1]) + (REPLAY,) * (REPLAY in settings)
 
 
-_NUM_CROWD_ROUNDS: Final = 4
-_CROWDS: Final = (4, 8)
+_NUM_CONCURRENT_ROUNDS: Final = 4
+_CONCURRENT: Final = (4, 8)
 # Prose and code stand for all where drawn answers are held against greedy ones.
 _SAMPLED: Final = frozenset({"writing", "coding"})
 # One drawn answer may be easy or hard to foretell by chance: each question is drawn with several seeds.
@@ -190,8 +194,8 @@ def acceptance_plan(workloads: Mapping[str, Workload], serve: ServeOptions, seed
                 ),
             ),
             tuple(
-                CrowdTrial(5.0, _mixed(categories or [edit, call]), AUTO, count, _NUM_CROWD_ROUNDS)
-                for count in _CROWDS
+                ConcurrentTrial(5.0, _mixed(categories or [edit, call]), AUTO, count, _NUM_CONCURRENT_ROUNDS)
+                for count in _CONCURRENT
             ),
         ),
         Phase(
@@ -229,7 +233,7 @@ def quick_plan(workloads: Mapping[str, Workload], serve: ServeOptions) -> tuple[
                 Trial(_QUICK_DELAY_MS, workload.first(1), modes)
                 for workload in choose(dict(workloads), names)
             ),
-            (CrowdTrial(_QUICK_DELAY_MS, workloads["built-in"], AUTO, 4, 1),),
+            (ConcurrentTrial(_QUICK_DELAY_MS, workloads["built-in"], AUTO, 4, 1),),
         ),
     )
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from mesh.bench.speculation_results import Circumstances, Crowd, Results
+    from mesh.bench.speculation_results import ConcurrentRequests, Results, RunConditions
 
 
 def as_markdown(report: Report, plots: Sequence[str]) -> str:
@@ -37,7 +37,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
     warm = [row for row in report.rows if row.place.is_warm]
     raw = [row for row in report.rows if row.place.is_raw]
     sections = [
-        ("# Speculation, measured", _circumstances(results)),
+        ("# Speculation, measured", _conditions(results)),
         ("## Warnings", _warnings(results, report.rows)),
         ("## What it must show", _lines(report.lines)),
         ("## How close `auto` comes to `replay`", _closeness(report.closeness)),
@@ -49,7 +49,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
             "## Acceptance by position, unconditional, and of how many windows",
             _positions(report.rows),
         ),
-        ("## Requests at once", _crowds(results.crowds)),
+        ("## Requests at once", _concurrent(results.groups)),
         ("## llama.cpp RPC: its settings", _peer(results)),
         ("## Pictures", "\n\n".join(f"![{name}]({name})" for name in plots)),
         ("## Recommended for production", recommendation_text(report.recommendation, results.servers)),
@@ -90,8 +90,8 @@ def _without_speculate(options: Sequence[str]) -> list[str]:
     return kept
 
 
-def _circumstances(results: Results) -> str:
-    found: Circumstances = results.circumstances
+def _conditions(results: Results) -> str:
+    found: RunConditions = results.conditions
     hops = ", ".join(f"{hop:.2f} for {asked:g}" for asked, hop in sorted(results.hops_ms.items()))
     return (
         f"```sh\n{found.command}\n```\n\n"
@@ -219,15 +219,15 @@ def _positions(rows: Sequence[Row]) -> str:
     )
 
 
-def _crowds(crowds: Sequence[Crowd]) -> str:
+def _concurrent(groups: Sequence[ConcurrentRequests]) -> str:
     return markdown_table(
         ("at once", "delay, ms", "setting", "off, total tokens/s", "total tokens/s", "over off", "forks"),
         (
             (
-                str(crowd.num_at_once), f"{crowd.delay_ms:g}", crowd.setting, f"{crowd.off_tokens_per_s:.1f}",
-                f"{crowd.tokens_per_s:.1f}", f"{crowd.ratio:.2f}", str(crowd.num_forks),
+                str(group.num_at_once), f"{group.delay_ms:g}", group.setting, f"{group.off_tokens_per_s:.1f}",
+                f"{group.tokens_per_s:.1f}", f"{group.ratio:.2f}", str(group.num_forks),
             )
-            for crowd in crowds
+            for group in groups
         ),
     )  # fmt: skip
 
@@ -367,7 +367,7 @@ def work_out(results: Results, *, categories: Collection[str], with_acceptance: 
         with_acceptance: Whether the run was to show the acceptance table.
     """
     rows = rows_of(results.samples)
-    lines = acceptance_lines(results.samples, rows, results.crowds, categories) if with_acceptance else ()
+    lines = acceptance_lines(results.samples, rows, results.groups, categories) if with_acceptance else ()
     return Report(results, rows, lines, closeness(rows), recommend(rows))
 
 
@@ -388,7 +388,7 @@ def write_report(report: Report, folder: Path) -> None:
 def _as_dict(report: Report) -> dict[str, Any]:
     results = report.results
     return {
-        "circumstances": asdict(results.circumstances),
+        "circumstances": asdict(results.conditions),
         "took_s": results.took_s,
         "hops_ms": results.hops_ms,
         "servers": results.servers,
@@ -396,7 +396,7 @@ def _as_dict(report: Report) -> dict[str, Any]:
         "auto_of_replay": [asdict(found) for found in report.closeness],
         "recommendation": asdict(report.recommendation),
         "rows": [asdict(row) for row in report.rows],
-        "crowds": [{**asdict(crowd), "ratio": crowd.ratio} for crowd in results.crowds],
+        "crowds": [{**asdict(group), "ratio": group.ratio} for group in results.groups],
         "llama_cpp_rpc": {"delay_ms": results.peer_delay_ms, "tokens_per_s": results.peer_rates},
         "failures": results.failures,
         "samples": [

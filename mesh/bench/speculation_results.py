@@ -141,7 +141,7 @@ def add_up(rows: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class RunConditions:
     """What a figure depends on besides what is compared.
 
     Attributes:
@@ -176,9 +176,9 @@ class Results:
     """Filled in as the run goes along.
 
     Attributes:
-        circumstances: What the figures depend on.
+        conditions: What the figures depend on.
         samples: In the order measured.
-        crowds: In the order measured.
+        groups: In the order measured.
         servers: Options of `mesh serve`, by the name of each way to start it.
         hops_ms: One-way delays measured, by the delay asked for.
         failures: What could not be measured, and why.
@@ -188,9 +188,9 @@ class Results:
         took_s: The whole run.
     """
 
-    circumstances: Circumstances
+    conditions: RunConditions
     samples: list[Sample] = field(default_factory=list)
-    crowds: list[Crowd] = field(default_factory=list)
+    groups: list[ConcurrentRequests] = field(default_factory=list)
     servers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     hops_ms: dict[float, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -204,7 +204,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Crowd:
+class ConcurrentRequests:
     """The same requests at once, under `off` and under a setting, one right after the other.
 
     Attributes:
@@ -230,9 +230,9 @@ class Crowd:
         return self.tokens_per_s / self.off_tokens_per_s
 
 
-def median_ratio(crowds: Sequence[Crowd], num_at_once: int, setting: str) -> float | None:
+def median_ratio(groups: Sequence[ConcurrentRequests], num_at_once: int, setting: str) -> float | None:
     """Over the rounds with so many at once; None without any."""
-    found = [crowd.ratio for crowd in crowds if crowd.num_at_once == num_at_once and crowd.setting == setting]
+    found = [group.ratio for group in groups if group.num_at_once == num_at_once and group.setting == setting]
     return median(found) if found else None
 
 

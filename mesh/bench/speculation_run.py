@@ -25,7 +25,7 @@ from mesh.bench.speculation_plan import (
     sweep_plan,
 )
 from mesh.bench.speculation_report import Report, work_out, write_report
-from mesh.bench.speculation_results import Circumstances, Results
+from mesh.bench.speculation_results import Results, RunConditions
 from mesh.bench.speculation_runner import Peer, ReplayFile, Runner, RunnerOptions
 from mesh.bench.speculation_workloads import SPEC_BENCH, Workload, all_workloads, choose
 from mesh.lab.llama_cpp_build import build_llama_rpc
@@ -119,7 +119,7 @@ def run_spec(options: SpecOptions) -> Report:
         logs = _logs(options, stack)
         draft_model = _draft_model(options, logs)
         phases = _plan(options, workloads, chosen, ServeOptions(draft_model, options.exact))
-        results = Results(_circumstances(options, draft_model))
+        results = Results(_conditions(options, draft_model))
         runner_options = RunnerOptions(
             model=options.model,
             split=even_split(read_model_facts(options.model).n_layers, _NUM_STAGES),
@@ -199,8 +199,8 @@ def _peer_workloads(workloads: dict[str, Workload]) -> list[Workload]:
     return [workloads[name] for name in _PEER_WORKLOADS if name in workloads][:_NUM_PEER_WORKLOADS]
 
 
-def _circumstances(options: SpecOptions, draft_model: Path | None) -> Circumstances:
-    return Circumstances(
+def _conditions(options: SpecOptions, draft_model: Path | None) -> RunConditions:
+    return RunConditions(
         command=options.command,
         model=options.model.name,
         draft_model=None if draft_model is None else draft_model.name,

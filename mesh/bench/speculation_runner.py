@@ -14,7 +14,7 @@ import structlog
 
 from mesh.bench.blocking_client import Ask, Batch, chat
 from mesh.bench.speculation_plan import in_turn
-from mesh.bench.speculation_results import LLAMA_RPC, MESH, OFF, REPLAY, Crowd, Sample
+from mesh.bench.speculation_results import LLAMA_RPC, MESH, OFF, REPLAY, ConcurrentRequests, Sample
 from mesh.lab.systems import MeshSystem, RpcSystem
 from spanmesh_proto.errors import MeshError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from mesh.bench.blocking_client import Answer, Client, Reply
-    from mesh.bench.speculation_plan import CrowdTrial, PeerSetting, Phase, Trial
+    from mesh.bench.speculation_plan import ConcurrentTrial, PeerSetting, Phase, Trial
     from mesh.bench.speculation_results import Results, Setting
     from mesh.bench.speculation_workloads import Question, Workload
     from mesh.lab.llama_cpp_build import LlamaRpc
@@ -98,7 +98,7 @@ class Runner:
 
         On Ctrl-C it leaves the mesh to the lab, which ends every process anyway: there is a report to write.
         """
-        log.info("phase", server=phase.server, trials=len(phase.trials), crowds=len(phase.crowds))
+        log.info("phase", server=phase.server, trials=len(phase.trials), crowds=len(phase.concurrent_trials))
         self._num_failures = 0
         self._settled.clear()
         # A draft model that was made for this run is gone after it, and folders are this machine's.
@@ -133,8 +133,8 @@ class Runner:
         self._warm_up(mesh, (OFF,))
         for trial in phase.trials:
             self._run_trial(mesh, phase.server, trial)
-        for crowd in phase.crowds:
-            self._run_crowd(mesh, crowd)
+        for concurrent_trial in phase.concurrent_trials:
+            self._run_concurrent(mesh, concurrent_trial)
 
     def _warm_up(self, mesh: MeshSystem, settings: Iterable[Setting]) -> None:
         """Have one answer given that does not count, under each setting.
@@ -188,33 +188,41 @@ class Runner:
             **{f"{sample.system} {sample.setting}": round(sample.tokens_per_s, 1) for sample in samples},
         )
 
-    def _run_crowd(self, mesh: MeshSystem, crowd: CrowdTrial) -> None:
-        self._settle(mesh, crowd.delay_ms, (crowd.setting,))
-        with self._forgiving(f"{crowd.num_at_once} requests at once at {crowd.delay_ms:g} ms"):
-            for number in range(crowd.num_rounds):
+    def _run_concurrent(self, mesh: MeshSystem, concurrent_trial: ConcurrentTrial) -> None:
+        self._settle(mesh, concurrent_trial.delay_ms, (concurrent_trial.setting,))
+        with self._forgiving(
+            f"{concurrent_trial.num_at_once} requests at once at {concurrent_trial.delay_ms:g} ms"
+        ):
+            for number in range(concurrent_trial.num_rounds):
                 replies = {
-                    setting: self._ask_together(mesh, crowd, setting)
-                    for setting in in_turn((OFF, crowd.setting), number)
+                    setting: self._ask_together(mesh, concurrent_trial, setting)
+                    for setting in in_turn((OFF, concurrent_trial.setting), number)
                 }
-                off, on = replies[OFF], replies[crowd.setting]
-                found = Crowd(
-                    num_at_once=crowd.num_at_once,
-                    delay_ms=crowd.delay_ms,
-                    setting=crowd.setting.name,
+                off, on = replies[OFF], replies[concurrent_trial.setting]
+                found = ConcurrentRequests(
+                    num_at_once=concurrent_trial.num_at_once,
+                    delay_ms=concurrent_trial.delay_ms,
+                    setting=concurrent_trial.setting.name,
                     off_tokens_per_s=_total_rate(off),
                     tokens_per_s=_total_rate(on),
                     num_forks=sum(a.text != b.text for a, b in zip(off.answers, on.answers, strict=True)),
                 )
-                self._results.crowds.append(found)
-                log.info("crowd", at_once=crowd.num_at_once, ratio=round(found.ratio, 3))
+                self._results.groups.append(found)
+                log.info("crowd", at_once=concurrent_trial.num_at_once, ratio=round(found.ratio, 3))
 
-    def _ask_together(self, mesh: MeshSystem, crowd: CrowdTrial, setting: Setting) -> Reply:
-        questions = itertools.islice(itertools.cycle(crowd.workload.questions), crowd.num_at_once)
+    def _ask_together(self, mesh: MeshSystem, concurrent_trial: ConcurrentTrial, setting: Setting) -> Reply:
+        questions = itertools.islice(
+            itertools.cycle(concurrent_trial.workload.questions), concurrent_trial.num_at_once
+        )
         asks = tuple(
-            self._ask(crowd.workload, question, {"temperature": 0, **mesh.fields, **setting.fields})
+            self._ask(
+                concurrent_trial.workload, question, {"temperature": 0, **mesh.fields, **setting.fields}
+            )
             for question in questions
         )
-        return self._client.ask(Batch(mesh.port, asks, num_at_once=crowd.num_at_once, api_key=self._api_key))
+        return self._client.ask(
+            Batch(mesh.port, asks, num_at_once=concurrent_trial.num_at_once, api_key=self._api_key)
+        )
 
     def _ask_mesh(
         self,

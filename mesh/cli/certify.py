@@ -14,13 +14,13 @@ from rich.table import Table
 from mesh.cli.shared_options import local_model
 from mesh.util.progress import progress_bars
 from stages.certification.certify import CertifyOptions
-from stages.certification.isolated import certify_apart
+from stages.certification.isolated import certify_isolated
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stages.certification.comparison import Certificate, Difference
+    from stages.certification.comparison import Difference, EquivalenceReport
 
 
 class _Cuts(click.ParamType[tuple[int, ...] | None]):
@@ -91,30 +91,30 @@ def certify(
     model = local_model(model).path
     with progress_bars() as bars:
         bar = bars.add(f"certifying {model.name}")
-        certificate = certify_apart(
+        report = certify_isolated(
             model,
             cuts,
             CertifyOptions(num_threads=threads, wires=wires),
             progress=lambda done, total: bar(done / total),
         )
     if as_json:
-        click.echo(json.dumps(_as_dict(certificate)))
+        click.echo(json.dumps(_as_dict(report)))
     else:
-        _print_table(certificate)
-    if not certificate.is_exact:
+        _print_table(report)
+    if not report.is_exact:
         click.get_current_context().exit(1)
 
 
-def _as_dict(certificate: Certificate) -> dict[str, object]:
+def _as_dict(report: EquivalenceReport) -> dict[str, object]:
     return {
-        "model": certificate.model,
-        "architecture": certificate.architecture,
-        "n_layers": certificate.n_layers,
-        "is_exact": certificate.is_exact,
-        "rules": certificate.rules,
-        "is_known": certificate.is_known,
-        "refused_cuts": {str(cut): reason for cut, reason in certificate.refused_cuts.items()},
-        "together": None if certificate.together is None else asdict(certificate.together),
+        "model": report.model,
+        "architecture": report.architecture,
+        "n_layers": report.n_layers,
+        "is_exact": report.is_exact,
+        "rules": report.rules,
+        "is_known": report.is_known,
+        "refused_cuts": {str(cut): reason for cut, reason in report.refused_cuts.items()},
+        "together": None if report.together is None else asdict(report.together),
         "cuts": [
             {
                 "cut": result.cut,
@@ -122,43 +122,39 @@ def _as_dict(certificate: Certificate) -> dict[str, object]:
                 "phases": {phase.phase: asdict(phase.difference) for phase in result.phases},
                 "wires": [asdict(loss) for loss in result.wire_losses],
             }
-            for result in certificate.cuts
+            for result in report.cuts
         ],
     }
 
 
-def _print_table(certificate: Certificate) -> None:
-    for line in _family_lines(certificate):
+def _print_table(report: EquivalenceReport) -> None:
+    for line in _family_lines(report):
         click.echo(line)
-    table = Table(
-        title=f"{certificate.model}: {certificate.architecture}, {certificate.n_layers} layers, exact mode"
-    )
+    table = Table(title=f"{report.model}: {report.architecture}, {report.n_layers} layers, exact mode")
     for heading in ("cut", "largest difference of logits", "at the cut", "equal tokens", "bit-equal"):
         table.add_column(heading, justify="right")
-    for result in certificate.cuts:
+    for result in report.cuts:
         table.add_row(str(result.cut), *_cells(result.difference))
-    if certificate.together is not None:
-        table.add_row("all at once" if certificate.cuts else "none", *_cells(certificate.together))
+    if report.together is not None:
+        table.add_row("all at once" if report.cuts else "none", *_cells(report.together))
     # A model may have any brackets in its name.
     console = Console(markup=False)
     console.print(table)
-    if any(result.wire_losses for result in certificate.cuts):
-        console.print(_losses(certificate))
-    unequal = [result.cut for result in certificate.cuts if not result.difference.is_bit_equal]
-    click.echo(_conclusion(certificate, unequal))
+    if any(result.wire_losses for result in report.cuts):
+        console.print(_losses(report))
+    unequal = [result.cut for result in report.cuts if not result.difference.is_bit_equal]
+    click.echo(_conclusion(report, unequal))
 
 
-def _family_lines(certificate: Certificate) -> list[str]:
+def _family_lines(report: EquivalenceReport) -> list[str]:
     """What is known before anything is computed."""
     whose = (
-        ""
-        if certificate.is_known
-        else ", which has no rules of its own: a cut is used after a self-check only"
+        "" if report.is_known else ", which has no rules of its own: a cut is used after a self-check only"
     )
-    rules = ", ".join(certificate.rules) or "the generic ones are enough"
-    lines = [f"family: {certificate.architecture}{whose}", f"rules: {rules}"]
-    refused = certificate.refused_cuts
-    allowed = [cut for cut in range(1, certificate.n_layers) if cut not in refused]
+    rules = ", ".join(report.rules) or "the generic ones are enough"
+    lines = [f"family: {report.architecture}{whose}", f"rules: {rules}"]
+    refused = report.refused_cuts
+    allowed = [cut for cut in range(1, report.n_layers) if cut not in refused]
     lines.append(f"allowed cuts: {_ranges(allowed) or 'none'}")
     for reason in dict.fromkeys(refused.values()):
         cuts = [cut for cut, why in refused.items() if why == reason]
@@ -166,11 +162,11 @@ def _family_lines(certificate: Certificate) -> list[str]:
     return lines
 
 
-def _conclusion(certificate: Certificate, unequal: Sequence[int]) -> str:
-    num_cuts = len(certificate.cuts)
+def _conclusion(report: EquivalenceReport, unequal: Sequence[int]) -> str:
+    num_cuts = len(report.cuts)
     if unequal:
         return f"not bit-equal at {len(unequal)} of {num_cuts} cuts: {_listed(unequal)}"
-    if not certificate.is_exact:
+    if not report.is_exact:
         return "not bit-equal in one piece" if not num_cuts else "not bit-equal cut at all of them at once"
     return f"bit-equal at every cut tried ({num_cuts})" if num_cuts else "bit-equal in one piece"
 
@@ -186,11 +182,11 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _losses(certificate: Certificate) -> Table:
+def _losses(report: EquivalenceReport) -> Table:
     table = Table(title="what smaller wire types cost, against the whole model")
     for heading in ("cut", "wire", "largest logit diff", "mean", "largest KL, nats", "mean", "other tokens"):
         table.add_column(heading, justify="right")
-    for result in certificate.cuts:
+    for result in report.cuts:
         for loss in result.wire_losses:
             sizes = (loss.max_logit_diff, loss.mean_logit_diff, loss.max_kl_nats, loss.mean_kl_nats)
             table.add_row(

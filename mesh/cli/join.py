@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from mesh.cli.option_types import GpuLayers, MemorySize
-from mesh.cli.shared_options import keeping_from, keeping_options
+from mesh.cli.shared_options import storage_from, storage_options
 
 
 @click.command()
@@ -40,7 +40,7 @@ from mesh.cli.shared_options import keeping_from, keeping_options
     help="Layers of each stage that this host's GPUs hold; as many as they have room for unless given.",
 )
 @click.option("--name", help="What to call this host; its host name unless given.")
-@keeping_options
+@storage_options
 @click.option(
     "--give-up-after",
     default=600.0,
@@ -83,7 +83,7 @@ def join(
     from mesh.cluster.join import JoinOptions, join_mesh  # noqa: PLC0415
     from mesh.util.tasks import run_interruptible  # noqa: PLC0415 - brings grpc, which a refusal needs not
 
-    keeping_from(models_dir=models_dir, cache_bytes=cache_bytes)
+    storage_from(models_dir=models_dir, cache_bytes=cache_bytes)
     options = JoinOptions(
         token=_with_found_addresses(text) if discover else text,
         name=name or socket.gethostname(),

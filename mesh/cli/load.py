@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Weights may have to travel for hours.
 _LOAD_TIMEOUT_S: Final = 86400.0
-_LOOK_S: Final = 1.0
+_POLL_S: Final = 1.0
 _SECTIONS: Final = {
     "Head": ("--url", "--api-key-file"),
     "API": ("--name", "--max-waiting"),
@@ -105,7 +105,7 @@ def _watched(head: str, key: str | None, order: Mapping[str, Any]) -> dict[str, 
     asking.start()
     name, said = order["name"] or _served_name(order["model"]), ""
     while asking.is_alive():
-        asking.join(_LOOK_S)
+        asking.join(_POLL_S)
         phase = _phase(head, key, name) if asking.is_alive() else ""
         if phase and phase != said:
             said = phase
@@ -121,7 +121,7 @@ def _phase(head: str, key: str | None, name: str) -> str:
         models = ask_head(f"{head}/mesh/status", key).get("models", ())
     except MeshError:
         # Too many requests for the key, perhaps: what was asked for goes on.
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         return ""
     return next((str(model.get("phase", "")) for model in models if model["name"] == name), "")
 

@@ -18,7 +18,7 @@ from spanmesh_proto.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.hub import HubLibrary, KeptModel
+    from mesh.hub import CachedModel, HubLibrary
     from stages.weights.store import StageStore, StoredStage
 
 _LEAST_PREFIX = 6
@@ -129,7 +129,7 @@ def _entries() -> list[_Entry]:
     ]
 
 
-def _model_entry(library: HubLibrary, model: KeptModel) -> _Entry:
+def _model_entry(library: HubLibrary, model: CachedModel) -> _Entry:
     return _Entry(
         model.name,
         "model" if model.is_whole else "part of a model",

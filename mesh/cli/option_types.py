@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
 
 Number = TypeVar("Number", int, float)
@@ -61,13 +61,17 @@ class Names(click.ParamType[tuple[Name, ...]]):
     Args:
         what: What a name stands for.
         known: Names, in the order in which they are handed on.
+        former: Names of today by those that they had once, which are understood still.
     """
 
     name = "names"
 
-    def __init__(self, what: str, known: tuple[Name, ...]) -> None:
+    def __init__(
+        self, what: str, known: tuple[Name, ...], *, former: Mapping[str, Name] | None = None
+    ) -> None:
         self._what = what
         self._known = known
+        self._former = former or {}
 
     def convert(
         self, value: str | tuple[Name, ...], param: click.Parameter | None, ctx: click.Context | None
@@ -75,7 +79,7 @@ class Names(click.ParamType[tuple[Name, ...]]):
         """To names."""
         if isinstance(value, tuple):
             return value
-        wanted = value.split(",")
+        wanted = [self._former.get(each, each) for each in value.split(",")]
         for each in wanted:
             if each not in self._known:
                 self.fail(f"{each!r} is no {self._what}; there are {', '.join(self._known)}", param, ctx)

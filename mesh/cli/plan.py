@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mesh.forecast.cost_model import Forecast
-    from mesh.forecast.dry_run import DryRun, Surroundings
+    from mesh.forecast.dry_run import DryRun, PlanningContext
     from stages.slicing.model_facts import ModelFacts
 
 
@@ -115,7 +115,7 @@ def plan(
         raise click.UsageError(
             "--url, --host-spec and --hosts-file each name the hosts: leave out all but one"
         )
-    from mesh.forecast.dry_run import Wishes, dry_run  # noqa: PLC0415 - keeps --help quick
+    from mesh.forecast.dry_run import DryRunOptions, dry_run  # noqa: PLC0415 - keeps --help quick
     from mesh.placement.stage_sizes import Workload  # noqa: PLC0415
     from mesh.placement.topology import read_topology  # noqa: PLC0415
     from mesh.serve.options import ctx_size_for  # noqa: PLC0415
@@ -125,7 +125,7 @@ def plan(
 
     facts = read_model_facts(model)
     check_kv_type(kv_type, facts.name, facts.head_widths, option="--kv-type")
-    wishes = Wishes(
+    options = DryRunOptions(
         workload=Workload(ctx_size_for(ctx_size, facts.n_ctx_train), parallel, kv_type, exact),
         num_stages=stages,
         split=split,
@@ -134,10 +134,10 @@ def plan(
         is_timed=not no_timing,
     )
     if url is not None:
-        surroundings = _running(url, key_of(api_key_file))
+        context = _running(url, key_of(api_key_file))
     else:
-        surroundings = _without_a_mesh(host_specs, hosts_file, rtt_ms, memory, threads)
-    found = dry_run(read_source(model), facts, surroundings, wishes)
+        context = _without_a_mesh(host_specs, hosts_file, rtt_ms, memory, threads)
+    found = dry_run(read_source(model), facts, context, options)
     if is_json:
         click.echo(json.dumps(found.as_dict(), indent=2))
         return
@@ -151,7 +151,7 @@ def _prompt_tokens(wanted: int, facts: ModelFacts, ctx_size: int | None) -> int:
     return max(1, min(wanted, most))
 
 
-def _running(url: str, key: str | None) -> Surroundings:
+def _running(url: str, key: str | None) -> PlanningContext:
     from mesh.forecast.hypothetical_hosts import running_mesh  # noqa: PLC0415 - keeps --help quick
 
     def ask(path: str, body: Mapping[str, Any] | None, method: str, timeout_s: float) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _without_a_mesh(
     rtt_ms: float,
     memory: int | None,
     threads: int | None,
-) -> Surroundings:
+) -> PlanningContext:
     from mesh.cluster.host_facts import read_host_facts  # noqa: PLC0415 - keeps --help quick
     from mesh.forecast.hypothetical_hosts import (  # noqa: PLC0415
         equal_links,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mesh.hub import PulledModel
     from mesh.serve.options import SpeculationOptions, WeightsOptions
     from mesh.util.progress import ProgressBars
-    from stages.weights.store import Keeping
+    from stages.weights.store import StorageOptions
 
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
@@ -213,7 +213,7 @@ def check_stage_options(stages: int | None, split: tuple[int, ...] | None) -> No
         raise click.UsageError("--split says how many stages there are: leave out --stages")
 
 
-_KEEPING = (
+_STORAGE = (
     click.option(
         "--models",
         "models_dir",
@@ -244,27 +244,27 @@ _SENDING = (
 )
 
 
-def keeping_options(command: Command) -> Command:
+def storage_options(command: Command) -> Command:
     """Options of every host."""
-    for option in reversed(_KEEPING):
+    for option in reversed(_STORAGE):
         command = option(command)
     return command
 
 
 def weights_options(command: Command) -> Command:
     """Options of the head."""
-    for option in reversed((*_SENDING, *_KEEPING)):
+    for option in reversed((*_SENDING, *_STORAGE)):
         command = option(command)
     return command
 
 
-def keeping_from(*, models_dir: Path | None, cache_bytes: int | None) -> Keeping:
+def storage_from(*, models_dir: Path | None, cache_bytes: int | None) -> StorageOptions:
     """What the user says; processes that are started from now on know it."""
-    from stages.weights.store import Keeping  # noqa: PLC0415 - keeps --help quick
+    from stages.weights.store import StorageOptions  # noqa: PLC0415 - keeps --help quick
 
-    keeping = Keeping(models_dir.resolve() if models_dir is not None else None, cache_bytes)
-    keeping.to_environment()
-    return keeping
+    storage = StorageOptions(models_dir.resolve() if models_dir is not None else None, cache_bytes)
+    storage.to_environment()
+    return storage
 
 
 def weights_from(
@@ -278,7 +278,7 @@ def weights_from(
     """What the user of `mesh serve` says."""
     from mesh.serve.options import WeightsOptions  # noqa: PLC0415 - keeps --help quick
 
-    keeping_from(models_dir=models_dir, cache_bytes=cache_bytes)
+    storage_from(models_dir=models_dir, cache_bytes=cache_bytes)
     return WeightsOptions(transfer_rate, pulled.hub, hub_first)
 
 

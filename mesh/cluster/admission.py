@@ -68,7 +68,7 @@ def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
 
 
-class Door:
+class AdmissionControl:
     """Keeps the join token, and the names of hosts that were evicted.
 
     Args:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SERVICE: Final = "_spanmesh._tcp.local."
 # Of the certificate's sha256, in hex: enough to tell heads apart, which is all that it is for.
 _FINGERPRINT_CHARS: Final = 16
-_LOOK_S: Final = 3.0
+_POLL_S: Final = 3.0
 _MOST_HEADS: Final = 64
 # What mDNS calls a service has at most 63 bytes, with a dot and the fingerprint behind the host's name.
 _NAME_CHARS: Final = 63 - 1 - _FINGERPRINT_CHARS
@@ -112,7 +112,7 @@ async def announced(head: HeadFound, *, is_wanted: bool) -> AsyncIterator[None]:
 
 
 async def discover_heads(
-    *, seconds: float = _LOOK_S, interfaces: Sequence[str] | None = None
+    *, seconds: float = _POLL_S, interfaces: Sequence[str] | None = None
 ) -> tuple[HeadFound, ...]:
     """Who announces itself within some seconds, in the order of their names.
 

@@ -50,7 +50,7 @@ class Node(Protocol):
         """End every process of it."""
 
 
-class Home:
+class LocalHost:
     """What stays when a stay ends.
 
     Args:
@@ -130,12 +130,12 @@ class Home:
 _LEAVE_S: Final = 600.0
 
 
-class Stay:
+class MembershipSession:
     """Joins once.
 
     Args:
         token: Of the mesh.
-        home: This host.
+        local_host: This host.
         interruption: Asks to leave.
 
     Attributes:
@@ -143,9 +143,9 @@ class Stay:
         was_ready: Whether this host was a member, with a Ray node that ran.
     """
 
-    def __init__(self, token: JoinToken, home: Home, interruption: Interruption) -> None:
+    def __init__(self, token: JoinToken, local_host: LocalHost, interruption: Interruption) -> None:
         self._token = token
-        self._home = home
+        self._local_host = local_host
         self._interruption = interruption
         self._wants_to_leave = asyncio.Event()
         self.was_admitted = False
@@ -159,7 +159,7 @@ class Stay:
             ClusterError: If this host's Ray node does not start, or ends.
         """
         head = await find_head(self._token)
-        member = await self._home.member(head.address)
+        member = await self._local_host.member(head.address)
         async with Membership(head, self._token.secret, member) as membership:
             access = await membership.join()
             self.was_admitted = True
@@ -174,7 +174,7 @@ class Stay:
             )
             self._interruption.soften(self._wants_to_leave.set)
             try:
-                node = self._home.node(member, access)
+                node = self._local_host.node(member, access)
                 if node is None:
                     raise ClusterError("the head has another Ray cluster than before")
                 await first_of(_listen(membership), self._serve(membership, node), self._leave(membership))
@@ -283,20 +283,20 @@ async def join_mesh(
     """
     token = decode(options.token)
     check_name(options.name)
-    home = Home(options, start_node)
+    local_host = LocalHost(options, start_node)
     delays_s = backoff_s(jitter)
     heard_s: float | None = None
     num_false_starts = 0
     try:
         while True:
             token.check_expiry(time.time())
-            stay = Stay(token, home, interruption)
+            session = MembershipSession(token, local_host, interruption)
             try:
-                await stay.run()
+                await session.run()
             except (ClusterError, JoinError) as error:
-                if stay.was_ready:
+                if session.was_ready:
                     heard_s, delays_s = time.monotonic(), backoff_s(jitter)
-                num_false_starts += stay.was_admitted and not stay.was_ready
+                num_false_starts += session.was_admitted and not session.was_ready
                 is_known = heard_s is not None or 0 < num_false_starts < MOST_STARTS
                 if not is_known or not may_pass(error):
                     raise
@@ -309,4 +309,4 @@ async def join_mesh(
             else:
                 return
     finally:
-        home.close()
+        local_host.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from mesh.placement.links import Link, LinkWish
+from mesh.placement.links import Link, LinkProbeOptions
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
 from spanmesh_proto import membership_pb2 as membership_wire
@@ -18,8 +18,8 @@ from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import ClusterError, HostUnreachable, InvalidRequest, MeshError
 from stages.transport.channels import (
     SERVER_OPTIONS,
+    HandshakeMonitor,
     KeyCheck,
-    Strangers,
     abort,
     add_port,
     key_metadata,
@@ -47,11 +47,11 @@ class EchoService(rpc.EchoServicer):
     """Sends back as many bytes as were asked for.
 
     Args:
-        strangers: Is told of each call.
+        handshakes: Is told of each call.
     """
 
-    def __init__(self, strangers: Strangers) -> None:
-        self._strangers = strangers
+    def __init__(self, handshakes: HandshakeMonitor) -> None:
+        self._handshakes = handshakes
 
     async def Bounce(  # noqa: N802 - the service's name for it
         self,
@@ -59,7 +59,7 @@ class EchoService(rpc.EchoServicer):
         context: grpc.aio.ServicerContext[wire.Probe, wire.Probe],
     ) -> AsyncIterator[wire.Probe]:
         """Each probe is answered once, in order."""
-        self._strangers.called(context.peer())
+        self._handshakes.called(context.peer())
         async for probe in request_iterator:
             if probe.answer_bytes > MAX_ANSWER_BYTES:
                 asked = f"an answer of {probe.answer_bytes} bytes; {MAX_ANSWER_BYTES} at most"
@@ -78,10 +78,10 @@ class EchoServer:
 
     def __init__(self, secret: str, identity: Callable[[], Identity]) -> None:
         self._identity = identity
-        self._strangers = Strangers()
-        key_check = KeyCheck(echo_key(secret), self._strangers.called)
+        self._handshakes = HandshakeMonitor()
+        key_check = KeyCheck(echo_key(secret), self._handshakes.called)
         self._server = grpc.aio.server(interceptors=[key_check], options=SERVER_OPTIONS)
-        rpc.add_EchoServicer_to_server(EchoService(self._strangers), self._server)
+        rpc.add_EchoServicer_to_server(EchoService(self._handshakes), self._server)
 
     async def start(self, address: str) -> int:
         """Listen; returns the port.
@@ -90,7 +90,9 @@ class EchoServer:
             ClusterError: If nothing can be bound there.
         """
         try:
-            port = add_port(self._server, join_address(address, 0), self._identity, self._strangers.connected)
+            port = add_port(
+                self._server, join_address(address, 0), self._identity, self._handshakes.connected
+            )
         except RuntimeError as error:
             raise ClusterError(
                 f"cannot listen on {address}: {error}; --advertise must be an address of this host"
@@ -111,7 +113,7 @@ _CONNECT_TIMEOUT_S: Final = 3.0
 
 
 async def measure_link(
-    source: str, target: str, address: str, wish: LinkWish, *, secret: str, identity: Identity
+    source: str, target: str, address: str, options: LinkProbeOptions, *, secret: str, identity: Identity
 ) -> Link:
     """Round trips over one held-open stream, as windows take it, then much data at once.
 
@@ -119,7 +121,7 @@ async def measure_link(
         source: Name of this host.
         target: Name of the other.
         address: `host:port` of its echo service.
-        wish: What is to be measured.
+        options: What is to be measured.
         secret: The join token's.
         identity: What this host shows the other.
 
@@ -128,21 +130,21 @@ async def measure_link(
     """
     try:
         async with (
-            asyncio.timeout(wish.patience_s),
+            asyncio.timeout(options.patience_s),
             open_channel(address, target, identity) as channel,
         ):
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await channel.channel_ready()
             call = rpc.EchoStub(channel).Bounce(metadata=key_metadata(echo_key(secret)))
             await _round_trips(call, SMALL_BYTES, _NUM_WARM_UP)
-            small_ms = await _round_trips(call, SMALL_BYTES, wish.num_probes)
-            hidden_ms = await _round_trips(call, wish.hidden_bytes, wish.num_probes)
+            small_ms = await _round_trips(call, SMALL_BYTES, options.num_probes)
+            hidden_ms = await _round_trips(call, options.hidden_bytes, options.num_probes)
             rate = None
-            if wish.bulk_bytes:
+            if options.bulk_bytes:
                 # The first time TCP is still finding out how much the wire takes.
-                await _bulk_s(call, wish.bulk_bytes)
-                wire_s = await _bulk_s(call, wish.bulk_bytes) - min(small_ms) / 1e3
-                rate = wish.bulk_bytes / max(wire_s, 1e-6)
+                await _bulk_s(call, options.bulk_bytes)
+                wire_s = await _bulk_s(call, options.bulk_bytes) - min(small_ms) / 1e3
+                rate = options.bulk_bytes / max(wire_s, 1e-6)
             call.cancel()
     except TimeoutError:
         return Link(source, target, failure=f"{address} does not answer in time")
@@ -196,20 +198,20 @@ async def _answer(call: Bounce) -> None:
         raise HostUnreachable("the stream ended in the middle of a measurement")
 
 
-def order_of(id: int, targets: Mapping[str, str], wish: LinkWish) -> membership_wire.LinkOrder:
+def order_of(id: int, targets: Mapping[str, str], options: LinkProbeOptions) -> membership_wire.LinkOrder:
     """What the head asks a host for.
 
     Args:
         id: To tell the answer from others of the same host.
         targets: Addresses of echo services, by host.
-        wish: What is to be measured of each.
+        options: What is to be measured of each.
     """
     return membership_wire.LinkOrder(
         id=id,
         targets=[membership_wire.LinkTarget(name=name, address=address) for name, address in targets.items()],
-        hidden_bytes=wish.hidden_bytes,
-        num_probes=wish.num_probes,
-        bulk_bytes=wish.bulk_bytes,
+        hidden_bytes=options.hidden_bytes,
+        num_probes=options.num_probes,
+        bulk_bytes=options.bulk_bytes,
     )
 
 
@@ -224,9 +226,9 @@ async def carry_out(
         secret: The join token's.
         identity: What this host shows the others.
     """
-    wish = LinkWish(order.hidden_bytes, order.num_probes, order.bulk_bytes)
+    options = LinkProbeOptions(order.hidden_bytes, order.num_probes, order.bulk_bytes)
     links = [
-        await measure_link(source, target.name, target.address, wish, secret=secret, identity=identity)
+        await measure_link(source, target.name, target.address, options, secret=secret, identity=identity)
         for target in order.targets
     ]
     return membership_wire.LinkReport(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.cluster.link_probe import carry_out, links_of, order_of
-from mesh.placement.links import Link, Links, LinkWish
+from mesh.placement.links import Link, LinkProbeOptions, Links
 from spanmesh_proto.addresses import join_address
 from spanmesh_proto.errors import MeshError
 
@@ -56,7 +56,7 @@ class LinkSurvey:
         )
         return f"{own.name} (head)" if is_taken else own.name
 
-    async def measure(self, wish: LinkWish) -> Links:
+    async def measure(self, options: LinkProbeOptions) -> Links:
         """Of every host to every other, the head's among them.
 
         Round trips are measured by all hosts at the same time, one link of each at a time. If much data is to
@@ -67,28 +67,28 @@ class LinkSurvey:
             hosts = {member.name: member for member in self._members}
             # The head's own entry among the members, if there is one, knows nothing of its echo service.
             hosts[self.head] = replace(self._own, name=self.head)
-            if wish.bulk_bytes:
-                measured = [await self._from(member, hosts, wish) for member in hosts.values()]
+            if options.bulk_bytes:
+                measured = [await self._from(member, hosts, options) for member in hosts.values()]
             else:
                 measured = await asyncio.gather(
-                    *(self._from(member, hosts, wish) for member in hosts.values())
+                    *(self._from(member, hosts, options) for member in hosts.values())
                 )
             return Links(tuple(itertools.chain.from_iterable(measured)))
 
-    async def _from(self, member: Member, hosts: dict[str, Member], wish: LinkWish) -> list[Link]:
+    async def _from(self, member: Member, hosts: dict[str, Member], options: LinkProbeOptions) -> list[Link]:
         if not member.echo_port:
             # It runs a version that knows nothing of this.
             return []
         found: list[Link] = []
         for other in hosts.values():
             if other.name != member.name and other.echo_port:
-                found += await self._between(member, other, wish)
+                found += await self._between(member, other, options)
         return found
 
-    async def _between(self, member: Member, other: Member, wish: LinkWish) -> list[Link]:
+    async def _between(self, member: Member, other: Member, options: LinkProbeOptions) -> list[Link]:
         target = join_address(other.address, other.echo_port)
-        order = order_of(next(self._ids), {other.name: target}, wish)
-        timeout_s = _REPORT_S + wish.patience_s
+        order = order_of(next(self._ids), {other.name: target}, options)
+        timeout_s = _REPORT_S + options.patience_s
         try:
             async with asyncio.timeout(timeout_s):
                 if member.ray_node_name == self._own.ray_node_name:

@@ -34,14 +34,14 @@ _ANSWER_TIMEOUT_S: Final = 2.8
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadEndpoint:
     """The head as found: the address that answered, and its certificate."""
 
     address: str
     certificate_pem: bytes
 
 
-async def find_head(token: JoinToken) -> Head:
+async def find_head(token: JoinToken) -> HeadEndpoint:
     """Try all addresses of the token at once; the first that proves to be the head wins.
 
     Raises:
@@ -64,9 +64,9 @@ async def find_head(token: JoinToken) -> Head:
     raise next((failure for failure in failures if not isinstance(failure, HostUnreachable)), failures[0])
 
 
-async def _try(address: str, fingerprint: bytes) -> Head:
+async def _try(address: str, fingerprint: bytes) -> HeadEndpoint:
     certificate_pem = await fetch_pinned_certificate(address, fingerprint, timeout_s=_CONNECT_TIMEOUT_S)
-    return Head(address, certificate_pem)
+    return HeadEndpoint(address, certificate_pem)
 
 
 class Membership:
@@ -78,7 +78,7 @@ class Membership:
         member: This host.
     """
 
-    def __init__(self, head: Head, secret: str, member: Member) -> None:
+    def __init__(self, head: HeadEndpoint, secret: str, member: Member) -> None:
         self._head = head
         self._secret = secret
         self._member = member

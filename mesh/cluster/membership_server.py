@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 
-from mesh.cluster.admission import Door, eviction
+from mesh.cluster.admission import AdmissionControl, eviction
 from mesh.cluster.certificates import server_credentials
 from mesh.cluster.membership_messages import KEEPALIVE, SERVER_PINGS, member_of
 from mesh.cluster.reachability import check_reachable_back
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 _REPORT_TIMEOUT_S: Final = 2.0
 _DIAL_BACK_TIMEOUT_S: Final = 2.0
-_GOODBYE_TIMEOUT_S: Final = 1.0
+_DISMISSAL_TIMEOUT_S: Final = 1.0
 # Numbers of orders that measure nothing; those of real ones count from 1.
 _FIRST_PING_ID: Final = 2**32
 _SIZES: Final = (("grpc.max_receive_message_length", MAX_REQUEST_BYTES),)
@@ -65,7 +65,7 @@ class RayAccess:
 
 
 @dataclass(frozen=True)
-class _Admission:
+class _AdmittedHost:
     """A host that was let in.
 
     Attributes:
@@ -108,7 +108,7 @@ class MembershipService(rpc.MembershipServicer):
         clock_s: Callable[[], float] = time.time,
         rate: RateLimit | None = None,
     ) -> None:
-        self._door = Door(token)
+        self._admission = AdmissionControl(token)
         # Hosts that came before and after an eviction probe each other's links: they need one secret.
         self.link_secret = token.secret
         self._ray = ray
@@ -124,11 +124,11 @@ class MembershipService(rpc.MembershipServicer):
     @property
     def token(self) -> JoinToken:
         """What admits now."""
-        return self._door.token
+        return self._admission.token
 
     def listens_at(self, address: str) -> None:
         """Note where the service is reached, for the token."""
-        self._door.token = replace(self._door.token, addresses=(address,))
+        self._admission.token = replace(self._admission.token, addresses=(address,))
 
     async def answers(self, name: str, timeout_s: float) -> bool:
         """Whether a host is a member and its `mesh join` answers in time."""
@@ -140,7 +140,7 @@ class MembershipService(rpc.MembershipServicer):
             return False
         return True
 
-    def let_go(self, name: str, state: str) -> None:
+    def dismiss(self, name: str, state: str) -> None:
         """Tell a host to leave for good; does nothing if it has left.
 
         Args:
@@ -159,7 +159,7 @@ class MembershipService(rpc.MembershipServicer):
         """
         if name not in self._outboxes:
             raise JoinError(f"no host named {name!r} has joined; `mesh status` lists those that have")
-        self._door.evict(name)
+        self._admission.evict(name)
         self.announce(name, "evicted")
         self._members.remove(name)
         log.warning("host_evicted", host=name)
@@ -192,12 +192,12 @@ class MembershipService(rpc.MembershipServicer):
         for name in self._outboxes:
             self.announce(name, state)
 
-    async def say_goodbye(self) -> None:
+    async def dismiss_all(self) -> None:
         """Send every host home, and wait a moment until they have left."""
         for outbox in self._outboxes.values():
             outbox.put_nowait(wire.HeadReport(is_closing=True, state="the head closed the mesh"))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
+            async with asyncio.timeout(_DISMISSAL_TIMEOUT_S):
                 while self._outboxes:
                     await self._members.changed()
 
@@ -209,12 +209,12 @@ class MembershipService(rpc.MembershipServicer):
         """One host, for as long as it stays."""
         reports = aiter(request_iterator)
         try:
-            admission = await self._admit(reports)
+            admitted = await self._admit(reports)
         except MeshError as error:
             log.warning("host_refused", peer=context.peer(), reason=error.message)
             await abort(context, error)
             return
-        member = admission.member
+        member = admitted.member
         outbox: asyncio.Queue[wire.HeadReport] = asyncio.Queue()
         self._outboxes[member.name] = outbox
         listener = asyncio.create_task(self._listen(member.name, reports))
@@ -225,12 +225,12 @@ class MembershipService(rpc.MembershipServicer):
                 ray_address=self._ray.address,
                 ray_token=self._ray.token,
                 state="admitted",
-                certificate=admission.certificate,
-                ray_certificate=admission.ray_certificate,
+                certificate=admitted.certificate,
+                ray_certificate=admitted.ray_certificate,
                 link_secret=self.link_secret,
             )
             async for report in _until_done(outbox, listener):
-                if self._door.is_evicted(member.name):
+                if self._admission.is_evicted(member.name):
                     await abort(context, eviction(member.name))
                 yield report
         finally:
@@ -249,7 +249,7 @@ class MembershipService(rpc.MembershipServicer):
     ) -> AsyncIterator[wire.FetchChunk]:
         """A stage's recipe, or bytes of its file."""
         try:
-            self._door.check_secret(request.secret)
+            self._admission.check_secret(request.secret)
             reader = await asyncio.to_thread(self._sender.open, request)
         except MeshError as error:
             log.warning("fetch_refused", peer=context.peer(), reason=error.message)
@@ -268,13 +268,13 @@ class MembershipService(rpc.MembershipServicer):
             if not request.recipe:
                 log.info("stage_sent", sha256=request.sha256[:12], num_bytes=num_bytes)
 
-    async def _admit(self, reports: AsyncIterator[wire.HostReport]) -> _Admission:
+    async def _admit(self, reports: AsyncIterator[wire.HostReport]) -> _AdmittedHost:
         try:
             async with asyncio.timeout(_REPORT_TIMEOUT_S):
                 report = await anext(reports)
         except (TimeoutError, StopAsyncIteration):
             raise JoinError("the host said nothing") from None
-        self._door.check(report, self._versions, self._clock_s())
+        self._admission.check(report, self._versions, self._clock_s())
         member = member_of(report)
         await check_reachable_back(
             report.address, report.check_port, report.check_nonce, timeout_s=_DIAL_BACK_TIMEOUT_S
@@ -305,7 +305,7 @@ class MembershipService(rpc.MembershipServicer):
                 there=facts.versions.llama_cpp,
                 here=self._versions.llama_cpp,
             )
-        return _Admission(member, certificate, ray_certificate)
+        return _AdmittedHost(member, certificate, ray_certificate)
 
     async def _listen(self, name: str, reports: AsyncIterator[wire.HostReport]) -> None:
         async for report in reports:
@@ -326,7 +326,7 @@ class MembershipService(rpc.MembershipServicer):
         self._members.update(name, is_leaving=True)
         member = self._members.find(name)
         if member is not None and not member.layers:
-            self.let_go(name, "nothing of the mesh is on this host: goodbye")
+            self.dismiss(name, "nothing of the mesh is on this host: goodbye")
 
     def _renew(self, name: str, request_pem: bytes) -> None:
         for member in self._members:
@@ -363,7 +363,7 @@ class MembershipServer:
 
     async def stop(self) -> None:
         """Say goodbye to the hosts and stop."""
-        await self._service.say_goodbye()
+        await self._service.dismiss_all()
         await self.kill()
 
     async def kill(self) -> None:

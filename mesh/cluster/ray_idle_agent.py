@@ -41,7 +41,7 @@ def options_of(arguments: Sequence[str]) -> dict[str, str]:
     return {name: value for name, equals, value in pairs if equals}
 
 
-def tell_ports(program: str, options: Mapping[str, str]) -> None:
+def report_ports(program: str, options: Mapping[str, str]) -> None:
     """Write that the agent has none.
 
     Args:
@@ -58,7 +58,7 @@ def tell_ports(program: str, options: Mapping[str, str]) -> None:
 
 def main() -> None:
     """`idle_agent.py PROGRAM --name=value…`: tell the ports, then wait for the raylet's end."""
-    tell_ports(sys.argv[1], options_of(sys.argv[2:]))
+    report_ports(sys.argv[1], options_of(sys.argv[2:]))
     # The raylet holds the other end of this pipe.
     while os.read(sys.stdin.fileno(), 1):
         pass

@@ -303,7 +303,7 @@ class RayNode:
         return _is_alive(self._first)
 
     @property
-    def last_words(self) -> str:
+    def crash_message(self) -> str:
         """The last line that its processes have said."""
         lines = [line.strip() for line in self._folder.log_path.read_text(errors="replace").splitlines()]
         words = [line for line in lines if line]
@@ -328,10 +328,10 @@ class RayNode:
         ready_path = self.ray_dir / "ray_current_cluster"
         while not (address := _text_of(ready_path)):
             if not self.is_running:
-                raise ClusterError(f"Ray did not start on {self._address}: {self.last_words}")
+                raise ClusterError(f"Ray did not start on {self._address}: {self.crash_message}")
             if time.monotonic() - started_s > timeout_s:
                 raise ClusterError(
-                    f"Ray on {self._address} is not ready after {timeout_s:g} s: {self.last_words}"
+                    f"Ray on {self._address} is not ready after {timeout_s:g} s: {self.crash_message}"
                 )
             await asyncio.sleep(_POLL_S)
         log.info("ray_started", node=self._name, seconds=round(time.monotonic() - started_s, 1))

@@ -26,7 +26,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGCHLD)
 _GRACE_S: Final = 2.0
 # Between two looks whether somebody owns the node.
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 
 
 class Ownership:
@@ -94,7 +94,7 @@ def keep(command: Sequence[str], needed: str, ownership: Ownership | None = None
 def _watch(starter: int, needed: str, ownership: Ownership | None) -> int:
     daemons: set[int] = set()
     while True:
-        heard = signal.sigtimedwait(_SIGNALS, _LOOK_S)
+        heard = signal.sigtimedwait(_SIGNALS, _POLL_S)
         if heard is not None and heard.si_signo == signal.SIGTERM:
             return 0
         if ownership is not None and ownership.is_over(time.monotonic()):

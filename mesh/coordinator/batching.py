@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from speculative.cost_model import Staircase, smoothed
+from speculative.cost_model import BatchTimeModel, smoothed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Grouping:
     """
 
     def __init__(self, num_stages: int) -> None:
-        self._tables = [Staircase() for _ in range(num_stages)]
+        self._tables = [BatchTimeModel() for _ in range(num_stages)]
         self._network_ms = 0.0
         self._rows_per_window = 1.0
         self._num_learned = 0

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mesh.coordinator.generation import Generation
-from mesh.coordinator.request_queue import Gate, SlotPool
+from mesh.coordinator.request_queue import RequestGate, SlotPool
 from mesh.coordinator.ring import Ring, RingTerms, StageAddress
-from mesh.coordinator.ring_stats import Incarnation
+from mesh.coordinator.ring_stats import ActiveRing
 from mesh.coordinator.session import Session
-from mesh.coordinator.session_replay import Revival, blame
+from mesh.coordinator.session_replay import SessionReplayer, attribute_crash
 from mesh.coordinator.speculation import Speculators
 from mesh.engine import SpeculationReport
 from spanmesh_proto.errors import (
@@ -27,18 +27,18 @@ from spanmesh_proto.errors import (
     StageFailed,
     from_code,
 )
-from stages.host.cpu_latency import Wakefulness
-from stages.sampling.session_spec import Opening
+from stages.host.cpu_latency import CpuLatencyRequest
+from stages.sampling.session_spec import SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from mesh.coordinator.options import CoordinatorOptions
-    from mesh.coordinator.prefix_cache import Beginning
+    from mesh.coordinator.prefix_cache import PrefixMatch
     from mesh.coordinator.ring import RingLoss
     from mesh.engine import Committed, GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
-    from speculative.outcome import Outcome
+    from speculative.outcome import WindowOutcome
     from speculative.proposer import Proposer
     from stages.transport.channels import Identity
 
@@ -112,15 +112,15 @@ class Coordinator:
         self._speculators = Speculators(
             make_proposers, options, num_sessions=self._num_moving, clock_ms=self._clock_ms
         )
-        self._wakefulness = Wakefulness()
-        self._gate = Gate(options.repair_wait_s)
+        self._cpu_latency = CpuLatencyRequest()
+        self._request_gate = RequestGate(options.repair_wait_s)
         self._broken = asyncio.Event()
         self._reconnecting = asyncio.Lock()
-        self._revival: Revival | None = None
+        self._replayer: SessionReplayer | None = None
         self._num_reconnects = 0
         self._num_prefix_mismatches = 0
         self._is_whole = False
-        self._incarnation = self._incarnation_of(stages, mesh_id, mesh_key)
+        self._active_ring = self._open_ring(stages, mesh_id, mesh_key)
 
     @property
     def context_length(self) -> int:
@@ -140,7 +140,7 @@ class Coordinator:
     @property
     def refusal(self) -> StageFailed | None:
         """Why requests are turned away at once, if they are; while the ring is repaired they wait."""
-        return self._gate.refusal
+        return self._request_gate.refusal
 
     async def start(self) -> None:
         """Connect to every stage.
@@ -165,7 +165,7 @@ class Coordinator:
             # Who else is gone?
             await asyncio.sleep(_GATHER_S)
             if (loss := self._ring.loss) is not None:
-                self._ring.let_go()
+                self._ring.stop_monitoring()
                 return loss
 
     def pause(self, reason: str) -> None:
@@ -176,7 +176,7 @@ class Coordinator:
         """
         if self._is_whole:
             log.info("ring_paused", reason=reason, num_sessions=len(self._sessions))
-            self._ring.let_go()
+            self._ring.stop_monitoring()
             self._suspend()
 
     async def reconnect(self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str) -> None:
@@ -195,17 +195,17 @@ class Coordinator:
         async with self._reconnecting:
             self.pause("the ring is made anew")
             await self._ring.close()
-            incarnation = self._incarnation_of(stages, mesh_id, mesh_key)
-            await incarnation.ring.open()
-            self._go_on_in(incarnation)
+            active_ring = self._open_ring(stages, mesh_id, mesh_key)
+            await active_ring.ring.open()
+            self._go_on_in(active_ring)
 
     def give_up(self, error: MeshError) -> None:
         """End every session with `error` and turn new requests away, until a `reconnect`."""
         if self._is_whole:
             self._suspend()
-        self._gate.shut(error)
+        self._request_gate.shut(error)
         for session in self._sessions.values():
-            session.fail(self._gate.refusal or error)
+            session.fail(self._request_gate.refusal or error)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
         """Continue the prompt. Closing the generator frees the session at every stage.
@@ -218,26 +218,26 @@ class Coordinator:
         """
         check_request(request, self._options)
         async with contextlib.AsyncExitStack() as stack:
-            beginning = await self._beginning(stack, request)
-            session = self._session(request, beginning)
+            prefix_match = await self._admit(stack, request)
+            session = self._session(request, prefix_match)
             self._sessions[session.id] = session
             self._note_sessions()
-            prefixes, slot, client = self._slots.prefixes, beginning.slot, request.client
+            prefix_cache, slot, client = self._slots.prefix_cache, prefix_match.slot, request.client
             try:
                 session.start(request.prompt)
-                prefixes.expect(slot, client, request.prompt[: beginning.num_cached])
+                prefix_cache.expect(slot, client, request.prompt[: prefix_match.num_cached])
                 part = await session.next_part()
                 # Others may begin with the same prompt while this one still runs.
-                prefixes.keep(slot, client, session.computed[: len(request.prompt)])
+                prefix_cache.keep(slot, client, session.computed[: len(request.prompt)])
                 yield part
                 while part.finish is None:
                     part = await session.next_part()
                     yield part
             finally:
                 if session.is_slot_unknown:
-                    prefixes.forget(slot)
+                    prefix_cache.forget(slot)
                 else:
-                    prefixes.keep(slot, client, session.computed)
+                    prefix_cache.keep(slot, client, session.computed)
                 del self._sessions[session.id]
                 self._note_sessions()
                 session.close()
@@ -246,7 +246,7 @@ class Coordinator:
     def status(self) -> dict[str, Any]:
         """For `mesh status`: stages with their mean times, sessions, speculation."""
         loss = self._ring.loss
-        refusal = self._gate.refusal
+        refusal = self._request_gate.refusal
         return {
             "ready": self.is_ready,
             "lost": loss.reason if loss else refusal.message if refusal else None,
@@ -261,8 +261,8 @@ class Coordinator:
                 "context": self._options.context_length,
             },
             "speculation": self._report().as_dict(),
-            "stages": self._incarnation.status(),
-            "round_trips": self._incarnation.round_trips(),
+            "stages": self._active_ring.status(),
+            "round_trips": self._active_ring.round_trips(),
         }
 
     async def stage_stats(self) -> list[wire.StageStats]:
@@ -275,9 +275,9 @@ class Coordinator:
 
     @property
     def _ring(self) -> Ring:
-        return self._incarnation.ring
+        return self._active_ring.ring
 
-    def _incarnation_of(self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str) -> Incarnation:
+    def _open_ring(self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str) -> ActiveRing:
         options = self._options
         terms = RingTerms(mesh_id, mesh_key, self._term, options.ping_interval_s, options.ping_timeout_s)
         ring = Ring(
@@ -290,32 +290,32 @@ class Coordinator:
             identity=self._identity,
             token_texts=options.token_texts,
         )
-        return Incarnation(stages, ring, options.max_rows)
+        return ActiveRing(stages, ring, options.max_rows)
 
     def _suspend(self) -> None:
         self._is_whole = False
-        self._gate.hold()
-        if self._revival is not None:
-            self._revival.drop()
+        self._request_gate.hold()
+        if self._replayer is not None:
+            self._replayer.drop()
         for session in self._sessions.values():
             session.suspend()
 
-    def _go_on_in(self, incarnation: Incarnation) -> None:
-        blame(self._sessions.values(), self._ring.loss, self._options.most_crashes)
-        self._incarnation = incarnation
+    def _go_on_in(self, active_ring: ActiveRing) -> None:
+        attribute_crash(self._sessions.values(), self._ring.loss, self._options.most_crashes)
+        self._active_ring = active_ring
         self._num_reconnects += 1
-        self._slots.prefixes.forget_all()
+        self._slots.prefix_cache.forget_all()
         self._speculators.shared.forget_ring()
         self._broken.clear()
         self._is_whole = True
         self._note_sessions()
         log.info("ring_whole_again", num_sessions=len(self._sessions), num_reconnects=self._num_reconnects)
-        self._revival = Revival(tuple(self._sessions.values()), self._replay, on_tried=self._gate.open)
-        self._revival.start()
+        self._replayer = SessionReplayer(
+            tuple(self._sessions.values()), self._replay, on_tried=self._request_gate.open
+        )
+        self._replayer.start()
 
-    def _replay(
-        self, session: Session, on_replayed: Callable[[], None], *, is_on_trial: bool = False
-    ) -> None:
+    def _replay(self, session: Session, on_replayed: Callable[[], None], *, is_suspect: bool = False) -> None:
         if self._sessions.pop(session.id, None) is None:
             on_replayed()
             return
@@ -323,57 +323,57 @@ class Coordinator:
         def on_sent() -> None:
             if not session.is_over:
                 # The last may be still to be sent.
-                self._slots.prefixes.expect(session.slot, session.request.client, session.tokens[:-1])
+                self._slots.prefix_cache.expect(session.slot, session.request.client, session.tokens[:-1])
             on_replayed()
 
-        beginning = self._beginning_again(session)
+        prefix_match = self._match_again(session)
         session_id = next(self._session_ids)
         # Before it sends: it counts among those that share what stages can compute.
         self._sessions[session_id] = session
-        session.replay(session_id, beginning, self._incarnation, on_sent, is_on_trial=is_on_trial)
+        session.replay(session_id, prefix_match, self._active_ring, on_sent, is_suspect=is_suspect)
 
-    def _beginning_again(self, session: Session) -> Beginning:
+    def _match_again(self, session: Session) -> PrefixMatch:
         """What a session begins with in a new ring: what it shares with those that replay before it."""
         request = session.request
         tokens = session.tokens if request.uses_cache and not session.is_over else ()
-        return self._slots.prefixes.begin(tokens, request.client, {session.slot})
+        return self._slots.prefix_cache.match(tokens, request.client, {session.slot})
 
-    async def _beginning(self, stack: contextlib.AsyncExitStack, request: GenerationRequest) -> Beginning:
+    async def _admit(self, stack: contextlib.AsyncExitStack, request: GenerationRequest) -> PrefixMatch:
         """Wait for the ring to be whole, and for a slot, which is held until the stack unwinds."""
         prompt = request.prompt if request.uses_cache else ()
-        async with self._gate.patience():
-            await self._gate.opened()
-            beginning = await stack.enter_async_context(self._slots.hold(prompt, request.client))
-            if not self._gate.is_open:
+        async with self._request_gate.patience():
+            await self._request_gate.opened()
+            prefix_match = await stack.enter_async_context(self._slots.hold(prompt, request.client))
+            if not self._request_gate.is_open:
                 # The ring broke while it waited for the slot: what was there will be gone.
-                await self._gate.opened()
-                beginning = replace(beginning, source_slot=beginning.slot, num_cached=0)
-        return beginning
+                await self._request_gate.opened()
+                prefix_match = replace(prefix_match, source_slot=prefix_match.slot, num_cached=0)
+        return prefix_match
 
     def _note_sessions(self) -> None:
-        self._wakefulness.update(len(self._sessions))
-        self._incarnation.grouping.set_num_sessions(len(self._sessions))
+        self._cpu_latency.update(len(self._sessions))
+        self._active_ring.grouping.set_num_sessions(len(self._sessions))
 
-    def _session(self, request: GenerationRequest, beginning: Beginning) -> Session:
+    def _session(self, request: GenerationRequest, prefix_match: PrefixMatch) -> Session:
         options = self._options
-        opening = _opening(next(self._session_ids), beginning, request)
+        spec = _session_spec(next(self._session_ids), prefix_match, request)
         generation = Generation(
             request,
             context_length=options.context_length,
             max_rows=options.max_rows,
-            num_cached=beginning.num_cached,
+            num_cached=prefix_match.num_cached,
         )
         return Session(
-            opening,
+            spec,
             generation,
-            self._incarnation,
-            speculator=self._speculators.make(opening.session, request),
+            self._active_ring,
+            speculator=self._speculators.make(spec.session, request),
             cancels=options.cancels,
             clock_ms=self._clock_ms,
             on_plain=self._learn_plain if self._speculators.are_any else None,
         )
 
-    def _learn_plain(self, outcome: Outcome) -> None:
+    def _learn_plain(self, outcome: WindowOutcome) -> None:
         if len(self._sessions) == 1:
             self._speculators.shared.add_plain(outcome)
 
@@ -400,14 +400,14 @@ class Coordinator:
                 # The stream of verdicts serves all sessions: none may end it.
                 log.exception("session_failed", session=session.id)
                 session.fail(StageFailed(f"the coordinator failed on a verdict: {error!r}"))
-        self._incarnation.count(verdict.times)
+        self._active_ring.count(verdict.times)
 
     def _on_failure(self, stage_index: int, failure: wire.Failure) -> None:
         error = from_code(failure.code, f"stage {stage_index}: {failure.message}")
         session = self._sessions.get(failure.session)
         if session is None:
             # Its session is over, so it is not known whose slot the stage has emptied.
-            self._slots.prefixes.forget_all()
+            self._slots.prefix_cache.forget_all()
         elif session.on_failure(failure.epoch, error):
             try:
                 self._begin_anew(session, error)
@@ -422,11 +422,11 @@ class Coordinator:
         self._num_prefix_mismatches += is_mismatch
         event = "prefix_mismatch" if is_mismatch else "session_begins_anew"
         log.warning(event, session=session.id, slot=session.slot, reason=error.message)
-        self._slots.prefixes.forget_all()
+        self._slots.prefix_cache.forget_all()
         # Others may wait for their turn to replay until this one has.
         pending = session.suspend()
         self._ring.close_session(session.id)
-        self._replay(session, pending.on_replayed, is_on_trial=pending.is_on_trial)
+        self._replay(session, pending.on_replayed, is_suspect=pending.is_suspect)
 
     def _on_lost(self, ring: Ring) -> None:
         if self._is_whole and ring is self._ring:
@@ -434,15 +434,15 @@ class Coordinator:
             self._broken.set()
 
 
-def _opening(session: int, beginning: Beginning, request: GenerationRequest) -> Opening:
-    return Opening(
+def _session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRequest) -> SessionSpec:
+    return SessionSpec(
         session,
-        beginning.slot,
+        prefix_match.slot,
         request.sampling,
         len(request.prompt),
         request.num_top_logprobs,
-        request.prompt[: beginning.num_cached],
-        beginning.source_slot,
+        request.prompt[: prefix_match.num_cached],
+        prefix_match.source_slot,
         grammar=request.grammar,
     )
 

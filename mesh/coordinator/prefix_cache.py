@@ -17,7 +17,7 @@ _WORTHWHILE: Final = 8
 
 
 @dataclass(frozen=True)
-class Beginning:
+class PrefixMatch:
     """Where a session begins.
 
     Attributes:
@@ -32,13 +32,13 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CachedPrefix:
     client: str | None
     tokens: NDArray[np.int64]
     used: int
 
 
-class KeptPrefixes:
+class PrefixCache:
     """Token ids whose positions every stage has in its KV cache, slot by slot.
 
     What a slot is known to hold is what a verdict has confirmed since the slot's latest `Open`: until then
@@ -54,13 +54,13 @@ class KeptPrefixes:
     """
 
     def __init__(self, num_slots: int, *, can_trim: bool = True) -> None:
-        self._kept: dict[int, _Kept] = {}
-        self._expected: dict[int, _Kept] = {}
+        self._cached: dict[int, _CachedPrefix] = {}
+        self._expected: dict[int, _CachedPrefix] = {}
         self._num_slots = num_slots
         self._can_trim = can_trim
         self._num_uses = 0
 
-    def begin(self, prompt: Sequence[int], client: str | None, free: Collection[int]) -> Beginning:
+    def match(self, prompt: Sequence[int], client: str | None, free: Collection[int]) -> PrefixMatch:
         """Choose a slot for a session, and what of other slots it begins with.
 
         The last token of the prompt is always left to compute: its row gives the first token of the answer.
@@ -75,26 +75,26 @@ class KeptPrefixes:
         """
         wanted = np.asarray(prompt[:-1], np.int64)
         common = {
-            slot: num_common(wanted, kept.tokens)
-            for slot, kept in (self._kept | self._expected).items()
-            if kept.client == client
+            slot: num_common(wanted, cached.tokens)
+            for slot, cached in (self._cached | self._expected).items()
+            if cached.client == client
         }
         if not self._can_trim:
             common = {
                 slot: num
                 for slot, num in common.items()
-                if slot in free and num == len(self._kept[slot].tokens)
+                if slot in free and num == len(self._cached[slot].tokens)
             }
         slot = min(free, key=lambda each: (self._used(each), each))
         source = max(common, key=lambda each: (common[each], each in free), default=slot)
         num_cached = common.get(source, 0)
         if num_cached < _WORTHWHILE:
             self.forget(slot)
-            return Beginning(slot, slot, 0)
-        if source in free and 2 * num_cached >= len(self._kept[source].tokens):
+            return PrefixMatch(slot, slot, 0)
+        if source in free and 2 * num_cached >= len(self._cached[source].tokens):
             slot = source
         self.forget(slot)
-        return Beginning(slot, source, num_cached)
+        return PrefixMatch(slot, source, num_cached)
 
     def expect(self, slot: int, client: str | None, tokens: Sequence[int]) -> None:
         """Note what a running session's slot will hold by the time that anything sent from now on arrives.
@@ -116,25 +116,25 @@ class KeptPrefixes:
         """
         self.forget(slot)
         if tokens:
-            self._kept[slot] = self._used_now(client, tokens)
+            self._cached[slot] = self._used_now(client, tokens)
 
     def forget(self, slot: int) -> None:
         """Note that it is not known what the slot holds."""
-        self._kept.pop(slot, None)
+        self._cached.pop(slot, None)
         self._expected.pop(slot, None)
 
     def forget_all(self) -> None:
         """Note that it is not known what any slot holds."""
-        self._kept.clear()
+        self._cached.clear()
         self._expected.clear()
 
-    def _used_now(self, client: str | None, tokens: Sequence[int]) -> _Kept:
+    def _used_now(self, client: str | None, tokens: Sequence[int]) -> _CachedPrefix:
         self._num_uses += 1
-        return _Kept(client, np.asarray(tokens, np.int64), self._num_uses)
+        return _CachedPrefix(client, np.asarray(tokens, np.int64), self._num_uses)
 
     def _used(self, slot: int) -> int:
-        kept = self._kept.get(slot)
-        return 0 if kept is None else kept.used
+        cached = self._cached.get(slot)
+        return 0 if cached is None else cached.used
 
 
 def num_common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:

@@ -8,20 +8,20 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from mesh.coordinator.prefix_cache import KeptPrefixes
+from mesh.coordinator.prefix_cache import PrefixCache
 from spanmesh_proto.errors import Overloaded, StageFailed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from mesh.coordinator.prefix_cache import Beginning
+    from mesh.coordinator.prefix_cache import PrefixMatch
     from spanmesh_proto.errors import MeshError
 
 
 Item = TypeVar("Item")
 
 
-class Line(Generic[Item]):
+class FairQueue(Generic[Item]):
     """A bounded line in which clients take turns (round robin, as in fair queueing: Nagle, RFC 970).
 
     Among one client's own, first come is first served. A client that begins to wait has its turn after one
@@ -48,7 +48,7 @@ class Line(Generic[Item]):
         """How many of a client's wait."""
         return len(self._waiting.get(client, ()))
 
-    def has_place(self, client: str | None) -> bool:
+    def has_room(self, client: str | None) -> bool:
         """Whether one more of a client's may wait."""
         own = self.num_of(client)
         return not own or (self._num_waiting < self._most and own < self._most // len(self._waiting))
@@ -123,20 +123,20 @@ class SlotPool:
 
     Args:
         num_slots: Sessions that run at once.
-        max_waiting: Requests that may wait; see `Line`.
+        max_waiting: Requests that may wait; see `FairQueue`.
         clock_s: Monotonic, seconds.
-        can_trim: See `KeptPrefixes`.
+        can_trim: See `PrefixCache`.
 
     Attributes:
-        prefixes: What the slots hold.
+        prefix_cache: What the slots hold.
     """
 
     def __init__(
         self, num_slots: int, max_waiting: int, clock_s: Callable[[], float], *, can_trim: bool = True
     ) -> None:
-        self.prefixes = KeptPrefixes(num_slots, can_trim=can_trim)
+        self.prefix_cache = PrefixCache(num_slots, can_trim=can_trim)
         self._free = set(range(num_slots))
-        self._line: Line[asyncio.Future[int]] = Line(max_waiting)
+        self._queue: FairQueue[asyncio.Future[int]] = FairQueue(max_waiting)
         self._hold_times = HoldTimes(num_slots)
         self._num_slots = num_slots
         self._clock_s = clock_s
@@ -149,10 +149,10 @@ class SlotPool:
     @property
     def num_waiting(self) -> int:
         """Requests in the line."""
-        return len(self._line)
+        return len(self._queue)
 
     @contextlib.asynccontextmanager
-    async def hold(self, prompt: Sequence[int] = (), client: str | None = None) -> AsyncIterator[Beginning]:
+    async def hold(self, prompt: Sequence[int] = (), client: str | None = None) -> AsyncIterator[PrefixMatch]:
         """A slot for the length of the `with` block, and what of the prompt the slots hold already.
 
         Args:
@@ -163,45 +163,45 @@ class SlotPool:
             Overloaded: If the line has no place for it.
         """
         free = await self._acquire(client)
-        beginning = self.prefixes.begin(prompt, client, free)
-        self._free.discard(beginning.slot)
+        prefix_match = self.prefix_cache.match(prompt, client, free)
+        self._free.discard(prefix_match.slot)
         since_s = self._clock_s()
         try:
-            yield beginning
+            yield prefix_match
         finally:
             self._hold_times.add(self._clock_s() - since_s)
-            self._release(beginning.slot)
+            self._release(prefix_match.slot)
 
     async def _acquire(self, client: str | None) -> set[int]:
         """Slots of which one may be taken, before anything else is awaited."""
         if self._free:
             return self._free
-        if not self._line.has_place(client):
+        if not self._queue.has_room(client):
             raise self._overloaded(client)
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._line.add(client, turn)
+        self._queue.add(client, turn)
         try:
             return {await turn}
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._release(turn.result())
             else:
-                self._line.discard(client, turn)
+                self._queue.discard(client, turn)
             raise
 
     def _release(self, slot: int) -> None:
-        while (turn := self._line.next()) is not None:
+        while (turn := self._queue.next()) is not None:
             if not turn.done():
                 turn.set_result(slot)
                 return
         self._free.add(slot)
 
     def _overloaded(self, client: str | None) -> Overloaded:
-        retry_after_s = self._hold_times.retry_after_s(len(self._line) + 1)
-        own = self._line.num_of(client)
+        retry_after_s = self._hold_times.retry_after_s(len(self._queue) + 1)
+        own = self._queue.num_of(client)
         whose = "" if client is None else f", {own} of them with this API key"
         return Overloaded(
-            f"all {self._num_slots} slots are busy and {len(self._line)} requests wait{whose}: try again in "
+            f"all {self._num_slots} slots are busy and {len(self._queue)} requests wait{whose}: try again in "
             f"{retry_after_s} s, or serve with a larger --parallel or --max-waiting",
             retry_after_s=retry_after_s,
         )
@@ -212,7 +212,7 @@ _RETRY_AFTER_S: Final = 5
 _RETRY_LATER_S: Final = 10
 
 
-class Gate:
+class RequestGate:
     """Lets requests in, holds them up for a while, or turns them away. Begins open.
 
     Args:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # A failure detector by heartbeats (Chandra and Toueg 1996). Too eager, it takes a busy stage for a dead one:
 # so a coordinator that was late itself holds that against nobody.
-class Silence:
+class LivenessMonitor:
     """Counts for each stage the time in which it could have been heard and was not.
 
     Args:
@@ -40,11 +40,11 @@ class Silence:
         self._timeout_s = timeout_s
         self._silent_s = [0.0] * num_stages
 
-    def heard(self, stage: int) -> None:
+    def note_reply(self, stage: int) -> None:
         """A stage answered."""
         self._silent_s[stage] = 0.0
 
-    def heard_all(self) -> None:
+    def note_all(self) -> None:
         """A window came back: every stage computed it."""
         self._silent_s = [0.0] * len(self._silent_s)
 
@@ -158,7 +158,7 @@ class Ring:
         self._stages = tuple(stages)
         self._terms = terms
         self._token_texts = token_texts
-        self._is_let_go = False
+        self._is_unmonitored = False
         self._on_verdict = on_verdict
         self._on_failure = on_failure
         self._on_lost = on_lost
@@ -167,7 +167,7 @@ class Ring:
         self._suspects: set[int] = set()
         self._silent: set[int] = set()
         self._is_crash = False
-        self._silence = Silence(len(stages), terms.ping_interval_s, terms.ping_timeout_s)
+        self._liveness = LivenessMonitor(len(stages), terms.ping_interval_s, terms.ping_timeout_s)
         self._watch: asyncio.Task[None] | None = None
         key = terms.mesh_key
         self._link = StageLink(
@@ -193,7 +193,7 @@ class Ring:
                 hello,
                 key,
                 on_failure=lambda failure, index=index: self._failed(index, failure),  # type: ignore[misc]
-                on_heard=lambda index=index: self._silence.heard(index),  # type: ignore[misc]
+                on_reply=lambda index=index: self._liveness.note_reply(index),  # type: ignore[misc]
                 on_lost=lambda reason, index=index: self._lost(index, reason, is_crash=True),  # type: ignore[misc]
                 clock_us=lambda: int(clock_s() * 1e6),
                 host=stage.host,
@@ -282,15 +282,15 @@ class Ring:
         """Of verdicts, from the tail."""
         return self._verdicts.num_received_bytes
 
-    def let_go(self) -> None:
+    def stop_monitoring(self) -> None:
         """Look for losses no more: its stages are about to leave it."""
-        self._is_let_go = True
+        self._is_unmonitored = True
         if self._watch is not None:
             self._watch.cancel()
 
     async def close(self) -> None:
         """End all streams."""
-        self.let_go()
+        self.stop_monitoring()
         if self._watch is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
@@ -307,7 +307,7 @@ class Ring:
             for control in self._controls:
                 control.ask()
             await asyncio.sleep(interval_s)
-            for index in self._silence.tick(self._clock_s() - since_s):
+            for index in self._liveness.tick(self._clock_s() - since_s):
                 address, timeout_s = self._stages[index].address, self._terms.ping_timeout_s
                 self._silent.add(index)
                 self._lost(index, HostUnreachable(f"{address} has not answered for {timeout_s:g} s"))
@@ -319,7 +319,7 @@ class Ring:
             raise StageFailed(self.loss.reason)
 
     def _on_answer(self, verdict: wire.Verdict) -> None:
-        self._silence.heard_all()
+        self._liveness.note_all()
         self._on_verdict(verdict)
 
     def _failed(self, index: int, failure: wire.Failure) -> None:
@@ -330,7 +330,7 @@ class Ring:
             self._lost(index + 1, from_code(failure.code, f"stage {index}: {failure.message}"))
 
     def _lost(self, index: int, reason: MeshError, *, is_crash: bool = False) -> None:
-        if self._is_let_go:
+        if self._is_unmonitored:
             return
         is_first = not self._suspects
         if index not in self._suspects:

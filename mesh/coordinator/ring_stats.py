@@ -87,7 +87,7 @@ class _StageTotals:
     compute_us: int = 0
 
 
-class Incarnation:
+class ActiveRing:
     """One ring from its opening to its loss.
 
     Args:

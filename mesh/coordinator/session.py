@@ -26,7 +26,7 @@ from mesh.engine import Committed
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError
 from speculative.acceptance import judge_unread
-from speculative.outcome import Outcome, StageMeasure
+from speculative.outcome import StageMeasure, WindowOutcome
 from speculative.proposer import EMPTY
 from stages.sampling.logprobs import from_wire
 from stages.sampling.session_spec import NOTHING_RESUMED, Resumed
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from mesh.coordinator.generation import Generation, Step, WindowPlan
-    from mesh.coordinator.prefix_cache import Beginning
-    from mesh.coordinator.ring_stats import Incarnation
+    from mesh.coordinator.prefix_cache import PrefixMatch
+    from mesh.coordinator.ring_stats import ActiveRing
     from mesh.coordinator.speculation import Speculator
     from mesh.engine import GenerationRequest
     from speculative.acceptance import Judgement
-    from stages.sampling.session_spec import Opening
+    from stages.sampling.session_spec import SessionSpec
 
 
-class Flight(NamedTuple):
+class InFlightWindow(NamedTuple):
     """A window under way.
 
     Attributes:
@@ -70,21 +70,21 @@ def measures(verdict: wire.Verdict) -> tuple[StageMeasure, ...]:
 
 def outcome(
     judgement: Judgement,
-    flight: Flight,
+    in_flight: InFlightWindow,
     arrived_ms: float,
     *,
     stages: tuple[StageMeasure, ...],
-    voided: Collection[Flight],
-    behind: Collection[Flight],
-) -> Outcome:
+    voided: Collection[InFlightWindow],
+    behind: Collection[InFlightWindow],
+) -> WindowOutcome:
     """What the controller learns of a judged window."""
-    return Outcome(
+    return WindowOutcome(
         judgement=judgement,
-        proposal=flight.window.proposal,
-        position=flight.window.start,
-        sent_ms=flight.sent_ms,
+        proposal=in_flight.window.proposal,
+        position=in_flight.window.start,
+        sent_ms=in_flight.sent_ms,
         arrived_ms=arrived_ms,
-        num_in_flight=flight.num_ahead,
+        num_in_flight=in_flight.num_ahead,
         stages=stages,
         num_stale=len(voided),
         num_behind=len(behind),
@@ -95,7 +95,7 @@ def outcome(
 MAX_UNREAD_TOKENS: Final = 256
 
 
-class Outbox:
+class OutputQueue:
     """Hands parts of an answer to their reader, and says when that one is too far behind.
 
     Args:
@@ -144,7 +144,7 @@ class Outbox:
 # So no session fails for what another did. Crashes that have nothing to do with any input, such as a killed
 # process, would have to hit the same session at the same place as often, while it is alone.
 @dataclass
-class Suspicion:
+class CrashHistory:
     """Of one session.
 
     Attributes:
@@ -166,12 +166,12 @@ class Suspicion:
         self.position = position
 
     @property
-    def is_on_trial(self) -> bool:
+    def is_suspect(self) -> bool:
         """Whether it must replay alone."""
         return self.num_crashes > 1
 
 
-def culprit(under_way: Sequence[Suspicion], most_crashes: int) -> Suspicion | None:
+def crash_suspect(under_way: Sequence[CrashHistory], most_crashes: int) -> CrashHistory | None:
     """Whose doing a crash was, now that all with a window under way know of it; None if that is open.
 
     Args:
@@ -190,20 +190,20 @@ class PendingReplay:
 
     Attributes:
         on_replayed: See `Session.replay`.
-        is_on_trial: Likewise.
+        is_suspect: Likewise.
     """
 
     on_replayed: Callable[[], None]
-    is_on_trial: bool
+    is_suspect: bool
 
 
 class Session:
     """Ships one generation's windows and judges their verdicts.
 
     Args:
-        opening: What starts it at every stage.
+        spec: What starts it at every stage.
         generation: The request's.
-        incarnation: Where windows go.
+        active_ring: Where windows go.
         speculator: Who says what to send beyond committed tokens; None for plain decoding.
         cancels: Whether stages are told at once of windows that a rejection voided.
         clock_ms: Monotonic.
@@ -211,21 +211,21 @@ class Session:
 
     Attributes:
         telemetry: Counts and times up to now.
-        suspicion: Whether stages crash on it.
+        crash_history: Whether stages crash on it.
         was_under_way: Whether a window was, when it was suspended.
         is_slot_unknown: Whether a stage has failed on it: then it is not known what its slot holds.
     """
 
     def __init__(
         self,
-        opening: Opening,
+        spec: SessionSpec,
         generation: Generation,
-        incarnation: Incarnation,
+        active_ring: ActiveRing,
         *,
         speculator: Speculator | None,
         cancels: bool,
         clock_ms: Callable[[], float],
-        on_plain: Callable[[Outcome], None] | None = None,
+        on_plain: Callable[[WindowOutcome], None] | None = None,
     ) -> None:
         self.telemetry = SessionTelemetry(
             clock_ms(),
@@ -233,9 +233,9 @@ class Session:
             explain=None if speculator is None else speculator.summary,
             draft_ms_per_token=None if speculator is None else speculator.draft_ms_per_token,
         )
-        self._opening = opening
+        self._spec = spec
         self._generation = generation
-        self._incarnation = incarnation
+        self._active_ring = active_ring
         self._speculator = speculator
         self._cancels = cancels
         self._on_plain = on_plain
@@ -243,22 +243,22 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._epoch = 0
         self._num_sent = 0
-        self._flights: deque[Flight] = deque()
-        self._outbox = Outbox(on_room=self._on_room)
+        self._in_flight_windows: deque[InFlightWindow] = deque()
+        self._output_queue = OutputQueue(on_room=self._on_room)
         self._is_decoding = False
         self._is_over = False
         self._is_suspended = False
-        self._is_on_trial = False
+        self._is_suspect = False
         self._on_replayed: Callable[[], None] | None = None
         self._is_woken = False
-        self.suspicion = Suspicion()
+        self.crash_history = CrashHistory()
         self.was_under_way = False
         self.is_slot_unknown = False
 
     @property
     def id(self) -> int:
         """What the stages know it by: a new one in each ring, and never used twice."""
-        return self._opening.session
+        return self._spec.session
 
     @property
     def is_over(self) -> bool:
@@ -273,7 +273,7 @@ class Session:
     @property
     def slot(self) -> int:
         """Its slot at every stage, for as long as it runs."""
-        return self._opening.slot
+        return self._spec.slot
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -293,7 +293,7 @@ class Session:
     @property
     def is_paused(self) -> bool:
         """Whether it waits for its reader."""
-        return self._outbox.is_full
+        return self._output_queue.is_full
 
     def start(self, prompt: tuple[int, ...]) -> None:
         """Send the first chunks of the prompt; the rest follow as these are computed."""
@@ -310,11 +310,11 @@ class Session:
             What was to be told of the replay that this one ends, if one is under way.
         """
         self._is_suspended = True
-        pending = PendingReplay(self._on_replayed or _nothing, is_on_trial=self._is_on_trial)
+        pending = PendingReplay(self._on_replayed or _nothing, is_suspect=self._is_suspect)
         self._on_replayed = None
-        self.was_under_way = bool(self._flights)
+        self.was_under_way = bool(self._in_flight_windows)
         self._count_decoding(is_decoding=False)
-        self._flights.clear()
+        self._in_flight_windows.clear()
         voided = self._generation.rewind()
         if voided and self._speculator is not None:
             self._speculator.landed(is_void=True)
@@ -323,51 +323,51 @@ class Session:
     def replay(
         self,
         id: int,
-        beginning: Beginning,
-        incarnation: Incarnation,
+        prefix_match: PrefixMatch,
+        active_ring: ActiveRing,
         on_replayed: Callable[[], None],
         *,
-        is_on_trial: bool = False,
+        is_suspect: bool = False,
     ) -> None:
         """Begin again with prompt and answer so far, and go on from there.
 
         Args:
             id: Never used before.
-            beginning: What of that another slot holds, or will before anything that is sent now arrives.
-            incarnation: Where windows go from now on.
+            prefix_match: What of that another slot holds, or will before anything that is sent now arrives.
+            active_ring: Where windows go from now on.
             on_replayed: Called once all that it replays was sent, or it is over.
-            is_on_trial: Whether to be called once its next token is there instead, and to wait then for
-                `acquit`.
+            is_suspect: Whether to be called once its next token is there instead, and to wait then for
+                `clear_suspicion`.
         """
-        is_elsewhere = incarnation is not self._incarnation
-        self._opening = replace(
-            self._opening,
+        is_elsewhere = active_ring is not self._active_ring
+        self._spec = replace(
+            self._spec,
             session=id,
-            cached=self.tokens[: beginning.num_cached],
-            source_slot=beginning.source_slot,
+            cached=self.tokens[: prefix_match.num_cached],
+            source_slot=prefix_match.source_slot,
             # In the same ring it begins anew because a stage does not hold what it should.
             resumed=Resumed(self.id, self._generation.num_resumable) if is_elsewhere else NOTHING_RESUMED,
         )
-        self._generation.skip(beginning.num_cached)
-        self._incarnation = incarnation
+        self._generation.skip(prefix_match.num_cached)
+        self._active_ring = active_ring
         self._epoch = 0
         self._on_replayed = on_replayed
-        self._is_on_trial = is_on_trial
+        self._is_suspect = is_suspect
         self._is_suspended = False
         self.is_slot_unknown = False
         if self._is_over:
             self._note_replayed()
             return
-        num_tokens, num_cached = self.num_to_compute, beginning.num_cached
+        num_tokens, num_cached = self.num_to_compute, prefix_match.num_cached
         log.info("session_replays", session=id, num_tokens=num_tokens, num_cached=num_cached)
         self.telemetry.add_replay()
         self._open()
         self._pump()
 
-    def acquit(self) -> None:
+    def clear_suspicion(self) -> None:
         """Its trial is over, and that of all others."""
-        self._is_on_trial = False
-        self.suspicion = Suspicion()
+        self._is_suspect = False
+        self.crash_history = CrashHistory()
         if not self._is_still:
             self._go_on()
 
@@ -377,7 +377,7 @@ class Session:
         Raises:
             MeshError: If the session failed.
         """
-        return await self._outbox.take()
+        return await self._output_queue.take()
 
     def on_verdict(self, verdict: wire.Verdict) -> None:
         """Judge the oldest window, send what should follow, then tell everybody."""
@@ -387,7 +387,7 @@ class Session:
             self.telemetry.add_stale_verdict(verdict.window_id)
             return
         arrived_ms = self._clock_ms()
-        if not self._flights or self._flights[0].id != verdict.window_id:
+        if not self._in_flight_windows or self._in_flight_windows[0].id != verdict.window_id:
             self.fail(ProtocolError(f"the tail answers window {verdict.window_id} of {self.id} out of turn"))
             return
         try:
@@ -396,16 +396,16 @@ class Session:
         except ProtocolError as error:
             self.fail(error)
             return
-        flight = self._flights.popleft()
+        in_flight = self._in_flight_windows.popleft()
         if step is None:
             self._prefill()
             self._pump()
-            self._incarnation.prefill_pace.learn_chunk(measures(verdict), arrived_ms - flight.sent_ms)
+            self._active_ring.prefill_pace.learn_chunk(measures(verdict), arrived_ms - in_flight.sent_ms)
         else:
-            if flight.window.is_prompt:
+            if in_flight.window.is_prompt:
                 self._count_decoding(is_decoding=True)
-            self._take(step, flight, verdict, arrived_ms)
-            if self._is_on_trial:
+            self._take(step, in_flight, verdict, arrived_ms)
+            if self._is_suspect:
                 self._note_replayed()
 
     def on_failure(self, epoch: int, error: MeshError) -> bool:
@@ -434,13 +434,13 @@ class Session:
         if not self._is_over:
             self._is_over = True
             # Behind the tokens that were committed before and are still to be told.
-            self._loop.call_soon(self._outbox.put, error)
+            self._loop.call_soon(self._output_queue.put, error)
             self._note_replayed()
 
     def close(self) -> None:
         """Send nothing more, free the slot at every stage, and let go of the proposer."""
         self._is_over = True
-        self._incarnation.ring.close_session(self.id)
+        self._active_ring.ring.close_session(self.id)
         self._count_decoding(is_decoding=False)
         self._note_replayed()
         if self._speculator is not None:
@@ -452,14 +452,14 @@ class Session:
 
     @property
     def _is_held(self) -> bool:
-        return self.is_paused or self._is_on_trial
+        return self.is_paused or self._is_suspect
 
     def _open(self) -> None:
-        self._incarnation.ring.open_session(self._opening.to_wire())
+        self._active_ring.ring.open_session(self._spec.to_wire())
         self._prefill()
 
     def _count_decoding(self, *, is_decoding: bool) -> None:
-        self._incarnation.prefill_pace.num_decoding += is_decoding - self._is_decoding
+        self._active_ring.prefill_pace.num_decoding += is_decoding - self._is_decoding
         self._is_decoding = is_decoding
 
     def _note_replayed(self) -> None:
@@ -468,7 +468,7 @@ class Session:
             on_replayed()
 
     def _check_logprobs(self, verdict: wire.Verdict) -> None:
-        wanted = 0 if self._opening.num_top_logprobs is None else len(verdict.tokens)
+        wanted = 0 if self._spec.num_top_logprobs is None else len(verdict.tokens)
         if len(verdict.logprobs) != wanted:
             raise ProtocolError(
                 f"the tail sent {len(verdict.logprobs)} logprobs for {len(verdict.tokens)} ids, not {wanted}"
@@ -476,21 +476,21 @@ class Session:
         if any(len(each.top_tokens) != len(each.top_logprobs) for each in verdict.logprobs):
             raise ProtocolError("the tail named likeliest tokens without a logprob for each")
 
-    def _take(self, step: Step, flight: Flight, verdict: wire.Verdict, arrived_ms: float) -> None:
-        voided = tuple(self._flights) if step.voided else ()
+    def _take(self, step: Step, in_flight: InFlightWindow, verdict: wire.Verdict, arrived_ms: float) -> None:
+        voided = tuple(self._in_flight_windows) if step.voided else ()
         if voided or step.judgement.is_rejected:
             self._epoch += 1
-            self._flights.clear()
-        is_plain = not flight.window.proposal.tokens
+            self._in_flight_windows.clear()
+        is_plain = not in_flight.window.proposal.tokens
         if self._speculator is None:
             self._send_on(step)
             if self._on_plain is not None:
-                for outcome in self._outcomes(step, flight, voided, verdict, arrived_ms):
+                for outcome in self._outcomes(step, in_flight, voided, verdict, arrived_ms):
                     self._on_plain(outcome)
         else:
-            if voided or not flight.window.is_prompt:
+            if voided or not in_flight.window.is_prompt:
                 self._speculator.landed(is_void=bool(voided))
-            outcomes = self._outcomes(step, flight, voided, verdict, arrived_ms)
+            outcomes = self._outcomes(step, in_flight, voided, verdict, arrived_ms)
             self._speculator.committed(step.judgement.committed)
             # What a plain window taught can wait until the next has left.
             if not is_plain:
@@ -499,29 +499,34 @@ class Session:
             if is_plain:
                 self._speculator.learn(outcomes)
         if voided and self._cancels and step.finish is None:
-            self._incarnation.ring.cancel(self.id, self._epoch)
+            self._active_ring.ring.cancel(self.id, self._epoch)
             self.telemetry.add_cancel()
         if voided:
             log.debug("windows_voided", session=self.id, epoch=self._epoch, num_windows=len(voided))
         self._is_over = step.finish is not None
         # One turn of the loop later, so that what was sent is on the wire before anybody reads or counts.
-        self._loop.call_soon(self._tell, step, flight, voided, verdict, arrived_ms)
+        self._loop.call_soon(self._report, step, in_flight, voided, verdict, arrived_ms)
 
     def _outcomes(
         self,
         step: Step,
-        flight: Flight,
-        voided: tuple[Flight, ...],
+        in_flight: InFlightWindow,
+        voided: tuple[InFlightWindow, ...],
         verdict: wire.Verdict,
         arrived_ms: float,
-    ) -> list[Outcome]:
+    ) -> list[WindowOutcome]:
         """What the controller learns: of the window, and of one that its free prediction voided unread."""
         outcomes = []
-        if not flight.window.is_prompt:
+        if not in_flight.window.is_prompt:
             stages = measures(verdict)
             outcomes.append(
                 outcome(
-                    step.judgement, flight, arrived_ms, stages=stages, voided=voided, behind=self._flights
+                    step.judgement,
+                    in_flight,
+                    arrived_ms,
+                    stages=stages,
+                    voided=voided,
+                    behind=self._in_flight_windows,
                 )
             )
         if step.is_unread_next:
@@ -530,29 +535,29 @@ class Session:
             outcomes.append(outcome(judgement, voided[0], arrived_ms, stages=(), voided=voided, behind=()))
         return outcomes
 
-    def _tell(
+    def _report(
         self,
         step: Step,
-        flight: Flight,
-        voided: tuple[Flight, ...],
+        in_flight: InFlightWindow,
+        voided: tuple[InFlightWindow, ...],
         verdict: wire.Verdict,
         arrived_ms: float,
     ) -> None:
         telemetry = self.telemetry
-        window = flight.window
-        stages, elapsed_ms = measures(verdict), arrived_ms - flight.sent_ms
+        window = in_flight.window
+        stages, elapsed_ms = measures(verdict), arrived_ms - in_flight.sent_ms
         if window.is_prompt:
-            self._incarnation.prefill_pace.learn_chunk(stages, elapsed_ms)
+            self._active_ring.prefill_pace.learn_chunk(stages, elapsed_ms)
             telemetry.add_prefilled(arrived_ms)
         else:
-            self._incarnation.prefill_pace.learn_window(stages, elapsed_ms)
-            self._incarnation.grouping.learn(len(window.tokens), stages, elapsed_ms)
-            self._incarnation.add_round_trip(verdict.times, flight.sent_ms, arrived_ms)
+            self._active_ring.prefill_pace.learn_window(stages, elapsed_ms)
+            self._active_ring.grouping.learn(len(window.tokens), stages, elapsed_ms)
+            self._active_ring.add_round_trip(verdict.times, in_flight.sent_ms, arrived_ms)
             telemetry.add_window(
                 step.judgement,
                 window.proposal.proposer,
                 verdict.times,
-                sent_ms=flight.sent_ms,
+                sent_ms=in_flight.sent_ms,
                 arrived_ms=arrived_ms,
             )
         if step.is_unread_next:
@@ -564,19 +569,19 @@ class Session:
         # A verdict may go on behind an end token, or behind the answer's last.
         logprobs = from_wire(verdict.logprobs[: len(tokens)])
         was_paused = self.is_paused
-        self._outbox.put(Committed(tokens, step.finish, telemetry.stats(), logprobs))
+        self._output_queue.put(Committed(tokens, step.finish, telemetry.stats(), logprobs))
         if self.is_paused and not was_paused:
             log.debug("session_paused", session=self.id, reason="its client does not read")
 
     def _prefill(self) -> None:
         """Have as many chunks of the prompt under way as keep the stages busy."""
-        generation, pace = self._generation, self._incarnation.prefill_pace
+        generation, pace = self._generation, self._active_ring.prefill_pace
         while not generation.is_prefilled:
             rows = pace.rows(generation.num_to_prefill, is_replay=self._on_replayed is not None)
             if generation.num_in_flight >= pace.num_in_flight(rows):
                 return
             self._send(generation.prefill(rows))
-        if not self._is_on_trial:
+        if not self._is_suspect:
             self._note_replayed()
 
     def _send_on(self, step: Step) -> None:
@@ -590,7 +595,7 @@ class Session:
 
     def _go_on(self) -> None:
         """Have at least the committed token under way."""
-        if not self._flights and not self._is_held:
+        if not self._in_flight_windows and not self._is_held:
             proposal = EMPTY
             if self._speculator is not None:
                 proposal = self._speculator.next_proposal(self._generation)
@@ -617,7 +622,7 @@ class Session:
             self._pump()
 
     def _send(self, window: WindowPlan) -> None:
-        self._incarnation.ring.send(
+        self._active_ring.ring.send(
             wire.Window(
                 session=self.id,
                 epoch=self._epoch,
@@ -625,10 +630,12 @@ class Session:
                 start=window.start,
                 tokens=window.tokens,
                 verify_rows=window.num_verified,
-                most_together=self._incarnation.grouping.most_together,
+                most_together=self._active_ring.grouping.most_together,
             )
         )
-        self._flights.append(Flight(self._num_sent, window, self._clock_ms(), len(self._flights)))
+        self._in_flight_windows.append(
+            InFlightWindow(self._num_sent, window, self._clock_ms(), len(self._in_flight_windows))
+        )
         self._num_sent += 1
 
 

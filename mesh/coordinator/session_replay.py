@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import structlog
 
-from mesh.coordinator.session import culprit
+from mesh.coordinator.session import crash_suspect
 from spanmesh_proto.errors import StageFailed
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Replayed = TypeVar("Replayed")
 
 
-class ReplayLine(Generic[Replayed]):
+class ReplayOrder(Generic[Replayed]):
     """Begins one session after another: the next as soon as the one before has sent all that it replays.
 
     So the pipeline stays full, and no chunk of a later session comes between those of an earlier one. The
@@ -73,27 +73,27 @@ class Replay(Protocol):
     """Has a session replay in the new ring; see `Session.replay`."""
 
     def __call__(
-        self, session: Session, on_replayed: Callable[[], None], *, is_on_trial: bool = False
+        self, session: Session, on_replayed: Callable[[], None], *, is_suspect: bool = False
     ) -> None:
         """Call `on_replayed` when the next one may begin."""
 
 
-def blame(sessions: Collection[Session], loss: RingLoss | None, most_crashes: int) -> None:
+def attribute_crash(sessions: Collection[Session], loss: RingLoss | None, most_crashes: int) -> None:
     """Note whose windows were under way when a stage crashed, and end the session that must have caused it.
 
     Args:
         sessions: All of them, suspended.
         loss: How the old ring ended; None if it did not.
-        most_crashes: See `culprit`.
+        most_crashes: See `crash_suspect`.
     """
     if loss is None or not loss.is_crash:
         return
     under_way = [session for session in sessions if session.was_under_way and not session.is_over]
     for session in under_way:
-        session.suspicion.add(session.num_to_compute, is_alone=len(under_way) == 1)
-    guilty = culprit([session.suspicion for session in under_way], most_crashes)
+        session.crash_history.add(session.num_to_compute, is_alone=len(under_way) == 1)
+    guilty = crash_suspect([session.crash_history for session in under_way], most_crashes)
     for session in under_way:
-        if session.suspicion is guilty:
+        if session.crash_history is guilty:
             log.error("session_crashes_stages", session=session.id, position=guilty.position)
             session.fail(
                 StageFailed(
@@ -103,7 +103,7 @@ def blame(sessions: Collection[Session], loss: RingLoss | None, most_crashes: in
             )
 
 
-class Revival:
+class SessionReplayer:
     """Has all sessions go on: first those on trial, one by one, then the others.
 
     Args:
@@ -114,26 +114,26 @@ class Revival:
 
     def __init__(self, sessions: Collection[Session], replay: Replay, on_tried: Callable[[], None]) -> None:
         in_order = sorted(sessions, key=lambda session: session.num_to_compute)
-        self._on_trial = [each for each in in_order if each.suspicion.is_on_trial and not each.is_over]
-        self._others = ReplayLine((each for each in in_order if each not in self._on_trial), replay)
-        self._trials = ReplayLine(
-            self._on_trial, functools.partial(replay, is_on_trial=True), on_end=self._acquit
+        self._suspects = [each for each in in_order if each.crash_history.is_suspect and not each.is_over]
+        self._others = ReplayOrder((each for each in in_order if each not in self._suspects), replay)
+        self._suspect_order = ReplayOrder(
+            self._suspects, functools.partial(replay, is_suspect=True), on_end=self._clear_suspects
         )
         self._on_tried = on_tried
 
     def start(self) -> None:
         """Begin with the first."""
-        if self._on_trial:
-            log.warning("sessions_on_trial", sessions=[session.id for session in self._on_trial])
-        self._trials.go_on()
+        if self._suspects:
+            log.warning("sessions_on_trial", sessions=[session.id for session in self._suspects])
+        self._suspect_order.go_on()
 
     def drop(self) -> None:
         """Begin nobody any more: the ring broke again."""
-        self._trials.drop()
+        self._suspect_order.drop()
         self._others.drop()
 
-    def _acquit(self) -> None:
-        for session in self._on_trial:
-            session.acquit()
+    def _clear_suspects(self) -> None:
+        for session in self._suspects:
+            session.clear_suspicion()
         self._others.go_on()
         self._on_tried()

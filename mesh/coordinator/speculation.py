@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from speculative.controller import Controller, SharedMeasures
-from speculative.outcome import Decision, Moment
+from speculative.outcome import Decision, ProposalContext
 from speculative.proposer import EMPTY, ChainProposer, Proposal
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mesh.coordinator.options import CoordinatorOptions
     from mesh.engine import GenerationRequest, SpeculationLimits
     from speculative.controller import ControllerOptions
-    from speculative.outcome import Outcome
+    from speculative.outcome import WindowOutcome
     from speculative.proposer import Proposer
 
 
@@ -75,23 +75,23 @@ class Speculator:
         room = generation.room
         if room < 1:
             return EMPTY
-        moment = Moment(
+        context = ProposalContext(
             now_ms=self._clock_ms(),
             num_in_flight=generation.num_in_flight,
             position=generation.position,
             room=room,
             num_sessions=self._num_sessions(),
         )
-        wanted = min(self._controller.wanted(moment), room)
+        wanted = min(self._controller.wanted(context), room)
         if wanted < 1:
-            self._controller.decide(moment, EMPTY)
+            self._controller.decide(context, EMPTY)
             self._rest(generation)
             return EMPTY
         # While no tokens are wanted the proposer need not follow: speculation that is off costs nothing.
         self._is_resting = False
         self._catch_up()
         proposal = self._without_end(self._proposer.propose(wanted, generation.ahead))
-        decision = self._controller.decide(moment, proposal)
+        decision = self._controller.decide(context, proposal)
         if decision != self._decision:
             self._decision = decision
             log.debug(
@@ -99,7 +99,7 @@ class Speculator:
                 width=decision.width,
                 reason=decision.reason,
                 proposer=proposal.proposer,
-                in_flight=moment.num_in_flight,
+                in_flight=context.num_in_flight,
             )
         return proposal.first(decision.width) if decision.width > 0 else EMPTY
 
@@ -115,7 +115,7 @@ class Speculator:
         """Take note of tokens for the proposer; it hears of them when it is asked again."""
         self._untold.extend(tokens)
 
-    def learn(self, outcomes: Iterable[Outcome]) -> None:
+    def learn(self, outcomes: Iterable[WindowOutcome]) -> None:
         """Tell the controller what became of windows."""
         self._timing.draft_ms_per_token = self.draft_ms_per_token() or self._timing.draft_ms_per_token
         for outcome in outcomes:

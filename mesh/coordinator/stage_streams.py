@@ -71,7 +71,7 @@ class ControlStream:
         hello: First message; carries the protocol version.
         mesh_key: Shared by all stages and the coordinator.
         on_failure: Called with each failure that the stage reports.
-        on_heard: Called when it answers a question.
+        on_reply: Called when it answers a question.
         on_lost: Called once with the reason when the stream ends without `close`.
         clock_us: Monotonic, microseconds.
         host: Name of the host that must answer there.
@@ -88,7 +88,7 @@ class ControlStream:
         mesh_key: str,
         *,
         on_failure: Callable[[wire.Failure], None],
-        on_heard: Callable[[], None],
+        on_reply: Callable[[], None],
         on_lost: Callable[[MeshError], None],
         clock_us: Callable[[], int],
         host: str = "",
@@ -99,7 +99,7 @@ class ControlStream:
         self._address = address
         self._hello = hello
         self._on_failure = on_failure
-        self._on_heard = on_heard
+        self._on_reply = on_reply
         self._on_lost = on_lost
         self._channel = open_channel(address, host, identity)
         self._call: grpc.aio.StreamStreamCall[wire.ControlRequest, wire.ControlReply] = rpc.StageStub(
@@ -134,7 +134,7 @@ class ControlStream:
         self._requests.put_nowait(wire.ControlRequest(close=wire.Close(session=session)))
 
     def ask(self) -> None:
-        """Ask whether the stage lives; `on_heard` is called when it says so."""
+        """Ask whether the stage lives; `on_reply` is called when it says so."""
         self._requests.put_nowait(wire.ControlRequest(ping=wire.Ping(sent_us=self._now_us())))
 
     async def ping(self, timeout_s: float = 2) -> wire.Pong:
@@ -180,7 +180,7 @@ class ControlStream:
                 if reply.WhichOneof("kind") == "failure":
                     self._on_failure(reply.failure)
                 elif reply.WhichOneof("kind") == "pong":
-                    self._on_heard()
+                    self._on_reply()
                     self.clock.add(reply.pong.sent_us, reply.pong.stage_us, self._clock_us())
                     if (pong := self._pongs.get(reply.pong.sent_us)) is not None and not pong.done():
                         pong.set_result(reply.pong)

@@ -132,7 +132,7 @@ MOST_BYTES: Final = 512 * 2**20
 
 
 @dataclass(frozen=True)
-class RehearsedPart:
+class ProfiledPart:
     """A blank stage that is timed, and what its time is worth.
 
     Attributes:
@@ -144,9 +144,9 @@ class RehearsedPart:
     times: float
 
 
-def parts_to_rehearse(
+def parts_to_profile(
     sizes: StageSizes, layers: LayerRange, most_bytes: int = MOST_BYTES
-) -> tuple[RehearsedPart, ...]:
+) -> tuple[ProfiledPart, ...]:
     """What to time for a stage of these layers.
 
     Args:
@@ -155,16 +155,16 @@ def parts_to_rehearse(
         most_bytes: Weights of one blank stage, unless the model cannot be cut so small.
     """
     if sizes.read_bytes(layers) <= most_bytes:
-        return (RehearsedPart(layers, 1.0),)
+        return (ProfiledPart(layers, 1.0),)
     edges = [edge for edge in sizes.edges if layers.start <= edge <= layers.stop]
     if layers.stop != sizes.whole.stop or len(edges) < 3:
         return (_scaled(sizes, layers, edges, most_bytes),)
     body = LayerRange(layers.start, edges[-2])
     tail = LayerRange(edges[-2], layers.stop)
-    return (_scaled(sizes, body, edges[:-1], most_bytes), RehearsedPart(tail, 1.0))
+    return (_scaled(sizes, body, edges[:-1], most_bytes), ProfiledPart(tail, 1.0))
 
 
-def _scaled(sizes: StageSizes, layers: LayerRange, edges: list[int], most_bytes: int) -> RehearsedPart:
+def _scaled(sizes: StageSizes, layers: LayerRange, edges: list[int], most_bytes: int) -> ProfiledPart:
     """As many layers from the first on as are allowed, standing for all."""
     fitting = [
         LayerRange(layers.start, edge)
@@ -172,14 +172,14 @@ def _scaled(sizes: StageSizes, layers: LayerRange, edges: list[int], most_bytes:
         if sizes.read_bytes(LayerRange(layers.start, edge)) <= most_bytes
     ]
     part = fitting[-1] if fitting else LayerRange(layers.start, edges[1])
-    return RehearsedPart(part, sizes.read_bytes(layers) / sizes.read_bytes(part))
+    return ProfiledPart(part, sizes.read_bytes(layers) / sizes.read_bytes(part))
 
 
-def stage_timing(parts: tuple[RehearsedPart, ...], timings: Mapping[LayerRange, StageTiming]) -> StageTiming:
+def stage_timing(parts: tuple[ProfiledPart, ...], timings: Mapping[LayerRange, StageTiming]) -> StageTiming:
     """How long the stage takes.
 
     Args:
-        parts: What `parts_to_rehearse` named.
+        parts: What `parts_to_profile` named.
         timings: Of each of them.
     """
     return StageTiming(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from mesh.forecast.cost_model import Forecast, StageForecast, forecast, parts_to_rehearse, stage_timing
+from mesh.forecast.cost_model import Forecast, StageForecast, forecast, parts_to_profile, stage_timing
 from mesh.placement.planner import plan
 from mesh.placement.stage_order import has_an_order, ordered_by_links
 from mesh.placement.stage_sizes import StageSizes
-from stages.host.profile_request import RehearsalOrder
+from stages.host.profile_request import ProfileRequest
 from stages.layers import LayerRange
 from stages.runtime.numerics import FAST_MAX_ROWS
 from stages.slicing.stage_writer import blank_stage
@@ -46,7 +46,7 @@ class KnownHost:
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class HostProfile:
     """What a host found out about itself.
 
     Attributes:
@@ -61,12 +61,12 @@ class Rehearsed:
 class Timer(Protocol):
     """Has hosts rehearse."""
 
-    def __call__(self, wanted: Mapping[str, Sequence[RehearsalOrder]]) -> Mapping[str, Rehearsed]:
+    def __call__(self, wanted: Mapping[str, Sequence[ProfileRequest]]) -> Mapping[str, HostProfile]:
         """By host: what it was asked, and what came of it."""
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class PlanningContext:
     """Where a plan is made.
 
     Attributes:
@@ -116,7 +116,7 @@ _MOST_PAUSE_MS: Final = 25.0
 
 
 @dataclass(frozen=True)
-class Wishes:
+class DryRunOptions:
     """What the user says.
 
     Attributes:
@@ -193,110 +193,110 @@ class DryRun:
         }
 
 
-def dry_run(source: SourceModel, model: ModelFacts, surroundings: Surroundings, wishes: Wishes) -> DryRun:
+def dry_run(
+    source: SourceModel, model: ModelFacts, context: PlanningContext, options: DryRunOptions
+) -> DryRun:
     """Plan, and time what was planned.
 
     Args:
         source: The model, as it is cut.
         model: The model, as it is planned with.
-        surroundings: Hosts and links.
-        wishes: What the user says.
+        context: Hosts and links.
+        options: What the user says.
 
     Raises:
         ModelDoesNotFit: With what is needed and what each host has.
         UncuttableModel: If the model cannot be cut as the user wants.
         NotEnoughHosts: If there is no host, or not the one that layers are locked to.
     """
-    placed = _placed(model, surroundings, wishes)
-    sizes = StageSizes(model, wishes.workload)
+    placed = _placed(model, context, options)
+    sizes = StageSizes(model, options.workload)
     timings: tuple[StageTiming, ...] | None = None
     basis = "nothing was timed: --no-timing"
-    if wishes.is_timed:
-        found = _timed(source, sizes, placed, surroundings, wishes)
+    if options.is_timed:
+        found = _timed(source, sizes, placed, context, options)
         if isinstance(found, str):
             basis = found
         else:
-            timings, basis = found, surroundings.basis
+            timings, basis = found, context.basis
     predicted = None
     if timings is not None:
-        if surroundings.links.knows([surroundings.head, *(stage.host for stage in placed.stages)]):
+        if context.links.knows([context.head, *(stage.host for stage in placed.stages)]):
             predicted = forecast(
                 [
                     StageForecast(stage.host, timing)
                     for stage, timing in zip(placed.stages, timings, strict=True)
                 ],
-                surroundings.head,
-                surroundings.links.hop_ms,
-                prompt_tokens=wishes.prompt_tokens,
+                context.head,
+                context.links.hop_ms,
+                prompt_tokens=options.prompt_tokens,
             )
         else:
             basis = "no prediction: not every link could be measured; `mesh bench net` says why"
     return DryRun(
         model=model,
         plan=placed,
-        hosts=surroundings.hosts,
-        left_out=left_out(sizes, placed, surroundings.hosts),
+        hosts=context.hosts,
+        left_out=left_out(sizes, placed, context.hosts),
         timings=timings,
         forecast=predicted,
         basis=basis,
     )
 
 
-def _placed(model: ModelFacts, surroundings: Surroundings, wishes: Wishes) -> Plan:
-    hosts = [host.capacity for host in surroundings.hosts if not host.absent]
-    if wishes.topology is not None:
-        wishes.topology.check(model)
-        return wishes.topology.plan(StageSizes(model, wishes.workload), hosts)
+def _placed(model: ModelFacts, context: PlanningContext, options: DryRunOptions) -> Plan:
+    hosts = [host.capacity for host in context.hosts if not host.absent]
+    if options.topology is not None:
+        options.topology.check(model)
+        return options.topology.plan(StageSizes(model, options.workload), hosts)
 
     def place(ordered: Sequence[HostCapacity]) -> Plan:
-        return plan(model, ordered, wishes.workload, num_stages=wishes.num_stages, split=wishes.split)
+        return plan(model, ordered, options.workload, num_stages=options.num_stages, split=options.split)
 
     as_joined = place(hosts)
-    if not has_an_order(as_joined, surroundings.head):
+    if not has_an_order(as_joined, context.head):
         return as_joined
-    found = ordered_by_links(hosts, as_joined, place, surroundings.head, surroundings.links)
+    found = ordered_by_links(hosts, as_joined, place, context.head, context.links)
     return as_joined if found is None else found.plan
 
 
 def _timed(
-    source: SourceModel, sizes: StageSizes, placed: Plan, surroundings: Surroundings, wishes: Wishes
+    source: SourceModel, sizes: StageSizes, placed: Plan, context: PlanningContext, options: DryRunOptions
 ) -> tuple[StageTiming, ...] | str:
     """How long each stage takes, or why that is not known."""
-    num_threads = {host.capacity.name: host.num_threads for host in surroundings.hosts}
+    num_threads = {host.capacity.name: host.num_threads for host in context.hosts}
     num_stages = Counter(stage.host for stage in placed.stages)
-    pause_ms = _pause_ms(placed.stages, surroundings)
-    parts = [parts_to_rehearse(sizes, stage.layers) for stage in placed.stages]
-    wanted: dict[str, list[RehearsalOrder]] = {}
+    pause_ms = _pause_ms(placed.stages, context)
+    parts = [parts_to_profile(sizes, stage.layers) for stage in placed.stages]
+    wanted: dict[str, list[ProfileRequest]] = {}
     for stage, its_parts in zip(placed.stages, parts, strict=True):
         wanted.setdefault(stage.host, []).extend(
-            RehearsalOrder(
+            ProfileRequest(
                 blank=blank_stage(source, part.layers),
                 # As `mesh serve` shares them out among the stages of one host.
                 num_threads=max(1, num_threads[stage.host] // num_stages[stage.host]),
-                is_exact=wishes.workload.is_exact,
-                kv_type=wishes.workload.kv_type,
+                is_exact=options.workload.is_exact,
+                kv_type=options.workload.kv_type,
                 # A table of positions may end where training did.
-                position=max(0, min(wishes.prompt_tokens, sizes.model.n_ctx_train - FAST_MAX_ROWS)),
+                position=max(0, min(options.prompt_tokens, sizes.model.n_ctx_train - FAST_MAX_ROWS)),
                 pause_ms=pause_ms,
             )
             for part in its_parts
         )
-    rehearsed = surroundings.timer(wanted)
+    profile = context.timer(wanted)
     for host in wanted:
-        if rehearsed[host].failure:
-            return f"no prediction: {rehearsed[host].failure}"
-    answers = {host: iter(rehearsed[host].timings) for host in wanted}
+        if profile[host].failure:
+            return f"no prediction: {profile[host].failure}"
+    answers = {host: iter(profile[host].timings) for host in wanted}
     return tuple(
         stage_timing(its_parts, {part.layers: next(answers[stage.host]) for part in its_parts})
         for stage, its_parts in zip(placed.stages, parts, strict=True)
     )
 
 
-def _pause_ms(stages: Sequence[StagePlacement], surroundings: Surroundings) -> float:
-    way = [surroundings.head, *(stage.host for stage in stages)]
-    if not surroundings.links.knows(way):
+def _pause_ms(stages: Sequence[StagePlacement], context: PlanningContext) -> float:
+    way = [context.head, *(stage.host for stage in stages)]
+    if not context.links.knows(way):
         return _LEAST_PAUSE_MS
-    wire_ms = sum(
-        surroundings.links.hop_ms(a, b) for a, b in zip(way, [*way[1:], surroundings.head], strict=True)
-    )
+    wire_ms = sum(context.links.hop_ms(a, b) for a, b in zip(way, [*way[1:], context.head], strict=True))
     return min(_MOST_PAUSE_MS, max(_LEAST_PAUSE_MS, wire_ms))

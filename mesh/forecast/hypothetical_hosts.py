@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mesh.cluster.host_facts import parse_size
 from mesh.cluster.members import check_name
-from mesh.forecast.dry_run import KnownHost, Rehearsed, Surroundings
+from mesh.forecast.dry_run import HostProfile, KnownHost, PlanningContext
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.links import Link, Links
 from mesh.util.child_environment import inherited_environment
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.cluster.host_facts import HostFacts
-    from stages.host.profile_request import RehearsalOrder
+    from stages.host.profile_request import ProfileRequest
 
     # Path, body and seconds of patience to the answer; a path without a body is asked with GET.
     Ask = Callable[[str, Mapping[str, Any] | None, str, float], Mapping[str, Any]]
@@ -113,19 +113,19 @@ def _host(fields: dict[str, Any], shown: str, *, speed_gb_per_s: float, num_thre
 _TIMEOUT_S: Final = 120.0
 
 
-def this_host(name: str, facts: HostFacts) -> Surroundings:
+def this_host(name: str, facts: HostFacts) -> PlanningContext:
     """This host, which would hold everything."""
     capacity = HostCapacity(name, facts.memory_bytes, facts.speed_gb_per_s)
-    return Surroundings(
+    return PlanningContext(
         hosts=(KnownHost(capacity, facts.num_threads),),
         head=name,
         links=Links(()),
-        timer=_rehearse_here,
+        timer=_profile_here,
         basis="computing was timed on this host",
     )
 
 
-def hosts_on_paper(hosts: Sequence[KnownHost], links: Links, facts: HostFacts) -> Surroundings:
+def hosts_on_paper(hosts: Sequence[KnownHost], links: Links, facts: HostFacts) -> PlanningContext:
     """Hosts that were only named; the first of them is the head.
 
     Args:
@@ -135,18 +135,18 @@ def hosts_on_paper(hosts: Sequence[KnownHost], links: Links, facts: HostFacts) -
     """
     speeds = {host.capacity.name: host.capacity.speed_gb_per_s for host in hosts}
 
-    def timer(wanted: Mapping[str, Sequence[RehearsalOrder]]) -> Mapping[str, Rehearsed]:
+    def timer(wanted: Mapping[str, Sequence[ProfileRequest]]) -> Mapping[str, HostProfile]:
         # On its own threads, by whose speed it is scaled.
         here = {
-            host: [replace(order, num_threads=facts.num_threads) for order in orders]
-            for host, orders in wanted.items()
+            host: [replace(request, num_threads=facts.num_threads) for request in requests]
+            for host, requests in wanted.items()
         }
         return {
-            host: _scaled(rehearsed, facts.speed_gb_per_s / speeds[host])
-            for host, rehearsed in _rehearse_here(here).items()
+            host: _scaled(profile, facts.speed_gb_per_s / speeds[host])
+            for host, profile in _profile_here(here).items()
         }
 
-    return Surroundings(
+    return PlanningContext(
         hosts=tuple(hosts),
         head=hosts[0].capacity.name,
         links=links,
@@ -155,27 +155,27 @@ def hosts_on_paper(hosts: Sequence[KnownHost], links: Links, facts: HostFacts) -
     )
 
 
-def _scaled(rehearsed: Rehearsed, factor: float) -> Rehearsed:
+def _scaled(profile: HostProfile, factor: float) -> HostProfile:
     return replace(
-        rehearsed,
+        profile,
         timings=tuple(
             replace(timing, row_ms=timing.row_ms * factor, chunk_ms=timing.chunk_ms * factor)
-            for timing in rehearsed.timings
+            for timing in profile.timings
         ),
     )
 
 
-def _rehearse_here(wanted: Mapping[str, Sequence[RehearsalOrder]]) -> Mapping[str, Rehearsed]:
-    return {host: _in_a_child(orders) for host, orders in wanted.items()}
+def _profile_here(wanted: Mapping[str, Sequence[ProfileRequest]]) -> Mapping[str, HostProfile]:
+    return {host: _in_a_child(requests) for host, requests in wanted.items()}
 
 
-def _in_a_child(orders: Sequence[RehearsalOrder]) -> Rehearsed:
+def _in_a_child(requests: Sequence[ProfileRequest]) -> HostProfile:
     timings = []
-    for order in orders:
+    for request in requests:
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "stages.host.profiler"],
-                input=json.dumps(order.as_dict()),
+                input=json.dumps(request.as_dict()),
                 env=inherited_environment(),
                 capture_output=True,
                 text=True,
@@ -183,19 +183,19 @@ def _in_a_child(orders: Sequence[RehearsalOrder]) -> Rehearsed:
                 timeout=_TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
-            return Rehearsed(failure=f"timing a stage took longer than {_TIMEOUT_S:g} s")
+            return HostProfile(failure=f"timing a stage took longer than {_TIMEOUT_S:g} s")
         if done.returncode != 0:
             lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
-            return Rehearsed(failure=f"this host cannot time a stage: {lines[-1]}")
+            return HostProfile(failure=f"this host cannot time a stage: {lines[-1]}")
         timings.append(StageTiming(**json.loads(done.stdout)))
-    return Rehearsed(tuple(timings))
+    return HostProfile(tuple(timings))
 
 
 _NUM_PROBES: Final = 20
 _PATIENCE_S: Final = 600.0
 
 
-def running_mesh(ask: Ask) -> Surroundings:
+def running_mesh(ask: Ask) -> PlanningContext:
     """Ask a head for its hosts and links; hosts rehearse when they are asked to.
 
     Args:
@@ -207,22 +207,22 @@ def running_mesh(ask: Ask) -> Surroundings:
     status = ask("/mesh/status", None, "GET", _PATIENCE_S)
     found = ask(f"/mesh/links?probes={_NUM_PROBES}&bulk_bytes=0", None, "POST", _PATIENCE_S)
 
-    def timer(wanted: Mapping[str, Sequence[RehearsalOrder]]) -> Mapping[str, Rehearsed]:
+    def timer(wanted: Mapping[str, Sequence[ProfileRequest]]) -> Mapping[str, HostProfile]:
         body = {
             "hosts": [
-                {"host": host, "orders": [order.as_dict() for order in orders]}
-                for host, orders in wanted.items()
+                {"host": host, "orders": [request.as_dict() for request in requests]}
+                for host, requests in wanted.items()
             ]
         }
         answer = ask("/mesh/rehearse", body, "POST", _PATIENCE_S)
         return {
-            each["host"]: Rehearsed(
+            each["host"]: HostProfile(
                 tuple(StageTiming(**timing) for timing in each["timings"]), each["failure"] or ""
             )
             for each in answer["hosts"]
         }
 
-    return Surroundings(
+    return PlanningContext(
         hosts=tuple(map(_running_host, status["hosts"])),
         head=found["head"],
         links=Links(tuple(map(_link, found["links"]))),

@@ -42,11 +42,11 @@ def never() -> bool:
 
 
 @dataclass(frozen=True)
-class Seating:
+class HostAssignment:
     """Hosts with their layers.
 
     Attributes:
-        seats: One host for each stage, in pipeline order, with what of it the stage may use.
+        hosts: One host for each stage, in pipeline order, with what of it the stage may use.
         layers: Of each.
         round_ns: Reading the weights of all stages, one after the other: what a session waits for.
         slowest_ns: Reading those of the slowest stage: what a full pipeline waits for.
@@ -54,24 +54,24 @@ class Seating:
         least_stages: As few hosts can hold all layers.
     """
 
-    seats: tuple[HostCapacity, ...]
+    hosts: tuple[HostCapacity, ...]
     layers: tuple[LayerRange, ...]
     round_ns: float
     slowest_ns: float
     is_in_order: bool = True
     least_stages: int = 1
 
-    def beats(self, other: Seating) -> bool:
+    def beats(self, other: HostAssignment) -> bool:
         """Whether one session is faster with it, and many are not slower."""
         return self.round_ns < other.round_ns and self.slowest_ns <= other.slowest_ns
 
 
-def find_seating(
+def find_assignment(
     table: StageTable,
     hosts: Sequence[HostCapacity],
     num_stages: int | None = None,
     is_time_up: Callable[[], bool] = never,
-) -> Seating | None:
+) -> HostAssignment | None:
     """Seat a model on as few of some hosts as can hold it.
 
     Args:
@@ -88,14 +88,14 @@ def find_seating(
     best = _best_of(fits, is_time_up)
     if fits.is_rough:
         chosen = _fewest_in_order(table, hosts) if num_stages is None else _roomiest(hosts, num_stages)
-        if chosen is not None and (best is None or len(chosen) < len(best.seats)):
-            best = _seated(table, chosen, num_stages) or best
+        if chosen is not None and (best is None or len(chosen) < len(best.hosts)):
+            best = _assigned(table, chosen, num_stages) or best
     if best is None:
         return None
     if num_stages is None and not best.is_in_order:
         # Which of several interchangeable hosts is taken may decide whether the order can be kept.
-        best = _first_in_order(table, hosts, len(best.seats), is_time_up) or best
-    least = len(best.seats)
+        best = _first_in_order(table, hosts, len(best.hosts), is_time_up) or best
+    least = len(best.hosts)
     if num_stages is None and not best.is_in_order and not is_time_up():
         # So few have no more than just room for it; where that takes another order, one more may be faster.
         more = _best_of(_Fits(table, hosts, None, at_least=least + 1), is_time_up)
@@ -104,11 +104,11 @@ def find_seating(
     return replace(best, least_stages=least)
 
 
-def _best_of(fits: _Fits, is_time_up: Callable[[], bool]) -> Seating | None:
+def _best_of(fits: _Fits, is_time_up: Callable[[], bool]) -> HostAssignment | None:
     """The fastest of those sets that are tried, in the order in which they came if one of them can be so."""
     tried = []
     for chosen in itertools.islice(fits.sets(), _MAX_SETS):
-        found = fits.seated(chosen)
+        found = fits.assigned(chosen)
         if found is not None:
             tried.append(found)
         if is_time_up() and tried:
@@ -122,29 +122,29 @@ def _best_of(fits: _Fits, is_time_up: Callable[[], bool]) -> Seating | None:
 
 def _first_in_order(
     table: StageTable, hosts: Sequence[HostCapacity], num_hosts: int, is_time_up: Callable[[], bool]
-) -> Seating | None:
+) -> HostAssignment | None:
     """The first so many hosts that can hold all layers in their order, of a few that are tried."""
     for chosen in itertools.islice(itertools.combinations(hosts, num_hosts), _MAX_SETS):
         if is_time_up():
             break
-        if (found := _seated(table, chosen)) is not None:
+        if (found := _assigned(table, chosen)) is not None:
             return found
     return None
 
 
-def seat_all(table: StageTable, hosts: Sequence[HostCapacity]) -> Seating | None:
+def assign_all(table: StageTable, hosts: Sequence[HostCapacity]) -> HostAssignment | None:
     """Seat all of some hosts, in this order unless only others are possible; None if they are too small."""
-    found = _seated(table, hosts)
+    found = _assigned(table, hosts)
     if found is not None or table.least_hosts(hosts) > len(hosts):
         return found
     fits = _Fits(table, hosts, len(hosts))
     everybody = next(fits.sets(), None)
-    return None if everybody is None else _seated(table, fits.reordered(everybody))
+    return None if everybody is None else _assigned(table, fits.reordered(everybody))
 
 
-def _seated(
+def _assigned(
     table: StageTable, hosts: Sequence[HostCapacity], num_stages: int | None = None
-) -> Seating | None:
+) -> HostAssignment | None:
     """Stages on these hosts in this order."""
     shares = _shares(len(hosts), num_stages)
     seats = tuple(
@@ -156,7 +156,7 @@ def _seated(
     if layers is None:
         return None
     times_ns = [table.time_ns(part, seat) for part, seat in zip(layers, seats, strict=True)]
-    return Seating(seats, layers, sum(times_ns), max(times_ns))
+    return HostAssignment(seats, layers, sum(times_ns), max(times_ns))
 
 
 def _shares(num_hosts: int, num_stages: int | None) -> list[int]:
@@ -303,13 +303,13 @@ class _Fits:
             if kind not in left_out:
                 ways.append((place + 1, (*chosen, index), left_out, found[wanted > taken]))
 
-    def seated(self, chosen: Sequence[int]) -> Seating | None:
+    def assigned(self, chosen: Sequence[int]) -> HostAssignment | None:
         """Stages on the hosts of a set, in the order in which they came unless only others are possible."""
         as_come = [self._hosts[index] for index in sorted(chosen)]
-        found = _seated(self._table, as_come, self._num_stages)
+        found = _assigned(self._table, as_come, self._num_stages)
         if found is not None:
             return found
-        found = _seated(self._table, self.reordered(chosen), self._num_stages)
+        found = _assigned(self._table, self.reordered(chosen), self._num_stages)
         return None if found is None else replace(found, is_in_order=False)
 
     def reordered(self, chosen: Sequence[int]) -> list[HostCapacity]:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LinkWish:
+class LinkProbeOptions:
     """What is to be measured of each link.
 
     Attributes:

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from mesh.placement.host_assignment import find_seating, never
+from mesh.placement.host_assignment import find_assignment, never
 from mesh.placement.stage_sizes import StageSizes, Workload, memory_on
 from mesh.placement.stage_table import StageTable
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts, UncuttableModel
@@ -16,7 +16,7 @@ from stages.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.placement.host_assignment import Seating
+    from mesh.placement.host_assignment import HostAssignment
     from mesh.placement.host_capacity import HostCapacity
     from stages.layers import LayerRange
     from stages.runtime.memory import StageMemory
@@ -143,21 +143,21 @@ def plan(
         num_stages = len(split)
     sizes = StageSizes(model, workload, None if split is None else _cuts_of(split))
     even = even_out_noise(hosts)
-    seating = find_seating(StageTable(sizes), even, num_stages, is_time_up)
-    if seating is None:
+    assignment = find_assignment(StageTable(sizes), even, num_stages, is_time_up)
+    if assignment is None:
 
         def fits(other: Workload) -> bool:
             # The first idea has to do.
             table = StageTable(replace(sizes, workload=other))
-            return find_seating(table, even, num_stages, lambda: is_time_up() or True) is not None
+            return find_assignment(table, even, num_stages, lambda: is_time_up() or True) is not None
 
         raise _does_not_fit(sizes, hosts, fits)
-    stages = _placed(seating, sizes)
+    stages = _placed(assignment, sizes)
     if split is not None:
         return Plan(stages, "layers split by hand")
     if num_stages is not None:
         return Plan(stages, f"{_count(num_stages, 'stage')} asked for")
-    return Plan(stages, _reason(sizes, stages, seating.least_stages))
+    return Plan(stages, _reason(sizes, stages, assignment.least_stages))
 
 
 def check_stages(
@@ -202,10 +202,10 @@ def even_out_noise(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
     return tuple(host.at_speed(even[index]) for index, host in enumerate(hosts))
 
 
-def _placed(seating: Seating, sizes: StageSizes) -> tuple[StagePlacement, ...]:
+def _placed(assignment: HostAssignment, sizes: StageSizes) -> tuple[StagePlacement, ...]:
     return tuple(
         StagePlacement(host.name, part, memory)
-        for host, part in zip(seating.seats, seating.layers, strict=True)
+        for host, part in zip(assignment.hosts, assignment.layers, strict=True)
         if (memory := memory_on(sizes, part, host)) is not None
     )
 

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from mesh.placement.host_assignment import never, seat_all
+from mesh.placement.host_assignment import assign_all, never
 from mesh.placement.planner import StagePlacement, plan
 from mesh.placement.stage_sizes import memory_on
 from mesh.placement.stage_table import StageTable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Copy:
+class Replica:
     """Layers that a host has loaded ahead, ready to become a stage at once.
 
     Attributes:
@@ -49,12 +49,12 @@ class NewStage:
     Attributes:
         placement: Where, and what.
         kept: Index of the stage of the old ring that goes on as this one, or None.
-        is_copy: Whether the host has it loaded already, as a `Copy`.
+        is_replica: Whether the host has it loaded already, as a `Replica`.
     """
 
     placement: StagePlacement
     kept: int | None = None
-    is_copy: bool = False
+    is_replica: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Replan:
     """
 
     stages: tuple[NewStage, ...]
-    dropped: tuple[Copy, ...]
+    dropped: tuple[Replica, ...]
     reason: str
     starts_over: bool = False
 
@@ -79,7 +79,7 @@ def replan(
     stages: Sequence[StagePlacement],
     lost: Collection[int],
     hosts: Sequence[HostCapacity],
-    copies: Iterable[Copy] = (),
+    replicas: Iterable[Replica] = (),
     *,
     may_start_over: bool = True,
     is_time_up: Callable[[], bool] = never,
@@ -95,7 +95,7 @@ def replan(
         stages: The ring so far.
         lost: Indices of what is to be placed.
         hosts: Where something may be placed, each with all the memory that it gives, what is on it included.
-        copies: What hosts have loaded ahead.
+        replicas: What hosts have loaded ahead.
         may_start_over: Whether surviving stages may be given up for a new plan.
         is_time_up: See `mesh.placement.planner.plan`.
 
@@ -106,7 +106,7 @@ def replan(
     if lost and not hosts:
         raise NotEnoughHosts("no host can take a stage: join one with `mesh join`")
     survivors = [stage for index, stage in enumerate(stages) if index not in lost]
-    room = _Room(hosts, survivors, copies, had_stages={stage.host for stage in stages})
+    room = _Room(hosts, survivors, replicas, had_stages={stage.host for stage in stages})
     placed = _placed_again(sizes, [(index, stages[index]) for index in sorted(lost)], room)
     if placed is not None:
         pieces: Iterator[tuple[NewStage, ...]] = (
@@ -119,7 +119,7 @@ def replan(
         raise ModelDoesNotFit(_no_room([stages[index] for index in sorted(lost)], room))
     anew = plan(sizes.model, hosts, sizes.workload, is_time_up=is_time_up)
     alive = {(stage.host, stage.layers): index for index, stage in enumerate(stages) if index not in lost}
-    return _start_over(sizes, anew, alive, _Room(hosts, (), copies, had_stages=()))
+    return _start_over(sizes, anew, alive, _Room(hosts, (), replicas, had_stages=()))
 
 
 class _Room:
@@ -129,15 +129,15 @@ class _Room:
         self,
         hosts: Sequence[HostCapacity],
         survivors: Iterable[StagePlacement],
-        copies: Iterable[Copy],
+        replicas: Iterable[Replica],
         *,
         had_stages: Collection[str],
     ) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.left = dict(self.hosts)
         self.num_stages = Counter(stage.host for stage in survivors)
-        self.copies = [copy for copy in copies if copy.host in self.hosts]
-        self.dropped: list[Copy] = []
+        self.replicas = [replica for replica in replicas if replica.host in self.hosts]
+        self.dropped: list[Replica] = []
         self._had_stages = had_stages
         for stage in survivors:
             if stage.host in self.left:
@@ -151,12 +151,12 @@ class _Room:
         """Whether it holds no stage, nor has just lost one: who knows what of."""
         return not self.num_stages[host] and host not in self._had_stages
 
-    def take_copy(self, sizes: StageSizes, layers: LayerRange) -> StagePlacement | None:
+    def take_replica(self, sizes: StageSizes, layers: LayerRange) -> StagePlacement | None:
         """What becomes of the layers if a host's copy becomes the stage."""
-        for copy in sorted(self.copies, key=lambda copy: not self.is_spare(copy.host)):
-            if copy.layers == layers and self.memory_on(sizes, copy.host, layers) is not None:
-                self.copies.remove(copy)
-                return self.take(sizes, copy.host, layers)
+        for replica in sorted(self.replicas, key=lambda replica: not self.is_spare(replica.host)):
+            if replica.layers == layers and self.memory_on(sizes, replica.host, layers) is not None:
+                self.replicas.remove(replica)
+                return self.take(sizes, replica.host, layers)
         return None
 
     def take(self, sizes: StageSizes, host: str, layers: LayerRange) -> StagePlacement:
@@ -165,25 +165,25 @@ class _Room:
         memory = self.memory_on(sizes, host, layers) or sizes.memory(layers)
         self.num_stages[host] += 1
         self.left[host] = self.left[host].without(memory)
-        self.dropped += (going := self._copies_to_drop(sizes, host, self.left[host]))
-        self.copies = [copy for copy in self.copies if copy not in going]
+        self.dropped += (going := self._replicas_to_drop(sizes, host, self.left[host]))
+        self.replicas = [replica for replica in self.replicas if replica not in going]
         return StagePlacement(host, layers, memory)
 
     def must_drop(self, sizes: StageSizes, host: str, layers: LayerRange) -> bool:
         """Whether the layers fit only without a copy that is there."""
         memory = self.memory_on(sizes, host, layers) or sizes.memory(layers)
-        return bool(self._copies_to_drop(sizes, host, self.left[host].without(memory)))
+        return bool(self._replicas_to_drop(sizes, host, self.left[host].without(memory)))
 
-    def _copies_to_drop(self, sizes: StageSizes, host: str, left: HostCapacity) -> list[Copy]:
+    def _replicas_to_drop(self, sizes: StageSizes, host: str, left: HostCapacity) -> list[Replica]:
         going = []
-        for copy in self.copies:
-            if copy.host != host:
+        for replica in self.replicas:
+            if replica.host != host:
                 continue
-            memory = memory_on(sizes, copy.layers, left)
+            memory = memory_on(sizes, replica.layers, left)
             if memory is not None:
                 left = left.without(memory)
             else:
-                going.append(copy)
+                going.append(replica)
         return going
 
 
@@ -193,9 +193,9 @@ def _placed_again(
     """What each lost stage becomes; None if one of them finds no place."""
     placed: dict[int, tuple[NewStage, ...]] = {}
     for index, stage in lost:
-        placement = room.take_copy(sizes, stage.layers)
+        placement = room.take_replica(sizes, stage.layers)
         if placement is not None:
-            placed[index] = (NewStage(placement, is_copy=True),)
+            placed[index] = (NewStage(placement, is_replica=True),)
     # The largest first: small ones find a place beside them more easily than the other way round.
     rest = sorted(
         ((index, stage) for index, stage in lost if index not in placed),
@@ -231,9 +231,9 @@ def _several_hosts(sizes: StageSizes, layers: LayerRange, room: _Room) -> list[S
     roomy = sorted(room.hosts, key=lambda host: -room.left[host].all_bytes)
     table = StageTable(sizes, layers)
     for count in range(2, min(len(roomy), len(table.edges) - 1) + 1):
-        seating = seat_all(table, [room.left[host] for host in roomy[:count]])
-        if seating is not None:
-            parts = zip(seating.seats, seating.layers, strict=True)
+        assignment = assign_all(table, [room.left[host] for host in roomy[:count]])
+        if assignment is not None:
+            parts = zip(assignment.hosts, assignment.layers, strict=True)
             return [room.take(sizes, host.name, part) for host, part in parts]
     return []
 
@@ -244,12 +244,12 @@ def _start_over(
     """A plan of its own, which keeps what happens to be where it wants it."""
     new = []
     for stage in placed.stages:
-        copy = Copy(stage.host, stage.layers)
+        replica = Replica(stage.host, stage.layers)
         kept = alive.get((stage.host, stage.layers))
-        is_copy = kept is None and copy in room.copies
-        if is_copy:
-            room.copies.remove(copy)
-        new.append(NewStage(stage, kept, is_copy))
+        is_replica = kept is None and replica in room.replicas
+        if is_replica:
+            room.replicas.remove(replica)
+        new.append(NewStage(stage, kept, is_replica))
     for stage in placed.stages:
         room.take(sizes, stage.host, stage.layers)
     reason = f"placed anew: {placed.reason}"
@@ -258,7 +258,7 @@ def _start_over(
 
 def _reason(stages: Iterable[NewStage]) -> str:
     moved = [
-        f"{stage.placement.layers} to {stage.placement.host}{' (had a copy)' if stage.is_copy else ''}"
+        f"{stage.placement.layers} to {stage.placement.host}{' (had a copy)' if stage.is_replica else ''}"
         for stage in stages
         if stage.kept is None
     ]
@@ -274,15 +274,15 @@ def _no_room(stages: Iterable[StagePlacement], room: _Room) -> str:
 
 
 # Of one stage: for a second loss before the first is made good.
-_MOST_COPIES: Final = 2
+_MOST_REPLICAS: Final = 2
 
 
-def next_copy(
+def next_replica(
     sizes: StageSizes,
     stages: Sequence[StagePlacement],
     hosts: Sequence[HostCapacity],
-    copies: Collection[Copy],
-) -> Copy | None:
+    replicas: Collection[Replica],
+) -> Replica | None:
     """The copy most worth having that nobody has yet.
 
     A spare, that is a host without a stage, takes copies for as long as its memory lasts: first of a stage
@@ -293,7 +293,7 @@ def next_copy(
         sizes: Of the model's stages.
         stages: The ring as it is.
         hosts: All that are ready, each with all the memory that it gives.
-        copies: Those that there are.
+        replicas: Those that there are.
 
     Returns:
         None if every spare is full, or has a copy of everything.
@@ -303,19 +303,19 @@ def next_copy(
     for host in hosts:
         if host.name in busy:
             continue
-        held = [copy for copy in copies if copy.host == host.name]
-        left = left_beside(sizes, host, held)
+        held = [replica for replica in replicas if replica.host == host.name]
+        left = left_beside_replicas(sizes, host, held)
         for index, stage in enumerate(stages):
-            copy = Copy(host.name, stage.layers)
-            if copy in held or memory_on(sizes, stage.layers, left) is None:
+            replica = Replica(host.name, stage.layers)
+            if replica in held or memory_on(sizes, stage.layers, left) is None:
                 continue
-            num_copies = sum(other.layers == stage.layers for other in copies)
-            if num_copies < _MOST_COPIES:
-                wanted.append((num_copies, -stage.memory.weight_bytes, index, copy))
+            num_replicas = sum(other.layers == stage.layers for other in replicas)
+            if num_replicas < _MOST_REPLICAS:
+                wanted.append((num_replicas, -stage.memory.weight_bytes, index, replica))
     return min(wanted, key=lambda item: item[:3])[3] if wanted else None
 
 
-def left_beside(sizes: StageSizes, host: HostCapacity, held: Collection[Copy]) -> HostCapacity:
+def left_beside_replicas(sizes: StageSizes, host: HostCapacity, held: Collection[Replica]) -> HostCapacity:
     """What a host has left beside copies.
 
     Args:
@@ -323,6 +323,6 @@ def left_beside(sizes: StageSizes, host: HostCapacity, held: Collection[Copy]) -
         host: With all that it gives.
         held: Its copies, in the order in which they were loaded.
     """
-    for copy in held:
-        host = host.without(memory_on(sizes, copy.layers, host) or sizes.memory(copy.layers))
+    for replica in held:
+        host = host.without(memory_on(sizes, replica.layers, host) or sizes.memory(replica.layers))
     return host

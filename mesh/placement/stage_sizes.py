@@ -20,7 +20,7 @@ from stages.layers import LayerRange
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.memory import GpuShare, StageMemory
 from stages.runtime.numerics import Numerics, numerics_for
-from stages.serving.kv_cache import LEAST_SENT_BYTES, SHARE_OF_CACHE, room_for_sent_rows
+from stages.serving.kv_cache import LEAST_SENT_BYTES, SHARE_OF_CACHE, max_sent_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -230,7 +230,7 @@ class StageSizes:
 
     def _buffer_bytes(self, layers: LayerRange, cache_bytes: int) -> int:
         is_tail = layers.stop == self.model.n_layers
-        sent = 0 if is_tail else room_for_sent_rows(cache_bytes)
+        sent = 0 if is_tail else max_sent_bytes(cache_bytes)
         return self.compute_bytes(layers) + sent + self._packing_bytes(layers)
 
     def _packing_bytes(self, layers: LayerRange) -> int:

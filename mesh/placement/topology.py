@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.placement.host_capacity import HostCapacity
-    from mesh.placement.replanner import Copy
+    from mesh.placement.replanner import Replica
     from mesh.placement.stage_sizes import StageSizes
     from stages.slicing.model_facts import ModelFacts
 
@@ -115,7 +115,7 @@ class Topology:
         stages: Sequence[StagePlacement],
         lost: Collection[int],
         hosts: Sequence[HostCapacity],
-        copies: Iterable[Copy] = (),
+        replicas: Iterable[Replica] = (),
         *,
         may_start_over: bool = True,  # noqa: ARG002 - called in the place of `mesh.placement.replanner.replan`
         is_time_up: Callable[[], bool] = never,  # noqa: ARG002 - likewise
@@ -137,7 +137,7 @@ class Topology:
             for index, stage in enumerate(stages)
         )
         moved = ", ".join(f"{stage.layers} again on {stage.host}" for stage in back)
-        return Replan(new, tuple(copies), f"layers {moved}" if moved else "nothing moved")
+        return Replan(new, tuple(replicas), f"layers {moved}" if moved else "nothing moved")
 
     def _require(
         self,

@@ -27,13 +27,13 @@ from mesh.util.logs import set_up_logs
 from mesh.util.progress import progress_bars
 from spanmesh_proto.errors import MeshError
 from stages.certification.certify import CertifyOptions, certify
-from stages.certification.isolated import certify_apart
+from stages.certification.isolated import certify_isolated
 from stages.slicing.source_model import read_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stages.certification.comparison import Certificate
+    from stages.certification.comparison import EquivalenceReport
     from stages.slicing.source_model import SourceModel
 
 # Tiny models show everything in a few rows.
@@ -51,7 +51,7 @@ class Certifier:
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
 
-    def __call__(self, model: Path) -> Certificate:
+    def __call__(self, model: Path) -> EquivalenceReport:
         """`certify` at every cut that is allowed."""
         if self._pool is None:
             spawning = multiprocessing.get_context("spawn")
@@ -61,7 +61,7 @@ class Certifier:
         except BrokenProcessPool:
             self.close()
             # Once more where its last words are heard.
-            return certify_apart(model, None, _OPTIONS)
+            return certify_isolated(model, None, _OPTIONS)
 
     def close(self) -> None:
         """End the process."""
@@ -70,7 +70,7 @@ class Certifier:
             pool.shutdown()
 
 
-def examine(model: Path, certified: Callable[[Path], Certificate]) -> FamilyRecord:
+def examine(model: Path, certified: Callable[[Path], EquivalenceReport]) -> FamilyRecord:
     """Certify one model at every cut that its rules allow.
 
     Args:
@@ -83,10 +83,10 @@ def examine(model: Path, certified: Callable[[Path], Certificate]) -> FamilyReco
         return FamilyRecord(model.name, Outcome.REFUSED, reason=error.message)
     record = _before(source)
     try:
-        certificate = certified(model)
+        report = certified(model)
     except MeshError as error:
         return record.failed(error.message, is_known=source.is_known)
-    return _after(record, certificate, is_known=source.is_known)
+    return _after(record, report, is_known=source.is_known)
 
 
 def _before(source: SourceModel) -> FamilyRecord:
@@ -104,10 +104,10 @@ def _before(source: SourceModel) -> FamilyRecord:
     )
 
 
-def _after(record: FamilyRecord, certificate: Certificate, *, is_known: bool) -> FamilyRecord:
-    if certificate.is_exact:
+def _after(record: FamilyRecord, report: EquivalenceReport, *, is_known: bool) -> FamilyRecord:
+    if report.is_exact:
         return record.bit_equal() if record.allowed_cuts else record
-    unequal = [result for result in certificate.cuts if not result.difference.is_bit_equal]
+    unequal = [result for result in report.cuts if not result.difference.is_bit_equal]
     if unequal:
         worst = max(unequal, key=lambda result: result.difference.max_logit_diff)
         reason = (

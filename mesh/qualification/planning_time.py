@@ -23,7 +23,7 @@ from mesh.bench.report_tools import markdown_table
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.planner import even_out_noise, plan
 from mesh.placement.stage_sizes import StageSizes, Workload, read_time
-from mesh.serve.planning import made_in_thread
+from mesh.serve.planning import plan_in_thread
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.slicing.model_facts import ModelFacts
 
@@ -147,7 +147,7 @@ async def _probed(make: Callable[[Callable[[], bool]], Plan | None]) -> tuple[fl
             longest_s, last_s = max(longest_s, now_s - last_s), now_s
 
     probing = asyncio.create_task(probe())
-    found = await made_in_thread(make)
+    found = await plan_in_thread(make)
     await asyncio.sleep(2 * _PROBE_S)
     probing.cancel()
     return longest_s * 1e3, found

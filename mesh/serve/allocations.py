@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.planner import StagePlacement
-    from mesh.serve.pipeline import Fleet
+    from mesh.serve.pipeline import Pipeline
     from mesh.serve.stage_handle import StageHandle
 
 
 @dataclass(frozen=True, eq=False)
-class InTheWay:
+class EvictableReplica:
     """A copy that has to go.
 
     Attributes:
-        fleet: Whose.
-        copy: The stage that was loaded ahead, or is being so.
+        pipeline: Whose.
+        replica: The stage that was loaded ahead, or is being so.
     """
 
-    fleet: Fleet
-    copy: StageHandle
+    pipeline: Pipeline
+    replica: StageHandle
 
 
-class Ledger:
+class HostAllocations:
     """The accounts of all models, in the order in which they came.
 
     Args:
@@ -37,62 +37,66 @@ class Ledger:
 
     def __init__(self, is_head: Callable[[Member], bool]) -> None:
         self.is_head = is_head
-        self._accounts: list[Account] = []
+        self._allocations: list[ModelAllocation] = []
 
-    def __iter__(self) -> Iterator[Account]:
-        return iter(tuple(self._accounts))
+    def __iter__(self) -> Iterator[ModelAllocation]:
+        return iter(tuple(self._allocations))
 
     def open(
-        self, name: str, fleet: Fleet, *, draft_bytes: int = 0, most_threads: int | None = None
-    ) -> Account:
-        """An account for a model; see `Account`."""
-        account = Account(self, name, fleet, draft_bytes=draft_bytes, most_threads=most_threads)
-        self._accounts.append(account)
-        return account
+        self, name: str, pipeline: Pipeline, *, draft_bytes: int = 0, most_threads: int | None = None
+    ) -> ModelAllocation:
+        """An account for a model; see `ModelAllocation`."""
+        allocation = ModelAllocation(self, name, pipeline, draft_bytes=draft_bytes, most_threads=most_threads)
+        self._allocations.append(allocation)
+        return allocation
 
-    def close(self, account: Account) -> None:
+    def close(self, allocation: ModelAllocation) -> None:
         """Forget a model; what it held must be free by now."""
-        if account in self._accounts:
-            self._accounts.remove(account)
+        if allocation in self._allocations:
+            self._allocations.remove(allocation)
 
     def layers_on(self, host: str) -> str:
         """What a host holds, for people: layers of the first model, then those of others by their names."""
         held = []
-        for account in self._accounts:
-            layers = ", ".join(str(stage.layers) for stage in account.noted if stage.host == host)
+        for allocation in self._allocations:
+            layers = ", ".join(str(stage.layers) for stage in allocation.noted if stage.host == host)
             if layers:
-                held.append(self._named(account, layers))
+                held.append(self._named(allocation, layers))
         return "; ".join(held)
 
-    def copies_on(self, host: str) -> list[str]:
+    def replicas_on(self, host: str) -> list[str]:
         """What a host has loaded ahead, likewise."""
         return [
-            self._named(account, str(copy.config.layers))
-            for account in self._accounts
-            for copy in account.fleet.copies
-            if copy.member.name == host
+            self._named(allocation, str(replica.config.layers))
+            for allocation in self._allocations
+            for replica in allocation.pipeline.replicas
+            if replica.member.name == host
         ]
 
     def held_bytes(self, member: Member) -> int:
         """What all models take of a host's own memory, draft models and copies included."""
-        drafts = sum(account.draft_bytes for account in self._accounts) if self.is_head(member) else 0
+        drafts = (
+            sum(allocation.draft_bytes for allocation in self._allocations) if self.is_head(member) else 0
+        )
         return drafts + sum(
-            sum(placement.memory.total_bytes for placement in account.fleet.held_on(member.name))
-            + sum(copy.config.memory.total_bytes for copy in account.fleet.copies_on(member.name))
-            for account in self._accounts
+            sum(placement.memory.total_bytes for placement in allocation.pipeline.held_on(member.name))
+            + sum(
+                replica.config.memory.total_bytes for replica in allocation.pipeline.replicas_on(member.name)
+            )
+            for allocation in self._allocations
         )
 
-    def _named(self, account: Account, what: str) -> str:
-        return what if account is self._accounts[0] else f"{account.name} {what}"
+    def _named(self, allocation: ModelAllocation, what: str) -> str:
+        return what if allocation is self._allocations[0] else f"{allocation.name} {what}"
 
 
-class Account:
+class ModelAllocation:
     """One model's, and what it may count on beside all others.
 
     Args:
-        ledger: Of all.
+        allocations: Of all.
         name: Of the model, as clients see it.
-        fleet: Its stages and copies.
+        pipeline: Its stages and copies.
         draft_bytes: What its draft model takes of the head.
         most_threads: Of each host for this model; None for those that no other model computes with.
 
@@ -102,27 +106,27 @@ class Account:
 
     def __init__(
         self,
-        ledger: Ledger,
+        allocations: HostAllocations,
         name: str,
-        fleet: Fleet,
+        pipeline: Pipeline,
         *,
         draft_bytes: int = 0,
         most_threads: int | None = None,
     ) -> None:
-        self._ledger = ledger
+        self._allocations = allocations
         self.name = name
-        self.fleet = fleet
+        self.pipeline = pipeline
         self.draft_bytes = draft_bytes
         self._most_threads = most_threads
         self.noted: tuple[StagePlacement, ...] = ()
 
     def capacity_of(self, member: Member) -> HostCapacity:
         """What a host gives to this model's stages; copies of other models give way to them."""
-        return self._capacity(member, beside_copies=False)
+        return self._capacity(member, beside_replicas=False)
 
-    def capacity_for_copies(self, member: Member) -> HostCapacity:
+    def capacity_for_replicas(self, member: Member) -> HostCapacity:
         """What it gives to this model's copies, for which nothing gives way."""
-        return self._capacity(member, beside_copies=True)
+        return self._capacity(member, beside_replicas=True)
 
     def threads_of(self, member: Member) -> int:
         """How many of a host's threads this model's stages may have together, at least one.
@@ -135,42 +139,56 @@ class Account:
         taken = sum(
             handle.config.options.num_threads
             for other in self._others()
-            for handle in (*other.fleet.handles, *other.fleet.loading)
+            for handle in (*other.pipeline.handles, *other.pipeline.loading)
             if handle.member.name == member.name
         )
         return max(1, member.facts.num_threads - taken)
 
-    def in_the_way(self, member: Member) -> tuple[InTheWay, ...]:
+    def evictable_replicas(self, member: Member) -> tuple[EvictableReplica, ...]:
         """Copies of other models that leave too little room on a host for what this model intends there."""
-        host, accounts = member.name, tuple(self._ledger)
-        drafts = sum(account.draft_bytes for account in accounts) if self._ledger.is_head(member) else 0
+        host, allocations = member.name, tuple(self._allocations)
+        drafts = (
+            sum(allocation.draft_bytes for allocation in allocations)
+            if self._allocations.is_head(member)
+            else 0
+        )
         left = member.facts.capacity(host, draft_bytes=drafts)
-        becoming = {placement.layers for placement in self.fleet.intended if placement.host == host}
-        staying = [copy for copy in self.fleet.copies_on(host) if copy.config.layers not in becoming]
+        becoming = {placement.layers for placement in self.pipeline.intended if placement.host == host}
+        staying = [
+            replica for replica in self.pipeline.replicas_on(host) if replica.config.layers not in becoming
+        ]
         for memory in (
-            *(placement.memory for account in accounts for placement in account.fleet.held_on(host)),
-            *(copy.config.memory for copy in staying),
+            *(
+                placement.memory
+                for allocation in allocations
+                for placement in allocation.pipeline.held_on(host)
+            ),
+            *(replica.config.memory for replica in staying),
         ):
             left = left.without(memory)
         going = []
         for other in self._others():
-            for copy in other.fleet.copies_on(host):
-                beside = left.without(copy.config.memory)
+            for replica in other.pipeline.replicas_on(host):
+                beside = left.without(replica.config.memory)
                 if beside.is_overdrawn:
-                    going.append(InTheWay(other.fleet, copy))
+                    going.append(EvictableReplica(other.pipeline, replica))
                 else:
                     left = beside
         return tuple(going)
 
-    def _others(self) -> Iterator[Account]:
-        return (account for account in self._ledger if account is not self)
+    def _others(self) -> Iterator[ModelAllocation]:
+        return (allocation for allocation in self._allocations if allocation is not self)
 
-    def _capacity(self, member: Member, *, beside_copies: bool) -> HostCapacity:
-        is_head = self._ledger.is_head(member)
+    def _capacity(self, member: Member, *, beside_replicas: bool) -> HostCapacity:
+        is_head = self._allocations.is_head(member)
         host = member.facts.capacity(member.name, draft_bytes=self.draft_bytes if is_head else 0)
         others = tuple(self._others())
-        held = [placement.memory for other in others for placement in other.fleet.held_on(member.name)]
-        if beside_copies:
-            held += [copy.config.memory for other in others for copy in other.fleet.copies_on(member.name)]
+        held = [placement.memory for other in others for placement in other.pipeline.held_on(member.name)]
+        if beside_replicas:
+            held += [
+                replica.config.memory
+                for other in others
+                for replica in other.pipeline.replicas_on(member.name)
+            ]
         drafts = sum(other.draft_bytes for other in others) if is_head else 0
         return host.beside(held, draft_bytes=drafts)

@@ -11,17 +11,17 @@ import structlog
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.placement.replanner import NewStage, Replan
-from mesh.serve.failures import LastWords
+from mesh.serve.failures import CrashLogs
 from mesh.serve.head_failover import Takeover
-from mesh.serve.pipeline import Seat
-from mesh.serve.planning import FirstPlan
-from mesh.serve.reconfiguration import Placer, make_crew
-from mesh.serve.replicas import Spares
+from mesh.serve.pipeline import PipelineStage
+from mesh.serve.planning import InitialPlacement
+from mesh.serve.reconfiguration import PlacementExecutor, make_recovery_context
+from mesh.serve.replicas import ReplicaManager
 from mesh.serve.stage_factory import StageMaker
-from mesh.serve.stage_group import note_trouble, wire_up
-from mesh.serve.stage_handle import new_mesh_keys
+from mesh.serve.stage_group import log_stage_error, wire_up
+from mesh.serve.stage_handle import new_ring_credentials
 from mesh.serve.status import print_join_line
-from mesh.serve.supervisor import Tending
+from mesh.serve.supervisor import Supervisor
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import StageFailed
 from stages.runtime.numerics import numerics_for
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
     from mesh.coordinator.ring import StageAddress
     from mesh.placement.planner import Plan, StagePlacement
     from mesh.placement.topology import Topology
-    from mesh.serve.allocations import Ledger
+    from mesh.serve.allocations import HostAllocations
     from mesh.serve.head import Head
-    from mesh.serve.head_state import KeptRing
-    from mesh.serve.host_draining import Departures
+    from mesh.serve.head_state import SavedRing
+    from mesh.serve.host_draining import HostDraining
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
-    from mesh.serve.stage_handle import MeshKeys
+    from mesh.serve.stage_handle import RingCredentials
     from stages.weights.stage_cache import StageCache
 
 log = structlog.get_logger()
 
 
-class Bringup:
+class ModelDeployment:
     """Hosts, plan, stage files, actors, ring; then whatever keeps it whole.
 
     Args:
         model: Its state is kept up to date; its engine answers once the ring is connected.
         head: Open.
         cache: Of this host.
-        ledger: Of all models; this one has its account there while it runs.
-        departures: Hosts that are to leave.
+        allocations: Of all models; this one has its account there while it runs.
+        host_draining: Hosts that are to leave.
         proposers: Who proposes for a request; None if nobody does.
         former: What the head before left of this model, if anything can be taken over.
         term: Of this head.
@@ -64,11 +64,11 @@ class Bringup:
         model: ServedModel,
         head: Head,
         cache: StageCache,
-        ledger: Ledger,
-        departures: Departures,
+        allocations: HostAllocations,
+        host_draining: HostDraining,
         *,
         proposers: Proposers | None,
-        former: KeptRing | None,
+        former: SavedRing | None,
         term: int,
         before_planning: Callable[[], Awaitable[None]],
     ) -> None:
@@ -78,19 +78,19 @@ class Bringup:
         self._known = known
         self._state = model.state
         self._head = head
-        self._ledger = ledger
-        self._departures = departures
+        self._allocations = allocations
+        self._host_draining = host_draining
         self._proposers = proposers
-        self._fleet = model.fleet
-        self._account = ledger.open(
+        self._pipeline = model.pipeline
+        self._allocation = allocations.open(
             model.name,
-            model.fleet,
+            model.pipeline,
             draft_bytes=known.draft_bytes,
-            most_threads=None if model.order is None else model.order.threads,
+            most_threads=None if model.load_request is None else model.load_request.threads,
         )
-        self._planning = FirstPlan(options, known, head, self._account, self._say)
+        self._planning = InitialPlacement(options, known, head, self._allocation, self._announce)
         self._maker = StageMaker(options, known, head, cache, model.state.transfers)
-        self._placer = Placer(self._maker, self._account, head.members)
+        self._executor = PlacementExecutor(self._maker, self._allocation, head.members)
         self._former = former
         self._term = term
         self._before_planning = before_planning
@@ -107,10 +107,10 @@ class Bringup:
         try:
             await self._run(on_served)
         finally:
-            await self._fleet.stop()
-            self._ledger.close(self._account)
-            if self._model.order is not None:
-                self._tell_layers()
+            await self._pipeline.stop()
+            self._allocations.close(self._allocation)
+            if self._model.load_request is not None:
+                self._announce_layers()
         raise StageFailed("the mesh ended by itself")
 
     async def _run(self, on_served: Callable[[], None]) -> None:
@@ -118,7 +118,7 @@ class Bringup:
             await self._gather_hosts()
             await self._before_planning()
             placed = await self._planning.make()
-            self._fleet.intended = placed.stages
+            self._pipeline.intended = placed.stages
             self._note_plan(placed.stages, placed.reason)
             await first_of(self._load(placed), self._watch_hosts(placed))
         await self._serve(on_served)
@@ -127,18 +127,18 @@ class Bringup:
         former = self._former
         if former is None:
             return False
-        self._say("taking over")
+        self._announce("taking over")
         takeover = Takeover(
             self._known,
             self._head,
             self._maker,
-            self._fleet,
+            self._pipeline,
             self._model.setup,
-            capacity_of=self._account.capacity_of,
+            capacity_of=self._allocation.capacity_of,
         )
         if not await takeover.run(former):
             return False
-        self._note_plan(self._fleet.placements, "as before")
+        self._note_plan(self._pipeline.placements, "as before")
         return True
 
     async def _gather_hosts(self) -> None:
@@ -150,12 +150,12 @@ class Bringup:
             await self._gather_named_hosts(topology)
             return
         while (missing := wanted - self._num_joined()) > 0:
-            self._say(f"waiting for {missing} of {wanted} hosts")
+            self._announce(f"waiting for {missing} of {wanted} hosts")
             await self._head.members.changed()
 
     async def _gather_named_hosts(self, topology: Topology) -> None:
         while missing := topology.missing(member.name for member in self._head.members.ready):
-            self._say(f"waiting for {', '.join(missing)}, to which the topology locks layers")
+            self._announce(f"waiting for {', '.join(missing)}, to which the topology locks layers")
             await self._head.members.changed()
 
     def _num_joined(self) -> int:
@@ -164,56 +164,61 @@ class Bringup:
 
     async def _load(self, placed: Plan) -> None:
         wires = await self._planning.wires(placed)
-        self._fleet.seats = tuple(Seat(stage, wire) for stage, wire in zip(placed.stages, wires, strict=True))
-        self._say("loading")
+        self._pipeline.stages = tuple(
+            PipelineStage(stage, wire) for stage, wire in zip(placed.stages, wires, strict=True)
+        )
+        self._announce("loading")
         everything = Replan(tuple(NewStage(stage) for stage in placed.stages), (), placed.reason)
-        self._fleet.seats = await self._placer.fill(everything, wires, note_trouble)
-        self._fleet.intended = ()
+        self._pipeline.stages = await self._executor.load_stages(everything, wires, log_stage_error)
+        self._pipeline.intended = ()
 
     async def _serve(self, on_served: Callable[[], None]) -> None:
-        head, fleet, state = self._head, self._fleet, self._state
-        self._say("connecting")
-        keys = new_mesh_keys(self._term)
-        addresses = await wire_up(fleet.seats, keys, note_trouble)
-        fleet.keys = keys
-        async with self._coordinator(addresses, keys) as coordinator, LastWords(head.driver) as last_words:
-            crew = make_crew(
+        head, pipeline, state = self._head, self._pipeline, self._state
+        self._announce("connecting")
+        credentials = new_ring_credentials(self._term)
+        addresses = await wire_up(pipeline.stages, credentials, log_stage_error)
+        pipeline.credentials = credentials
+        async with (
+            self._coordinator(addresses, credentials) as coordinator,
+            CrashLogs(head.driver) as crash_logs,
+        ):
+            context = make_recovery_context(
                 self._known,
                 head,
-                fleet,
-                self._placer,
+                pipeline,
+                self._executor,
                 coordinator,
                 term=self._term,
-                capacity_of=self._account.capacity_of,
+                capacity_of=self._allocation.capacity_of,
                 incidents=state.incidents,
-                on_failure=lambda *what: last_words.look_up(state.incidents, *what),
+                on_failure=lambda *what: crash_logs.collect(state.incidents, *what),
                 on_plan=self._note_plan,
-                say=self._say,
+                announce=self._announce,
                 topology=self._options.topology,
             )
-            spares = Spares(
-                fleet,
+            replica_manager = ReplicaManager(
+                pipeline,
                 self._maker,
                 head.members,
-                crew.sizes,
-                capacity_of=self._account.capacity_for_copies,
-                threads_of=self._account.threads_of,
+                context.sizes,
+                capacity_of=self._allocation.capacity_for_replicas,
+                threads_of=self._allocation.threads_of,
                 clock_s=time.monotonic,
                 are_wanted=self._options.topology is None,
             )
-            state.fleet = fleet
-            state.departures = self._departures
+            state.pipeline = pipeline
+            state.host_draining = self._host_draining
             state.engine.coordinator = coordinator
-            self._say("serving")
+            self._announce("serving")
             on_served()
             try:
-                await Tending(crew, spares, self._departures).run()
+                await Supervisor(context, replica_manager, self._host_draining).run()
             finally:
-                await crew.switch.close()
+                await context.cutover.close()
 
     @asynccontextmanager
     async def _coordinator(
-        self, stages: Sequence[StageAddress], keys: MeshKeys
+        self, stages: Sequence[StageAddress], credentials: RingCredentials
     ) -> AsyncIterator[Coordinator]:
         coordinator = Coordinator(
             stages,
@@ -228,8 +233,8 @@ class Bringup:
                 can_trim=self._known.model.can_trim,
                 cancels=self._options.speculation.cancels,
             ),
-            mesh_id=keys.mesh_id,
-            mesh_key=keys.mesh_key,
+            mesh_id=credentials.mesh_id,
+            mesh_key=credentials.mesh_key,
             make_proposers=self._proposers,
             clock_s=time.monotonic,
             identity=self._head.authority.own_identity(["coordinator"], self._head.own.address),
@@ -247,7 +252,7 @@ class Bringup:
             present = {member.name for member in self._head.members.ready}
             for stage in placed.stages:
                 if stage.host not in present:
-                    command = "mesh serve" if self._model.order is None else "mesh load"
+                    command = "mesh serve" if self._model.load_request is None else "mesh load"
                     raise StageFailed(
                         f"host {stage.host}, which was to hold layers {stage.layers}, left the mesh; start "
                         f"`{command}` again"
@@ -256,29 +261,29 @@ class Bringup:
 
     def _note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         self._state.note_plan(stages, reason)
-        self._account.noted = tuple(stages)
-        self._tell_layers()
+        self._allocation.noted = tuple(stages)
+        self._announce_layers()
         layers: dict[str, list[str]] = {member.name: [] for member in self._head.members}
         for stage in stages:
             layers.setdefault(stage.host, []).append(str(stage.layers))
-        log.info("planned", stages=len(stages), reason=reason, hosts=layers, **self._which)
+        log.info("planned", stages=len(stages), reason=reason, hosts=layers, **self._log_fields)
 
-    def _tell_layers(self) -> None:
+    def _announce_layers(self) -> None:
         """Every host hears when what it holds has changed, of any model."""
         for member in self._head.members:
-            held = self._ledger.layers_on(member.name)
+            held = self._allocations.layers_on(member.name)
             if held != member.layers:
                 self._head.members.update(member.name, layers=held)
                 self._head.service.announce(member.name, f"layers {held}" if held else "no layers")
 
     @property
-    def _which(self) -> dict[str, str]:
+    def _log_fields(self) -> dict[str, str]:
         """For the log: which model, where it is not the first."""
-        return {} if self._model.order is None else {"model": self._model.name}
+        return {} if self._model.load_request is None else {"model": self._model.name}
 
-    def _say(self, phase: str) -> None:
+    def _announce(self, phase: str) -> None:
         if phase != self._state.phase:
             self._state.phase = phase
-            log.info("phase", phase=phase, **self._which)
-            told = phase if self._model.order is None else f"{self._model.name}: {phase}"
+            log.info("phase", phase=phase, **self._log_fields)
+            told = phase if self._model.load_request is None else f"{self._model.name}: {phase}"
             self._head.service.announce_to_all(told)

@@ -11,7 +11,7 @@ import structlog
 
 from mesh.cluster.ray_driver import result_of
 from spanmesh_proto.errors import MeshError
-from stages.host.crash_log import WordReader
+from stages.host.crash_log import CrashLogReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +99,7 @@ _DELAY_S: Final = 3.0
 _PATIENCE_S: Final = 20.0
 
 
-class LastWords:
+class CrashLogs:
     """Looks them up in the background while in the block.
 
     Args:
@@ -118,7 +118,7 @@ class LastWords:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def look_up(self, incidents: Incidents, failure: Failure, loss: StageLoss, member: Member) -> None:
+    def collect(self, incidents: Incidents, failure: Failure, loss: StageLoss, member: Member) -> None:
         """Add them to what is known of a failure, if its process is gone and its host is not.
 
         Args:
@@ -128,22 +128,22 @@ class LastWords:
             member: The host.
         """
         if loss.pid is not None:
-            task = asyncio.create_task(self._look_up(incidents, failure, loss.pid, member))
+            task = asyncio.create_task(self._collect(incidents, failure, loss.pid, member))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _look_up(self, incidents: Incidents, failure: Failure, pid: int, member: Member) -> None:
+    async def _collect(self, incidents: Incidents, failure: Failure, pid: int, member: Member) -> None:
         await asyncio.sleep(_DELAY_S)
-        words, reader = None, None
+        message, reader = None, None
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                reader = await self._driver.create(WordReader, ray_node_name=member.ray_node_name)
-                words = await result_of(reader.last_words.remote(pid), f"the reader on {member.name}")
+                reader = await self._driver.create(CrashLogReader, ray_node_name=member.ray_node_name)
+                message = await result_of(reader.crash_message.remote(pid), f"the reader on {member.name}")
         except (MeshError, TimeoutError) as error:
             log.info("no_last_words", host=member.name, reason=str(error) or "it took too long")
         finally:
             if reader is not None:
                 self._driver.kill(reader)
-        if words:
-            log.error("stage_crashed", host=member.name, layers=failure.layers, last_words=words)
-            incidents.explain(failure, words)
+        if message:
+            log.error("stage_crashed", host=member.name, layers=failure.layers, last_words=message)
+            incidents.explain(failure, message)

@@ -9,8 +9,8 @@ import structlog
 
 from mesh.placement.planner import StagePlacement
 from mesh.placement.stage_sizes import StageSizes, memory_on
-from mesh.serve.head_state import HeadState, KeptModel, KeptStage
-from mesh.serve.pipeline import Seat
+from mesh.serve.head_state import HeadState, SavedModel, SavedStage
+from mesh.serve.pipeline import PipelineStage
 from spanmesh_proto.addresses import split_address
 from spanmesh_proto.errors import MeshError, StageFailed
 from stages.layers import LayerRange
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mesh.cluster.ray_driver import RayDriver
     from mesh.placement.host_capacity import HostCapacity
     from mesh.serve.head import Head
-    from mesh.serve.head_state import KeptRing
-    from mesh.serve.pipeline import Fleet
+    from mesh.serve.head_state import SavedRing
+    from mesh.serve.pipeline import Pipeline
     from mesh.serve.preflight import Preflight
     from mesh.serve.served_model import ServedModel
     from mesh.serve.stage_factory import StageMaker
@@ -46,7 +46,7 @@ class Takeover:
         known: What was found out beforehand.
         head: Open, with the former head's Ray node.
         maker: Makes stages.
-        fleet: Empty.
+        pipeline: Empty.
         setup: Fingerprint of what stages would be loaded with now.
         capacity_of: What a host gives, as the planner sees it.
     """
@@ -56,7 +56,7 @@ class Takeover:
         known: Preflight,
         head: Head,
         maker: StageMaker,
-        fleet: Fleet,
+        pipeline: Pipeline,
         setup: str,
         *,
         capacity_of: Callable[[Member], HostCapacity],
@@ -64,11 +64,11 @@ class Takeover:
         self._sizes = StageSizes(known.model, known.workload)
         self._head = head
         self._maker = maker
-        self._fleet = fleet
+        self._pipeline = pipeline
         self._setup = setup
         self._capacity_of = capacity_of
 
-    async def run(self, former: KeptRing) -> bool:
+    async def run(self, former: SavedRing) -> bool:
         """Take over what is whole; end what is not.
 
         Args:
@@ -84,7 +84,7 @@ class Takeover:
             return False
         if former.setup == self._setup:
             # Until it is known whether they live, their memory is theirs.
-            self._fleet.intended = tuple(map(self._placement, former.stages))
+            self._pipeline.intended = tuple(map(self._placement, former.stages))
             await self._maker.describe(
                 (stage.host, LayerRange(stage.start, stage.stop))
                 for stage in (*former.stages, *former.copies)
@@ -93,27 +93,27 @@ class Takeover:
             # A copy is worth a moment, not more: the mesh can serve without.
             await self._wait_for(former.copies, _WAIT_FOR_SPARES_S)
             ring = [await self._adopt(stage) for stage in former.stages]
-            copies = [await self._adopt(stage) for stage in former.copies]
+            replicas = [await self._adopt(stage) for stage in former.copies]
             handles = [handle for handle in ring if handle is not None]
-            self._fleet.copies = [handle for handle in copies if handle is not None]
+            self._pipeline.replicas = [handle for handle in replicas if handle is not None]
             if len(handles) == len(ring):
-                self._fleet.seats = tuple(
-                    Seat(self._placement(stage), HiddenType(stage.wire), handle)
+                self._pipeline.stages = tuple(
+                    PipelineStage(self._placement(stage), HiddenType(stage.wire), handle)
                     for stage, handle in zip(former.stages, handles, strict=True)
                 )
-                self._fleet.intended = ()
-                log.info("stages_taken_over", stages=len(ring), copies=len(self._fleet.copies))
+                self._pipeline.intended = ()
+                log.info("stages_taken_over", stages=len(ring), copies=len(self._pipeline.replicas))
                 return True
             # What there is helps the plan to come as little as any other host's copy: away with it.
-            self._fleet.copies += handles
+            self._pipeline.replicas += handles
         else:
             log.info("begins_anew", reason="another model, or other options than before")
             for stage in (*former.stages, *former.copies):
                 self._end(stage)
-        await self._fleet.stop()
+        await self._pipeline.stop()
         return False
 
-    async def _wait_for(self, stages: Sequence[KeptStage], most_s: float) -> None:
+    async def _wait_for(self, stages: Sequence[SavedStage], most_s: float) -> None:
         """Give the hosts time to come back."""
         nodes = {stage.ray_node for stage in stages}
         members = self._head.members
@@ -124,7 +124,7 @@ class Takeover:
         except TimeoutError:
             log.warning("hosts_missing", hosts=sorted(nodes - {each.ray_node_name for each in members.ready}))
 
-    async def _adopt(self, stage: KeptStage) -> StageHandle | None:
+    async def _adopt(self, stage: SavedStage) -> StageHandle | None:
         member = next((each for each in self._head.members if each.ray_node_name == stage.ray_node), None)
         try:
             if member is None:
@@ -143,13 +143,13 @@ class Takeover:
             log.warning("stage_not_taken_over", stage=stage.actor, reason=error.message)
             return None
 
-    def _end(self, stage: KeptStage) -> None:
+    def _end(self, stage: SavedStage) -> None:
         try:
             self._head.driver.kill(self._head.driver.find(stage.actor))
         except MeshError as error:
             log.debug("stage_had_ended", reason=error.message)
 
-    def _placement(self, stage: KeptStage) -> StagePlacement:
+    def _placement(self, stage: SavedStage) -> StagePlacement:
         layers = LayerRange(stage.start, stage.stop)
         member = self._head.members.find(stage.host)
         host = None if member is None else self._capacity_of(member)
@@ -176,27 +176,32 @@ def head_state(head: Head, first: ServedModel, others: Iterable[ServedModel], te
         certificate_pem=head.certificate.certificate_pem.decode(),
         private_key_pem=head.certificate.private_key_pem.decode(),
         setup=first.setup,
-        stages=_ring(first.fleet),
-        copies=_copies(first.fleet),
+        stages=_saved_stages(first.pipeline),
+        copies=_saved_replicas(first.pipeline),
         models=tuple(
-            KeptModel(model.order.as_dict(), model.setup, _ring(model.fleet), _copies(model.fleet))
+            SavedModel(
+                model.load_request.as_dict(),
+                model.setup,
+                _saved_stages(model.pipeline),
+                _saved_replicas(model.pipeline),
+            )
             for model in others
-            if model.order is not None
+            if model.load_request is not None
         ),
     )
 
 
-def _ring(fleet: Fleet) -> tuple[KeptStage, ...]:
-    return tuple(_kept(handle) for handle in fleet.handles if handle.serves_at is not None)
+def _saved_stages(pipeline: Pipeline) -> tuple[SavedStage, ...]:
+    return tuple(_saved_stage(handle) for handle in pipeline.handles if handle.serves_at is not None)
 
 
-def _copies(fleet: Fleet) -> tuple[KeptStage, ...]:
-    return tuple(_kept(handle) for handle in fleet.copies)
+def _saved_replicas(pipeline: Pipeline) -> tuple[SavedStage, ...]:
+    return tuple(_saved_stage(handle) for handle in pipeline.replicas)
 
 
-def _kept(handle: StageHandle) -> KeptStage:
+def _saved_stage(handle: StageHandle) -> SavedStage:
     config = handle.config
-    return KeptStage(
+    return SavedStage(
         actor=handle.actor_name,
         host=handle.member.name,
         ray_node=handle.member.ray_node_name,
@@ -208,14 +213,14 @@ def _kept(handle: StageHandle) -> KeptStage:
     )
 
 
-def end_strangers(driver: RayDriver, former: HeadState) -> None:
+def kill_unrecorded_actors(driver: RayDriver, former: HeadState) -> None:
     """End all processes that the former head had started and did not write down.
 
     Args:
         driver: Connected to the former head's Ray; nothing was started by it yet.
         former: What that head wrote down.
     """
-    rings: tuple[KeptRing, ...] = (former, *former.models)
+    rings: tuple[SavedRing, ...] = (former, *former.models)
     kept = {stage.actor for ring in rings for stage in (*ring.stages, *ring.copies)}
     for name in driver.names():
         if name not in kept:

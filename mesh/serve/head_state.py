@@ -41,7 +41,7 @@ _FORMAT: Final = 1
 
 
 @dataclass(frozen=True)
-class KeptStage:
+class SavedStage:
     """A stage that may outlive its head.
 
     Attributes:
@@ -65,7 +65,7 @@ class KeptStage:
     address: str | None
 
 
-class KeptRing(Protocol):
+class SavedRing(Protocol):
     """What may be taken over of one model."""
 
     @property
@@ -73,29 +73,29 @@ class KeptRing(Protocol):
         """Fingerprint of all that its stages were loaded with; see `fingerprint`."""
 
     @property
-    def stages(self) -> tuple[KeptStage, ...]:
+    def stages(self) -> tuple[SavedStage, ...]:
         """The ring, in pipeline order; none before the first time that it served."""
 
     @property
-    def copies(self) -> tuple[KeptStage, ...]:
+    def copies(self) -> tuple[SavedStage, ...]:
         """Stages that spare hosts have loaded ahead."""
 
 
 @dataclass(frozen=True)
-class KeptModel:
+class SavedModel:
     """A model that was loaded beside the first.
 
     Attributes:
         order: What was asked for, see `mesh.serve.load_request`.
-        setup: See `KeptRing`.
+        setup: See `SavedRing`.
         stages: Likewise.
         copies: Likewise.
     """
 
     order: dict[str, Any]
     setup: str
-    stages: tuple[KeptStage, ...] = ()
-    copies: tuple[KeptStage, ...] = ()
+    stages: tuple[SavedStage, ...] = ()
+    copies: tuple[SavedStage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ class HeadState:
     certificate_pem: str
     private_key_pem: str = field(repr=False)
     setup: str
-    stages: tuple[KeptStage, ...] = ()
-    copies: tuple[KeptStage, ...] = ()
-    models: tuple[KeptModel, ...] = ()
+    stages: tuple[SavedStage, ...] = ()
+    copies: tuple[SavedStage, ...] = ()
+    models: tuple[SavedModel, ...] = ()
 
 
 def fingerprint(**setup: object) -> str:
@@ -221,24 +221,24 @@ def _from_json(fields: Any) -> HeadState:
     if fields.pop("format") != _FORMAT:
         raise ValueError("written by another version")
     fields["ray"] = RayNodeRecord(**fields["ray"])
-    fields["models"] = tuple(KeptModel(**_with_stages(model)) for model in fields.get("models", ()))
+    fields["models"] = tuple(SavedModel(**_with_stages(model)) for model in fields.get("models", ()))
     return HeadState(**_with_stages(fields))
 
 
 def _with_stages(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {
-        name: tuple(KeptStage(**stage) for stage in fields[name]) for name in ("stages", "copies")
+        name: tuple(SavedStage(**stage) for stage in fields[name]) for name in ("stages", "copies")
     }
 
 
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 # Between attempts to write, each twice as long as the one before.
 _LONGEST_PAUSE_S: Final = 30.0
 # So long the answer to an order that was carried out waits for that to be written down.
 _PATIENCE_S: Final = 10.0
 
 
-class Succession:
+class HeadStateWriter:
     """What one head knows of the one before it, and writes down for the one after it.
 
     Args:
@@ -267,14 +267,14 @@ class Succession:
         self.term = term
         self.failure: str | None = None
 
-    async def keep(self, read: Callable[[], HeadState]) -> NoReturn:
+    async def keep_written(self, read: Callable[[], HeadState]) -> NoReturn:
         """Keep the file up to date until cancelled; what cannot be written is tried again.
 
         Args:
             read: Gives the state as it is now.
         """
         written: HeadState | None = None
-        pause_s = _LOOK_S
+        pause_s = _POLL_S
         try:
             while True:
                 self._is_asked.clear()
@@ -293,10 +293,10 @@ class Succession:
                     continue
                 if self.failure is not None:
                     log.info("head_state_written_again")
-                self.failure, pause_s = None, _LOOK_S
+                self.failure, pause_s = None, _POLL_S
                 for asked in waiting:
                     _settle(asked)
-                await self._asked_within(_LOOK_S)
+                await self._asked_within(_POLL_S)
         finally:
             # From here on there is nothing to take over: the file is cleared.
             self._file = None
@@ -340,7 +340,7 @@ def _settle(asked: asyncio.Future[None]) -> None:
 
 
 @contextmanager
-def open_succession(options: ServeOptions) -> Iterator[Succession]:
+def open_head_state(options: ServeOptions) -> Iterator[HeadStateWriter]:
     """Read what a former head has left; afterwards nothing is left, unless this process is killed.
 
     Args:
@@ -355,7 +355,7 @@ def open_succession(options: ServeOptions) -> Iterator[Succession]:
         log.warning("no_successor", reason=f"{path} cannot be used: {error}")
         file = None
     if file is None:
-        yield Succession(None, None, term)
+        yield HeadStateWriter(None, None, term)
         return
     with file:
         former = file.load()
@@ -363,7 +363,7 @@ def open_succession(options: ServeOptions) -> Iterator[Succession]:
             log.info("former_head_found", term=former.term, stages=len(former.stages))
             term = max(term, former.term + 1)
         try:
-            yield Succession(file, former, term)
+            yield HeadStateWriter(file, former, term)
         finally:
             file.clear()
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mesh.cluster.members import Member, Members
     from mesh.cluster.membership_server import MembershipService
     from mesh.serve.failures import Incidents
-    from mesh.serve.pipeline import Fleet
+    from mesh.serve.pipeline import Pipeline
 
 log = structlog.get_logger()
 
@@ -25,24 +25,24 @@ _STUCK_S: Final = 15.0
 _EVICTED: Final = StageLoss("its host was evicted")
 
 
-class Departures:
+class HostDraining:
     """Who is leaving, and who waits to hear of it.
 
     Args:
         members: Hosts.
         service: Tells them.
-        fleets: Gives those of all models, each with what notes its losses; they lose the stages of evicted
+        pipelines: Gives those of all models, each with what notes its losses; they lose the stages of evicted
             hosts.
         on_new_token: Called when the join token was replaced.
         clock_s: Monotonic, seconds.
-        until_written: Returns once a next head would know what is true now; see `Succession.written`.
+        until_written: Returns once a next head would know what is true now; see `HeadStateWriter.written`.
     """
 
     def __init__(
         self,
         members: Members,
         service: MembershipService,
-        fleets: Callable[[], Iterable[tuple[Fleet, Incidents]]],
+        pipelines: Callable[[], Iterable[tuple[Pipeline, Incidents]]],
         *,
         on_new_token: Callable[[], None],
         clock_s: Callable[[], float],
@@ -50,7 +50,7 @@ class Departures:
     ) -> None:
         self._members = members
         self._service = service
-        self._fleets = fleets
+        self._pipelines = pipelines
         self._on_new_token = on_new_token
         self._clock_s = clock_s
         self._until_written = until_written
@@ -91,41 +91,41 @@ class Departures:
             ClusterError: If it is cut off, but that cannot be written down.
         """
         self._service.evict(name)
-        for fleet, incidents in self._fleets():
-            for index, seat in enumerate(fleet.seats):
-                if seat.handle is not None and seat.handle.member.name == name:
-                    fleet.lose(index)
-                    incidents.failed(name, str(seat.placement.layers), _EVICTED.reason)
-        self.drop_copies(name)
+        for pipeline, incidents in self._pipelines():
+            for index, stage in enumerate(pipeline.stages):
+                if stage.handle is not None and stage.handle.member.name == name:
+                    pipeline.mark_lost(index)
+                    incidents.failed(name, str(stage.placement.layers), _EVICTED.reason)
+        self.drop_replicas(name)
         self._finish(name)
         self._on_new_token()
         await self._until_written()
         return {"host": name, "evicted": True}
 
-    def drop_copies(self, name: str) -> None:
+    def drop_replicas(self, name: str) -> None:
         """End what a host has loaded ahead."""
-        for fleet, _incidents in self._fleets():
-            for copy in [copy for copy in fleet.copies if copy.member.name == name]:
-                fleet.drop_copy(copy)
+        for pipeline, _incidents in self._pipelines():
+            for replica in [replica for replica in pipeline.replicas if replica.member.name == name]:
+                pipeline.drop_replica(replica)
 
-    def let_go_if_free(self, member: Member) -> None:
+    def release_if_free(self, member: Member) -> None:
         """Let a host go once no model has layers there, or is about to."""
         if not any(
-            any(seat.is_on(member) for seat in fleet.seats)
-            or any(placement.host == member.name for placement in fleet.intended)
-            for fleet, _incidents in self._fleets()
+            any(stage.is_on(member) for stage in pipeline.stages)
+            or any(placement.host == member.name for placement in pipeline.intended)
+            for pipeline, _incidents in self._pipelines()
         ):
-            self.let_go(member, "nothing of the mesh is left on this host: goodbye")
+            self.release(member, "nothing of the mesh is left on this host: goodbye")
 
-    def let_go(self, member: Member, state: str) -> None:
+    def release(self, member: Member, state: str) -> None:
         """A host holds nothing any more, or has waited for too long: it may leave. Once is enough."""
         if member.ray_node_name not in self._let_go:
             self._let_go.add(member.ray_node_name)
-            self.drop_copies(member.name)
-            self._service.let_go(member.name, state)
+            self.drop_replicas(member.name)
+            self._service.dismiss(member.name, state)
         self._finish(member.name)
 
-    def stuck(self, name: str, reason: str) -> None:
+    def report_stuck(self, name: str, reason: str) -> None:
         """Nobody else can hold what is on a host.
 
         A drain is called off. A host that wants to leave by itself is told, and goes after a while.
@@ -144,7 +144,7 @@ class Departures:
             log.warning("host_cannot_be_drained", host=name, reason=reason, leaves_in_s=_STUCK_S)
             self._service.announce(name, f"{reason}; it leaves all the same in {_STUCK_S:g} s")
         elif now_s - since_s >= _STUCK_S and (member := self._members.find(name)) is not None:
-            self.let_go(member, "left though nobody else could hold its layers")
+            self.release(member, "left though nobody else could hold its layers")
 
     def _finish(self, name: str) -> None:
         self._stuck_since_s.pop(name, None)

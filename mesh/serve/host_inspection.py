@@ -11,15 +11,15 @@ import structlog
 
 from mesh.cluster.ray_driver import result_of
 from spanmesh_proto.errors import MeshError, StageFailed
-from stages.host.host_report import LookingHost
-from stages.host.profiler import Rehearsal
+from stages.host.host_report import HostReporter
+from stages.host.profiler import StageProfiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mesh.cluster.members import Member, Members
     from mesh.cluster.ray_driver import RayDriver
-    from mesh.serve.pipeline import Fleet
+    from mesh.serve.pipeline import Pipeline
 
 
 log = structlog.get_logger()
@@ -29,7 +29,7 @@ _EXAMINATION_PATIENCE_S: Final = 600.0
 _NUM_CLOCKS: Final = 5
 
 
-class Examination:
+class HostReports:
     """Of all hosts at the same time.
 
     Args:
@@ -63,8 +63,8 @@ class Examination:
         try:
             async with asyncio.timeout(_EXAMINATION_PATIENCE_S):
                 name = f"look at {member.name} {secrets.token_hex(4)}"
-                actor = await self._driver.create(LookingHost, ray_node_name=member.ray_node_name, name=name)
-                found = await result_of(actor.look.remote(list(files)), member.name)
+                actor = await self._driver.create(HostReporter, ray_node_name=member.ray_node_name, name=name)
+                found = await result_of(actor.report.remote(list(files)), member.name)
                 ahead_ms, within_ms = await _clock(actor, member.name)
         except TimeoutError:
             failure = f"{member.name} did not finish within {_EXAMINATION_PATIENCE_S:g} s"
@@ -101,7 +101,7 @@ async def _clock(actor: Any, host: str) -> tuple[float, float]:
 _PROFILE_PATIENCE_S: Final = 90.0
 
 
-class Rehearsals:
+class StageProfiles:
     """One at a time, and of one host after the other: hosts may share what limits them.
 
     Args:
@@ -118,7 +118,7 @@ class Rehearsals:
         """Time stages.
 
         Args:
-            wanted: By host, orders as `RehearsalOrder.as_dict` gives them.
+            wanted: By host, orders as `ProfileRequest.as_dict` gives them.
 
         Returns:
             For each host its timings in the same order, or why there are none; fit for JSON.
@@ -139,7 +139,7 @@ class Rehearsals:
             return None
         try:
             name = f"rehearsal on {host} {secrets.token_hex(4)}"
-            return await self._driver.create(Rehearsal, ray_node_name=member.ray_node_name, name=name)
+            return await self._driver.create(StageProfiler, ray_node_name=member.ray_node_name, name=name)
         except MeshError as error:
             log.warning("rehearsal_failed", host=host, reason=error.message)
             return None
@@ -149,7 +149,7 @@ class Rehearsals:
             if actor is None:
                 raise StageFailed(f"host {host} is not in the mesh, or not ready")
             async with asyncio.timeout(_PROFILE_PATIENCE_S):
-                timings = [await result_of(actor.rehearse.remote(dict(order)), host) for order in orders]
+                timings = [await result_of(actor.profile.remote(dict(order)), host) for order in orders]
         except TimeoutError:
             failure = f"{host} did not finish within {_PROFILE_PATIENCE_S:g} s"
         except MeshError as error:
@@ -167,23 +167,25 @@ class Inspection:
     Args:
         driver: Starts processes on hosts.
         members: Hosts.
-        fleets: Gives those of all models: the files that hosts should have are theirs.
+        pipelines: Gives those of all models: the files that hosts should have are theirs.
     """
 
-    def __init__(self, driver: RayDriver, members: Members, fleets: Callable[[], Iterable[Fleet]]) -> None:
-        self._rehearsals = Rehearsals(driver, members)
-        self._examination = Examination(driver, members)
-        self._fleets = fleets
+    def __init__(
+        self, driver: RayDriver, members: Members, pipelines: Callable[[], Iterable[Pipeline]]
+    ) -> None:
+        self._profiles = StageProfiles(driver, members)
+        self._host_reports = HostReports(driver, members)
+        self._pipelines = pipelines
 
     async def rehearse(self, wanted: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-        """See `Rehearsals.run`."""
-        return await self._rehearsals.run(wanted)
+        """See `StageProfiles.run`."""
+        return await self._profiles.run(wanted)
 
     async def examine(self) -> list[dict[str, Any]]:
-        """See `Examination.run`."""
+        """See `HostReports.run`."""
         files: dict[str, list[str]] = {}
-        for fleet in self._fleets():
-            for handle in (*fleet.handles, *fleet.copies):
+        for pipeline in self._pipelines():
+            for handle in (*pipeline.handles, *pipeline.replicas):
                 if handle.config.whole is None:
                     files.setdefault(handle.member.name, []).append(handle.config.sha256)
-        return await self._examination.run({host: sorted(set(hashes)) for host, hashes in files.items()})
+        return await self._host_reports.run({host: sorted(set(hashes)) for host, hashes in files.items()})

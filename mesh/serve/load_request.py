@@ -21,7 +21,7 @@ _DEFAULT: Final = "default"
 
 
 @dataclass(frozen=True)
-class LoadOrder:
+class LoadRequest:
     """Fit for JSON. The fields are named as the options of `mesh load` are, which tell what they mean.
 
     Attributes:
@@ -143,11 +143,11 @@ class LoadOrder:
         )
 
 
-def order_of(fields: dict[str, Any]) -> LoadOrder:
+def parse_load_request(fields: dict[str, Any]) -> LoadRequest:
     """An order from JSON, checked before.
 
     Raises:
         TypeError: If a field is unknown, or `model` is missing.
     """
     split = fields.get("split")
-    return LoadOrder(**fields | {"split": None if split is None else tuple(split)})
+    return LoadRequest(**fields | {"split": None if split is None else tuple(split)})

@@ -10,14 +10,14 @@ from mesh.api.app import create_app
 from mesh.api.http_server import serve_api
 from mesh.cluster.discovery import announced, head_found
 from mesh.metrics.tracing import closing, open_tracer
-from mesh.serve.allocations import Ledger
-from mesh.serve.deployment import Bringup
+from mesh.serve.allocations import HostAllocations
+from mesh.serve.deployment import ModelDeployment
 from mesh.serve.head import Head, open_head
-from mesh.serve.head_failover import end_strangers, head_state
-from mesh.serve.head_state import open_succession
-from mesh.serve.host_draining import Departures
+from mesh.serve.head_failover import head_state, kill_unrecorded_actors
+from mesh.serve.head_state import open_head_state
+from mesh.serve.host_draining import HostDraining
 from mesh.serve.host_inspection import Inspection
-from mesh.serve.model_registry import Catalogue, Models
+from mesh.serve.model_registry import ApiModelRegistry, ModelRegistry
 from mesh.serve.options import fitted_to
 from mesh.serve.proposers import open_proposers
 from mesh.serve.served_model import new_model
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-    from mesh.api.backend import ModelOrders
+    from mesh.api.backend import ModelAdmin
     from mesh.metrics.tracing import RequestTracer
     from mesh.serve.failures import Incidents
-    from mesh.serve.head_state import Succession
+    from mesh.serve.head_state import HeadStateWriter
     from mesh.serve.options import ServeOptions
-    from mesh.serve.pipeline import Fleet
+    from mesh.serve.pipeline import Pipeline
     from mesh.serve.preflight import Preflight
     from mesh.serve.proposers import Proposers
     from mesh.serve.served_model import ServedModel
@@ -57,33 +57,33 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
     """
     options = fitted_to(options, known.model)
     first = new_model(model_name(options.model), options, known)
-    orders: list[ModelOrders] = []
+    model_admin: list[ModelAdmin] = []
     cache = StageCache()
     tracer = open_tracer()
-    app = _app(first, lambda: orders[0] if orders else None, tracer)
+    app = _app(first, lambda: model_admin[0] if model_admin else None, tracer)
     await asyncio.to_thread(app.state.backends.first.chat_template.try_out)
     with (
         closing(tracer),
         open_proposers(options, known) as proposers,
-        open_succession(options) as succession,
+        open_head_state(options) as state_writer,
     ):
         async with (
             serve_api(app, options.host, options.port, is_insecure=options.is_insecure) as url,
-            open_head(options, known.facts, cache, interruption, succession.former) as head,
+            open_head(options, known.facts, cache, interruption, state_writer.former) as head,
             announced(head_found(options.name, head.service.token), is_wanted=options.is_discoverable),
         ):
             mesh = _Mesh(
                 first,
                 head,
                 cache,
-                Catalogue(app.state.backends),
-                succession=succession,
+                ApiModelRegistry(app.state.backends),
+                state_writer=state_writer,
                 proposers=proposers,
             )
 
             def on_served() -> None:
                 mesh.models.first_serves()
-                orders.append(mesh.models)
+                model_admin.append(mesh.models)
                 print_served(options, first.state, url, head)
 
             await mesh.run(on_served)
@@ -96,8 +96,8 @@ class _Mesh:
         first: The model that `mesh serve` was started with.
         head: Open.
         cache: Of this host.
-        catalogue: What the API answers for.
-        succession: What the head before left, and this one leaves.
+        api_models: What the API answers for.
+        state_writer: What the head before left, and this one leaves.
         proposers: Who proposes for the first model's requests.
     """
 
@@ -106,56 +106,56 @@ class _Mesh:
         first: ServedModel,
         head: Head,
         cache: StageCache,
-        catalogue: Catalogue,
+        api_models: ApiModelRegistry,
         *,
-        succession: Succession,
+        state_writer: HeadStateWriter,
         proposers: Proposers | None,
     ) -> None:
-        former = succession.former
-        kept = () if former is None else former.models
+        former = state_writer.former
+        saved = () if former is None else former.models
         if head.former is not None:
-            end_strangers(head.driver, head.former)
+            kill_unrecorded_actors(head.driver, head.former)
         self._first = first
         self._head = head
-        self._succession = succession
-        ledger = Ledger(head.is_own)
-        departures = Departures(
+        self._state_writer = state_writer
+        allocations = HostAllocations(head.is_own)
+        host_draining = HostDraining(
             head.members,
             head.service,
-            self._fleets,
-            on_new_token=self._tell_new_token,
+            self._pipelines,
+            on_new_token=self._announce_token,
             clock_s=time.monotonic,
-            until_written=succession.written,
+            until_written=state_writer.written,
         )
         # The first account is the first model's.
-        self._bringup = Bringup(
+        self._deployment = ModelDeployment(
             first,
             head,
             cache,
-            ledger,
-            departures,
+            allocations,
+            host_draining,
             proposers=proposers,
             former=head.former,
-            term=succession.term,
+            term=state_writer.term,
             before_planning=lambda: self.models.settled(),  # noqa: PLW0108 - there are none yet
         )
-        self.models = Models(
+        self.models = ModelRegistry(
             first,
             head,
             cache,
-            ledger,
-            departures,
-            term=succession.term,
-            catalogue=catalogue,
-            former=kept,
+            allocations,
+            host_draining,
+            term=state_writer.term,
+            api_models=api_models,
+            former=saved,
             can_adopt=head.former is not None,
-            until_written=succession.written,
+            until_written=state_writer.written,
         )
         state = first.state
-        state.succession = succession
-        state.members, state.survey, state.ledger = head.members, head.survey, ledger
+        state.state_writer = state_writer
+        state.members, state.survey, state.allocations = head.members, head.survey, allocations
         state.inspection = Inspection(
-            head.driver, head.members, lambda: (fleet for fleet, _incidents in self._fleets())
+            head.driver, head.members, lambda: (pipeline for pipeline, _incidents in self._pipelines())
         )
 
     async def run(self, on_served: Callable[[], None]) -> None:
@@ -168,24 +168,24 @@ class _Mesh:
             MeshError: Whatever the first model's bringing up raises, or if Ray ended.
         """
         await first_of(
-            self._bringup.run(on_served),
+            self._deployment.run(on_served),
             self.models.run(),
-            self._succession.keep(
-                lambda: head_state(self._head, self._first, self.models.noted, self._succession.term)
+            self._state_writer.keep_written(
+                lambda: head_state(self._head, self._first, self.models.noted, self._state_writer.term)
             ),
             _watch_ray(self._head),
         )
 
-    def _fleets(self) -> Iterator[tuple[Fleet, Incidents]]:
-        return ((model.fleet, model.state.incidents) for model in (self._first, *self.models))
+    def _pipelines(self) -> Iterator[tuple[Pipeline, Incidents]]:
+        return ((model.pipeline, model.state.incidents) for model in (self._first, *self.models))
 
-    def _tell_new_token(self) -> None:
+    def _announce_token(self) -> None:
         print_join_line(self._head.token)
         self._head.write_token(self._head.token)
 
 
 def _app(
-    first: ServedModel, orders: Callable[[], ModelOrders | None], tracer: RequestTracer | None
+    first: ServedModel, model_admin: Callable[[], ModelAdmin | None], tracer: RequestTracer | None
 ) -> FastAPI:
     options, engine, state = first.options, first.engine, first.state
     return create_app(
@@ -202,9 +202,9 @@ def _app(
         refusal=lambda: engine.refusal,
         stage_counts=lambda: stage_counts(engine),
         measure_links=lambda num_probes, bulk_bytes: measured_links(state, num_probes, bulk_bytes),
-        departures=lambda: state.departures,
-        look_into_hosts=lambda: state.inspection,
-        model_orders=orders,
+        host_admin=lambda: state.host_draining,
+        host_inspection=lambda: state.inspection,
+        model_admin=model_admin,
         tracer=tracer,
     )
 

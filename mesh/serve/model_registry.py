@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import structlog
 
 from mesh.api.backend import backend_beside
-from mesh.serve.deployment import Bringup
-from mesh.serve.load_request import order_of
+from mesh.serve.deployment import ModelDeployment
+from mesh.serve.load_request import parse_load_request
 from mesh.serve.options import fitted_to
 from mesh.serve.preflight import check_model
 from mesh.serve.proposers import open_proposers
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from mesh.api.backend import Backends
-    from mesh.serve.allocations import Ledger
+    from mesh.serve.allocations import HostAllocations
     from mesh.serve.head import Head
-    from mesh.serve.head_state import KeptModel
-    from mesh.serve.host_draining import Departures
-    from mesh.serve.load_request import LoadOrder
+    from mesh.serve.head_state import SavedModel
+    from mesh.serve.host_draining import HostDraining
+    from mesh.serve.load_request import LoadRequest
     from mesh.serve.preflight import Preflight
     from mesh.serve.served_model import ServedModel
     from stages.weights.stage_cache import StageCache
@@ -54,7 +54,7 @@ class _Slot:
     """One model's place here.
 
     Attributes:
-        order: What was asked for.
+        load_request: What was asked for.
         is_restored: Whether a head that crashed had loaded it.
         former: What that one has left of it, if it may live still.
         model: Once its file was looked at.
@@ -64,9 +64,9 @@ class _Slot:
         is_noted: Whether the next head is to load it again.
     """
 
-    order: LoadOrder
+    load_request: LoadRequest
     is_restored: bool = False
-    former: KeptModel | None = None
+    former: SavedModel | None = None
     model: ServedModel | None = None
     task: asyncio.Task[None] | None = None
     settled: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -74,20 +74,20 @@ class _Slot:
     is_noted: bool = False
 
 
-class Models:
+class ModelRegistry:
     """Those beside the first. What happens to one of them is nothing to the others.
 
     Args:
         first: The model that `mesh serve` was started with.
         head: Open.
         cache: Of this host.
-        ledger: Of all models.
-        departures: Hosts that are to leave.
+        allocations: Of all models.
+        host_draining: Hosts that are to leave.
         term: Of this head.
-        catalogue: What the API answers for.
+        api_models: What the API answers for.
         former: Models that a head which crashed had loaded.
         can_adopt: Whether their stages may live still.
-        until_written: Returns once a next head would know what is true now; see `Succession.written`.
+        until_written: Returns once a next head would know what is true now; see `HeadStateWriter.written`.
     """
 
     def __init__(
@@ -95,22 +95,22 @@ class Models:
         first: ServedModel,
         head: Head,
         cache: StageCache,
-        ledger: Ledger,
-        departures: Departures,
+        allocations: HostAllocations,
+        host_draining: HostDraining,
         *,
         term: int,
-        catalogue: Catalogue,
-        former: Sequence[KeptModel] = (),
+        api_models: ApiModelRegistry,
+        former: Sequence[SavedModel] = (),
         can_adopt: bool = False,
         until_written: Callable[[], Awaitable[None]],
     ) -> None:
         self._first = first
         self._head = head
         self._cache = cache
-        self._ledger = ledger
-        self._departures = departures
+        self._allocations = allocations
+        self._host_draining = host_draining
         self._term = term
-        self._catalogue = catalogue
+        self._api_models = api_models
         self._former = former
         self._can_adopt = can_adopt
         self._until_written = until_written
@@ -133,8 +133,8 @@ class Models:
     async def run(self) -> NoReturn:
         """Load what a former head had loaded, then stay until cancelled; in the end every model is ended."""
         try:
-            for kept in self._former:
-                self._restore(kept)
+            for saved in self._former:
+                self._restore(saved)
             await asyncio.Event().wait()
         finally:
             tasks = [slot.task for slot in self._slots.values() if slot.task is not None]
@@ -145,8 +145,8 @@ class Models:
 
     async def settled(self) -> None:
         """Wait until it is known of each former model whether its stages live on: they hold memory."""
-        for kept in self._former:
-            slot = self._slots.get(order_of(kept.order).served_name)
+        for saved in self._former:
+            slot = self._slots.get(parse_load_request(saved.order).served_name)
             if slot is not None:
                 await slot.has_decided.wait()
 
@@ -154,7 +154,7 @@ class Models:
         """Serve a model beside those that are served; returns when it answers, and will after a crash.
 
         Args:
-            fields: Of a `LoadOrder`, checked by the API.
+            fields: Of a `LoadRequest`, checked by the API.
 
         Returns:
             Where its stages are; fit for JSON.
@@ -170,8 +170,8 @@ class Models:
             raise ClusterError(
                 "the first model is still loading: try again in a moment", retry_after_s=_RETRY_AFTER_S
             )
-        order = order_of(dict(fields))
-        slot = self._begin(_Slot(order))
+        load_request = parse_load_request(dict(fields))
+        slot = self._begin(_Slot(load_request))
         # Whoever asked may hang up: it goes on all the same.
         await asyncio.shield(slot.settled)
         await self._until_written()
@@ -187,7 +187,7 @@ class Models:
                     "threads": handle.config.options.num_threads,
                     "bytes": handle.config.memory.total_bytes,
                 }
-                for handle in model.fleet.handles
+                for handle in model.pipeline.handles
             ],
         }
 
@@ -219,7 +219,7 @@ class Models:
             raise ModelNotFound(f"no model was loaded as {name!r}; loaded are: {others}", param="model")
         log.info("model_unloads", model=name, wait_s=wait_s)
         slot.is_noted = False
-        self._catalogue.remove(name)
+        self._api_models.remove(name)
         num_ended = 0 if slot.model is None else await drained(slot.model, wait_s)
         slot.task.cancel()
         await asyncio.gather(slot.task, return_exceptions=True)
@@ -227,7 +227,7 @@ class Models:
         return {"model": name, "unloaded": True, "ended": num_ended}
 
     def _begin(self, slot: _Slot) -> _Slot:
-        name = slot.order.served_name
+        name = slot.load_request.served_name
         if name == self._first.name or name in self._slots:
             raise InvalidRequest(
                 f"a model is served as {name!r} already: choose another --name", param="name"
@@ -237,13 +237,15 @@ class Models:
         slot.task = asyncio.create_task(self._serve(name, slot), context=contextvars.Context())
         return slot
 
-    def _restore(self, kept: KeptModel) -> None:
-        slot = _Slot(order_of(kept.order), is_restored=True, former=kept if self._can_adopt else None)
+    def _restore(self, saved: SavedModel) -> None:
+        slot = _Slot(
+            parse_load_request(saved.order), is_restored=True, former=saved if self._can_adopt else None
+        )
         try:
             self._begin(slot)
         except MeshError as error:
-            log.warning("model_not_restored", model=kept.order.get("model"), reason=error.message)
-            self._end(kept)
+            log.warning("model_not_restored", model=saved.order.get("model"), reason=error.message)
+            self._end(saved)
         else:
             slot.is_noted = True
 
@@ -276,36 +278,36 @@ class Models:
 
     async def _serve_once(self, name: str, slot: _Slot) -> None:
         """Load it and keep it whole until that fails."""
-        order = slot.order
-        options = order.options(self._first.options)
+        load_request = slot.load_request
+        options = load_request.options(self._first.options)
         known = await self._known(slot)
         options = fitted_to(options, known.model)
         slot.model = model = new_model(
-            name, options, known, order=order, transfers=self._first.state.transfers
+            name, options, known, load_request=load_request, transfers=self._first.state.transfers
         )
         async with entered_in_thread(open_proposers(options, known)) as proposers:
             try:
-                await self._catalogue.add(model)
-                bringup = Bringup(
+                await self._api_models.add(model)
+                deployment = ModelDeployment(
                     model,
                     self._head,
                     self._cache,
-                    self._ledger,
-                    self._departures,
+                    self._allocations,
+                    self._host_draining,
                     proposers=proposers,
                     former=slot.former,
                     term=self._term,
                     before_planning=lambda: self._turn(slot),
                 )
-                await bringup.run(lambda: self._on_served(slot))
+                await deployment.run(lambda: self._on_served(slot))
             finally:
-                self._catalogue.remove(name)
+                self._api_models.remove(name)
 
     async def _known(self, slot: _Slot) -> Preflight:
         """What can be found out before any work; in a thread, since other models answer meanwhile."""
-        options, first = slot.order.options(self._first.options), self._first.known
+        options, first = slot.load_request.options(self._first.options), self._first.known
         own = self._head.own
-        taken_bytes = self._ledger.held_bytes(own)
+        taken_bytes = self._allocations.held_bytes(own)
         try:
             return await CancellableWork().run(
                 lambda: check_model(options, lambda: first.facts, taken_bytes=taken_bytes)
@@ -325,13 +327,13 @@ class Models:
         slot.has_decided.set()
         if not slot.settled.done():
             slot.settled.set_result(None)
-        log.info("model_serves", model=slot.order.served_name)
+        log.info("model_serves", model=slot.load_request.served_name)
 
-    def _end(self, kept: KeptModel) -> None:
+    def _end(self, saved: SavedModel) -> None:
         """End what a former head has left of a model that will not be served."""
         if not self._can_adopt:
             return
-        for stage in (*kept.stages, *kept.copies):
+        for stage in (*saved.stages, *saved.copies):
             try:
                 self._head.driver.kill(self._head.driver.find(stage.actor))
             except MeshError as error:
@@ -345,7 +347,7 @@ def _fail(slot: _Slot, error: MeshError) -> None:
         slot.settled.exception()
 
 
-class Catalogue:
+class ApiModelRegistry:
     """What the API answers for besides the first model.
 
     Args:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
-from mesh.placement.links import LinkWish
+from mesh.placement.links import LinkProbeOptions
 from mesh.placement.stage_order import has_an_order, hosts_of, ordered_by_links
 from mesh.placement.stage_sizes import StageSizes
 from mesh.placement.wire_types import HIDDEN_VALUE_BYTES, planned_wires
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mesh.placement.host_capacity import HostCapacity
     from mesh.placement.links import Links
     from mesh.placement.planner import Plan
-    from mesh.serve.allocations import Account
+    from mesh.serve.allocations import ModelAllocation
     from mesh.serve.head import Head
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 _MOST_S: Final = 2.0
 
 
-async def made_in_thread(
+async def plan_in_thread(
     make: Callable[[Callable[[], bool]], Result], *, clock_s: Callable[[], float] = time.monotonic
 ) -> Result:
     """Have a plan made in a thread of its own, which ends soon after this was cancelled.
@@ -71,7 +71,7 @@ async def made_in_thread(
         thread.shutdown(wait=False)
 
 
-async def agreed(
+async def settled_plan(
     look: Callable[[], Inputs],
     make: Callable[[Inputs, Callable[[], bool]], Result],
     holds: Callable[[Inputs, Inputs, Result], bool],
@@ -82,7 +82,7 @@ async def agreed(
 
     Args:
         look: What there is now, as a frozen snapshot.
-        make: Makes a plan of that, in a thread; see `made_in_thread`.
+        make: Makes a plan of that, in a thread; see `plan_in_thread`.
         holds: Whether a plan that was made of the first holds for the second, too.
 
     Raises:
@@ -92,7 +92,7 @@ async def agreed(
     while True:
         before = look()
         try:
-            found = await made_in_thread(partial(make, before))
+            found = await plan_in_thread(partial(make, before))
         except (ModelDoesNotFit, NotEnoughHosts):
             if look() == before:
                 raise
@@ -122,15 +122,15 @@ _NUM_PROBES: Final = 6
 _BULK_BYTES: Final = 256 * 1024
 
 
-class FirstPlan:
+class InitialPlacement:
     """Made of what the user says, what hosts bring, and what their links are like.
 
     Args:
         options: What the user says.
         known: What was found out beforehand.
         head: Open.
-        account: What hosts have left for the model.
-        say: Tells everybody what is going on.
+        allocation: What hosts have left for the model.
+        announce: Tells everybody what is going on.
     """
 
     def __init__(
@@ -138,14 +138,14 @@ class FirstPlan:
         options: ServeOptions,
         known: Preflight,
         head: Head,
-        account: Account,
-        say: Callable[[str], None],
+        allocation: ModelAllocation,
+        announce: Callable[[str], None],
     ) -> None:
         self._options = options
         self._known = known
         self._head = head
-        self._account = account
-        self._say = say
+        self._allocation = allocation
+        self._announce = announce
 
     async def make(self) -> Plan:
         """Place the model on the hosts that are ready, as they are when this returns.
@@ -159,18 +159,18 @@ class FirstPlan:
         idle = [host.name for host in hosts if host.uses_gpus]
         if idle and self._options.is_exact:
             log.warning("gpus_idle", hosts=idle, reason="--exact computes on processors alone")
-        as_joined = await agreed(self._hosts, self._placed, _holds)
+        as_joined = await settled_plan(self._hosts, self._placed, _holds)
         survey = self._head.survey
         if self._options.topology is not None or not has_an_order(as_joined, survey.head):
             return as_joined
-        self._say("measuring links")
+        self._announce("measuring links")
         hidden_bytes = self._known.model.hidden_width * HIDDEN_VALUE_BYTES
-        links = await survey.measure(LinkWish(hidden_bytes, _NUM_PROBES))
+        links = await survey.measure(LinkProbeOptions(hidden_bytes, _NUM_PROBES))
         # Other models may have taken some of the room meanwhile.
-        return await agreed(self._hosts, partial(self._ordered_by_links, links), _holds)
+        return await settled_plan(self._hosts, partial(self._ordered_by_links, links), _holds)
 
     def _hosts(self) -> tuple[HostCapacity, ...]:
-        return tuple(self._account.capacity_of(member) for member in self._head.members.ready)
+        return tuple(self._allocation.capacity_of(member) for member in self._head.members.ready)
 
     def _placed(self, hosts: Sequence[HostCapacity], is_time_up: Callable[[], bool]) -> Plan:
         return placed(self._options, self._known, hosts, is_time_up=is_time_up)
@@ -202,14 +202,14 @@ class FirstPlan:
             return (self._options.wire,) * len(chosen.stages)
         if len({stage.host for stage in chosen.stages}) == 1:
             return (HiddenType.F32,) * len(chosen.stages)
-        self._say("measuring links")
+        self._announce("measuring links")
         hidden_bytes = HiddenType.F32.row_bytes(self._known.model.hidden_width)
-        links = await self._head.survey.measure(LinkWish(hidden_bytes, _NUM_PROBES, _BULK_BYTES))
+        links = await self._head.survey.measure(LinkProbeOptions(hidden_bytes, _NUM_PROBES, _BULK_BYTES))
         choices = planned_wires(
             chosen,
             StageSizes(self._known.model, self._known.workload),
             {
-                member.name: self._account.capacity_of(member).fastest_gb_per_s
+                member.name: self._allocation.capacity_of(member).fastest_gb_per_s
                 for member in self._head.members
             },
             links,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
-from mesh.placement.replanner import Copy, replan
+from mesh.placement.replanner import Replica, replan
 from mesh.placement.stage_sizes import StageSizes
-from mesh.serve.pipeline import Seat
-from mesh.serve.planning import agreed, is_room_as_before
+from mesh.serve.pipeline import PipelineStage
+from mesh.serve.planning import is_room_as_before, settled_plan
 from mesh.serve.stage_group import load_all, wire_up
-from mesh.serve.stage_handle import new_mesh_keys
+from mesh.serve.stage_handle import new_ring_credentials
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError, StageFailed
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from mesh.placement.planner import StagePlacement
     from mesh.placement.replanner import NewStage, Replan
     from mesh.placement.topology import Topology
-    from mesh.serve.allocations import Account, InTheWay
+    from mesh.serve.allocations import EvictableReplica, ModelAllocation
     from mesh.serve.failures import Failure, Incidents
     from mesh.serve.head import Head
-    from mesh.serve.pipeline import Fleet
+    from mesh.serve.pipeline import Pipeline
     from mesh.serve.preflight import Preflight
     from mesh.serve.stage_factory import StageMaker
-    from mesh.serve.stage_group import Blame
+    from mesh.serve.stage_group import OnStageError
     from mesh.serve.stage_handle import StageHandle, StageLoss
     from spanmesh_proto.errors import MeshError
     from stages.transport.hidden_codec import HiddenType
@@ -43,27 +43,27 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-class Placer:
+class PlacementExecutor:
     """Fills the seats of a ring.
 
     Args:
         maker: Makes stages.
-        account: What there is, and what hosts have left for it.
+        allocation: What there is, and what hosts have left for it.
         members: Hosts.
     """
 
-    def __init__(self, maker: StageMaker, account: Account, members: Members) -> None:
+    def __init__(self, maker: StageMaker, allocation: ModelAllocation, members: Members) -> None:
         self._maker = maker
-        self._account = account
-        self._fleet = account.fleet
+        self._allocation = allocation
+        self._pipeline = allocation.pipeline
         self._members = members
 
-    async def fill(
+    async def load_stages(
         self,
         decision: Replan,
         wires: Sequence[HiddenType],
-        blame: Blame,
-    ) -> tuple[Seat, ...]:
+        on_stage_error: OnStageError,
+    ) -> tuple[PipelineStage, ...]:
         """Have every stage of the new ring loaded.
 
         What was loaded when this fails stays as a copy, for the next try.
@@ -71,7 +71,7 @@ class Placer:
         Args:
             decision: What is to be where.
             wires: How hidden states travel from each stage of it to the next.
-            blame: Called with each stage that could not be loaded, and why.
+            on_stage_error: Called with each stage that could not be loaded, and why.
 
         Returns:
             The new ring; the fleet's is still the old one.
@@ -79,31 +79,31 @@ class Placer:
         Raises:
             MeshError: If a host or a process is gone, has no room, or does not answer.
         """
-        fleet = self._fleet
-        fleet.intend(decision)
+        pipeline = self._pipeline
+        pipeline.intend(decision)
         fresh: dict[int, StageHandle] = {}
         try:
-            await self._make_room(decision)
+            await self._evict_replicas(decision)
             await self._maker.describe(
-                (new.placement.host, new.placement.layers) for new in decision.stages if _is_fresh(new)
+                (new.placement.host, new.placement.layers) for new in decision.stages if _is_new(new)
             )
-            fresh = self._fresh(decision, wires)
-            fleet.loading = tuple(fresh.values())
-            await first_of(load_all(fleet.loading, blame), self._watch(fleet.loading))
+            fresh = self._new_stages(decision, wires)
+            pipeline.loading = tuple(fresh.values())
+            await first_of(load_all(pipeline.loading, on_stage_error), self._watch(pipeline.loading))
             return tuple(
-                Seat(new.placement, wire, fresh.get(index) or self._old(new))
+                PipelineStage(new.placement, wire, fresh.get(index) or self._kept_stages(new))
                 for index, (new, wire) in enumerate(zip(decision.stages, wires, strict=True))
             )
         except BaseException:
             for handle in fresh.values():
                 if handle.is_loaded:
-                    fleet.copies.append(handle)
+                    pipeline.replicas.append(handle)
                 else:
                     handle.kill()
-            fleet.intended = ()
+            pipeline.intended = ()
             raise
         finally:
-            fleet.loading = ()
+            pipeline.loading = ()
 
     async def _watch(self, handles: Sequence[StageHandle]) -> NoReturn:
         """Raise when a host leaves that something is being loaded on: its processes may be out of reach."""
@@ -114,12 +114,12 @@ class Placer:
                     raise StageFailed(f"{handle.who} cannot be loaded: its host left")
             await self._members.changed()
 
-    def _old(self, new: NewStage) -> StageHandle | None:
+    def _kept_stages(self, new: NewStage) -> StageHandle | None:
         if new.kept is not None:
-            return self._fleet.seats[new.kept].handle
-        return self._fleet.take_copy(Copy(new.placement.host, new.placement.layers))
+            return self._pipeline.stages[new.kept].handle
+        return self._pipeline.promote_replica(Replica(new.placement.host, new.placement.layers))
 
-    def _fresh(self, decision: Replan, wires: Sequence[HiddenType]) -> dict[int, StageHandle]:
+    def _new_stages(self, decision: Replan, wires: Sequence[HiddenType]) -> dict[int, StageHandle]:
         """Stages to be loaded, by their place in the ring."""
         members = {member.name: member for member in self._members}
         staying = Counter[str]()
@@ -127,13 +127,13 @@ class Placer:
         for new in decision.stages:
             host = new.placement.host
             if new.kept is not None:
-                handle = self._fleet.seats[new.kept].handle
+                handle = self._pipeline.stages[new.kept].handle
                 staying[host] += 0 if handle is None else handle.config.options.num_threads
-            elif _is_fresh(new):
+            elif _is_new(new):
                 sharing[host] += 1
         fresh = {}
         for index, (new, wire) in enumerate(zip(decision.stages, wires, strict=True)):
-            if not _is_fresh(new):
+            if not _is_new(new):
                 continue
             member = _present(members, new)
             host = member.name
@@ -142,47 +142,51 @@ class Placer:
                 member,
                 wire=wire,
                 # They spin: stages of one host share out what of its threads nobody has.
-                num_threads=max(1, (self._account.threads_of(member) - staying[host]) // sharing[host]),
+                num_threads=max(1, (self._allocation.threads_of(member) - staying[host]) // sharing[host]),
                 beside=[
                     other.placement.memory
                     for other in decision.stages
-                    if other is not new and other.placement.host == host and _is_fresh(other)
+                    if other is not new and other.placement.host == host and _is_new(other)
                 ],
             )
         return fresh
 
-    async def _make_room(self, decision: Replan) -> None:
+    async def _evict_replicas(self, decision: Replan) -> None:
         """End what is in the way, and wait until its memory is free."""
-        fleet = self._fleet
-        going = [fleet.take_copy(copy) for copy in decision.dropped]
+        pipeline = self._pipeline
+        going = [pipeline.promote_replica(replica) for replica in decision.dropped]
         if decision.starts_over:
             kept = {new.kept for new in decision.stages}
-            given_up = [seat for index, seat in enumerate(fleet.seats) if index not in kept]
-            going += [seat.handle for seat in given_up if seat.handle is not None]
-            fleet.seats = tuple(
-                replace(seat, handle=None) if seat in given_up else seat for seat in fleet.seats
+            given_up = [stage for index, stage in enumerate(pipeline.stages) if index not in kept]
+            going += [stage.handle for stage in given_up if stage.handle is not None]
+            pipeline.stages = tuple(
+                replace(stage, handle=None) if stage in given_up else stage for stage in pipeline.stages
             )
-        for way in self._of_other_models(decision):
-            log.info("copy_gives_way", host=way.copy.member.name, layers=str(way.copy.config.layers))
-            way.fleet.release(way.copy)
-            if way.copy.is_loaded:
-                going.append(way.copy)
+        for evictable in self._of_other_models(decision):
+            log.info(
+                "replica_gives_way",
+                host=evictable.replica.member.name,
+                layers=str(evictable.replica.config.layers),
+            )
+            evictable.pipeline.release(evictable.replica)
+            if evictable.replica.is_loaded:
+                going.append(evictable.replica)
             else:
-                way.copy.kill()
+                evictable.replica.kill()
         await asyncio.gather(*(handle.stop() for handle in going))
 
-    def _of_other_models(self, decision: Replan) -> list[InTheWay]:
-        hosts = {new.placement.host for new in decision.stages if _is_fresh(new)}
+    def _of_other_models(self, decision: Replan) -> list[EvictableReplica]:
+        hosts = {new.placement.host for new in decision.stages if _is_new(new)}
         return [
-            way
+            evictable
             for member in self._members
             if member.name in hosts
-            for way in self._account.in_the_way(member)
+            for evictable in self._allocation.evictable_replicas(member)
         ]
 
 
-def _is_fresh(new: NewStage) -> bool:
-    return new.kept is None and not new.is_copy
+def _is_new(new: NewStage) -> bool:
+    return new.kept is None and not new.is_replica
 
 
 def _present(members: Mapping[str, Member], new: NewStage) -> Member:
@@ -194,11 +198,11 @@ def _present(members: Mapping[str, Member], new: NewStage) -> Member:
     return member
 
 
-class Switch:
+class RingCutover:
     """Swaps rings.
 
     Args:
-        fleet: Its seats become the new ring.
+        pipeline: Its seats become the new ring.
         coordinator: Sessions replay in it.
         term: Of the head.
         on_plan: Called with what is where now, and why.
@@ -206,44 +210,47 @@ class Switch:
 
     def __init__(
         self,
-        fleet: Fleet,
+        pipeline: Pipeline,
         coordinator: Coordinator,
         term: int,
         on_plan: Callable[[Sequence[StagePlacement], str], None],
     ) -> None:
-        self._fleet = fleet
+        self._pipeline = pipeline
         self._coordinator = coordinator
         self._term = term
         self._on_plan = on_plan
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def to(
-        self, seats: tuple[Seat, ...], reason: str, blame: Callable[[StageHandle, MeshError], None]
+    async def cut_over(
+        self,
+        stages: tuple[PipelineStage, ...],
+        reason: str,
+        on_stage_error: Callable[[StageHandle, MeshError], None],
     ) -> None:
         """Go over to another ring, all of whose stages are loaded.
 
         Args:
-            seats: The new ring. The fleet's from now on, even if this fails half-way.
+            stages: The new ring. The fleet's from now on, even if this fails half-way.
             reason: For the log and the status.
-            blame: See `wire_up`.
+            on_stage_error: See `wire_up`.
 
         Raises:
             MeshError: If a stage is gone or out of reach; sessions stay suspended.
         """
-        before = self._fleet.handles
-        self._fleet.seats, self._fleet.intended = seats, ()
-        after = self._fleet.handles
+        before = self._pipeline.handles
+        self._pipeline.stages, self._pipeline.intended = stages, ()
+        after = self._pipeline.handles
         self._coordinator.pause(reason)
         try:
-            keys = new_mesh_keys(self._term)
-            addresses = await wire_up(seats, keys, blame)
-            self._fleet.keys = keys
-            await self._coordinator.reconnect(addresses, keys.mesh_id, keys.mesh_key)
+            credentials = new_ring_credentials(self._term)
+            addresses = await wire_up(stages, credentials, on_stage_error)
+            self._pipeline.credentials = credentials
+            await self._coordinator.reconnect(addresses, credentials.mesh_id, credentials.mesh_key)
         finally:
             for handle in before:
                 if handle not in after:
                     self._end(handle)
-        self._on_plan(self._fleet.placements, reason)
+        self._on_plan(self._pipeline.placements, reason)
 
     def _end(self, handle: StageHandle) -> None:
         """Nobody waits for a stage that has nothing to do any more."""
@@ -257,63 +264,65 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class _Situation:
+class _PlacementInputs:
     """What a decision is made of.
 
     Attributes:
-        seats: The ring.
+        stages: The ring.
         lost: Indices of what is to be placed.
         hosts: Where something may be placed.
-        copies: What hosts have loaded ahead.
+        replicas: What hosts have loaded ahead.
     """
 
-    seats: tuple[Seat, ...]
+    stages: tuple[PipelineStage, ...]
     lost: frozenset[int]
     hosts: tuple[HostCapacity, ...]
-    copies: tuple[Copy, ...]
+    replicas: tuple[Replica, ...]
 
-    def is_as_good(self, now: _Situation, decision: Replan) -> bool:
+    def is_as_good(self, now: _PlacementInputs, decision: Replan) -> bool:
         """Whether a decision made of this is as good for what there is now."""
         fresh = [new.placement for new in decision.stages if new.kept is None]
-        used = [Copy(new.placement.host, new.placement.layers) for new in decision.stages if new.is_copy]
+        used = [
+            Replica(new.placement.host, new.placement.layers) for new in decision.stages if new.is_replica
+        ]
         return (
-            (now.seats, now.lost) == (self.seats, self.lost)
-            and set(now.copies).issuperset((*used, *decision.dropped))
+            (now.stages, now.lost) == (self.stages, self.lost)
+            and set(now.replicas).issuperset((*used, *decision.dropped))
             and is_room_as_before(self.hosts, now.hosts, (stage.host for stage in fresh))
         )
 
 
 @dataclass(frozen=True)
-class Crew:
+class RecoveryContext:
     """What it takes to make one ring out of another.
 
     Attributes:
-        fleet: Stages and copies.
+        pipeline: Stages and copies.
         members: Hosts.
         sizes: Of the model's stages.
         capacity_of: What a host gives, as the planner sees it.
         is_there: Whether a host answers within some seconds.
-        placer: Loads stages.
-        switch: Swaps rings.
+        executor: Loads stages.
+        cutover: Swaps rings.
         coordinator: Whose ring it is.
         incidents: Notes what happened.
         on_failure: Called with each lost stage, so that its last words can be read.
-        say: Tells everybody what is going on.
+        announce: Tells everybody what is going on.
         clock_s: Monotonic, seconds.
         replan: Decides where lost stages go, as `mesh.placement.replanner.replan` does.
     """
 
-    fleet: Fleet
+    pipeline: Pipeline
     members: Members
     sizes: StageSizes
     capacity_of: Callable[[Member], HostCapacity]
     is_there: Callable[[Member, float], Awaitable[bool]]
-    placer: Placer
-    switch: Switch
+    executor: PlacementExecutor
+    cutover: RingCutover
     coordinator: Coordinator
     incidents: Incidents
     on_failure: Callable[[Failure, StageLoss, Member], None]
-    say: Callable[[str], None]
+    announce: Callable[[str], None]
     clock_s: Callable[[], float]
     replan: Callable[..., Replan] = replan
 
@@ -322,7 +331,7 @@ class Crew:
         """Ray nodes of the hosts on which a stage can be placed."""
         return frozenset(member.ray_node_name for member in self.members.ready)
 
-    async def decide(
+    async def decide_placement(
         self,
         lost: Callable[[], Collection[int]],
         hosts: Callable[[], Iterable[Member]],
@@ -340,38 +349,38 @@ class Crew:
             ModelDoesNotFit: With what is needed and what each host has left.
             NotEnoughHosts: If there is no host for what is lost.
         """
-        fleet = self.fleet
-        fleet.intended = ()
+        pipeline = self.pipeline
+        pipeline.intended = ()
 
-        def look() -> _Situation:
+        def look() -> _PlacementInputs:
             capacities = tuple(self.capacity_of(member) for member in hosts())
-            return _Situation(fleet.seats, frozenset(lost()), capacities, fleet.copy_list())
+            return _PlacementInputs(pipeline.stages, frozenset(lost()), capacities, pipeline.replica_list())
 
-        def make(situation: _Situation, is_time_up: Callable[[], bool]) -> Replan:
+        def make(inputs: _PlacementInputs, is_time_up: Callable[[], bool]) -> Replan:
             return self.replan(
                 self.sizes,
-                tuple(seat.placement for seat in situation.seats),
-                situation.lost,
-                situation.hosts,
-                situation.copies,
+                tuple(stage.placement for stage in inputs.stages),
+                inputs.lost,
+                inputs.hosts,
+                inputs.replicas,
                 may_start_over=may_start_over,
                 is_time_up=is_time_up,
             )
 
-        decision = await agreed(look, make, _Situation.is_as_good)
-        fleet.intend(decision)
+        decision = await settled_plan(look, make, _PlacementInputs.is_as_good)
+        pipeline.intend(decision)
         return decision
 
     def wires(self, decision: Replan) -> tuple[HiddenType, ...]:
         """How hidden states travel in a ring to be: as they did behind the same layers."""
-        return tuple(self.fleet.wire_behind(new.placement.layers) for new in decision.stages)
+        return tuple(self.pipeline.wire_behind(new.placement.layers) for new in decision.stages)
 
 
-def make_crew(
+def make_recovery_context(
     known: Preflight,
     head: Head,
-    fleet: Fleet,
-    placer: Placer,
+    pipeline: Pipeline,
+    executor: PlacementExecutor,
     coordinator: Coordinator,
     *,
     term: int,
@@ -379,28 +388,28 @@ def make_crew(
     incidents: Incidents,
     on_failure: Callable[[Failure, StageLoss, Member], None],
     on_plan: Callable[[Sequence[StagePlacement], str], None],
-    say: Callable[[str], None],
+    announce: Callable[[str], None],
     topology: Topology | None = None,
-) -> Crew:
-    """A crew for a head that serves; see `Crew` and `Switch` for the arguments."""
+) -> RecoveryContext:
+    """A crew for a head that serves; see `RecoveryContext` and `RingCutover` for the arguments."""
 
     async def is_there(member: Member, timeout_s: float) -> bool:
         if member.ray_node_name == head.own.ray_node_name:
             return True
         return await head.service.answers(member.name, timeout_s)
 
-    return Crew(
-        fleet=fleet,
+    return RecoveryContext(
+        pipeline=pipeline,
         members=head.members,
         sizes=StageSizes(known.model, known.workload),
         capacity_of=capacity_of,
         is_there=is_there,
-        placer=placer,
-        switch=Switch(fleet, coordinator, term, on_plan),
+        executor=executor,
+        cutover=RingCutover(pipeline, coordinator, term, on_plan),
         coordinator=coordinator,
         incidents=incidents,
         on_failure=on_failure,
-        say=say,
+        announce=announce,
         clock_s=time.monotonic,
         replan=replan if topology is None else topology.replan,
     )

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import structlog
 
 from mesh.placement.planner import StagePlacement
-from mesh.placement.replanner import left_beside, next_copy
+from mesh.placement.replanner import left_beside_replicas, next_replica
 from mesh.placement.stage_sizes import memory_on
-from mesh.serve.planning import made_in_thread
+from mesh.serve.planning import plan_in_thread
 from mesh.serve.stage_group import load_all
 from spanmesh_proto.errors import MeshError
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from mesh.cluster.members import Member, Members
     from mesh.placement.host_capacity import HostCapacity
-    from mesh.placement.replanner import Copy
+    from mesh.placement.replanner import Replica
     from mesh.placement.stage_sizes import StageSizes
-    from mesh.serve.pipeline import Fleet
+    from mesh.serve.pipeline import Pipeline
     from mesh.serve.stage_factory import StageMaker
     from mesh.serve.stage_handle import StageHandle
 
@@ -40,11 +40,11 @@ _RETRY_S: Final = 60.0
 _CALM_S: Final = 4.0
 
 
-class Spares:
+class ReplicaManager:
     """Works while all is well, and is cancelled when it is not.
 
     Args:
-        fleet: Gets the copies.
+        pipeline: Gets the copies.
         maker: Makes stages.
         members: Hosts.
         sizes: Of the model's stages.
@@ -56,7 +56,7 @@ class Spares:
 
     def __init__(
         self,
-        fleet: Fleet,
+        pipeline: Pipeline,
         maker: StageMaker,
         members: Members,
         sizes: StageSizes,
@@ -66,7 +66,7 @@ class Spares:
         threads_of: Callable[[Member], int] = lambda member: member.facts.num_threads,
         are_wanted: bool = True,
     ) -> None:
-        self._fleet = fleet
+        self._pipeline = pipeline
         self._maker = maker
         self._members = members
         self._sizes = sizes
@@ -83,13 +83,13 @@ class Spares:
         while True:
             await self._check()
             await self._follow()
-            copy = await self._next()
-            if copy is not None:
-                await self._load(copy)
+            replica = await self._next()
+            if replica is not None:
+                await self._load(replica)
             else:
                 await self._members.change_within(_CHECK_S)
 
-    async def _next(self) -> Copy | None:
+    async def _next(self) -> Replica | None:
         if not self._are_wanted:
             return None
         now_s = self._clock_s()
@@ -98,63 +98,65 @@ class Spares:
             for member in self._members.ready
             if self._not_before_s.get(member.ray_node_name, 0.0) <= now_s
         ]
-        stages, copies = self._fleet.placements, self._fleet.copy_list()
+        stages, replicas = self._pipeline.placements, self._pipeline.replica_list()
         # Whether it still finds room is looked at again when it is loaded.
-        return await made_in_thread(lambda _: next_copy(self._sizes, stages, hosts, copies))
+        return await plan_in_thread(lambda _: next_replica(self._sizes, stages, hosts, replicas))
 
-    async def _load(self, copy: Copy) -> None:
-        member = self._members.find(copy.host)
+    async def _load(self, replica: Replica) -> None:
+        member = self._members.find(replica.host)
         if member is None:
             return
         handle: StageHandle | None = None
         try:
-            await self._maker.describe([(copy.host, copy.layers)])
-            held = [other for other in self._fleet.copy_list() if other.host == copy.host]
-            left = left_beside(self._sizes, self._capacity_of(member), held)
-            memory = memory_on(self._sizes, copy.layers, left)
+            await self._maker.describe([(replica.host, replica.layers)])
+            held = [other for other in self._pipeline.replica_list() if other.host == replica.host]
+            left = left_beside_replicas(self._sizes, self._capacity_of(member), held)
+            memory = memory_on(self._sizes, replica.layers, left)
             if memory is None:
                 return  # meanwhile another model took the room
-            placement = StagePlacement(copy.host, copy.layers, memory)
+            placement = StagePlacement(replica.host, replica.layers, memory)
             handle = self._maker.make(
                 placement,
                 member,
-                wire=self._fleet.wire_behind(copy.layers),
+                wire=self._pipeline.wire_behind(replica.layers),
                 num_threads=self._threads_of(member),
             )
-            self._fleet.coming.append(handle)
+            self._pipeline.loading_replicas.append(handle)
             await load_all([handle], lambda _handle, _error: None)
             await handle.serve()
-            self._fleet.copies.append(handle)
+            self._pipeline.replicas.append(handle)
         except MeshError as error:
-            log.warning("copy_failed", host=copy.host, layers=str(copy.layers), reason=error.message)
+            log.warning("replica_failed", host=replica.host, layers=str(replica.layers), reason=error.message)
             self._not_before_s[member.ray_node_name] = self._clock_s() + _RETRY_S
         finally:
-            if handle is not None and handle in self._fleet.coming:
-                self._fleet.coming.remove(handle)
-            if handle is not None and handle not in self._fleet.copies:
+            if handle is not None and handle in self._pipeline.loading_replicas:
+                self._pipeline.loading_replicas.remove(handle)
+            if handle is not None and handle not in self._pipeline.replicas:
                 handle.kill()
-        log.info("copies", hosts=[f"{each.host} {each.layers}" for each in self._fleet.copy_list()])
+        log.info("copies", hosts=[f"{each.host} {each.layers}" for each in self._pipeline.replica_list()])
 
     async def _follow(self) -> None:
         """Have every copy follow the stage whose layers it has; one that does already goes on."""
-        keys = self._fleet.keys
-        for copy in tuple(self._fleet.copies):
-            stage = self._fleet.origin_of(copy)
-            if stage is None or keys is None:
+        credentials = self._pipeline.credentials
+        for replica in tuple(self._pipeline.replicas):
+            stage = self._pipeline.source_of(replica)
+            if stage is None or credentials is None:
                 continue
             try:
-                await copy.follow(stage, keys)
+                await replica.follow(stage, credentials)
             except MeshError as error:
                 # It is looked at again soon, and computes what it lacks if it is needed before.
-                log.warning("copy_does_not_follow", host=copy.member.name, reason=error.message)
+                log.warning("replica_does_not_follow", host=replica.member.name, reason=error.message)
 
     async def _check(self) -> None:
         """Drop copies that are gone, or whose host has left."""
-        copies = tuple(self._fleet.copies)
-        losses = await asyncio.gather(*(copy.loss(_PATIENCE_S) for copy in copies))
+        replicas = tuple(self._pipeline.replicas)
+        losses = await asyncio.gather(*(replica.loss(_PATIENCE_S) for replica in replicas))
         nodes = {member.ray_node_name for member in self._members}
-        for copy, loss in zip(copies, losses, strict=True):
-            if loss is not None or copy.member.ray_node_name not in nodes:
+        for replica, loss in zip(replicas, losses, strict=True):
+            if loss is not None or replica.member.ray_node_name not in nodes:
                 reason = "its host left" if loss is None else loss.reason
-                log.warning("copy_lost", host=copy.member.name, layers=str(copy.config.layers), reason=reason)
-                self._fleet.drop_copy(copy)
+                log.warning(
+                    "replica_lost", host=replica.member.name, layers=str(replica.config.layers), reason=reason
+                )
+                self._pipeline.drop_replica(replica)

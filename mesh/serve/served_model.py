@@ -11,13 +11,13 @@ import structlog
 
 from mesh.coordinator.coordinator import PendingEngine
 from mesh.serve.head_state import setup_of
-from mesh.serve.pipeline import Fleet
+from mesh.serve.pipeline import Pipeline
 from mesh.serve.stage_factory import Transfers
 from mesh.serve.status import MeshState
 from spanmesh_proto.errors import ModelNotFound, StageFailed
 
 if TYPE_CHECKING:
-    from mesh.serve.load_request import LoadOrder
+    from mesh.serve.load_request import LoadRequest
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
 
@@ -32,9 +32,9 @@ class ServedModel:
         known: What was found out beforehand.
         engine: Answers, once it can.
         state: What is going on.
-        fleet: Its stages.
+        pipeline: Its stages.
         setup: Fingerprint of all that its stages are loaded with.
-        order: What `mesh load` asked for; None for the model that `mesh serve` was started with.
+        load_request: What `mesh load` asked for; None for the model that `mesh serve` was started with.
     """
 
     name: str
@@ -42,9 +42,9 @@ class ServedModel:
     known: Preflight
     engine: PendingEngine
     state: MeshState
-    fleet: Fleet
+    pipeline: Pipeline
     setup: str
-    order: LoadOrder | None = None
+    load_request: LoadRequest | None = None
 
 
 def new_model(
@@ -52,7 +52,7 @@ def new_model(
     options: ServeOptions,
     known: Preflight,
     *,
-    order: LoadOrder | None = None,
+    load_request: LoadRequest | None = None,
     transfers: Transfers | None = None,
 ) -> ServedModel:
     """A model of which nothing runs yet.
@@ -61,7 +61,7 @@ def new_model(
         name: What clients call it.
         options: What the user says, fitted to the model.
         known: What was found out beforehand.
-        order: What `mesh load` asked for, if it did.
+        load_request: What `mesh load` asked for, if it did.
         transfers: Notes what is brought to hosts; new unless given.
     """
     engine = PendingEngine(known.workload.ctx_size)
@@ -72,12 +72,14 @@ def new_model(
         speculation_mode=options.speculation.mode,
         transfers=transfers or Transfers(),
     )
-    return ServedModel(name, options, known, engine, state, Fleet(), setup_of(options, known), order)
+    return ServedModel(
+        name, options, known, engine, state, Pipeline(), setup_of(options, known), load_request
+    )
 
 
 log = structlog.get_logger()
 
-_LOOK_S: Final = 0.1
+_POLL_S: Final = 0.1
 
 
 async def drained(model: ServedModel, wait_s: float) -> int:
@@ -96,7 +98,7 @@ async def drained(model: ServedModel, wait_s: float) -> int:
         return 0
     deadline_s = time.monotonic() + wait_s
     while (num_left := coordinator.num_requests) and time.monotonic() < deadline_s:  # noqa: ASYNC110
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
     if num_left:
         log.warning("requests_ended", model=name, requests=num_left, after_s=wait_s)
     # Some may have found the model a moment before it was gone.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.serve.stage_handle import StageHandle, new_mesh_keys
+from mesh.serve.stage_handle import StageHandle, new_ring_credentials
 from mesh.util.progress import progress_bars
 from stages.cancellable_work import CancellableWork
 from stages.runtime.stage_runtime import RuntimeOptions
@@ -123,7 +123,7 @@ class StageMaker:
         layers, workload = placement.layers, self._known.workload
         recipe = None if self._is_model_itself(member.name, layers) else self._recipes[layers]
         # Until it joins a ring it is in none: nobody knows these.
-        keys = new_mesh_keys()
+        credentials = new_ring_credentials()
         config = StageConfig(
             stage_index=0,
             layers=layers,
@@ -142,8 +142,8 @@ class StageMaker:
             memory=placement.memory,
             beside_bytes=sum(other.loading_bytes for other in beside),
             beside_gpu_bytes=_on_gpus(beside),
-            mesh_id=keys.mesh_id,
-            mesh_key=keys.mesh_key,
+            mesh_id=credentials.mesh_id,
+            mesh_key=credentials.mesh_key,
             hidden_type=wire,
         )
         return StageHandle(

@@ -176,7 +176,7 @@ class StageHandle:
         port = await self._soon(self._process.start.remote(self.member.address))
         self._address = join_address(self.member.address, port)
 
-    async def rejoin(self, stage_index: int, keys: MeshKeys, wire: HiddenType) -> None:
+    async def rejoin(self, stage_index: int, credentials: RingCredentials, wire: HiddenType) -> None:
         """Make it part of a new ring; whatever went on in the one before is over.
 
         Raises:
@@ -185,7 +185,9 @@ class StageHandle:
         self._wire = wire
         await self._certify()
         await self._soon(
-            self._process.rejoin.remote(stage_index, keys.mesh_id, keys.mesh_key, keys.term, wire)
+            self._process.rejoin.remote(
+                stage_index, credentials.mesh_id, credentials.mesh_key, credentials.term, wire
+            )
         )
 
     async def connect(self, following: StageHandle) -> None:
@@ -198,19 +200,21 @@ class StageHandle:
         address = following.address
         await self._soon(self._process.connect.remote(address.address, address.host))
 
-    async def follow(self, stage: StageHandle, keys: MeshKeys) -> None:
+    async def follow(self, stage: StageHandle, credentials: RingCredentials) -> None:
         """Have this copy of a stage keep up with what that computes.
 
         Args:
             stage: It serves in a ring.
-            keys: Of that ring.
+            credentials: Of that ring.
 
         Raises:
             StageFailed: If it does not answer.
         """
         at = stage.address
         await self._soon(
-            self._process.follow.remote(at.address, at.host, keys.mesh_id, keys.mesh_key, keys.term)
+            self._process.follow.remote(
+                at.address, at.host, credentials.mesh_id, credentials.mesh_key, credentials.term
+            )
         )
 
     async def loss(self, timeout_s: float) -> StageLoss | None:
@@ -285,7 +289,7 @@ class StageHandle:
 
 
 @dataclass(frozen=True)
-class MeshKeys:
+class RingCredentials:
     """Of one ring. A repaired one is another: what is left of the old one is refused by the new.
 
     Attributes:
@@ -299,6 +303,6 @@ class MeshKeys:
     term: int = 0
 
 
-def new_mesh_keys(term: int = 0) -> MeshKeys:
+def new_ring_credentials(term: int = 0) -> RingCredentials:
     """Keys for a new ring."""
-    return MeshKeys(secrets.token_hex(16), secrets.token_urlsafe(32), term)
+    return RingCredentials(secrets.token_hex(16), secrets.token_urlsafe(32), term)

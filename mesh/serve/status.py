@@ -13,14 +13,14 @@ import structlog
 
 from mesh.cluster.join_token import decode
 from mesh.placement.host_capacity import format_gpu_layers
-from mesh.placement.links import LinkWish
+from mesh.placement.links import LinkProbeOptions
 from mesh.placement.planner import Plan
 from mesh.placement.stage_order import round_times
 from mesh.placement.stage_sizes import StageSizes, Workload
 from mesh.placement.wire_types import HIDDEN_VALUE_BYTES, planned_wires
 from mesh.serve.failures import Incidents
 from mesh.serve.options import speculation_refusal
-from mesh.serve.planning import made_in_thread
+from mesh.serve.planning import plan_in_thread
 from mesh.serve.stage_factory import Transfers
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.addresses import join_address, split_address
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from mesh.placement.links import Links
     from mesh.placement.planner import StagePlacement
     from mesh.placement.wire_types import WireChoice
-    from mesh.serve.allocations import Ledger
+    from mesh.serve.allocations import HostAllocations
     from mesh.serve.head import Head
-    from mesh.serve.head_state import Succession
-    from mesh.serve.host_draining import Departures
+    from mesh.serve.head_state import HeadStateWriter
+    from mesh.serve.host_draining import HostDraining
     from mesh.serve.host_inspection import Inspection
     from mesh.serve.options import ServeOptions
-    from mesh.serve.pipeline import Fleet
+    from mesh.serve.pipeline import Pipeline
     from spanmesh_proto import windows_pb2 as wire
     from stages.slicing.model_facts import ModelFacts
     from stages.weights.assembly import Transfer
@@ -63,12 +63,12 @@ class MeshState:
         speculation_mode: Who may propose.
         survey: Measures the links between hosts, once the head is open.
         incidents: What went wrong lately.
-        fleet: Stages and copies, once requests are answered.
-        departures: Hosts that are to leave, likewise.
+        pipeline: Stages and copies, once requests are answered.
+        host_draining: Hosts that are to leave, likewise.
         inspection: Looks into hosts, once the head is open.
         transfers: What was brought to hosts.
-        ledger: What all models hold of the hosts, once the head is open.
-        succession: What is written down for a next head, likewise.
+        allocations: What all models hold of the hosts, once the head is open.
+        state_writer: What is written down for a next head, likewise.
     """
 
     model: ModelFacts
@@ -80,12 +80,12 @@ class MeshState:
     speculation_mode: SpeculationMode = "off"
     survey: LinkSurvey | None = None
     incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
-    fleet: Fleet | None = None
-    departures: Departures | None = None
+    pipeline: Pipeline | None = None
+    host_draining: HostDraining | None = None
     inspection: Inspection | None = None
     transfers: Transfers = field(default_factory=Transfers)
-    ledger: Ledger | None = None
-    succession: Succession | None = None
+    allocations: HostAllocations | None = None
+    state_writer: HeadStateWriter | None = None
 
     def note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         """Who holds what from now on."""
@@ -110,12 +110,15 @@ class MeshState:
             "plan": self.plan.reason if self.plan is not None else None,
             "hosts": [
                 _host_as_dict(
-                    member, self._copies_on(member), self.transfers.of(member.name), self._held_bytes(member)
+                    member,
+                    self._replicas_on(member),
+                    self.transfers.of(member.name),
+                    self._held_bytes(member),
                 )
                 for member in self.members or ()
             ],
             # Why a next head would not know all that this one does; null while it would.
-            "state_not_written": None if self.succession is None else self.succession.failure,
+            "state_not_written": None if self.state_writer is None else self.state_writer.failure,
             **self.incidents.as_dict(),
         }
         if coordinator is None:
@@ -129,13 +132,13 @@ class MeshState:
         return status
 
     def _held_bytes(self, member: Member) -> int:
-        return 0 if self.ledger is None else self.ledger.held_bytes(member)
+        return 0 if self.allocations is None else self.allocations.held_bytes(member)
 
-    def _copies_on(self, member: Member) -> list[str]:
-        if self.ledger is not None:
-            return self.ledger.copies_on(member.name)
-        copies = () if self.fleet is None else self.fleet.copy_list()
-        return [str(copy.layers) for copy in copies if copy.host == member.name]
+    def _replicas_on(self, member: Member) -> list[str]:
+        if self.allocations is not None:
+            return self.allocations.replicas_on(member.name)
+        replicas = () if self.pipeline is None else self.pipeline.replica_list()
+        return [str(replica.layers) for replica in replicas if replica.host == member.name]
 
 
 def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_bytes: int) -> dict[str, Any]:
@@ -211,10 +214,10 @@ async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> 
     if state.survey is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
     hidden_bytes = state.model.hidden_width * HIDDEN_VALUE_BYTES
-    links = await state.survey.measure(LinkWish(hidden_bytes, num_probes, bulk_bytes))
+    links = await state.survey.measure(LinkProbeOptions(hidden_bytes, num_probes, bulk_bytes))
     stages = () if state.plan is None else state.plan.stages
     head, hosts = state.survey.head, [stage.host for stage in stages]
-    found = await made_in_thread(lambda _: round_times(hosts, head, links))
+    found = await plan_in_thread(lambda _: round_times(hosts, head, links))
     wires = _wires(state, links) if bulk_bytes else ()
     for wire in wires:
         if wire.is_bottleneck:

@@ -8,69 +8,71 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import structlog
 
 from mesh.coordinator.ring import RingLoss
-from mesh.serve.recovery import Repair
-from mesh.serve.stage_group import note_trouble
+from mesh.serve.recovery import RingRepair
+from mesh.serve.stage_group import log_stage_error
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
 
     from mesh.placement.replanner import Replan
-    from mesh.serve.host_draining import Departures
-    from mesh.serve.pipeline import Seat
-    from mesh.serve.reconfiguration import Crew
-    from mesh.serve.replicas import Spares
+    from mesh.serve.host_draining import HostDraining
+    from mesh.serve.pipeline import PipelineStage
+    from mesh.serve.reconfiguration import RecoveryContext
+    from mesh.serve.replicas import ReplicaManager
 
 log = structlog.get_logger()
 
 # Hosts are looked at when one changes, and at the latest after this long.
-_LOOK_S: Final = 1.0
+_POLL_S: Final = 1.0
 
 
-class Tending:
+class Supervisor:
     """The one task that changes the fleet.
 
     Args:
-        crew: What repairs and moves work with.
-        spares: Loads copies while there is nothing else to do.
-        departures: Who is to leave.
+        context: What repairs and moves work with.
+        replica_manager: Loads copies while there is nothing else to do.
+        host_draining: Who is to leave.
     """
 
-    def __init__(self, crew: Crew, spares: Spares, departures: Departures) -> None:
-        self._crew = crew
-        self._spares = spares
-        self._departures = departures
+    def __init__(
+        self, context: RecoveryContext, replica_manager: ReplicaManager, host_draining: HostDraining
+    ) -> None:
+        self._context = context
+        self._replica_manager = replica_manager
+        self._host_draining = host_draining
 
     async def run(self) -> NoReturn:
         """Go on for ever; what fails is tried again."""
         while True:
-            loss = await self._until_broken(self._until_something_to_do())
-            if loss is None and not self._crew.fleet.lost:
+            loss = await self._until_broken(self._wait_for_work())
+            if loss is None and not self._context.pipeline.lost:
                 loss = await self._move()
-            if loss is not None or self._crew.fleet.lost:
-                await Repair(self._crew).run(loss or RingLoss("a host was evicted", ()))
+            if loss is not None or self._context.pipeline.lost:
+                await RingRepair(self._context).run(loss or RingLoss("a host was evicted", ()))
 
-    async def _until_something_to_do(self) -> None:
+    async def _wait_for_work(self) -> None:
         """Return when a stage is to be moved, or is gone; meanwhile there is time for copies."""
-        spares = asyncio.create_task(self._spares.run())
+        spares = asyncio.create_task(self._replica_manager.run())
         try:
-            while not (self._crew.fleet.lost or self._to_move()):
-                for member in self._departures.leaving:
-                    self._departures.let_go_if_free(member)
+            while not (self._context.pipeline.lost or self._to_move()):
+                for member in self._host_draining.leaving:
+                    self._host_draining.release_if_free(member)
                 if spares.done():
                     spares.result()
-                await self._crew.members.change_within(_LOOK_S)
+                await self._context.members.change_within(_POLL_S)
         finally:
             spares.cancel()
             await asyncio.gather(spares, return_exceptions=True)
 
     def _to_move(self) -> frozenset[int]:
         """Indices of stages whose host is leaving, or has left though they still live."""
-        staying = [member for member in self._crew.members if not member.is_leaving]
+        staying = [member for member in self._context.members if not member.is_leaving]
         return frozenset(
             index
-            for index, seat in enumerate(self._crew.fleet.seats)
-            if not any(seat.is_on(member) for member in staying)
+            for index, stage in enumerate(self._context.pipeline.stages)
+            if not any(stage.is_on(member) for member in staying)
         )
 
     async def _move(self) -> RingLoss | None:
@@ -79,55 +81,61 @@ class Tending:
         Returns:
             What broke instead, if anything did.
         """
-        crew, to_move = self._crew, self._to_move()
+        context, to_move = self._context, self._to_move()
         if not to_move:
             return None
         decided: list[Replan] = []
 
         async def decide() -> None:
-            decided.append(await crew.decide(self._to_move, lambda: crew.members.ready, may_start_over=False))
+            decided.append(
+                await context.decide_placement(
+                    self._to_move, lambda: context.members.ready, may_start_over=False
+                )
+            )
 
         try:
             loss = await self._until_broken(decide())
         except (ModelDoesNotFit, NotEnoughHosts) as error:
-            return await self._until_broken(self._nobody_else(to_move, error))
+            return await self._until_broken(self._on_no_candidate(to_move, error))
         if loss is not None:
-            crew.fleet.intended = ()
+            context.pipeline.intended = ()
             return loss
         decision = decided[0]
         log.info("moving", how=decision.reason)
-        crew.say(f"moving {decision.reason}")
-        seats: list[Seat] = []
+        context.announce(f"moving {decision.reason}")
+        stages: list[PipelineStage] = []
 
         async def fill() -> None:
-            seats.extend(await crew.placer.fill(decision, crew.wires(decision), note_trouble))
+            stages.extend(
+                await context.executor.load_stages(decision, context.wires(decision), log_stage_error)
+            )
 
         try:
             loss = await self._until_broken(fill())
             if loss is not None:
-                self._keep_as_copies(seats)
+                self._keep_as_replicas(stages)
                 return loss
-            await crew.switch.to(tuple(seats), decision.reason, note_trouble)
+            await context.cutover.cut_over(tuple(stages), decision.reason, log_stage_error)
         except MeshError as error:
             log.warning("move_failed", reason=error.message)
-            return RingLoss(error.message, ()) if seats else None
-        crew.incidents.moved()
-        crew.say("serving")
+            return RingLoss(error.message, ()) if stages else None
+        context.incidents.moved()
+        context.announce("serving")
         return None
 
-    def _keep_as_copies(self, seats: Iterable[Seat]) -> None:
+    def _keep_as_replicas(self, stages: Iterable[PipelineStage]) -> None:
         """What was loaded for a ring that did not come to be helps the repair."""
-        fleet = self._crew.fleet
-        fleet.intended = ()
-        for seat in seats:
-            if seat.handle is not None and seat.handle not in fleet.handles:
-                fleet.copies.append(seat.handle)
+        pipeline = self._context.pipeline
+        pipeline.intended = ()
+        for stage in stages:
+            if stage.handle is not None and stage.handle not in pipeline.handles:
+                pipeline.replicas.append(stage.handle)
 
-    async def _nobody_else(self, to_move: frozenset[int], error: MeshError) -> None:
-        fleet = self._crew.fleet
-        for name in {fleet.seats[index].placement.host for index in to_move}:
-            self._departures.stuck(name, error.message)
-        await self._crew.members.change_within(_LOOK_S)
+    async def _on_no_candidate(self, to_move: frozenset[int], error: MeshError) -> None:
+        pipeline = self._context.pipeline
+        for name in {pipeline.stages[index].placement.host for index in to_move}:
+            self._host_draining.report_stuck(name, error.message)
+        await self._context.members.change_within(_POLL_S)
 
     async def _until_broken(self, work: Coroutine[Any, Any, None]) -> RingLoss | None:
         """Work until it is done, or until the ring breaks; returns what broke.
@@ -136,7 +144,7 @@ class Tending:
             MeshError: What the work raises.
         """
         working = asyncio.create_task(work)
-        watching = asyncio.create_task(self._crew.coordinator.broken())
+        watching = asyncio.create_task(self._context.coordinator.broken())
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():

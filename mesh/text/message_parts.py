@@ -27,7 +27,7 @@ class Reasoning:
 
 
 @dataclass(frozen=True)
-class CallBegun:
+class ToolCallStart:
     """The model calls a function.
 
     Attributes:
@@ -40,7 +40,7 @@ class CallBegun:
 
 
 @dataclass(frozen=True)
-class CallArguments:
+class ToolCallArguments:
     """More of a call's arguments.
 
     Attributes:
@@ -52,40 +52,40 @@ class CallArguments:
     text: str
 
 
-Said = Content | Reasoning | CallBegun | CallArguments
+MessagePart = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
-def joined(pieces: Iterable[Said]) -> list[Said]:
+def joined(pieces: Iterable[MessagePart]) -> list[MessagePart]:
     """The same with neighbours of one kind in one piece, and without empty text.
 
     Example:
         >>> joined([Content("a"), Content(""), Content("b"), Reasoning("c")])
         [Content(text='ab'), Reasoning(text='c')]
     """
-    found: list[Said] = []
+    found: list[MessagePart] = []
     for (kind, index), alike in groupby(pieces, key=_kind):
-        if kind is CallBegun:
+        if kind is ToolCallStart:
             found += alike
-        elif text := "".join(piece.text for piece in alike if not isinstance(piece, CallBegun)):
-            found.append(CallArguments(index, text) if kind is CallArguments else kind(text))
+        elif text := "".join(piece.text for piece in alike if not isinstance(piece, ToolCallStart)):
+            found.append(ToolCallArguments(index, text) if kind is ToolCallArguments else kind(text))
     return found
 
 
-def calls_of(said: Iterable[Said]) -> list[tuple[str, str]]:
+def calls_of(message_parts: Iterable[MessagePart]) -> list[tuple[str, str]]:
     """Name and arguments of each call, in order."""
     names: list[str] = []
     arguments: list[list[str]] = []
-    for piece in said:
-        if isinstance(piece, CallBegun):
+    for piece in message_parts:
+        if isinstance(piece, ToolCallStart):
             names.append(piece.name)
             arguments.append([])
-        elif isinstance(piece, CallArguments):
+        elif isinstance(piece, ToolCallArguments):
             arguments[piece.index].append(piece.text)
     return [(name, "".join(parts)) for name, parts in zip(names, arguments, strict=True)]
 
 
-def _kind(piece: Said) -> tuple[type[Any], int]:
-    return type(piece), piece.index if isinstance(piece, CallBegun | CallArguments) else 0
+def _kind(piece: MessagePart) -> tuple[type[Any], int]:
+    return type(piece), piece.index if isinstance(piece, ToolCallStart | ToolCallArguments) else 0
 
 
 # - Hermes: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Hermes, Qwen 2.5 and 3, and our own note.

@@ -5,16 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mesh.text.message_parts import ARGUMENTS_MARK, CALL_END, CALL_ID_MARK, THINK_MARKS, Content, Said, joined
-from mesh.text.reasoning_parser import ReasoningReader
-from mesh.text.tool_call_parser import CallReader
+from mesh.text.message_parts import (
+    ARGUMENTS_MARK,
+    CALL_END,
+    CALL_ID_MARK,
+    THINK_MARKS,
+    Content,
+    MessagePart,
+    joined,
+)
+from mesh.text.reasoning_parser import ReasoningParser
+from mesh.text.tool_call_parser import ToolCallParser
 
 if TYPE_CHECKING:
     from mesh.text.message_parts import CallFormat
 
 
 @dataclass(frozen=True)
-class Reading:
+class OutputFormat:
     """How an answer is read.
 
     Attributes:
@@ -40,21 +48,23 @@ class Reading:
         return frozenset(found)
 
 
-class MessageReader:
+class OutputParser:
     """Reads as the text comes. However it is cut into pieces, what it says joined up is the same.
 
     Args:
-        reading: How.
+        output_format: How.
     """
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, output_format: OutputFormat) -> None:
         self._reasoning = (
-            ReasoningReader(is_inside=reading.is_in_reasoning) if reading.splits_reasoning else None
+            ReasoningParser(is_inside=output_format.is_in_reasoning)
+            if output_format.splits_reasoning
+            else None
         )
         self._calls = None
-        if reading.call_format is not None:
-            self._calls = CallReader(reading.call_format, reading.names)
-        self._has_one_call = reading.has_one_call
+        if output_format.call_format is not None:
+            self._calls = ToolCallParser(output_format.call_format, output_format.names)
+        self._has_one_call = output_format.has_one_call
 
     @property
     def is_reasoning(self) -> bool:
@@ -71,33 +81,35 @@ class MessageReader:
         """Whether what follows will not be read."""
         return self._has_one_call and self._calls is not None and self._calls.num_complete > 0
 
-    def push(self, text: str) -> list[Said]:
+    def push(self, text: str) -> list[MessagePart]:
         """What this much more of the text settles, often itself, sometimes nothing."""
         if self._calls is None and (self._reasoning is None or self._reasoning.is_over):
             return [Content(text)] if text else []
-        said: list[Said] = []
+        message_parts: list[MessagePart] = []
         for char in text:
-            whole: list[Said] = [Content(char)]
-            said += self._with_calls(whole if self._reasoning is None else self._reasoning.push(char))
-        return joined(said)
+            whole: list[MessagePart] = [Content(char)]
+            message_parts += self._with_calls(
+                whole if self._reasoning is None else self._reasoning.push(char)
+            )
+        return joined(message_parts)
 
-    def flush(self) -> list[Said]:
+    def flush(self) -> list[MessagePart]:
         """What was held back, once no more text will come."""
-        said = [] if self._reasoning is None else self._with_calls(self._reasoning.flush())
+        message_parts = [] if self._reasoning is None else self._with_calls(self._reasoning.flush())
         if self._calls is not None and not self.is_over:
-            said += self._calls.flush()
-        return joined(said)
+            message_parts += self._calls.flush()
+        return joined(message_parts)
 
-    def _with_calls(self, pieces: list[Said]) -> list[Said]:
+    def _with_calls(self, pieces: list[MessagePart]) -> list[MessagePart]:
         if self._calls is None:
             return pieces
-        said: list[Said] = []
+        message_parts: list[MessagePart] = []
         for piece in pieces:
             if not isinstance(piece, Content):
-                said.append(piece)
+                message_parts.append(piece)
                 continue
             for char in piece.text:
                 if self.is_over:
                     break
-                said += self._calls.push(char)
-        return said
+                message_parts += self._calls.push(char)
+        return message_parts

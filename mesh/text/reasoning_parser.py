@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from mesh.text.message_parts import THINK_MARKS, Content, MarkFinder, Reasoning, Said
+from mesh.text.message_parts import THINK_MARKS, Content, MarkFinder, MessagePart, Reasoning
 
 
 class _At(Enum):
@@ -14,7 +14,7 @@ class _At(Enum):
     CONTENT = auto()
 
 
-class ReasoningReader:
+class ReasoningParser:
     """Tells reasoning, which comes first if at all, from what follows.
 
     White space at its ends is nobody's. Marks that come later are content.
@@ -40,7 +40,7 @@ class ReasoningReader:
         """Whether all that follows is content."""
         return self._at is _At.CONTENT
 
-    def push(self, char: str) -> list[Said]:
+    def push(self, char: str) -> list[MessagePart]:
         """What one more character settles."""
         match self._at:
             case _At.BEGINNING:
@@ -52,7 +52,7 @@ class ReasoningReader:
         self._at = _At.CONTENT
         return [Content(char)]
 
-    def flush(self) -> list[Said]:
+    def flush(self) -> list[MessagePart]:
         """What was held back, once no more text will come."""
         held, self._held = self._held, ""
         if self._at is _At.INSIDE:
@@ -62,7 +62,7 @@ class ReasoningReader:
             return [Reasoning(held)] if held else []
         return [Content(held)] if held else []
 
-    def _begin(self, char: str) -> list[Said]:
+    def _begin(self, char: str) -> list[MessagePart]:
         self._held += char
         said = self._held.lstrip()
         if not said:
@@ -80,7 +80,7 @@ class ReasoningReader:
         self._at, self._is_inside = _At.INSIDE, False
         return [piece for each in held for piece in self._go_on(each)]
 
-    def _go_on(self, char: str) -> list[Said]:
+    def _go_on(self, char: str) -> list[MessagePart]:
         if self._at is not _At.INSIDE:
             # The end came among characters that had been held back.
             return self.push(char)

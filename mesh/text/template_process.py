@@ -102,11 +102,11 @@ class TemplateProcess:
         except BrokenPipeError:
             answer = b""
         if not answer.endswith(b"\n"):
-            raise InvalidRequest(self._last_words(), param="messages")
+            raise InvalidRequest(self._crash_message(), param="messages")
         found: dict[str, Any] = json.loads(answer)
         return found
 
-    def _last_words(self) -> str:
+    def _crash_message(self) -> str:
         assert self._process is not None  # noqa: S101 - somebody has just asked it
         code = self._process.wait()
         log.warning("chat_template_ended_its_process", exit_code=code, limit_s=self._limit_s)

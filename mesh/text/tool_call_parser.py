@@ -11,18 +11,18 @@ from mesh.text.message_parts import (
     ARGUMENTS_MARK,
     CALL_END,
     CALL_ID_MARK,
-    CallArguments,
-    CallBegun,
     CallFormat,
     Content,
     MarkFinder,
+    ToolCallArguments,
+    ToolCallStart,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
     from typing import TypeAlias
 
-    from mesh.text.message_parts import Said
+    from mesh.text.message_parts import MessagePart
 
     Reader: TypeAlias = Generator[None, str, None]
 
@@ -160,7 +160,7 @@ _HEAD: Final = re.compile(
 _MAX_HEAD_CHARS: Final = 256
 
 
-class CallReader:
+class ToolCallParser:
     """Reads an answer in which functions may be called.
 
     A call is told as soon as its name is known, and its arguments as they come, as the model wrote them.
@@ -174,7 +174,7 @@ class CallReader:
     def __init__(self, call_format: CallFormat, names: Collection[str]) -> None:
         self._format = call_format
         self._names = frozenset(names)
-        self._said: list[Said] = []
+        self._message_parts: list[MessagePart] = []
         # Content, unless a call follows or it becomes one.
         self._held: list[str] = []
         # Arguments that came before the name.
@@ -202,18 +202,18 @@ class CallReader:
     def _is_in_call(self) -> bool:
         return self._num_begun > self._num_complete
 
-    def push(self, char: str) -> list[Said]:
+    def push(self, char: str) -> list[MessagePart]:
         """What one more character settles."""
         self._machine.send(char)
-        said, self._said = self._said, []
-        return said
+        message_parts, self._message_parts = self._message_parts, []
+        return message_parts
 
-    def flush(self) -> list[Said]:
+    def flush(self) -> list[MessagePart]:
         """What was held back, once no more text will come."""
         with suppress(StopIteration):
             self._machine.throw(EndOfText())
-        said, self._said = self._said, []
-        return said
+        message_parts, self._message_parts = self._message_parts, []
+        return message_parts
 
     def _read(self) -> Generator[None, str, None]:
         try:
@@ -369,13 +369,13 @@ class CallReader:
 
     def _begin(self, name: str) -> None:
         self._held.clear()
-        self._said.append(CallBegun(self._num_begun, name))
+        self._message_parts.append(ToolCallStart(self._num_begun, name))
         self._num_begun += 1
         self._has_arguments = False
 
     def _argue(self, text: str) -> None:
         self._has_arguments = True
-        self._said.append(CallArguments(self._num_begun - 1, text))
+        self._message_parts.append(ToolCallArguments(self._num_begun - 1, text))
 
     def _end(self) -> None:
         if not self._has_arguments:
@@ -394,5 +394,5 @@ class CallReader:
 
     def _release(self) -> None:
         if self._held:
-            self._said.append(Content("".join(self._held)))
+            self._message_parts.append(Content("".join(self._held)))
             self._held.clear()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from speculative.draft.context import DraftContext, DraftRows, probability
-from speculative.draft.session import DraftLine
+from speculative.draft.session import DraftSequence
 from speculative.draft.worker import DraftSession, DraftThread
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class DraftModel:
                 (n_vocab,), and the tokens at all positions before it. It is called on the draft's thread and
                 must not keep the array. With the target's own sampler and seed the two share their noise.
         """
-        line = DraftLine(NAME, self._options, self._context.is_end)
-        return DraftProposer(self._thread, DraftSession(line, choose))
+        sequence = DraftSequence(NAME, self._options, self._context.is_end)
+        return DraftProposer(self._thread, DraftSession(sequence, choose))
 
     def close(self) -> None:
         """End the thread at once, whatever it is doing, and give all memory back; proposers fall silent."""
@@ -90,13 +90,13 @@ class DraftProposer:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take note of committed tokens; costs little computing until a proposal is asked for."""
-        with self._thread.text_of(self._session) as line:
-            line.extend(tokens)
+        with self._thread.text_of(self._session) as sequence:
+            sequence.extend(tokens)
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """What is drafted behind `after` by now; the thread drafts on meanwhile."""
-        with self._thread.text_of(self._session) as line:
-            return line.propose(max_tokens, after)
+        with self._thread.text_of(self._session) as sequence:
+            return sequence.propose(max_tokens, after)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
         """Name a function that the draft's thread calls when a short answer would now be longer."""

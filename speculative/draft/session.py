@@ -55,7 +55,7 @@ class DraftedToken:
     probability: float
 
 
-class DraftLine:
+class DraftSequence:
     """One session's text, with as much drafted as was asked for.
 
     Until it is first asked for a proposal it only wants the prompt read, and that not urgently; beyond what

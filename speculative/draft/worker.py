@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from speculative.draft.context import DraftContext, DraftOptions
-    from speculative.draft.session import DraftLine, DraftSpan
+    from speculative.draft.session import DraftSequence, DraftSpan
 
 
 _FEW_ROWS: Final = 4
@@ -159,14 +159,14 @@ class DraftSession:
     """One session, as the thread sees it. All of it changes under the thread's lock only.
 
     Attributes:
-        line: Its text.
+        sequence: Its text.
         choose: The token for a position, given the logits and the tokens before it.
         on_ready: Called when a short proposal would now be longer.
         slot: Its sequence in the KV cache, once it has computed anything.
         error: Why it drafts no more.
     """
 
-    line: DraftLine
+    sequence: DraftSequence
     choose: Choose
     on_ready: Callable[[], None] | None = None
     slot: int | None = None
@@ -216,13 +216,13 @@ class DraftThread:
             if session not in self._sessions:
                 return
             self._sessions.remove(session)
-            session.line.dropped()
+            session.sequence.dropped()
             if session.slot is not None:
-                self._slots.give_back(session.slot, session.line.tokens[: session.line.num_cached])
+                self._slots.give_back(session.slot, session.sequence.tokens[: session.sequence.num_cached])
             self._abort_if_in_vain()
 
     @contextlib.contextmanager
-    def text_of(self, session: DraftSession) -> Iterator[DraftLine]:
+    def text_of(self, session: DraftSession) -> Iterator[DraftSequence]:
         """Read and change a session's line; never waits for a computation.
 
         Raises:
@@ -231,9 +231,9 @@ class DraftThread:
         with self._changed:
             if session.error is not None:
                 raise session.error
-            yield session.line
+            yield session.sequence
             self._abort_if_in_vain()
-            if session.line.is_urgent:
+            if session.sequence.is_urgent:
                 self._priority.raise_again()
             self._changed.notify()
 
@@ -249,7 +249,7 @@ class DraftThread:
         """Stop a decode that would bring nobody anything: after a rejection the next one is urgent."""
         running = self._running
         if running and all(
-            session not in self._sessions or session.line.is_running_in_vain for session in running
+            session not in self._sessions or session.sequence.is_running_in_vain for session in running
         ):
             self._abort()
 
@@ -273,24 +273,24 @@ class DraftThread:
         # The one that came first last time comes last.
         self._sessions[:] = [*self._sessions[1:], *self._sessions[:1]]
         able = [session for session in self._sessions if session.error is None]
-        parts = self._parts_of([session for session in able if session.line.is_urgent], MAX_ROWS)
+        parts = self._parts_of([session for session in able if session.sequence.is_urgent], MAX_ROWS)
         # With several sessions about nobody has time to spare for what may never be asked for.
         if parts or len(able) > 1 or not self._priority.can_be_lowered:
             return parts
         return self._parts_of(able, MAX_ROWS_UNASKED)
 
     def _parts_of(self, able: Sequence[DraftSession], max_rows: int) -> list[_Part]:
-        granted = share_rows([session.line.num_wanted_rows for session in able], max_rows)
+        granted = share_rows([session.sequence.num_wanted_rows for session in able], max_rows)
         parts = []
         for session, num_rows in zip(able, granted, strict=True):
-            if num_rows and self._has_slot(session) and (span := session.line.next_span(num_rows)):
+            if num_rows and self._has_slot(session) and (span := session.sequence.next_span(num_rows)):
                 parts.append(_Part(session, span))
         return parts
 
     def _has_slot(self, session: DraftSession) -> bool:
-        if session.slot is None and (taken := self._slots.take(session.line.tokens)) is not None:
+        if session.slot is None and (taken := self._slots.take(session.sequence.tokens)) is not None:
             session.slot, num_shared = taken
-            session.line.adopt(num_shared)
+            session.sequence.adopt(num_shared)
         return session.slot is not None
 
     def _compute(self, parts: Sequence[_Part]) -> None:
@@ -303,15 +303,15 @@ class DraftThread:
             if drafted is None:
                 told = left if error is not None else []
                 for session in left:
-                    session.line.dropped()
+                    session.sequence.dropped()
                     session.error = session.error or error
             else:
-                told = [session for session in left if session.line.computed(drafted[session])]
+                told = [session for session in left if session.sequence.computed(drafted[session])]
                 if all(len(part.span.tokens) == 1 for part in parts):
                     self.ms_per_token += _NEWEST_WEIGHT * (elapsed_ms - self.ms_per_token)
         for session in told:
             # Outside the lock: the listener may ask for a proposal at once.
-            _tell(session)
+            _notify(session)
 
     def _draft(
         self, parts: Sequence[_Part]
@@ -321,7 +321,7 @@ class DraftThread:
             DraftRows(part.session.slot or 0, part.span.start, part.span.tokens, part.span.is_drafting)
             for part in parts
         ]
-        is_awaited = any(part.session.line.is_urgent for part in parts)
+        is_awaited = any(part.session.sequence.is_urgent for part in parts)
         try:
             outputs = self._context.decode(
                 rows, contextlib.nullcontext() if is_awaited else self._priority.lowered()
@@ -339,7 +339,7 @@ class DraftThread:
 def _choose(part: _Part, logits: NDArray[np.float32]) -> DraftedToken | None:
     try:
         # Should the text change meanwhile, what is drafted here is forgotten.
-        before = part.session.line.tokens[: part.span.stop]
+        before = part.session.sequence.tokens[: part.span.stop]
         token = part.session.choose(logits, part.span.stop, before)
         return DraftedToken(token, probability(logits, token))
     except Exception as error:  # noqa: BLE001 - handed in from outside; it must not take the other sessions along
@@ -347,7 +347,7 @@ def _choose(part: _Part, logits: NDArray[np.float32]) -> DraftedToken | None:
         return None
 
 
-def _tell(session: DraftSession) -> None:
+def _notify(session: DraftSession) -> None:
     try:
         if session.on_ready is not None:
             session.on_ready()

@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.certification.comparison import Certificate, CutResult, Difference, compare, phases_of, wire_loss
+from stages.certification.comparison import (
+    CutResult,
+    Difference,
+    EquivalenceReport,
+    compare,
+    phases_of,
+    wire_loss,
+)
 from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.slicing.source_model import read_source
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.certification.comparison import WireLoss
-    from stages.graph_boundary import Handover
+    from stages.graph_boundary import GraphBoundary
     from stages.slicing.source_model import SourceModel
 
 PHASES: Final = ("prefill", "decode", "chunks", "spans")
@@ -103,7 +110,7 @@ def certify(
     *,
     folder: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Certificate:
+) -> EquivalenceReport:
     """Cut a model in two at each of some layers alone, and compare with the whole.
 
     Args:
@@ -144,7 +151,7 @@ def certify(
         bench = _Bench(source, plan, Path(temporary), meter)
         results = tuple(bench.certify_cut(cut, decodes) for cut in chosen)
         together = bench.certify_together(chosen, decodes) if num_together else None
-    return Certificate(
+    return EquivalenceReport(
         model=model.name,
         architecture=source.header.architecture,
         n_layers=source.n_layers,
@@ -168,7 +175,7 @@ class _Plan:
         return 1 + self.options.n_decode + len(range(0, self.n_chunk_rows, _CHUNK_ROWS)) + num_spans
 
     def runtime(
-        self, observe_layers: tuple[int, ...] = (), observe_as: Handover | None = None
+        self, observe_layers: tuple[int, ...] = (), observe_as: GraphBoundary | None = None
     ) -> RuntimeOptions:
         return RuntimeOptions(
             ctx_size=max(self.options.n_prompt + self.options.n_decode, self.n_chunk_rows),
@@ -192,8 +199,8 @@ def _num_chunk_rows(source: SourceModel) -> int:
 def _run_whole(source: SourceModel, plan: _Plan, cuts: tuple[int, ...]) -> Iterator[_Decode]:
     model = source.header.path
     n_prompt, n_decode = plan.options.n_prompt, plan.options.n_decode
-    handover = source.family.entry.handover(source.header, LayerRange(0, source.n_layers))
-    options = plan.runtime(tuple(cut - 1 for cut in cuts), handover)
+    boundary = source.family.entry.handover(source.header, LayerRange(0, source.n_layers))
+    options = plan.runtime(tuple(cut - 1 for cut in cuts), boundary)
     with closing(StageRuntime(model, options)) as runtime:
 
         def run(phase: str, start: int, tokens: tuple[int, ...], num_outputs: int) -> _Decode:

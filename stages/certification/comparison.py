@@ -75,7 +75,7 @@ class CutResult:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class EquivalenceReport:
     """The model cut at each of some layers alone, against the whole, in exact numeric mode.
 
     Attributes:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-    from stages.certification.comparison import Certificate
+    from stages.certification.comparison import EquivalenceReport
     from stages.layers import LayerRange
     from stages.slicing.source_model import SourceModel
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 _OUTPUT: Final = "output.txt"
 
 
-def certify_apart(
+def certify_isolated(
     model: Path,
     cuts: Sequence[int] | None = None,
     options: CertifyOptions | None = None,
     *,
     progress: Callable[[int, int], None] | None = None,
-) -> Certificate:
+) -> EquivalenceReport:
     """`certify` in a process of its own. Whatever becomes of it, no file and no process stays.
 
     Args:
@@ -59,24 +59,24 @@ def certify_apart(
     receiver, sender = spawning.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="spanmesh-certify-") as folder:
         process = spawning.Process(
-            target=_certify_and_tell,
+            target=_certify_and_send,
             args=(sender, model, cuts, options or CertifyOptions(), Path(folder)),
             daemon=True,
         )
-        _start_deaf_to_ctrl_c(process)
+        _start_ignoring_ctrl_c(process)
         sender.close()
         try:
             return _listen(receiver, progress)
         except EOFError:
             process.join()
-            raise UncuttableModel(_last_words(model, process.exitcode, Path(folder))) from None
+            raise UncuttableModel(_crash_message(model, process.exitcode, Path(folder))) from None
         finally:
             process.kill()
             process.join()
             receiver.close()
 
 
-def _start_deaf_to_ctrl_c(process: BaseProcess) -> None:
+def _start_ignoring_ctrl_c(process: BaseProcess) -> None:
     """Ctrl-C reaches the whole process group: this process hears it, ends that one and cleans up."""
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -85,7 +85,7 @@ def _start_deaf_to_ctrl_c(process: BaseProcess) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, heard)
 
 
-def _listen(receiver: Connection, progress: Callable[[int, int], None] | None) -> Certificate:
+def _listen(receiver: Connection, progress: Callable[[int, int], None] | None) -> EquivalenceReport:
     while True:
         match receiver.recv():
             case (int(done), int(total)):
@@ -94,11 +94,11 @@ def _listen(receiver: Connection, progress: Callable[[int, int], None] | None) -
             case MeshError() as error:
                 raise error
             case result:
-                certificate: Certificate = result
-                return certificate
+                report: EquivalenceReport = result
+                return report
 
 
-def _last_words(model: Path, exit_code: int | None, folder: Path) -> str:
+def _crash_message(model: Path, exit_code: int | None, folder: Path) -> str:
     with suppress(OSError):
         lines = (folder / _OUTPUT).read_text(errors="replace").split("\n")
         said = [line.strip() for line in lines if "GGML_ASSERT" in line or "error" in line.lower()]
@@ -107,7 +107,7 @@ def _last_words(model: Path, exit_code: int | None, folder: Path) -> str:
     return f"llama.cpp aborts on {model.name}, whole or cut, with exit code {exit_code}"
 
 
-def _certify_and_tell(
+def _certify_and_send(
     sender: Connection, model: Path, cuts: Sequence[int] | None, options: CertifyOptions, folder: Path
 ) -> None:
     """What the process does. A parent that is gone breaks the pipe, which ends it too."""
@@ -141,16 +141,16 @@ def require_exact_cut(model: SourceModel, layers: LayerRange) -> None:
     name, architecture = model.header.path.name, model.header.architecture
     log.info("self_check_started", model=name, architecture=architecture, cuts=cuts)
     try:
-        certificate = certify_apart(model.header.path, cuts, CertifyOptions(n_prompt=16, n_decode=4))
+        report = certify_isolated(model.header.path, cuts, CertifyOptions(n_prompt=16, n_decode=4))
     except ModelError as error:
         raise _refusal(model, error.message) from error
-    for result in certificate.cuts:
+    for result in report.cuts:
         if not result.difference.is_bit_equal:
             worst = result.difference.max_logit_diff
             raise _refusal(
                 model, f"cut at {result.cut} its logits differ by up to {worst:.3g} from the whole model's"
             )
-    if not certificate.is_exact:
+    if not report.is_exact:
         raise _refusal(
             model, f"cut at {' and '.join(map(str, cuts))} its logits differ from the whole model's"
         )

@@ -146,7 +146,7 @@ class GrammarRecord:
             self._void_from = place
 
 
-_MOST_KEPT: Final = 16
+_MAX_CACHED: Final = 16
 
 
 def make_automaton(text: str) -> Automaton:
@@ -171,8 +171,8 @@ class Grammars:
         self._n_vocab = n_vocab
         self._message: wire.Vocabulary | None = None
         self._tree: TokenTree | None = None
-        self._told: wire.Vocabulary | None = None
-        self._kept: OrderedDict[str, TokenMasks] = OrderedDict()
+        self._vocabulary: wire.Vocabulary | None = None
+        self._cache: OrderedDict[str, TokenMasks] = OrderedDict()
 
     def take(self, message: wire.Vocabulary) -> None:
         """The vocabulary, as the coordinator tells it."""
@@ -186,21 +186,21 @@ class Grammars:
             ProtocolError: If there is no vocabulary, or it is not this model's.
         """
         tree = self._read()
-        masks = self._kept.get(text)
+        masks = self._cache.get(text)
         if masks is None or masks.automaton.is_half_full:
-            masks = self._kept[text] = TokenMasks(make_automaton(text), tree)
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(text)
+            masks = self._cache[text] = TokenMasks(make_automaton(text), tree)
+            if len(self._cache) > _MAX_CACHED:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(text)
         return masks
 
     def _read(self) -> TokenTree:
         message = self._message
         if message is None:
             raise ProtocolError("a session has a grammar, but no vocabulary came before it")
-        if self._tree is None or message is not self._told:
-            if self._tree is None or message != self._told:
+        if self._tree is None or message is not self._vocabulary:
+            if self._tree is None or message != self._vocabulary:
                 self._tree = TokenTree.of(TokenTexts.from_wire(message, self._n_vocab))
-                self._kept.clear()
-            self._told = message
+                self._cache.clear()
+            self._vocabulary = message
         return self._tree

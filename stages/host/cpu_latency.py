@@ -21,7 +21,7 @@ DEVICE: Final = Path("/dev/cpu_dma_latency")
 _NO_LATENCY_US: Final = struct.pack("=i", 0)
 
 
-class Wakefulness:
+class CpuLatencyRequest:
     """Asks for processors that answer at once, or takes that back.
 
     Args:

@@ -16,7 +16,7 @@ _TAIL_BYTES: Final = 64 * 1024
 _MOST_CHARS: Final = 200
 
 
-def telling_line(text: str) -> str | None:
+def crash_line(text: str) -> str | None:
     """The line of a crashed process's standard error that says why; None if none does."""
     lines = [line.strip() for line in text.splitlines()]
     for pattern in _TELLING:
@@ -26,15 +26,15 @@ def telling_line(text: str) -> str | None:
     return None
 
 
-class WordReader:
+class CrashLogReader:
     """A Ray actor that reads them, on the host where they are."""
 
-    def last_words(self, pid: int) -> str | None:
+    def crash_message(self, pid: int) -> str | None:
         """Why the process with this id crashed, by its own words; None if it left none."""
         # This process's own standard error lies beside the other's.
         folder = Path("/proc/self/fd/2").readlink().parent
         for path in folder.glob(f"worker-*-{pid}.err"):
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-                return telling_line(file.read().decode(errors="replace"))
+                return crash_line(file.read().decode(errors="replace"))
         return None

@@ -34,7 +34,7 @@ _PACKAGES = {"llama_cpp": "llama-cpp-python", "ray": "ray", "grpc": "grpcio"}
 
 
 @dataclass(frozen=True)
-class HostLook:
+class HostSelfReport:
     """What was found.
 
     Attributes:
@@ -63,7 +63,7 @@ class HostLook:
     unix_s: float
 
 
-def look(hashes: Iterable[str] = ()) -> HostLook:
+def report_host(hashes: Iterable[str] = ()) -> HostSelfReport:
     """Look around; reads the stage files named, whole.
 
     Args:
@@ -74,7 +74,7 @@ def look(hashes: Iterable[str] = ()) -> HostLook:
     versions = {"spanmesh": SOFTWARE_VERSION, "protocol": str(PROTOCOL_VERSION)}
     versions["python"] = platform.python_version()
     versions |= {name: importlib.metadata.version(package) for name, package in _PACKAGES.items()}
-    return HostLook(
+    return HostSelfReport(
         versions=versions,
         platform=f"{platform.system()} {platform.machine()}",
         devices=list_devices(),
@@ -111,12 +111,12 @@ def _is_whole(folder: Path, sha256: str) -> bool | None:
         return False  # the disk does not give it any more
 
 
-class LookingHost:
+class HostReporter:
     """The Ray actor that looks around on one host."""
 
-    async def look(self, hashes: list[str]) -> dict[str, Any]:
-        """See `look`; fit for JSON."""
-        return asdict(await asyncio.to_thread(look, hashes))
+    async def report(self, hashes: list[str]) -> dict[str, Any]:
+        """See `report`; fit for JSON."""
+        return asdict(await asyncio.to_thread(report_host, hashes))
 
     async def clock_s(self) -> float:
         """Unix time here, now."""
@@ -126,7 +126,7 @@ class LookingHost:
 def main() -> None:
     """Look and print."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=sys.stderr))
-    sys.stdout.write(json.dumps(asdict(look(sys.argv[1:]))) + "\n")
+    sys.stdout.write(json.dumps(asdict(report_host(sys.argv[1:]))) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RehearsalOrder:
+class ProfileRequest:
     """What is to be timed.
 
     Attributes:
@@ -40,7 +40,7 @@ class RehearsalOrder:
         return asdict(self) | {"blank": {"header": header, "num_bytes": self.blank.num_bytes}}
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> RehearsalOrder:
+    def from_dict(cls, fields: Mapping[str, Any]) -> ProfileRequest:
         """What `as_dict` gave."""
         blank = fields["blank"]
         header = base64.b64decode(blank["header"], validate=True)

@@ -1,7 +1,7 @@
 """Stage profiler: times a stage with blank weights, in a child process or a Ray actor.
 
 Run as a program: an order as JSON on standard input, timings as JSON on standard output. A process of its own
-takes llama.cpp away with it; on other hosts Ray starts one, see `Rehearsal`.
+takes llama.cpp away with it; on other hosts Ray starts one, see `StageProfiler`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 import structlog
 
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit
-from stages.host.cpu_latency import Wakefulness
-from stages.host.profile_request import RehearsalOrder, StageTiming
+from stages.host.cpu_latency import CpuLatencyRequest
+from stages.host.profile_request import ProfileRequest, StageTiming
 from stages.runtime.memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.sampling.sampler import Sampling
-from stages.sampling.verifier import Judge
+from stages.sampling.sampler import SamplingParams
+from stages.sampling.verifier import WindowVerifier
 from stages.units import format_size
 
 # Weights may be kept twice: as the file's pages, and rearranged for the processor.
@@ -35,7 +35,7 @@ _NUM_WARM_UP: Final = 3
 _NUM_CHUNKS: Final = 3
 
 
-def rehearse(order: RehearsalOrder) -> StageTiming:
+def profile_stage(request: ProfileRequest) -> StageTiming:
     """Load the blank stage, time it, and leave nothing.
 
     Raises:
@@ -43,7 +43,7 @@ def rehearse(order: RehearsalOrder) -> StageTiming:
         InvalidModel: If llama.cpp does not load it.
         MeshError: If it does not compute.
     """
-    needed_bytes = _WEIGHT_COPIES * order.blank.num_bytes + _BESIDE_BYTES
+    needed_bytes = _WEIGHT_COPIES * request.blank.num_bytes + _BESIDE_BYTES
     free_bytes = free_memory_bytes()
     if needed_bytes > free_bytes:
         raise ModelDoesNotFit(
@@ -52,34 +52,34 @@ def rehearse(order: RehearsalOrder) -> StageTiming:
         )
     with tempfile.TemporaryDirectory(prefix="mesh-rehearsal-") as folder:
         path = Path(folder) / "blank.gguf"
-        order.blank.write(path)
-        return _time(path, order)
+        request.blank.write(path)
+        return _time(path, request)
 
 
-def _time(path: Path, order: RehearsalOrder) -> StageTiming:
-    wakefulness = Wakefulness()
+def _time(path: Path, request: ProfileRequest) -> StageTiming:
+    cpu_latency = CpuLatencyRequest()
     runtime: StageRuntime | None = None
     try:
         options = RuntimeOptions(
-            ctx_size=order.position + 128,
-            num_threads=order.num_threads,
-            exact=order.is_exact,
-            kv_type=order.kv_type,
+            ctx_size=request.position + 128,
+            num_threads=request.num_threads,
+            exact=request.is_exact,
+            kv_type=request.kv_type,
         )
         runtime = StageRuntime(path, options)
-        wakefulness.update(1)
+        cpu_latency.update(1)
         player = _Player(runtime)
         chunk_rows = runtime.max_rows
-        for start in range(0, order.position, chunk_rows):
-            player.play(start, min(chunk_rows, order.position - start))
+        for start in range(0, request.position, chunk_rows):
+            player.play(start, min(chunk_rows, request.position - start))
         return StageTiming(
-            row_ms=player.median_ms(order, 1, _NUM_WARM_UP, order.num_rounds),
+            row_ms=player.median_ms(request, 1, _NUM_WARM_UP, request.num_rounds),
             # These take long, so that a few tell as much.
-            chunk_ms=player.median_ms(order, chunk_rows, 1, _NUM_CHUNKS),
+            chunk_ms=player.median_ms(request, chunk_rows, 1, _NUM_CHUNKS),
             chunk_rows=chunk_rows,
         )
     finally:
-        wakefulness.update(0)
+        cpu_latency.update(0)
         if runtime is not None:
             runtime.close()
 
@@ -89,7 +89,7 @@ class _Player:
 
     def __init__(self, runtime: StageRuntime) -> None:
         self._runtime = runtime
-        self._judge = Judge(Sampling())
+        self._verifier = WindowVerifier(SamplingParams())
         # Values of no meaning, of the size that hidden states have; the blank norms make zeros of them.
         shape = (runtime.max_rows, runtime.info.n_embd)
         self._hidden = np.random.default_rng(0).standard_normal(shape, np.float32)
@@ -100,35 +100,35 @@ class _Player:
         span = Span(0, start, [0] * num_rows, hidden, num_outputs=1 if info.is_tail else 0)
         (output,) = self._runtime.decode([span])
         if info.is_tail:
-            self._judge.judge(output, span.tokens, start)
+            self._verifier.verify(output, span.tokens, start)
         else:
             output.tobytes()
 
-    def median_ms(self, order: RehearsalOrder, num_rows: int, num_warm_up: int, num_rounds: int) -> float:
+    def median_ms(self, request: ProfileRequest, num_rows: int, num_warm_up: int, num_rounds: int) -> float:
         times_ms = []
         for number in range(num_warm_up + num_rounds):
-            time.sleep(order.pause_ms / 1e3)
+            time.sleep(request.pause_ms / 1e3)
             start_s = time.perf_counter()
-            self.play(order.position, num_rows)
+            self.play(request.position, num_rows)
             if number >= num_warm_up:
                 times_ms.append((time.perf_counter() - start_s) * 1e3)
         return median(times_ms)
 
 
-class Rehearsal:
+class StageProfiler:
     """The Ray actor that rehearses on one host."""
 
-    async def rehearse(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Time what an order names; see `rehearse`."""
-        order = RehearsalOrder.from_dict(fields)
-        return asdict(await asyncio.to_thread(rehearse, order))
+    async def profile(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Time what an order names; see `profile`."""
+        request = ProfileRequest.from_dict(fields)
+        return asdict(await asyncio.to_thread(profile_stage, request))
 
 
 def main() -> None:
     """One order from standard input; exit code 1 with the reason on standard error if it cannot be timed."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=sys.stderr))
     try:
-        timing = rehearse(RehearsalOrder.from_dict(json.load(sys.stdin)))
+        timing = profile_stage(ProfileRequest.from_dict(json.load(sys.stdin)))
     except MeshError as error:
         sys.exit(error.message)
     sys.stdout.write(json.dumps(asdict(timing)) + "\n")

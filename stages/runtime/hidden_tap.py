@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from stages.graph_boundary import Handover
+    from stages.graph_boundary import GraphBoundary
 
 
 class LayerTap:
@@ -32,15 +32,15 @@ class LayerTap:
 
     Args:
         layers: Layers whose output is wanted, counted from 0 within the loaded file.
-        handover: Names and widths.
+        boundary: Names and widths.
         stop: Whether the graph ends after the last of them.
     """
 
-    def __init__(self, layers: Iterable[int], handover: Handover, *, stop: bool) -> None:
-        self._names = {handover.outlet_of(layer).encode(): layer for layer in layers}
-        self._last = handover.outlet_of(max(self._names.values())).encode() if self._names else None
-        self._row_bytes = 4 * handover.row_width
-        self._inlet = None if handover.inlet is None else handover.inlet.encode()
+    def __init__(self, layers: Iterable[int], boundary: GraphBoundary, *, stop: bool) -> None:
+        self._names = {boundary.outlet_of(layer).encode(): layer for layer in layers}
+        self._last = boundary.outlet_of(max(self._names.values())).encode() if self._names else None
+        self._row_bytes = 4 * boundary.row_width
+        self._inlet = None if boundary.inlet is None else boundary.inlet.encode()
         self._stop = stop
         self._get_name = ggml_base().ggml_get_name
         self._taken: dict[int, NDArray[np.float32]] = {}
@@ -132,28 +132,28 @@ class StopTap:
 
     Args:
         layer: Counted from 0 within the loaded file; None if nothing is to leave, as at the tail.
-        handover: Names and widths.
+        boundary: Names and widths.
         max_rows: Most rows of one batch.
 
     Raises:
         ImportError: If the compiled callback is not there.
     """
 
-    def __init__(self, layer: int | None, handover: Handover, max_rows: int) -> None:
+    def __init__(self, layer: int | None, boundary: GraphBoundary, max_rows: int) -> None:
         self._layer = layer
-        self._row_bytes = 4 * handover.row_width
-        self._rows = np.empty((0 if layer is None else max_rows, handover.row_width), dtype=np.float32)
+        self._row_bytes = 4 * boundary.row_width
+        self._rows = np.empty((0 if layer is None else max_rows, boundary.row_width), dtype=np.float32)
         ggml = ggml_base()
         self._struct = _StopTapStruct(
             name_of=_address(ggml.ggml_get_name),
             num_bytes_of=_address(ggml.ggml_nbytes),
             copy=_address(ggml.ggml_backend_tensor_get),
             put=_address(ggml.ggml_backend_tensor_set),
-            wanted=None if layer is None else handover.outlet_of(layer).encode(),
+            wanted=None if layer is None else boundary.outlet_of(layer).encode(),
             rows=self._rows.ctypes.data,
             capacity_bytes=self._rows.nbytes,
             filled_bytes=0,
-            inlet=None if handover.inlet is None else handover.inlet.encode(),
+            inlet=None if boundary.inlet is None else boundary.inlet.encode(),
         )
         self._given: NDArray[np.float32] | None = None
         self.callback = ctypes.cast(
@@ -184,15 +184,15 @@ class StopTap:
         return self._rows[:num_rows].copy() if num_rows and layer == self._layer else None
 
 
-def make_stop_tap(layer: int | None, handover: Handover, max_rows: int) -> StopTap | LayerTap:
+def make_stop_tap(layer: int | None, boundary: GraphBoundary, max_rows: int) -> StopTap | LayerTap:
     """The compiled tap, or the one in Python where that is missing."""
     try:
-        return StopTap(layer, handover, max_rows)
+        return StopTap(layer, boundary, max_rows)
     except (ImportError, OSError, AttributeError) as error:
         log.warning(
             "slow_tap", reason=str(error), remedy="install spanmesh with pip where a C compiler is found"
         )
-        return LayerTap([] if layer is None else [layer], handover, stop=True)
+        return LayerTap([] if layer is None else [layer], boundary, stop=True)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 
 from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
-from stages.graph_boundary import Handover
+from stages.graph_boundary import GraphBoundary
 from stages.layers import LayerRange
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
@@ -111,7 +111,7 @@ class RuntimeOptions:
     kv_type: str = "f16"
     observe_layers: tuple[int, ...] = ()
     gpu_layers: tuple[tuple[str, int], ...] | None = None
-    observe_as: Handover | None = None
+    observe_as: GraphBoundary | None = None
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class StageRuntime:
         prepare_process(self._numerics)
         init_backend()
         self._model = self._load_model(path, progress)
-        self._handover = self._read_handover()
+        self._boundary = self._read_boundary()
         self.info = self._read_info()
         self._tap = self._make_tap()
         self._lengths = [0] * options.num_slots
@@ -252,7 +252,7 @@ class StageRuntime:
         if not 0 <= span.num_outputs <= rows:
             raise InvalidWindow(f"{span.num_outputs} rows to verify in a window of {rows}")
         # Elsewhere tokens only pass through.
-        looks_up = self.info.is_first or self.info.is_tail or self._handover.takes_tokens
+        looks_up = self.info.is_first or self.info.is_tail or self._boundary.takes_tokens
         if looks_up and (max(span.tokens) >= self.info.n_vocab or min(span.tokens) < 0):
             raise InvalidWindow(f"token {max(span.tokens)} is outside the vocabulary of {self.info.n_vocab}")
         if self.info.is_first:
@@ -302,7 +302,7 @@ class StageRuntime:
         taken = None if self._tap is None else self._tap.take(layer)
         if taken is None:
             raise UncuttableModel(
-                f"layer {layer} has no {self._handover.outlet} tensor in llama.cpp's graph of this "
+                f"layer {layer} has no {self._boundary.outlet} tensor in llama.cpp's graph of this "
                 "architecture"
             )
         return taken
@@ -428,7 +428,7 @@ class StageRuntime:
         self._run()
         if incoming is not None and (self._tap is None or self._tap.num_given != num_rows):
             raise UncuttableModel(
-                f"llama.cpp's graph has no tensor {self._handover.inlet!r} of {num_rows} rows where hidden "
+                f"llama.cpp's graph has no tensor {self._boundary.inlet!r} of {num_rows} rows where hidden "
                 "states enter"
             )
         for span, padding in zip(spans, paddings, strict=True):
@@ -467,7 +467,7 @@ class StageRuntime:
         return StageInfo(
             layers=LayerRange(int(start or 0), int(stop or n_layers_here)),
             n_layers=int(count or n_layers_here),
-            n_embd=self._handover.row_width,
+            n_embd=self._boundary.row_width,
             n_vocab=llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model)),
             n_ctx_train=llama_cpp.llama_model_n_ctx_train(self._model),
             num_bytes=llama_cpp.llama_model_size(self._model),
@@ -477,18 +477,18 @@ class StageRuntime:
             ),
         )
 
-    def _read_handover(self) -> Handover:
+    def _read_boundary(self) -> GraphBoundary:
         if self._options.observe_as is not None:
             return self._options.observe_as
-        return Handover.from_metadata(self._metadata, llama_cpp.llama_model_n_embd(self._model))
+        return GraphBoundary.from_metadata(self._metadata, llama_cpp.llama_model_n_embd(self._model))
 
     @property
     def _has_inlet(self) -> bool:
-        return not self.info.is_first and self._handover.inlet is not None
+        return not self.info.is_first and self._boundary.inlet is not None
 
     @property
     def _takes_embeddings(self) -> bool:
-        return not self.info.is_first and self._handover.inlet is None
+        return not self.info.is_first and self._boundary.inlet is None
 
     def _metadata(self, key: str) -> str | None:
         buffer = ctypes.create_string_buffer(128)
@@ -497,10 +497,10 @@ class StageRuntime:
 
     def _make_tap(self) -> StopTap | LayerTap | None:
         if not self.info.is_tail:
-            return make_stop_tap(len(self.info.layers) - 1, self._handover, self._numerics.max_rows)
+            return make_stop_tap(len(self.info.layers) - 1, self._boundary, self._numerics.max_rows)
         if self._options.observe_layers:
-            return LayerTap(self._options.observe_layers, self._handover, stop=False)
-        return make_stop_tap(None, self._handover, self._numerics.max_rows) if self._has_inlet else None
+            return LayerTap(self._options.observe_layers, self._boundary, stop=False)
+        return make_stop_tap(None, self._boundary, self._numerics.max_rows) if self._has_inlet else None
 
     def _make_context(self) -> Any:
         options = self._options
@@ -547,7 +547,7 @@ class StageRuntime:
     def _fill(self, spans: Sequence[Span], paddings: Sequence[int]) -> int:
         """Lay the rows out for llama.cpp, and count them."""
         self._batch.clear()
-        looks_up = self.info.is_first or self._handover.takes_tokens
+        looks_up = self.info.is_first or self._boundary.takes_tokens
         for span, padding in zip(spans, paddings, strict=True):
             rows = len(span.tokens)
             first_output = rows - span.num_outputs if self.info.is_tail else 0
@@ -580,7 +580,7 @@ class StageRuntime:
         num_rows = sum(counts)
         if hidden is None or len(hidden) < num_rows:
             raise UncuttableModel(
-                f"llama.cpp's graph gives no {self._handover.outlet} tensor of {num_rows} rows at layer "
+                f"llama.cpp's graph gives no {self._boundary.outlet} tensor of {num_rows} rows at layer "
                 f"{self.info.layers.stop - 1}"
             )
         parts = _split(hidden, counts)

@@ -35,7 +35,7 @@ class LogitAdjustment:
         num_prompt: How many of its first tokens are the prompt.
     """
 
-    def __init__(self, sampling: Sampling, num_prompt: int = 0) -> None:
+    def __init__(self, sampling: SamplingParams, num_prompt: int = 0) -> None:
         self._num_prompt = num_prompt
         self._frequency = np.float32(sampling.frequency_penalty)
         self._presence = np.float32(sampling.presence_penalty)
@@ -102,7 +102,7 @@ _NUCLEUS_GROWTH: Final = 8
 
 
 def candidate_ids(
-    logits: NDArray[np.float32], scaled: NDArray[np.float64], sampling: Sampling
+    logits: NDArray[np.float32], scaled: NDArray[np.float64], sampling: SamplingParams
 ) -> NDArray[np.int64]:
     """The ids that pass all filters; never none, as the most likely token passes each.
 
@@ -176,7 +176,7 @@ MAX_BIASES: Final = 1024
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """One session's sampler settings.
 
     Attributes:
@@ -287,7 +287,7 @@ class Sampler:
         num_prompt: How many of the session's first tokens are the prompt.
     """
 
-    def __init__(self, sampling: Sampling, num_prompt: int = 0) -> None:
+    def __init__(self, sampling: SamplingParams, num_prompt: int = 0) -> None:
         self.sampling = sampling
         self._adjustment = LogitAdjustment(sampling, num_prompt)
 

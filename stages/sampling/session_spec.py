@@ -9,7 +9,7 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
 from stages.grammar.gbnf_parser import MAX_GRAMMAR_BYTES, refusal
 from stages.sampling.logprobs import MAX_TOP_LOGPROBS
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ NOTHING_RESUMED: Final = Resumed()
 
 
 @dataclass(frozen=True)
-class Opening:
+class SessionSpec:
     """One session's terms.
 
     Attributes:
@@ -51,7 +51,7 @@ class Opening:
 
     session: int
     slot: int
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     num_prompt: int = 0
     num_top_logprobs: int | None = None
     cached: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ class Opening:
         )
 
     @classmethod
-    def from_wire(cls, message: wire.Open) -> Opening:
+    def from_wire(cls, message: wire.Open) -> SessionSpec:
         """What the message says.
 
         Raises:
@@ -123,7 +123,7 @@ class Opening:
         return cls(
             message.session,
             message.slot,
-            Sampling(
+            SamplingParams(
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,

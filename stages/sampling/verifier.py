@@ -11,7 +11,7 @@ import numpy as np
 from spanmesh_proto.errors import InvalidWindow
 from stages.grammar.session_grammar import GrammarRecord
 from stages.sampling.logprobs import TokenLogprobs, token_logprobs
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from stages.grammar.session_grammar import Grammars
     from stages.grammar.token_masks import TokenMasks
-    from stages.sampling.session_spec import Opening
+    from stages.sampling.session_spec import SessionSpec
 
 
 def verify(
@@ -103,7 +103,7 @@ class TokenRecord:
 
 
 @dataclass(frozen=True)
-class Draws:
+class SampledTokens:
     """What the rows of a window gave.
 
     Attributes:
@@ -115,7 +115,7 @@ class Draws:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class Judge:
+class WindowVerifier:
     """Draws and compares for one session.
 
     Row `i` of a window is drawn with exactly the tokens before it in mind: those that the window itself
@@ -133,7 +133,7 @@ class Judge:
 
     def __init__(
         self,
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         num_prompt: int = 0,
         num_top_logprobs: int | None = None,
@@ -147,27 +147,27 @@ class Judge:
         self._write(0, cached)
 
     @classmethod
-    def of(cls, opening: Opening, grammars: Grammars) -> Judge:
+    def of(cls, spec: SessionSpec, grammars: Grammars) -> WindowVerifier:
         """The judge of a session that begins.
 
         Args:
-            opening: Its terms.
+            spec: Its terms.
             grammars: Makes its grammar ready, when that is first needed.
         """
         return cls(
-            opening.sampling,
-            num_prompt=opening.num_prompt,
-            num_top_logprobs=opening.num_top_logprobs,
-            cached=opening.cached,
-            open_masks=partial(grammars.masks, opening.grammar) if opening.grammar else None,
+            spec.sampling,
+            num_prompt=spec.num_prompt,
+            num_top_logprobs=spec.num_top_logprobs,
+            cached=spec.cached,
+            open_masks=partial(grammars.masks, spec.grammar) if spec.grammar else None,
         )
 
-    def judge(
+    def verify(
         self,
         rows_logits: Sequence[NDArray[np.float32]] | NDArray[np.float32],
         tokens: Sequence[int],
         start: int,
-    ) -> Draws:
+    ) -> SampledTokens:
         """Take a window that was just computed; every one, those without rows to verify too.
 
         Args:
@@ -181,13 +181,13 @@ class Judge:
             InvalidRequest: If the session's grammar does not work, or leaves nothing to draw.
         """
         self._write(start, tokens)
-        drawn = verify(rows_logits, tokens, start, self._draw)
+        drawn = verify(rows_logits, tokens, start, self._sample)
         if self._num_top_logprobs is None:
-            return Draws(drawn)
+            return SampledTokens(drawn)
         num_top = self._num_top_logprobs
         # Rows behind the last that was drawn say nothing: strict would ask for them.
         pairs = zip(rows_logits, drawn, strict=False)
-        return Draws(drawn, tuple(token_logprobs(logits, token, num_top) for logits, token in pairs))
+        return SampledTokens(drawn, tuple(token_logprobs(logits, token, num_top) for logits, token in pairs))
 
     def _write(self, start: int, tokens: Sequence[int]) -> None:
         if self._record is not None:
@@ -195,7 +195,7 @@ class Judge:
         if self._grammar is not None:
             self._grammar.write(start, tokens)
 
-    def _draw(self, logits: NDArray[np.float32], position: int) -> int:
+    def _sample(self, logits: NDArray[np.float32], position: int) -> int:
         before = () if self._record is None else self._record.before(position)
         if self._grammar is None:
             return self._sampler.sample(logits, position, before)

@@ -22,14 +22,14 @@ from stages.runtime.devices import layer_devices
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.memory import free_memory_bytes
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.serving.kv_cache import room_for_sent_rows
+from stages.serving.kv_cache import max_sent_bytes
 from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, Identity, NewKey, add_port
 from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size
 from stages.weights.assembly import Transfer
-from stages.weights.fetch import Brought, FetchSource, fetch_stage
-from stages.weights.store import hold, read_keeping, stage_store
+from stages.weights.fetch import FetchedStage, FetchSource, fetch_stage
+from stages.weights.store import hold, read_storage_options, stage_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -130,7 +130,7 @@ class StageActor:
         self._config = config
         self._end_process = end_process
         self._orphan_watch: asyncio.Task[None] | None = None
-        self._heard_s = time.monotonic()
+        self._last_call_s = time.monotonic()
         self._progress = StageProgress("waiting", 0.0)
         self._runtime: StageRuntime | None = None
         self._service: StageService | None = None
@@ -162,29 +162,29 @@ class StageActor:
         """
         config = self._config
         cache = stage_store(Path(config.cache_dir) if config.cache_dir else None)
-        brought = await self._bring(cache)
-        self._held = hold(brought.path)
+        fetched = await self._bring(cache)
+        self._held = hold(fetched.path)
         self._require_free(0)
         await asyncio.to_thread(self._require_free_on_gpus, {})
         self._runtime = await asyncio.to_thread(
-            StageRuntime, brought.path, config.options, progress=self._on_loaded
+            StageRuntime, fetched.path, config.options, progress=self._on_loaded
         )
         self._progress = StageProgress("ready", 1.0)
-        if brought.transfer != Transfer():
+        if fetched.transfer != Transfer():
             self._settling = asyncio.create_task(_settle(cache, config.sha256))
-        return brought.transfer
+        return fetched.transfer
 
-    async def _bring(self, cache: StageStore) -> Brought:
+    async def _bring(self, cache: StageStore) -> FetchedStage:
         config = self._config
         if config.whole is not None:
-            return Brought(Path(config.whole), Transfer())
+            return FetchedStage(Path(config.whole), Transfer())
         return await fetch_stage(
-            cache, config.sha256, config.source, keeping=read_keeping(), progress=self._on_fetched
+            cache, config.sha256, config.source, storage=read_storage_options(), progress=self._on_fetched
         )
 
     async def progress(self) -> StageProgress:
         """How far `load` has come."""
-        self._heard_s = time.monotonic()
+        self._last_call_s = time.monotonic()
         return self._progress
 
     async def certificate_request(self) -> bytes:
@@ -218,14 +218,14 @@ class StageActor:
             hidden_type=config.hidden_type,
             identity=self._shown,
             term=config.term,
-            most_sent_bytes=room_for_sent_rows(config.memory.cache_bytes),
+            most_sent_bytes=max_sent_bytes(config.memory.cache_bytes),
         )
         self._runtime = None  # the service's worker owns and frees it now
         self._server = grpc.aio.server(interceptors=[self._service.key_check], options=SERVER_OPTIONS)
         rpc.add_StageServicer_to_server(self._service, self._server)
         try:
             port = add_port(
-                self._server, join_address(bind_address, 0), self._shown, self._service.strangers.connected
+                self._server, join_address(bind_address, 0), self._shown, self._service.handshakes.connected
             )
         except RuntimeError as error:
             raise ClusterError(
@@ -233,7 +233,7 @@ class StageActor:
                 "address of that host?"
             ) from None
         await self._server.start()
-        self._heard_s = time.monotonic()
+        self._last_call_s = time.monotonic()
         self._orphan_watch = asyncio.create_task(self._end_if_orphaned(self._service))
         return port
 
@@ -253,7 +253,7 @@ class StageActor:
             ClusterError: If it does not serve.
             ProtocolError: If a coordinator of a higher term was here meanwhile.
         """
-        self._heard_s = time.monotonic()
+        self._last_call_s = time.monotonic()
         if self._service is None:
             raise ClusterError(f"stage {self._config.stage_index} was moved before it was started")
         await self._service.rejoin(stage_index, mesh_id, mesh_key, term, hidden_type=hidden_type)
@@ -308,7 +308,7 @@ class StageActor:
     async def _end_if_orphaned(self, service: StageService) -> None:
         """A head that was killed says no goodbye; what it started must not hold memory for ever."""
         orphan_s = self._config.orphan_s
-        await orphaned(lambda: min(service.idle_s, time.monotonic() - self._heard_s), orphan_s)
+        await orphaned(lambda: min(service.idle_s, time.monotonic() - self._last_call_s), orphan_s)
         log.error(
             "stage_orphaned",
             stage=self._config.stage_index,

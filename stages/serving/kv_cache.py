@@ -35,7 +35,7 @@ LEAST_SENT_BYTES: Final = 8 * 2**20
 SHARE_OF_CACHE: Final = 32
 
 
-def room_for_sent_rows(cache_bytes: int) -> int:
+def max_sent_bytes(cache_bytes: int) -> int:
     """How many bytes of rows a stage keeps at most.
 
     Args:
@@ -44,7 +44,7 @@ def room_for_sent_rows(cache_bytes: int) -> int:
     return max(LEAST_SENT_BYTES, cache_bytes // SHARE_OF_CACHE)
 
 
-class SentRows:
+class SentHiddenStates:
     """Encoded rows by slot and position, each slot's from 0 on without a gap.
 
     When there is no room for a row, those of the slot that has sent nothing for longest are dropped. What
@@ -136,7 +136,7 @@ class SlotTokens:
 
     def __init__(self, num_slots: int) -> None:
         self._records = [TokenRecord() for _ in range(num_slots)]
-        self._marks: list[Marks] = []
+        self._cursors: list[ReplicationCursor] = []
 
     def length(self, slot: int) -> int:
         """Positions that a slot holds."""
@@ -181,32 +181,32 @@ class SlotTokens:
         """Have a slot hold the first tokens of another, and nothing else."""
         self.write(slot, 0, self._records[source].before(num_positions).tolist())
 
-    def follow(self, marks: Marks) -> None:
-        """Keep the marks of somebody who is told of every slot, until `unfollow`."""
-        self._marks.append(marks)
+    def attach(self, cursor: ReplicationCursor) -> None:
+        """Keep the marks of somebody who is told of every slot, until `detach`."""
+        self._cursors.append(cursor)
 
-    def unfollow(self, marks: Marks) -> None:
+    def detach(self, cursor: ReplicationCursor) -> None:
         """Keep them no more."""
-        self._marks.remove(marks)
+        self._cursors.remove(cursor)
 
     def _lower(self, slot: int, start: int) -> None:
-        for marks in self._marks:
-            marks.told[slot] = min(marks.told[slot], start)
+        for cursor in self._cursors:
+            cursor.num_sent[slot] = min(cursor.num_sent[slot], start)
 
 
-class Marks:
+class ReplicationCursor:
     """What somebody has been told of the slots.
 
     Args:
         num_slots: Slots that there are.
 
     Attributes:
-        told: By slot, how many of its first positions, as they are now.
+        num_sent: By slot, how many of its first positions, as they are now.
         sessions: By slot, which session's they were; 0 for none.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.told = [0] * num_slots
+        self.num_sent = [0] * num_slots
         self.sessions = [0] * num_slots
 
 
@@ -217,7 +217,7 @@ _MOST_MESSAGE_BYTES: Final = 8 * 2**20
 _NUM_LEFT_OUT: Final = 32
 
 
-class StageSlots:
+class KvSlots:
     """Slots of one stage.
 
     Args:
@@ -225,7 +225,7 @@ class StageSlots:
         sent: What the stage sent on.
     """
 
-    def __init__(self, runtime: StageRuntime, sent: SentRows) -> None:
+    def __init__(self, runtime: StageRuntime, sent: SentHiddenStates) -> None:
         self._runtime = runtime
         self._sent = sent
         self._tokens = SlotTokens(runtime.num_slots)
@@ -290,25 +290,25 @@ class StageSlots:
         """What left at these positions; None if not all of it is here in this size."""
         return self._sent.find(span.slot, span.start, len(span.tokens), row_bytes)
 
-    def follow(self, marks: Marks, held: Sequence[wire.HeldSlot]) -> None:
-        """Keep the marks of a copy of this stage, until `unfollow`.
+    def attach_cursor(self, cursor: ReplicationCursor, held: Sequence[wire.HeldSlot]) -> None:
+        """Keep the marks of a copy of this stage, until `detach_cursor`.
 
         Args:
-            marks: New ones.
+            cursor: New ones.
             held: What the copy has from before; what the slot here holds by now counts as told.
         """
-        self._tokens.follow(marks)
+        self._tokens.attach(cursor)
         for one in held:
             if one.slot < self._runtime.num_slots and one.num_positions <= self._tokens.length(one.slot):
                 digest = self._tokens.digest(one.slot, one.num_positions)
-                marks.told[one.slot] = one.num_positions if digest == one.tokens_sha256 else 0
+                cursor.num_sent[one.slot] = one.num_positions if digest == one.tokens_sha256 else 0
 
-    def unfollow(self, marks: Marks) -> None:
+    def detach_cursor(self, cursor: ReplicationCursor) -> None:
         """Keep them no more."""
-        self._tokens.unfollow(marks)
+        self._tokens.detach(cursor)
 
     def held(self, num_left_out: int = _NUM_LEFT_OUT) -> list[wire.HeldSlot]:
-        """What the slots here have, for `follow` of the stage that this one is a copy of.
+        """What the slots here have, for `attach_cursor` of the stage that this one is a copy of.
 
         Args:
             num_left_out: Positions of each that are not spoken of: the stage may have gone back on them.
@@ -320,23 +320,25 @@ class StageSlots:
             if length > 0
         ]
 
-    def news(self, slot: int, session: int, marks: Marks, sent_row_bytes: int) -> list[wire.SlotRows]:
+    def updates(
+        self, slot: int, session: int, cursor: ReplicationCursor, sent_row_bytes: int
+    ) -> list[wire.SlotRows]:
         """What a copy has not been told of a slot; now it counts as told.
 
         Args:
             slot: The slot.
             session: Whose it is.
-            marks: The copy's.
+            cursor: The copy's.
             sent_row_bytes: Size of a row that leaves now.
 
         Returns:
             In order; nothing if the rows are too many, or llama.cpp gives none.
         """
-        start, stop = marks.told[slot], self._tokens.length(slot)
-        if start == stop and marks.sessions[slot] == session:
+        start, stop = cursor.num_sent[slot], self._tokens.length(slot)
+        if start == stop and cursor.sessions[slot] == session:
             return []
         if start == stop:
-            marks.sessions[slot] = session
+            cursor.sessions[slot] = session
             return [wire.SlotRows(slot=slot, session=session, start=start)]
         num_bytes = self._runtime.num_kv_bytes(slot)
         if not self._runtime.info.can_trim or num_bytes > _MOST_KV_BYTES:
@@ -345,34 +347,34 @@ class StageSlots:
             rows = self._runtime.kv_rows(slot)
         except UncuttableModel:
             return []
-        marks.told[slot], marks.sessions[slot] = stop, session
+        cursor.num_sent[slot], cursor.sessions[slot] = stop, session
         num_rows = max(1, _MOST_MESSAGE_BYTES * len(rows) // num_bytes)
         return [
             self._rows(slot, session, rows.cut(first, min(first + num_rows, stop)), sent_row_bytes)
             for first in range(start, stop, num_rows)
         ]
 
-    def take(self, news: wire.SlotRows) -> None:
+    def apply_update(self, update: wire.SlotRows) -> None:
         """Hold what the stage that this one is a copy of has computed.
 
         Raises:
             ProtocolError: If the message cannot be meant for what the slot holds.
             MeshError: If the rows are not of this stage; the slot is empty then.
         """
-        slot, start = news.slot, news.start
+        slot, start = update.slot, update.start
         if slot >= self._runtime.num_slots or start > self._tokens.length(slot):
             raise ProtocolError(f"rows from {start} on for slot {slot}, which does not reach so far")
-        sent_row_bytes, rest = divmod(len(news.sent), len(news.tokens) or 1)
-        if rest or (news.sent and not news.tokens):
-            raise ProtocolError(f"{len(news.sent)} bytes sent on of {len(news.tokens)} tokens")
+        sent_row_bytes, rest = divmod(len(update.sent), len(update.tokens) or 1)
+        if rest or (update.sent and not update.tokens):
+            raise ProtocolError(f"{len(update.sent)} bytes sent on of {len(update.tokens)} tokens")
         try:
-            if news.tokens:
-                self._runtime.put_kv_rows(slot, _rows_of(news))
+            if update.tokens:
+                self._runtime.put_kv_rows(slot, _rows_of(update))
             self._sent.trim(slot, start)
-            self._tokens.write(slot, start, news.tokens)
-            if news.sent:
-                self._sent.keep(slot, start, news.sent, sent_row_bytes)
-            self._runtime.trim(slot, start + len(news.tokens))
+            self._tokens.write(slot, start, update.tokens)
+            if update.sent:
+                self._sent.keep(slot, start, update.sent, sent_row_bytes)
+            self._runtime.trim(slot, start + len(update.tokens))
         except BaseException:
             self.trim(slot, 0)
             raise
@@ -388,10 +390,10 @@ class StageSlots:
         )
 
 
-def _rows_of(news: wire.SlotRows) -> KvRows:
-    rows = KvRows.from_bytes(news.kv)
-    if (rows.start, len(rows)) != (news.start, len(news.tokens)):
+def _rows_of(update: wire.SlotRows) -> KvRows:
+    rows = KvRows.from_bytes(update.kv)
+    if (rows.start, len(rows)) != (update.start, len(update.tokens)):
         raise ProtocolError(
-            f"{len(news.tokens)} tokens from {news.start} on with rows {rows.start} to {rows.stop}"
+            f"{len(update.tokens)} tokens from {update.start} on with rows {rows.start} to {rows.stop}"
         )
     return rows

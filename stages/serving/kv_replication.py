@@ -17,21 +17,21 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError
-from stages.serving.kv_cache import Marks
+from stages.serving.kv_cache import ReplicationCursor
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import explain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-    from stages.serving.stage_engine import WindowPath
+    from stages.serving.stage_engine import StageEngine
     from stages.transport.channels import Identity
 
 
 log = structlog.get_logger()
 
 
-class Follower:
+class ReplicationSink:
     """The copy's end; runs until the stage ends or lets go of it, or `close`.
 
     Args:
@@ -88,8 +88,8 @@ class Follower:
         try:
             request = wire.FollowRequest(hello=self._hello, held=await self._held())
             stub = rpc.StageStub(self._channel)
-            async for news in stub.Follow(request, metadata=key_metadata(self._mesh_key)):
-                await self._take(news)
+            async for update in stub.Follow(request, metadata=key_metadata(self._mesh_key)):
+                await self._take(update)
             log.info("stage_left", address=self._address)
         except grpc.aio.AioRpcError as error:
             log.info("stage_lost", address=self._address, reason=explain(error, self._address).message)
@@ -103,7 +103,7 @@ class Follower:
 
 # Two copies there are, and those that were told to follow anew before their old streams have ended.
 _MOST_FOLLOWERS: Final = 8
-_NEWS_S: Final = 0.5
+_UPDATE_S: Final = 0.5
 # What it costs the stage, its host's processor and the link, of the time.
 _SHARE: Final = 0.1
 
@@ -114,20 +114,22 @@ def pause_s(took_s: float) -> float:
     Args:
         took_s: How long it took to tell the latest, until the copy had taken all but the last of it.
     """
-    return max(_NEWS_S, took_s / _SHARE)
+    return max(_UPDATE_S, took_s / _SHARE)
 
 
-class Leading:
+class ReplicationSource:
     """All who follow one stage.
 
     Args:
-        path: The stage's sessions and slots.
+        engine: The stage's sessions and slots.
         num_slots: That exist.
         pause_s: How long to wait between two rounds, given how long the one took, in seconds.
     """
 
-    def __init__(self, path: WindowPath, num_slots: int, pause_s: Callable[[float], float] = pause_s) -> None:
-        self._path = path
+    def __init__(
+        self, engine: StageEngine, num_slots: int, pause_s: Callable[[float], float] = pause_s
+    ) -> None:
+        self._engine = engine
         self._num_slots = num_slots
         self._pause_s = pause_s
         self._leaving: set[asyncio.Event] = set()
@@ -140,24 +142,24 @@ class Leading:
             return ProtocolError(f"a copy tells of {len(request.held)} slots, {self._num_slots} exist")
         return None
 
-    async def news(self, request: wire.FollowRequest) -> AsyncGenerator[wire.SlotRows, None]:
-        """What the copy does not have, round by round, until `let_go`. Ask for a `refusal` first."""
+    async def updates(self, request: wire.FollowRequest) -> AsyncGenerator[wire.SlotRows, None]:
+        """What the copy does not have, round by round, until `close`. Ask for a `refusal` first."""
         leaving = asyncio.Event()
         self._leaving.add(leaving)
-        marks = Marks(self._num_slots)
+        cursor = ReplicationCursor(self._num_slots)
         try:
-            await self._path.follow(marks, request.held)
+            await self._engine.attach_cursor(cursor, request.held)
             while not leaving.is_set():
                 started_s = time.monotonic()
-                async for news in self._path.news(marks):
-                    yield news
+                async for update in self._engine.updates(cursor):
+                    yield update
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(leaving.wait(), self._pause_s(time.monotonic() - started_s))
         finally:
             self._leaving.discard(leaving)
-            self._path.unfollow(marks)
+            self._engine.detach_cursor(cursor)
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """End with everybody."""
         for leaving in self._leaving:
             leaving.set()

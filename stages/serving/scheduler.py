@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from spanmesh_proto import windows_pb2 as wire
     from stages.runtime.stage_runtime import Span
-    from stages.sampling.verifier import Judge
+    from stages.sampling.verifier import WindowVerifier
     from stages.transport.hidden_codec import EncodedHidden
 
 
@@ -54,7 +54,7 @@ class QueuedWindow:
         epoch: Its epoch when the window was sent.
         id: The window's id within the session.
         span: What llama.cpp gets, but for hidden states.
-        judge: Its session's, at the tail.
+        verifier: Its session's, at the tail.
         times: What the stages before took.
         arrived_us: When it arrived, on this host's monotonic clock.
         most_together: Windows that may share its batch, itself included; 0: as many as fit.
@@ -68,7 +68,7 @@ class QueuedWindow:
     epoch: int
     id: int
     span: Span
-    judge: Judge
+    verifier: WindowVerifier
     times: tuple[wire.StageTime, ...]
     arrived_us: int
     most_together: int = 0
@@ -94,7 +94,7 @@ class QueuedWindow:
 
 
 @dataclass(frozen=True)
-class Begun:
+class SlotAssigned:
     """A slot that a session takes over.
 
     Attributes:
@@ -119,17 +119,17 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Passed:
+class QueueBarrier:
     """Nothing to change: tells that all that came before is computed or dropped.
 
     Attributes:
-        tell: Called in the thread that computes.
+        on_passed: Called in the thread that computes.
     """
 
-    tell: Callable[[], object]
+    on_passed: Callable[[], object]
 
 
-Change = Begun | Passed
+Change = SlotAssigned | QueueBarrier
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Work:
     windows: tuple[QueuedWindow, ...]
 
 
-class WindowQueue:
+class WindowScheduler:
     """Windows of different sessions share a batch while their rows fit, first come, first served.
 
     Where slots have caches of their own only neighbours share one.
@@ -212,7 +212,7 @@ class WindowQueue:
             if self._is_closed:
                 return None
             self._drop_void()
-            self._let_on()
+            self._release_changes()
             windows = self._take_batch()
             if windows or self._changes:
                 changes, self._changes = tuple(self._changes), []
@@ -223,19 +223,19 @@ class WindowQueue:
         if arrival is None:
             self._is_closed = True
         elif isinstance(arrival, QueuedWindow):
-            self._line_of(arrival.session).append(arrival)
+            self._queue_of(arrival.session).append(arrival)
         else:
             self._pending.append(_Pending(arrival))
-            self._let_on()
+            self._release_changes()
 
-    def _line_of(self, session: int) -> deque[QueuedWindow]:
+    def _queue_of(self, session: int) -> deque[QueuedWindow]:
         """Where a window of the session has to wait."""
         for pending in reversed(self._pending):
-            if isinstance(pending.change, Begun) and pending.change.session == session:
+            if isinstance(pending.change, SlotAssigned) and pending.change.session == session:
                 return pending.windows
         return self._waiting
 
-    def _let_on(self) -> None:
+    def _release_changes(self) -> None:
         """Have the changes made that wait for nothing any more, up to the first that does."""
         while self._pending and not self._has_to_wait(self._pending[0].change):
             pending = self._pending.popleft()
@@ -246,7 +246,7 @@ class WindowQueue:
                 self._drop_void()
 
     def _has_to_wait(self, change: Change) -> bool:
-        return isinstance(change, Begun) and any(map(change.follows, self._waiting))
+        return isinstance(change, SlotAssigned) and any(map(change.follows, self._waiting))
 
     def _firsts(self) -> tuple[QueuedWindow, ...]:
         """The first window of each session, in the order of their arrivals."""

@@ -15,9 +15,9 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError, ProtocolVersionMismatch, StageFailed
 from stages.serving.kv_cache import LEAST_SENT_BYTES
-from stages.serving.kv_replication import Follower, Leading, pause_s
-from stages.serving.stage_engine import WindowPath, monotonic_us
-from stages.transport.channels import KeyCheck, Strangers, abort
+from stages.serving.kv_replication import ReplicationSink, ReplicationSource, pause_s
+from stages.serving.stage_engine import StageEngine, monotonic_us
+from stages.transport.channels import HandshakeMonitor, KeyCheck, abort
 from stages.transport.hidden_codec import HiddenType
 from stages.transport.stage_link import MOST_BUNDLED_WINDOWS, StageLink
 
@@ -117,7 +117,7 @@ class StageService(rpc.StageServicer):
 
     Attributes:
         key_check: What its server must ask first.
-        strangers: What its server must tell of connections.
+        handshakes: What its server must tell of connections.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class StageService(rpc.StageServicer):
         most_sent_bytes: int = LEAST_SENT_BYTES,
         pause_s: Callable[[float], float] = pause_s,
     ) -> None:
-        self.strangers = Strangers()
-        self.key_check = KeyCheck(mesh_key, self.strangers.called)
+        self.handshakes = HandshakeMonitor()
+        self.key_check = KeyCheck(mesh_key, self.handshakes.called)
         self._info = runtime.info
         self._place = RingPlace(stage_index, mesh_id, mesh_key, term)
         self._identity = identity
-        self._path = WindowPath(
+        self._engine = StageEngine(
             runtime,
             stage_index=stage_index,
             hidden_type=hidden_type,
@@ -148,8 +148,8 @@ class StageService(rpc.StageServicer):
         )
         self._links: set[asyncio.Task[Any]] = set()
         self._verdicts: set[asyncio.Queue[wire.VerdictBundle | None]] = set()
-        self._leading = Leading(self._path, runtime.num_slots, pause_s)
-        self._follower: Follower | None = None
+        self._replication_source = ReplicationSource(self._engine, runtime.num_slots, pause_s)
+        self._replication_sink: ReplicationSink | None = None
         self._controls: dict[asyncio.Queue[wire.ControlReply | None], asyncio.Task[None]] = {}
         self._idle_since_s: float | None = time.monotonic()
         self._is_closed = False
@@ -171,7 +171,7 @@ class StageService(rpc.StageServicer):
             next_address,
             hello,
             place.mesh_key,
-            self._path.next_lost,
+            self._engine.next_lost,
             host=next_host,
             identity=None if self._identity is None else self._identity(),
         )
@@ -181,7 +181,7 @@ class StageService(rpc.StageServicer):
             raise StageFailed(
                 f"stage {self._place.stage_index} left the ring while it was linked to {next_address}"
             )
-        self._path.next = link
+        self._engine.next = link
 
     async def follow(self, address: str, host: str, mesh_id: str, mesh_key: str, term: int) -> None:
         """Keep up with a stage of a ring that this one is a copy of, until it takes a place in a ring itself.
@@ -199,34 +199,34 @@ class StageService(rpc.StageServicer):
         if term < self._place.term:
             raise self._place.stale(f"the coordinator of the copy of stage {self._place.stage_index}", term)
         self._serve(term)
-        if self._follower is not None and self._follower.does_for(address, mesh_id):
+        if self._replication_sink is not None and self._replication_sink.does_for(address, mesh_id):
             return
         place = self._place
-        await self._let_go()
-        if self._place is not place or self._follower is not None:
+        await self._stop_replication()
+        if self._place is not place or self._replication_sink is not None:
             # Another order has come in that time, and counts.
             return
         hello = _hello(mesh_id, f"a copy of stage {self._place.stage_index}", term)
-        self._follower = Follower(
+        self._replication_sink = ReplicationSink(
             address,
             host,
             hello,
             mesh_key,
             None if self._identity is None else self._identity(),
-            held=self._path.held,
-            take=self._path.take_news,
+            held=self._engine.held,
+            take=self._engine.apply_update,
         )
 
     def _serve(self, term: int) -> None:
         """Be for the coordinator of this term: if it is a new one, its session ids mean other sessions."""
         if term > self._place.term:
-            self._path.close_all(forgotten=True)
+            self._engine.close_all(forgotten=True)
             self._place = replace(self._place, term=term)
 
-    async def _let_go(self) -> None:
-        follower, self._follower = self._follower, None
-        if follower is not None:
-            await follower.close()
+    async def _stop_replication(self) -> None:
+        replication_sink, self._replication_sink = self._replication_sink, None
+        if replication_sink is not None:
+            await replication_sink.close()
 
     async def rejoin(
         self,
@@ -253,26 +253,26 @@ class StageService(rpc.StageServicer):
             ProtocolError: If a coordinator of a higher term was here meanwhile.
         """
         self._refuse_former(term)
-        while self._follower is not None:
-            await self._let_go()
+        while self._replication_sink is not None:
+            await self._stop_replication()
         # Another coordinator may have been here in that time.
         self._refuse_former(term)
-        path, former = self._path, self._place
+        engine, former = self._engine, self._place
         self._place = RingPlace(stage_index, mesh_id, mesh_key, term)
-        path.stage_index = stage_index
+        engine.stage_index = stage_index
         self.key_check.replace(mesh_key)
         if hidden_type is not None:
-            path.send_as(hidden_type)
+            engine.send_as(hidden_type)
         for task in (*self._links, *self._controls.values()):
             task.cancel()
         for bundles in self._verdicts:
             bundles.put_nowait(None)
-        self._leading.let_go()
-        path.close_all(forgotten=term != former.term)
-        following, path.next = path.next, None
+        self._replication_source.close()
+        engine.close_all(forgotten=term != former.term)
+        following, engine.next = engine.next, None
         if following is not None:
             await following.close()
-        await path.drained()
+        await engine.drained()
         log.info("ring_joined", stage=stage_index, layers=str(self._info.layers), term=term)
 
     def _refuse_former(self, term: int) -> None:
@@ -288,12 +288,12 @@ class StageService(rpc.StageServicer):
     async def close(self) -> None:
         """Stop computing and free the memory."""
         self._is_closed = True
-        await self._let_go()
-        await self._path.stop()
+        await self._stop_replication()
+        await self._engine.stop()
 
     def stats(self) -> wire.StageStats:
         """Counts since the start."""
-        return self._path.stats()
+        return self._engine.stats()
 
     async def Link(  # noqa: N802 - the name in the .proto
         self,
@@ -301,11 +301,11 @@ class StageService(rpc.StageServicer):
         context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome],
     ) -> None:
         """Frames from upstream."""
-        self.strangers.called(context.peer())
+        self.handshakes.called(context.peer())
         try:
             await self._listen(context)
         except MeshError as error:
-            await self._blame(context, error)
+            await self._refuse(context, error)
 
     async def Control(  # noqa: N802
         self,
@@ -313,12 +313,12 @@ class StageService(rpc.StageServicer):
         context: grpc.aio.ServicerContext[wire.ControlRequest, wire.ControlReply],
     ) -> AsyncIterator[wire.ControlReply]:
         """Out-of-band requests from the coordinator; failures and pongs back."""
-        self.strangers.called(context.peer())
+        self.handshakes.called(context.peer())
         replies: asyncio.Queue[wire.ControlReply | None] = asyncio.Queue()
         try:
             first = await anext(aiter(request_iterator), None)
         except MeshError as error:
-            await self._blame(context, error)
+            await self._refuse(context, error)
             return
         hello = first.hello if first is not None and first.WhichOneof("kind") == "hello" else None
         welcome = wire.ControlReply(welcome=await self._greet(hello, context))
@@ -336,20 +336,20 @@ class StageService(rpc.StageServicer):
             while (reply := await replies.get()) is not None:
                 yield reply
             if not reader.cancelled() and isinstance(reason := reader.exception(), MeshError):
-                await self._blame(context, reason)
+                await self._refuse(context, reason)
         finally:
             reader.cancel()
             del self._controls[replies]
             if not self._controls:
                 # No coordinator, nobody to answer.
                 self._idle_since_s = time.monotonic()
-                self._path.close_all()
+                self._engine.close_all()
 
     async def Verdicts(  # noqa: N802
         self, request: wire.Hello, context: grpc.aio.ServicerContext[wire.Hello, wire.VerdictBundle]
     ) -> AsyncIterator[wire.VerdictBundle]:
         """The tail's answers, straight to the coordinator."""
-        self.strangers.called(context.peer())
+        self.handshakes.called(context.peer())
         await self._greet(request, context)
         if not self._info.is_tail:
             await abort(
@@ -372,16 +372,16 @@ class StageService(rpc.StageServicer):
         context: grpc.aio.ServicerContext[wire.FollowRequest, wire.SlotRows],
     ) -> AsyncIterator[wire.SlotRows]:
         """What the sessions here have in the KV cache, to a copy of this stage."""
-        self.strangers.called(context.peer())
+        self.handshakes.called(context.peer())
         hello = request.hello if request is not None and request.HasField("hello") else None
         await self._greet(hello, context)
         if request is None or not self._place.is_of(request.hello):
             return
-        if (refusal := self._leading.refusal(request)) is not None:
-            await self._blame(context, refusal)
-        async with contextlib.aclosing(self._leading.news(request)) as told:
-            async for news in told:
-                yield news
+        if (refusal := self._replication_source.refusal(request)) is not None:
+            await self._refuse(context, refusal)
+        async with contextlib.aclosing(self._replication_source.updates(request)) as updates:
+            async for update in updates:
+                yield update
 
     def _answer(self, verdicts: list[wire.Verdict]) -> None:
         for bundles in self._verdicts:
@@ -405,7 +405,7 @@ class StageService(rpc.StageServicer):
             layer_stop=self._info.layers.stop,
         )
 
-    async def _blame(self, context: grpc.aio.ServicerContext[Any, Any], error: MeshError) -> None:
+    async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], error: MeshError) -> None:
         log.warning("peer_refused", stage=self._place.stage_index, peer=context.peer(), reason=error.message)
         await abort(context, error)
 
@@ -440,12 +440,12 @@ class StageService(rpc.StageServicer):
                     )
                 for window in frame.windows.windows:
                     _require_session(window.session)
-                    self._path.take(window)
+                    self._engine.take(window)
             elif frame.HasField("open"):
                 _require_session(frame.open.session)
-                self._path.open(frame.open)
+                self._engine.open(frame.open)
             elif frame.HasField("vocabulary"):
-                self._path.take_vocabulary(frame.vocabulary)
+                self._engine.take_vocabulary(frame.vocabulary)
 
     async def _read_control(
         self, requests: AsyncIterator[wire.ControlRequest], replies: asyncio.Queue[wire.ControlReply | None]
@@ -453,9 +453,9 @@ class StageService(rpc.StageServicer):
         async for request in requests:
             match request.WhichOneof("kind"):
                 case "cancel":
-                    self._path.cancel(request.cancel.session, request.cancel.epoch)
+                    self._engine.cancel(request.cancel.session, request.cancel.epoch)
                 case "close":
-                    self._path.close(request.close.session)
+                    self._engine.close(request.close.session)
                 case "ping":
                     pong = wire.Pong(
                         sent_us=request.ping.sent_us, stats=self.stats(), stage_us=monotonic_us()

@@ -11,7 +11,7 @@ from stages.sampling.session_spec import NOTHING_RESUMED
 
 if TYPE_CHECKING:
     from stages.sampling.session_spec import Resumed
-    from stages.sampling.verifier import Judge
+    from stages.sampling.verifier import WindowVerifier
 
 _NUM_CLOSED_REMEMBERED: Final = 4096
 
@@ -23,14 +23,14 @@ class StageSession:
     Attributes:
         id: Given by the coordinator; never used twice.
         slot: Its sequence slot in llama.cpp.
-        judge: Draws for it at the tail.
+        verifier: Draws for it at the tail.
         epoch: Windows of a lower epoch are void.
         num_resumed: First positions that its slot may hold from before a repair.
     """
 
     id: int
     slot: int
-    judge: Judge
+    verifier: WindowVerifier
     epoch: int = 0
     num_resumed: int = 0
 
@@ -54,7 +54,9 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, session: int, slot: int, judge: Judge, resumed: Resumed = NOTHING_RESUMED) -> StageSession:
+    def open(
+        self, session: int, slot: int, verifier: WindowVerifier, resumed: Resumed = NOTHING_RESUMED
+    ) -> StageSession:
         """Give the slot to the session; the session that had it ends.
 
         A session that was closed before it was opened is over at once: it takes the slot from the session
@@ -63,7 +65,7 @@ class SessionTable:
         Args:
             session: Its id.
             slot: The slot.
-            judge: Draws for it.
+            verifier: Draws for it.
             resumed: What it goes on with: counts only if the slot was that session's last.
 
         Raises:
@@ -75,7 +77,7 @@ class SessionTable:
         if evicted is not None:
             self.close(evicted)
         num_resumed = resumed.num_positions if resumed.session == self._latest.get(slot) else 0
-        entry = StageSession(session, slot, judge, num_resumed=num_resumed)
+        entry = StageSession(session, slot, verifier, num_resumed=num_resumed)
         self._latest[slot] = session
         if session not in self._closed:
             self._open[session] = entry

@@ -12,13 +12,13 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import InvalidWindow, MeshError, StageFailed, wire_of
 from stages.grammar.session_grammar import Grammars
-from stages.host.cpu_latency import Wakefulness
+from stages.host.cpu_latency import CpuLatencyRequest
 from stages.runtime.memory import resident_bytes
 from stages.runtime.stage_runtime import Span, StageRuntime
-from stages.sampling.session_spec import Opening
-from stages.sampling.verifier import Judge
-from stages.serving.kv_cache import SentRows, StageSlots
-from stages.serving.scheduler import Begun, Passed, QueuedWindow, WindowQueue
+from stages.sampling.session_spec import SessionSpec
+from stages.sampling.verifier import WindowVerifier
+from stages.serving.kv_cache import KvSlots, SentHiddenStates
+from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler
 from stages.serving.sessions import SessionTable
 from stages.serving.worker import StageWorker
 from stages.transport.hidden_codec import EncodedHidden
@@ -26,7 +26,7 @@ from stages.transport.hidden_codec import EncodedHidden
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from stages.serving.kv_cache import Marks
+    from stages.serving.kv_cache import ReplicationCursor
     from stages.transport.hidden_codec import HiddenType
     from stages.transport.stage_link import StageLink
 
@@ -43,7 +43,7 @@ def monotonic_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-class WindowPath:
+class StageEngine:
     """Sessions, queue and worker of one stage, in the event loop that made it.
 
     Args:
@@ -79,11 +79,13 @@ class WindowPath:
         self._on_failures = on_failures
         self._sessions = SessionTable(runtime.num_slots)
         self._grammars = Grammars(runtime.info.n_vocab)
-        self._queue = WindowQueue(runtime.max_rows, self._sessions.is_live, takes_runs=runtime.computes_runs)
-        self._slots = StageSlots(runtime, SentRows(runtime.num_slots, most_sent_bytes))
+        self._scheduler = WindowScheduler(
+            runtime.max_rows, self._sessions.is_live, takes_runs=runtime.computes_runs
+        )
+        self._slots = KvSlots(runtime, SentHiddenStates(runtime.num_slots, most_sent_bytes))
         self._worker = StageWorker(
             runtime,
-            self._queue,
+            self._scheduler,
             clock_us=monotonic_us,
             hidden_type=hidden_type,
             slots=self._slots,
@@ -91,59 +93,61 @@ class WindowPath:
             on_verdicts=self._from_worker(self._answer),
             on_failures=self._from_worker(self._report),
         )
-        self._wakefulness = Wakefulness()
+        self._cpu_latency = CpuLatencyRequest()
         self._worker.start()
 
     def open(self, message: wire.Open) -> None:
         """Begin a session, and have the next stage begin it in its turn."""
         try:
-            opening = Opening.from_wire(message)
+            spec = SessionSpec.from_wire(message)
             if self._info.is_tail:
-                opening.require_vocabulary(self._info.n_vocab)
-            judge = Judge.of(opening, self._grammars)
-            session = self._sessions.open(opening.session, opening.slot, judge, opening.resumed)
+                spec.require_vocabulary(self._info.n_vocab)
+            verifier = WindowVerifier.of(spec, self._grammars)
+            session = self._sessions.open(spec.session, spec.slot, verifier, spec.resumed)
             # What cannot go back to a position cannot go on from one before its end either.
             num_resumed = session.num_resumed if self._info.can_trim else 0
             if num_resumed:
                 log.info(
                     "session_goes_on", stage=self.stage_index, session=session.id, num_resumed=num_resumed
                 )
-            self._queue.change(
-                Begun(session.id, opening.source_slot, session.slot, opening.cached, num_resumed)
+            self._scheduler.change(
+                SlotAssigned(session.id, spec.source_slot, session.slot, spec.cached, num_resumed)
             )
             # Not before the windows that bring what a later stage is to copy.
-            self._queue.change(Passed(lambda: self._loop.call_soon_threadsafe(self._pass_on, message)))
+            self._scheduler.change(
+                QueueBarrier(lambda: self._loop.call_soon_threadsafe(self._pass_on, message))
+            )
         except MeshError as error:
             self._report([_failure(message.session, 0, 0, error)])
-        self._wakefulness.update(len(self._sessions))
+        self._cpu_latency.update(len(self._sessions))
 
     def take(self, window: wire.Window) -> None:
         """Queue a window of a live session; one of a session that is over is dropped."""
         try:
             session = self._sessions.admit(window.session, window.epoch)
             if session is None:
-                self._queue.num_dropped += 1
+                self._scheduler.num_dropped += 1
                 return
             if len(window.tokens) > self._max_rows:
                 # It would wait for ever: no batch has room for it.
                 raise InvalidWindow(
                     f"a window has {len(window.tokens)} rows; this stage takes {self._max_rows}"
                 )
-            if len(self._queue) >= self._most_queued:
+            if len(self._scheduler) >= self._most_queued:
                 raise InvalidWindow(f"{self._most_queued} windows wait at this stage: it takes no more")
             span = Span(session.slot, window.start, list(window.tokens), num_outputs=window.verify_rows)
             hidden = None if self._info.is_first else EncodedHidden.of_window(window, self._info.n_embd)
         except MeshError as error:
             self._report([_failure(window.session, window.epoch, window.id, error)])
             return
-        self._queue.put(
+        self._scheduler.put(
             QueuedWindow(
                 session=window.session,
                 epoch=window.epoch,
                 id=window.id,
                 span=span,
                 hidden=hidden,
-                judge=session.judge,
+                verifier=session.verifier,
                 times=tuple(window.times),
                 arrived_us=monotonic_us(),
                 most_together=window.most_together,
@@ -169,7 +173,7 @@ class WindowPath:
     def close(self, session: int) -> None:
         """A session is over."""
         self._sessions.close(session)
-        self._wakefulness.update(len(self._sessions))
+        self._cpu_latency.update(len(self._sessions))
 
     def close_all(self, *, forgotten: bool = False) -> None:
         """All sessions are over.
@@ -181,7 +185,7 @@ class WindowPath:
             self._sessions.forget()
         else:
             self._sessions.close_all()
-        self._wakefulness.update(0)
+        self._cpu_latency.update(0)
 
     def send_as(self, hidden_type: HiddenType) -> None:
         """How hidden states travel to the next stage from now on."""
@@ -201,33 +205,35 @@ class WindowPath:
         """What the slots have, for a stage that this one is to follow."""
         return await self._in_worker(self._slots.held)
 
-    async def follow(self, marks: Marks, held: Sequence[wire.HeldSlot]) -> None:
-        """Keep the marks of a copy of this stage, until `unfollow`; see `StageSlots.follow`."""
-        await self._in_worker(lambda: self._slots.follow(marks, held))
+    async def attach_cursor(self, cursor: ReplicationCursor, held: Sequence[wire.HeldSlot]) -> None:
+        """Keep the marks of a copy of this stage, until `detach_cursor`; see `KvSlots.attach_cursor`."""
+        await self._in_worker(lambda: self._slots.attach_cursor(cursor, held))
 
-    def unfollow(self, marks: Marks) -> None:
+    def detach_cursor(self, cursor: ReplicationCursor) -> None:
         """Keep them no more."""
-        self._queue.change(Passed(lambda: self._slots.unfollow(marks)))
+        self._scheduler.change(QueueBarrier(lambda: self._slots.detach_cursor(cursor)))
 
-    async def news(self, marks: Marks) -> AsyncIterator[wire.SlotRows]:
+    async def updates(self, cursor: ReplicationCursor) -> AsyncIterator[wire.SlotRows]:
         """What a copy has not been told of the open sessions, one slot after the other.
 
         Windows are computed between two of them.
         """
         for session, slot in self._sessions.slots.items():
-            tell = functools.partial(self._slots.news, slot, session, marks, self._worker.sent_row_bytes)
-            for message in await self._in_worker(tell):
+            read_update = functools.partial(
+                self._slots.updates, slot, session, cursor, self._worker.sent_row_bytes
+            )
+            for message in await self._in_worker(read_update):
                 yield message
 
-    async def take_news(self, news: wire.SlotRows) -> None:
+    async def apply_update(self, update: wire.SlotRows) -> None:
         """Hold what the stage that this one follows has computed.
 
         Raises:
             MeshError: If that is not of this stage.
         """
         # Should this one become a stage meanwhile, what it was told so far counts: its tokens are compared.
-        self._sessions.adopt(news.slot, news.session)
-        await self._in_worker(lambda: self._slots.take(news))
+        self._sessions.adopt(update.slot, update.session)
+        await self._in_worker(lambda: self._slots.apply_update(update))
 
     def stats(self) -> wire.StageStats:
         """Counts since the start."""
@@ -237,8 +243,8 @@ class WindowPath:
             num_rows=counts.num_rows,
             num_decodes=counts.num_decodes,
             compute_us=counts.compute_us,
-            num_dropped_windows=self._queue.num_dropped,
-            num_queued_windows=len(self._queue),
+            num_dropped_windows=self._scheduler.num_dropped,
+            num_queued_windows=len(self._scheduler),
             num_open_sessions=len(self._sessions),
             num_sent_bytes=0 if self.next is None else self.next.num_sent_bytes,
             resident_bytes=resident_bytes(),
@@ -248,8 +254,8 @@ class WindowPath:
         """Stop computing and free the memory."""
         if self.next is not None:
             await self.next.close()
-        self._queue.close()
-        self._wakefulness.update(0)
+        self._scheduler.close()
+        self._cpu_latency.update(0)
         await asyncio.to_thread(self._worker.join)
 
     async def _in_worker(self, work: Callable[[], Result]) -> Result:
@@ -271,7 +277,7 @@ class WindowPath:
                 result, error = None, raised
             self._loop.call_soon_threadsafe(settle, result, error)
 
-        self._queue.change(Passed(run))
+        self._scheduler.change(QueueBarrier(run))
         return await done
 
     def _pass_on(self, message: wire.Open) -> None:
@@ -286,7 +292,7 @@ class WindowPath:
     def _send_on(self, windows: list[wire.Window]) -> None:
         for window in windows:
             if not self._sessions.is_live(window.session, window.epoch):
-                self._queue.num_dropped += 1
+                self._scheduler.num_dropped += 1
             elif self.next is None:
                 error = StageFailed(f"stage {self.stage_index} has no link to the next stage")
                 self._report([_failure(window.session, window.epoch, window.id, error)])

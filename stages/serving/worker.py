@@ -12,7 +12,7 @@ import structlog
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, StageFailed, wire_of
 from stages.sampling.logprobs import to_wire
-from stages.serving.scheduler import Passed
+from stages.serving.scheduler import QueueBarrier
 from stages.transport.hidden_codec import TO_WIRE, HiddenType, encode
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stages.runtime.stage_runtime import StageRuntime
-    from stages.serving.kv_cache import StageSlots
-    from stages.serving.scheduler import Begun, Change, QueuedWindow, WindowQueue
+    from stages.serving.kv_cache import KvSlots
+    from stages.serving.scheduler import Change, QueuedWindow, SlotAssigned, WindowScheduler
 
 log = structlog.get_logger()
 
@@ -49,7 +49,7 @@ class StageWorker(threading.Thread):
 
     Args:
         runtime: Owned by this thread from `start` on.
-        queue: Where windows come from.
+        scheduler: Where windows come from.
         clock_us: Monotonic, microseconds.
         hidden_type: How hidden states travel to the next stage.
         slots: What it holds, to send it again after a repair. Belongs to this thread as well.
@@ -61,18 +61,18 @@ class StageWorker(threading.Thread):
     def __init__(
         self,
         runtime: StageRuntime,
-        queue: WindowQueue,
+        scheduler: WindowScheduler,
         *,
         clock_us: Callable[[], int],
         hidden_type: HiddenType,
-        slots: StageSlots,
+        slots: KvSlots,
         on_windows: Callable[[list[wire.Window]], None],
         on_verdicts: Callable[[list[wire.Verdict]], None],
         on_failures: Callable[[list[wire.Failure]], None],
     ) -> None:
         super().__init__(name="stage-worker", daemon=True)
         self._runtime = runtime
-        self._queue = queue
+        self._scheduler = scheduler
         self._clock_us = clock_us
         self._hidden_type = hidden_type
         self._slots = slots
@@ -87,7 +87,7 @@ class StageWorker(threading.Thread):
 
     def run(self) -> None:
         """Work until the queue is closed."""
-        while (work := self._queue.take()) is not None:
+        while (work := self._scheduler.take()) is not None:
             for change in work.changes:
                 self._change(change)
             started_us = self._clock_us()
@@ -97,19 +97,21 @@ class StageWorker(threading.Thread):
         self._runtime.close()
 
     def _change(self, change: Change) -> None:
-        if isinstance(change, Passed):
-            change.tell()
+        if isinstance(change, QueueBarrier):
+            change.on_passed()
         else:
             self._begin(change)
 
-    def _begin(self, begun: Begun) -> None:
+    def _begin(self, assigned: SlotAssigned) -> None:
         try:
-            self._slots.begin(begun.slot, begun.source, begun.cached, begun.num_resumed)
+            self._slots.begin(assigned.slot, assigned.source, assigned.cached, assigned.num_resumed)
         except MeshError as error:
             # What the slot holds now is another session's: no window may find that and go on with it.
-            self._slots.trim(begun.slot, 0)
-            if begun.cached:
-                failure = wire.Failure(session=begun.session, code=wire_of(error).code, message=error.message)
+            self._slots.trim(assigned.slot, 0)
+            if assigned.cached:
+                failure = wire.Failure(
+                    session=assigned.session, code=wire_of(error).code, message=error.message
+                )
                 self._on_failures([failure])
 
     def _without_held(self, windows: tuple[QueuedWindow, ...], started_us: int) -> list[QueuedWindow]:
@@ -221,23 +223,23 @@ class StageWorker(threading.Thread):
     def _verdict(self, window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict | None:
         """None if the rows cannot be judged: that fails one session, not those that shared its batch."""
         try:
-            return self._judge(window, logits)
+            return self._verify(window, logits)
         except MeshError as error:
             self._slots.give_up(window.span.slot, window.span.start)
             self._on_failures([failure_of(window, error)])
             return None
 
     @staticmethod
-    def _judge(window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict:
+    def _verify(window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict:
         span = window.span
-        draws = window.judge.judge(logits, span.tokens, span.start)
+        sampled = window.verifier.verify(logits, span.tokens, span.start)
         return wire.Verdict(
             session=window.session,
             epoch=window.epoch,
             window_id=window.id,
             start=span.start,
-            tokens=draws.tokens,
-            logprobs=to_wire(draws.logprobs),
+            tokens=sampled.tokens,
+            logprobs=to_wire(sampled.logprobs),
         )
 
     def _onward(self, window: QueuedWindow, rows: bytes) -> wire.Window:

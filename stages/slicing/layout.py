@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stages.gguf.header import TensorInfo
-    from stages.graph_boundary import Handover
+    from stages.graph_boundary import GraphBoundary
     from stages.slicing.source_model import SourceModel
 
 # Raise this when a stage file made by the same source and layers comes out otherwise than before.
@@ -86,8 +86,8 @@ def lay_out(source: SourceModel, layers: LayerRange) -> StageLayout:
     header, family = source.header, source.family
     blanks = source.blanks(layers)
     held = LayerRange(layers.start - blanks.before, layers.stop + blanks.after)
-    handover = family.entry.handover(header, layers, blanks)
-    vocabulary = _Vocabulary(source, layers, handover)
+    boundary = family.entry.handover(header, layers, blanks)
+    vocabulary = _Vocabulary(source, layers, boundary)
     left_out = family.left_out(header, held)
     tensors = [*vocabulary.tensors()]
     for tensor in header.tensors.values():
@@ -103,7 +103,7 @@ def lay_out(source: SourceModel, layers: LayerRange) -> StageLayout:
     for key, number in (("start", layers.start), ("stop", layers.stop), ("count", source.n_layers)):
         metadata[f"spanmesh.layer_{key}"] = Value.of(ValueType.UINT32, number)
     n_embd = header.integer(f"{header.architecture}.embedding_length")
-    metadata |= {key: _encoded(value) for key, value in handover.to_metadata(n_embd).items()}
+    metadata |= {key: _encoded(value) for key, value in boundary.to_metadata(n_embd).items()}
     return StageLayout(header.alignment, metadata, tuple(tensors))
 
 
@@ -179,7 +179,7 @@ def _blank(tensor: TensorInfo, name: str) -> StageTensor:
 class _Vocabulary:
     """The tensors with one row per token, in a stage that may need none, one or both of them."""
 
-    def __init__(self, source: SourceModel, layers: LayerRange, handover: Handover) -> None:
+    def __init__(self, source: SourceModel, layers: LayerRange, boundary: GraphBoundary) -> None:
         tensors = source.header.tensors
         self._embedding = tensors[EMBEDDING]
         self._output = tensors.get(OUTPUT)
@@ -188,8 +188,8 @@ class _Vocabulary:
         self._head_rows = source.family.head_rows_are_fixed
         self._is_first = layers.start == 0
         self._is_tail = layers.stop == source.n_layers
-        looks_up = self._is_first or self._is_tail or handover.takes_tokens
-        self._embeds = self._is_first or (handover.takes_tokens and source.family.entry.needs_embedding)
+        looks_up = self._is_first or self._is_tail or boundary.takes_tokens
+        self._embeds = self._is_first or (boundary.takes_tokens and source.family.entry.needs_embedding)
         self.size = self._embedding.shape[-1] if looks_up else self._rows_of_filler()
 
     def _rows_of_filler(self) -> int:

@@ -271,7 +271,7 @@ PATIENCE_S: Final = 3.0
 _MOST_REMEMBERED: Final = 4096
 
 
-class Strangers:
+class HandshakeMonitor:
     """Counts the connections to one server, and logs those on which nobody called in time.
 
     Lives in the event loop that made it.
@@ -290,7 +290,7 @@ class Strangers:
 
     def connected(self) -> None:
         """Somebody begins a handshake. May be called in any thread, as long as the loop is open."""
-        self._loop.call_soon_threadsafe(self._loop.call_later, self._patience_s, self._judge)
+        self._loop.call_soon_threadsafe(self._loop.call_later, self._patience_s, self._check)
 
     def called(self, peer: str) -> None:
         """A call came, whether it is answered or not.
@@ -305,13 +305,13 @@ class Strangers:
         if len(self._callers) > _MOST_REMEMBERED:
             self._callers.popitem(last=False)
 
-    def _judge(self) -> None:
+    def _check(self) -> None:
         self._num_judged += 1
         # Callers whose own time is not over yet only put this off until it is.
         if self._num_judged - self._num_logged > self._num_callers:
             self._num_logged += 1
             log.warning(
-                "stranger_refused",
+                "handshake_without_call",
                 within_s=self._patience_s,
                 reason="no call came: it speaks plain text, has no certificate of this mesh, or hung up",
             )

@@ -26,7 +26,7 @@ from stages.transport.stage_link import explain
 from stages.weights.assembly import Assembly, SentPieces, Transfer
 from stages.weights.recipe import Recipe
 from stages.weights.sources import KnownFile, take_from_folder, take_from_model, take_from_store
-from stages.weights.store import NOTHING_SAID, Keeping, make_room
+from stages.weights.store import DEFAULT_STORAGE, StorageOptions, make_room
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -73,7 +73,7 @@ class FetchSource:
 
 
 @dataclass(frozen=True)
-class Brought:
+class FetchedStage:
     """A stage that is here.
 
     Attributes:
@@ -90,16 +90,16 @@ async def fetch_stage(
     sha256: str,
     source: FetchSource,
     *,
-    keeping: Keeping = NOTHING_SAID,
+    storage: StorageOptions = DEFAULT_STORAGE,
     progress: Callable[[int, int], None] | None = None,
-) -> Brought:
+) -> FetchedStage:
     """Bring a stage into `store`, going on where an earlier try stopped.
 
     Args:
         store: This host's.
         sha256: Hash of the stage's recipe, hex.
         source: Where it comes from.
-        keeping: What else this host has, and how much it may keep.
+        storage: What else this host has, and how much it may keep.
         progress: Called with the bytes of weights that are here and the bytes in all.
 
     Raises:
@@ -109,24 +109,24 @@ async def fetch_stage(
     """
     present = await asyncio.to_thread(store.find, sha256)
     if present is not None:
-        return Brought(present, Transfer())
+        return FetchedStage(present, Transfer())
     path = store.partial(sha256)
     async with _locked(path):
         # Whoever held the lock before us may have brought it.
         present = await asyncio.to_thread(store.find, sha256)
         if present is not None:
             path.unlink()  # made a moment ago, to be locked
-            return Brought(present, Transfer())
+            return FetchedStage(present, Transfer())
         async with pinned_channel(source.address, source.certificate_pem) as channel:
             head = _Head(rpc.MembershipStub(channel), sha256, source)
             recipe = await _recipe(store, head, sha256)
             missing_bytes = max(0, recipe.weight_bytes - path.stat().st_blocks * 512)
-            await asyncio.to_thread(_make_room, store, recipe, missing_bytes, keeping)
+            await asyncio.to_thread(_make_room, store, recipe, missing_bytes, storage)
             require_disk(path, missing_bytes)
             try:
                 with Assembly(recipe, path) as assembly:
-                    transfer = await _Filling(
-                        assembly, store, head, source, keeping=keeping, progress=progress
+                    transfer = await _StageFetch(
+                        assembly, store, head, source, storage=storage, progress=progress
                     ).run()
             except OSError as error:
                 raise write_error(path, error, missing_bytes) from error
@@ -141,15 +141,15 @@ async def fetch_stage(
             wrong_pieces=transfer.wrong_pieces,
         )
         adopted = await asyncio.to_thread(store.adopt, path, recipe)
-        await asyncio.to_thread(make_room, store, 0, keeping.cache_bytes, keep={sha256})
-        return Brought(adopted, transfer)
+        await asyncio.to_thread(make_room, store, 0, storage.cache_bytes, keep={sha256})
+        return FetchedStage(adopted, transfer)
 
 
-def _make_room(store: StageStore, recipe: Recipe, needed_bytes: int, keeping: Keeping) -> None:
+def _make_room(store: StageStore, recipe: Recipe, needed_bytes: int, storage: StorageOptions) -> None:
     """Whatever else has pieces of this stage stays until they are copied."""
     donors = store.donors({piece.sha256 for piece in recipe.pieces})
     keep = {recipe.sha256, *(path.stem for path, _ in donors)}
-    make_room(store, needed_bytes, keeping.cache_bytes, keep=keep)
+    make_room(store, needed_bytes, storage.cache_bytes, keep=keep)
 
 
 class _Head:
@@ -198,7 +198,7 @@ async def _recipe(store: StageStore, head: _Head, sha256: str) -> Recipe:
     return recipe
 
 
-class _Filling:
+class _StageFetch:
     """Fills one assembly from all that has pieces of it, the nearest first."""
 
     def __init__(
@@ -208,14 +208,14 @@ class _Filling:
         head: _Head,
         source: FetchSource,
         *,
-        keeping: Keeping,
+        storage: StorageOptions,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._assembly = assembly
         self._store = store
         self._head = head
         self._source = source
-        self._keeping = keeping
+        self._storage = storage
         self._progress = progress
         self._work = CancellableWork()
         self._done_bytes = 0
@@ -227,9 +227,9 @@ class _Filling:
     async def run(self) -> Transfer:
         """Return when every piece is there."""
         assembly = self._assembly
-        num_wrong = await self._work.run(self._take_what_is_here)
+        num_wrong = await self._work.run(self._take_local_pieces)
         reused_bytes = assembly.done_bytes
-        self._tell(0)
+        self._report_progress(0)
         ways = [self._from_head, self._from_hub] if self._source.hub else [self._from_head]
         if self._source.is_hub_first:
             ways.reverse()
@@ -248,17 +248,17 @@ class _Filling:
             raise failure
         return Transfer(reused_bytes, self._head_bytes, self._hub_bytes, num_wrong + self._wrong.total())
 
-    def _take_what_is_here(self) -> int:
+    def _take_local_pieces(self) -> int:
         assembly = self._assembly
         num_wrong = assembly.resume()
         self._done_bytes = assembly.done_bytes
-        self._tell(0)
+        self._report_progress(0)
         if assembly.missing:
-            take_from_model(assembly, self._source.model, self._tell)
+            take_from_model(assembly, self._source.model, self._report_progress)
         if assembly.missing:
-            take_from_store(assembly, self._store, self._tell)
-        if assembly.missing and self._keeping.models is not None:
-            take_from_folder(assembly, self._keeping.models, self._tell)
+            take_from_store(assembly, self._store, self._report_progress)
+        if assembly.missing and self._storage.models is not None:
+            take_from_folder(assembly, self._storage.models, self._report_progress)
         self._done_bytes = assembly.done_bytes
         return num_wrong
 
@@ -272,7 +272,7 @@ class _Filling:
                 async for data in self._head.pieces(pieces):
                     # Not a thread that outlives us: the assembly's file would be closed under it.
                     await self._work.run(partial(sent.take, data))
-                    self._tell(len(data))
+                    self._report_progress(len(data))
                 if not sent.is_complete:
                     raise InvalidModel("the head sent fewer bytes than were asked for; fetch them again")
             except HostUnreachable as error:
@@ -297,7 +297,7 @@ class _Filling:
     def _on_hub_bytes(self, count: int) -> None:
         with self._counting:  # several threads come here
             self._hub_bytes += count
-            self._tell(count)
+            self._report_progress(count)
 
     def _note_wrong(self, wrong: Sequence[int], whose: str) -> None:
         for index in wrong:
@@ -311,7 +311,7 @@ class _Filling:
                     f"than they should have: {whose} is damaged; fetch the model again"
                 )
 
-    def _tell(self, count: int) -> None:
+    def _report_progress(self, count: int) -> None:
         self._work.check()
         self._done_bytes += count
         if self._progress is not None:

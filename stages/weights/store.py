@@ -76,7 +76,7 @@ CACHE_BYTES: Final = "SPANMESH_CACHE_BYTES"
 
 
 @dataclass(frozen=True)
-class Keeping:
+class StorageOptions:
     """How weights are kept.
 
     Attributes:
@@ -94,13 +94,13 @@ class Keeping:
                 os.environ[name] = str(value)
 
 
-NOTHING_SAID: Final = Keeping()
+DEFAULT_STORAGE: Final = StorageOptions()
 
 
-def read_keeping() -> Keeping:
+def read_storage_options() -> StorageOptions:
     """What whoever started this process said."""
     models, cache_bytes = os.environ.get(MODELS), os.environ.get(CACHE_BYTES)
-    return Keeping(Path(models) if models else None, int(cache_bytes) if cache_bytes else None)
+    return StorageOptions(Path(models) if models else None, int(cache_bytes) if cache_bytes else None)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from mesh.doctor import (
     this_host_checks,
     token_checks,
 )
-from stages.host.host_report import look
+from stages.host.host_report import report_host
 from stages.layers import LayerRange
 from stages.weights.stage_cache import StageCache
 from tests.support.tiny_models import TinyModel
@@ -156,7 +156,7 @@ def test_a_host_looks_at_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     data = bytearray(wrong.path.read_bytes())
     data[-100] ^= 1
     wrong.path.write_bytes(data)
-    seen = look([wrong.sha256, right.sha256, "1" * 64])
+    seen = report_host([wrong.sha256, right.sha256, "1" * 64])
     assert seen.files == {wrong.sha256: False, right.sha256: True, "1" * 64: None}
     assert "CPU" in [device.name for device in seen.devices]
     assert seen.free_disk_bytes > 0

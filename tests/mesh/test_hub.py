@@ -75,9 +75,9 @@ def test_a_model_is_pulled_once(hub: Hub, library: HubLibrary) -> None:
     assert hub.sent_bytes == len(data)
     assert library.pull(REFERENCE, quietly) == pulled
     assert hub.sent_bytes == len(data)
-    (kept,) = library.models()
-    assert kept.is_whole
-    assert kept.name == f"hf:org/tiny-GGUF@{COMMIT[:8]}:tiny-Q8_0"
+    (cached,) = library.models()
+    assert cached.is_whole
+    assert cached.name == f"hf:org/tiny-GGUF@{COMMIT[:8]}:tiny-Q8_0"
 
 
 def test_a_pull_that_breaks_off_goes_on_where_it_was(hub: Hub, library: HubLibrary) -> None:
@@ -105,8 +105,8 @@ def test_a_pull_that_was_ended_goes_on_where_it_was(hub: Hub, library: HubLibrar
 
     with pytest.raises(Enough):
         library.pull(REFERENCE, stop_halfway)
-    (kept,) = library.models()
-    assert not kept.is_whole
+    (cached,) = library.models()
+    assert not cached.is_whole
     before = hub.sent_bytes
     assert library.pull(REFERENCE, quietly).path.read_bytes() == data
     assert hub.sent_bytes - before < 0.8 * len(data)
@@ -192,10 +192,10 @@ async def test_a_stage_comes_straight_from_the_hub(hub: Hub, library: HubLibrary
         recipe = side.cache.describe(pulled.path, layers)
         source = dataclasses.replace(side.source, hub=pulled.hub, is_hub_first=True)
         store = StageStore(tmp_path / "host")
-        brought = await fetch_stage(store, recipe.sha256, source)
-    assert brought.path.read_bytes() == expected.read_bytes()
-    assert brought.transfer.hub_bytes == recipe.weight_bytes
-    assert brought.transfer.head_bytes == 0
+        fetched = await fetch_stage(store, recipe.sha256, source)
+    assert fetched.path.read_bytes() == expected.read_bytes()
+    assert fetched.transfer.hub_bytes == recipe.weight_bytes
+    assert fetched.transfer.head_bytes == 0
     # Its layers and nothing else.
     assert hub.sent_bytes - before == recipe.weight_bytes
 
@@ -208,9 +208,9 @@ async def test_what_the_hub_sends_wrongly_comes_from_the_head(
     async with head(tmp_path) as side:
         recipe = side.cache.describe(pulled.path, LayerRange(2, 5))
         source = dataclasses.replace(side.source, hub=pulled.hub, is_hub_first=True)
-        brought = await fetch_stage(StageStore(tmp_path / "host"), recipe.sha256, source)
-    assert brought.transfer.head_bytes > 0.9 * recipe.weight_bytes
-    assert brought.transfer.wrong_pieces > 0
+        fetched = await fetch_stage(StageStore(tmp_path / "host"), recipe.sha256, source)
+    assert fetched.transfer.head_bytes > 0.9 * recipe.weight_bytes
+    assert fetched.transfer.wrong_pieces > 0
 
 
 async def test_a_host_whose_head_lost_the_model_turns_to_the_hub(
@@ -223,8 +223,8 @@ async def test_a_host_whose_head_lost_the_model_turns_to_the_hub(
         with pytest.raises(InvalidModel, match="was changed since its layers were hashed"):
             await fetch_stage(StageStore(tmp_path / "one"), recipe.sha256, side.source)
         source = dataclasses.replace(side.source, hub=pulled.hub)
-        brought = await fetch_stage(StageStore(tmp_path / "two"), recipe.sha256, source)
-    assert brought.transfer.hub_bytes == recipe.weight_bytes
+        fetched = await fetch_stage(StageStore(tmp_path / "two"), recipe.sha256, source)
+    assert fetched.transfer.hub_bytes == recipe.weight_bytes
 
 
 def test_models_are_listed_removed_and_pruned(
@@ -338,16 +338,16 @@ def test_what_is_being_fetched_or_loaded_is_not_removed(hub: Hub, library: HubLi
     removed: list[bool] = []
 
     def remove(_label: str) -> Callable[[int, int], None]:
-        return lambda _done, _total: removed.extend(library.remove(kept) for kept in library.models())
+        return lambda _done, _total: removed.extend(library.remove(cached) for cached in library.models())
 
     pulled = library.pull(REFERENCE, remove)
     assert removed
     assert not any(removed)
-    (kept,) = library.models()
+    (cached,) = library.models()
     held = hold(pulled.path)
-    assert not library.remove(kept)
+    assert not library.remove(cached)
     os.close(held)
-    assert library.remove(kept)
+    assert library.remove(cached)
     assert hub.files
     assert not pulled.path.exists()
 
@@ -357,8 +357,8 @@ def test_a_model_that_lacks_a_part_is_not_whole(library: HubLibrary) -> None:
     folder.mkdir(parents=True)
     for number, is_whole in ((1, False), (2, True)):
         (folder / f"m-0000{number}-of-00002.gguf").write_bytes(b"GGUF")
-        (kept,) = library.models()
-        assert kept.is_whole is is_whole
+        (cached,) = library.models()
+        assert cached.is_whole is is_whole
 
 
 def files(*names: str) -> list[RepoFile]:

@@ -2,37 +2,39 @@
 
 import pytest
 
-from speculative.payoff import Account, AccountOptions, Standing
+from speculative.payoff import PayoffOptions, PayoffRecord, SessionPayoff
 
 PLAIN_MS = 10.0
 
 
-def tokens_speculated(account: Account, num_tokens: int, *, num_committed: int, elapsed_ms: float) -> int:
+def tokens_speculated(
+    payoff: SessionPayoff, num_tokens: int, *, num_committed: int, elapsed_ms: float
+) -> int:
     """Tokens committed while speculating was allowed; windows bring and take what is said."""
     speculated = done = 0
     while done < num_tokens:
-        if account.is_open:
-            account.add(num_committed, elapsed_ms, PLAIN_MS)
+        if payoff.is_open:
+            payoff.add(num_committed, elapsed_ms, PLAIN_MS)
             speculated += num_committed
             done += num_committed
         else:
-            account.add_plain(1)
+            payoff.add_plain(1)
             done += 1
     return speculated
 
 
 @pytest.mark.parametrize(("num_committed", "elapsed_ms"), [(2, 19.0), (5, 20.0), (1, 9.5)])
 def test_it_stays_open_while_speculating_pays(num_committed: int, elapsed_ms: float) -> None:
-    account = Account()
-    assert tokens_speculated(account, 200, num_committed=num_committed, elapsed_ms=elapsed_ms) >= 200
-    assert account.balance >= 0.0
+    payoff = SessionPayoff()
+    assert tokens_speculated(payoff, 200, num_committed=num_committed, elapsed_ms=elapsed_ms) >= 200
+    assert payoff.balance >= 0.0
 
 
 @pytest.mark.parametrize(("num_committed", "elapsed_ms"), [(1, 20.0), (1, 12.0), (3, 35.0)])
 def test_losses_are_bounded(num_committed: int, elapsed_ms: float) -> None:
     """A thousand tokens lose what the account allows, a window's excess, and a few tries."""
-    account, options = Account(), AccountOptions()
-    speculated = tokens_speculated(account, 1000, num_committed=num_committed, elapsed_ms=elapsed_ms)
+    payoff, options = SessionPayoff(), PayoffOptions()
+    speculated = tokens_speculated(payoff, 1000, num_committed=num_committed, elapsed_ms=elapsed_ms)
     loss_each = options.premium * elapsed_ms / PLAIN_MS - num_committed
     tries = 5  # pauses of 48, 96, 192, 384, 512: no more fit
     assert speculated / num_committed * loss_each <= (
@@ -41,72 +43,72 @@ def test_losses_are_bounded(num_committed: int, elapsed_ms: float) -> None:
 
 
 def test_pauses_double_and_winning_back_ends_them() -> None:
-    account = Account(AccountOptions(first_pause=2, max_pause=8))
+    payoff = SessionPayoff(PayoffOptions(first_pause=2, max_pause=8))
     pauses = []
     for _ in range(4):
-        while account.is_open:
-            account.add(1, 30.0, PLAIN_MS)
-        pauses.append(account.wait)
-        account.add_plain(account.wait)
+        while payoff.is_open:
+            payoff.add(1, 30.0, PLAIN_MS)
+        pauses.append(payoff.wait)
+        payoff.add_plain(payoff.wait)
     assert pauses == [2, 4, 8, 8]
     for _ in range(4):
-        account.add(3, 10.0, PLAIN_MS)
-    while account.is_open:
-        account.add(1, 30.0, PLAIN_MS)
-    assert account.wait == 2
+        payoff.add(3, 10.0, PLAIN_MS)
+    while payoff.is_open:
+        payoff.add(1, 30.0, PLAIN_MS)
+    assert payoff.wait == 2
 
 
 def test_a_good_start_pays_for_few_bad_windows() -> None:
-    account = Account()
-    tokens_speculated(account, 500, num_committed=5, elapsed_ms=20.0)
-    assert tokens_speculated(account, 30, num_committed=1, elapsed_ms=20.0) < 10
+    payoff = SessionPayoff()
+    tokens_speculated(payoff, 500, num_committed=5, elapsed_ms=20.0)
+    assert tokens_speculated(payoff, 30, num_committed=1, elapsed_ms=20.0) < 10
 
 
 def test_a_hiccup_is_no_reason_to_stop_for_long() -> None:
-    account = Account()
-    tokens_speculated(account, 100, num_committed=5, elapsed_ms=20.0)
-    account.add(1, 60_000.0, PLAIN_MS)
-    assert account.is_open
+    payoff = SessionPayoff()
+    tokens_speculated(payoff, 100, num_committed=5, elapsed_ms=20.0)
+    payoff.add(1, 60_000.0, PLAIN_MS)
+    assert payoff.is_open
 
 
 def test_one_in_doubt_has_less_to_lose() -> None:
-    doubtful, fresh = Account(standing=Standing(-0.1, PLAIN_MS, 48, 0)), Account()
-    for account in (doubtful, fresh):
-        account.add(0, 5.0, PLAIN_MS)
+    doubtful, fresh = SessionPayoff(record=PayoffRecord(-0.1, PLAIN_MS, 48, 0)), SessionPayoff()
+    for payoff in (doubtful, fresh):
+        payoff.add(0, 5.0, PLAIN_MS)
     assert not doubtful.is_open
     assert fresh.is_open
 
 
 def test_a_gain_before_pays_for_a_bad_start() -> None:
-    trusted, fresh = Account(standing=Standing(0.5, PLAIN_MS, 48, 0)), Account()
-    for account in (trusted, fresh):
-        account.add(0, 15.0, PLAIN_MS)
+    trusted, fresh = SessionPayoff(record=PayoffRecord(0.5, PLAIN_MS, 48, 0)), SessionPayoff()
+    for payoff in (trusted, fresh):
+        payoff.add(0, 15.0, PLAIN_MS)
     assert trusted.is_open
     assert not fresh.is_open
 
 
 def test_a_pause_outlasts_its_session() -> None:
-    first = Account()
+    first = SessionPayoff()
     while first.num_tokens < 32:
         if first.is_open:
             first.add(1, 30.0, PLAIN_MS)
         else:
             first.add_plain(1)
-    standing = first.standing
-    assert standing is not None
-    second = Account(standing=standing)
-    assert second.wait == min(standing.wait, 96) > 0
+    record = first.record
+    assert record is not None
+    second = SessionPayoff(record=record)
+    assert second.wait == min(record.wait, 96) > 0
     second.add_plain(second.wait)
     assert second.is_open
 
 
 def test_an_account_of_a_few_tokens_tells_nothing() -> None:
-    account = Account()
-    account.add(1, 30.0, PLAIN_MS)
-    assert account.standing is None
+    payoff = SessionPayoff()
+    payoff.add(1, 30.0, PLAIN_MS)
+    assert payoff.record is None
 
 
 def test_what_was_learned_on_another_wire_does_not_hold() -> None:
-    standing = Standing(-0.1, PLAIN_MS, 48, 48)
-    assert all(standing.holds_at(plain_ms) for plain_ms in (8.0, 10.0, 12.0))
-    assert not any(standing.holds_at(plain_ms) for plain_ms in (2.5, 40.0))
+    record = PayoffRecord(-0.1, PLAIN_MS, 48, 48)
+    assert all(record.holds_at(plain_ms) for plain_ms in (8.0, 10.0, 12.0))
+    assert not any(record.holds_at(plain_ms) for plain_ms in (2.5, 40.0))

@@ -8,21 +8,23 @@ from hypothesis import strategies as st
 
 from speculative.acceptance import Judgement, SpanClass, judge_unread
 from speculative.controller import Controller, ControllerOptions, SharedMeasures
-from speculative.outcome import Moment, Outcome, StageMeasure
+from speculative.outcome import ProposalContext, StageMeasure, WindowOutcome
 from speculative.proposer import EMPTY, Proposal
 
 
-def moment(now_ms: float = 0.0, num_in_flight: int = 0, room: int = 40, num_sessions: int = 1) -> Moment:
-    return Moment(now_ms, num_in_flight, 0, room, num_sessions)
+def moment(
+    now_ms: float = 0.0, num_in_flight: int = 0, room: int = 40, num_sessions: int = 1
+) -> ProposalContext:
+    return ProposalContext(now_ms, num_in_flight, 0, room, num_sessions)
 
 
 def sure(width: int, confidence: float = 0.95, proposer: str = "ngram") -> Proposal:
     return Proposal((7,) * width, (confidence,) * width, proposer)
 
 
-def plain(sent_ms: float, elapsed_ms: float = 50.0) -> Outcome:
+def plain(sent_ms: float, elapsed_ms: float = 50.0) -> WindowOutcome:
     stages = (StageMeasure(1, 0.0, 4.0),) * 3
-    return Outcome(
+    return WindowOutcome(
         Judgement((1,), 0, 0, SpanClass.PLAIN), EMPTY, 0, sent_ms, sent_ms + elapsed_ms, 0, stages, 0, 0
     )
 
@@ -100,7 +102,7 @@ class TestReasons:
             now_ms = 1000.0 + 400.0 * index
             controller.decide(moment(now_ms), sure(1))
             rejected = Judgement((1,), 1, 0, SpanClass.TAIL_REJECT)
-            controller.judged(Outcome(rejected, sure(1), 0, now_ms, now_ms + 400.0, 0, (), 0, 0))
+            controller.judged(WindowOutcome(rejected, sure(1), 0, now_ms, now_ms + 400.0, 0, (), 0, 0))
         assert controller.wanted(moment(9000.0)) == 0
         assert "trying again in" in controller.summary()["reason"]
 
@@ -130,7 +132,7 @@ class TestLearning:
     def test_a_window_voided_unread_counts_against_its_first_token(self) -> None:
         controller = warm()
         for _ in range(40):
-            controller.judged(Outcome(judge_unread(4), sure(4), 0, 300.0, 350.0, 1, (), 0, 0))
+            controller.judged(WindowOutcome(judge_unread(4), sure(4), 0, 300.0, 350.0, 1, (), 0, 0))
         decision = controller.decide(moment(400.0, num_in_flight=1), sure(4))
         assert decision.width == 0
 
@@ -141,7 +143,7 @@ class TestLearning:
         controller = Controller(ControllerOptions(), shared)
         controller.decide(moment(0.0, num_in_flight=3), sure(2))
         judgement = Judgement((1, 2), 2, 2, SpanClass.FULL_ACCEPT)
-        controller.judged(Outcome(judgement, sure(2), 0, 0.0, 60_000.0, 3, (), 0, 0))
+        controller.judged(WindowOutcome(judgement, sure(2), 0, 0.0, 60_000.0, 3, (), 0, 0))
         assert controller.wanted(moment(60_000.0)) > 0
 
 
@@ -176,7 +178,9 @@ def test_whatever_happens_it_keeps_within_the_room_and_never_speaks_of_nan(
         span = SpanClass.FULL_ACCEPT if num_accepted == decision.width else SpanClass.EARLY_REJECT
         judgement = Judgement((1,) * (num_accepted + 1), decision.width, num_accepted, span)
         stages = (StageMeasure(decision.width + 1, 0.0, elapsed_ms / 3),) * 2 if has_measures else ()
-        controller.judged(Outcome(judgement, sent, 0, now_ms, now_ms + elapsed_ms, in_flight, stages, 0, 0))
+        controller.judged(
+            WindowOutcome(judgement, sent, 0, now_ms, now_ms + elapsed_ms, in_flight, stages, 0, 0)
+        )
         now_ms += elapsed_ms
     figures = [value for value in controller.summary().values() if isinstance(value, float)]
     assert all(math.isfinite(value) for value in figures)

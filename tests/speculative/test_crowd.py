@@ -4,91 +4,93 @@ from itertools import pairwise
 
 import pytest
 
-from speculative.payoff import Crowd, CrowdOptions, Turn
+from speculative.payoff import GroupPayoff, GroupPayoffOptions, GroupPhase
 
 PLAIN_MS = 10.0
 
 
-def tokens_speculated(crowd: Crowd, num_sessions: int, num_tokens: int, speculating_ms: float) -> int:
+def tokens_speculated(
+    group_payoff: GroupPayoff, num_sessions: int, num_tokens: int, speculating_ms: float
+) -> int:
     """Of so many tokens of each session, those committed while speculating; what they take is given."""
     speculated = 0
     for _ in range(num_tokens * num_sessions):
-        allowed = crowd.allows(num_sessions)
-        crowd.add(1, speculating_ms if allowed else PLAIN_MS)
+        allowed = group_payoff.allows(num_sessions)
+        group_payoff.add(1, speculating_ms if allowed else PLAIN_MS)
         speculated += allowed
     return speculated // num_sessions
 
 
 def test_it_measures_plain_tokens_first() -> None:
-    crowd = Crowd()
-    assert not crowd.allows(4)
-    assert crowd.plain_ms is None
-    assert tokens_speculated(crowd, 4, 17, 5.0) == 0
-    assert crowd.allows(4)
-    assert crowd.plain_ms == pytest.approx(PLAIN_MS)
+    group_payoff = GroupPayoff()
+    assert not group_payoff.allows(4)
+    assert group_payoff.plain_ms is None
+    assert tokens_speculated(group_payoff, 4, 17, 5.0) == 0
+    assert group_payoff.allows(4)
+    assert group_payoff.plain_ms == pytest.approx(PLAIN_MS)
 
 
 def test_what_pays_goes_on() -> None:
-    crowd = Crowd()
-    assert tokens_speculated(crowd, 4, 1000, 5.0) > 850
-    assert crowd.gain == pytest.approx(2.0)
+    group_payoff = GroupPayoff()
+    assert tokens_speculated(group_payoff, 4, 1000, 5.0) > 850
+    assert group_payoff.gain == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("num_sessions", [2, 4, 8])
 @pytest.mark.parametrize("speculating_ms", [9.8, 12.0, 30.0])
 def test_what_does_not_pay_costs_little(num_sessions: int, speculating_ms: float) -> None:
-    crowd, options = Crowd(), CrowdOptions()
-    speculated = tokens_speculated(crowd, num_sessions, 1000, speculating_ms)
+    group_payoff, options = GroupPayoff(), GroupPayoffOptions()
+    speculated = tokens_speculated(group_payoff, num_sessions, 1000, speculating_ms)
     tries = 4  # pauses of 64, 128, 256, 512
     assert speculated <= tries * (options.settle + options.trial / num_sessions + 1)
-    assert crowd.turn is not Turn.ON
+    assert group_payoff.phase is not GroupPhase.ON
 
 
 def test_pauses_double_and_stays_do() -> None:
-    for speculating_ms, turn in ((12.0, Turn.OFF), (5.0, Turn.ON)):
-        crowd = Crowd()
-        lengths, length, before = [], 0, crowd.turn
+    for speculating_ms, phase in ((12.0, GroupPhase.OFF), (5.0, GroupPhase.ON)):
+        group_payoff = GroupPayoff()
+        lengths, length, before = [], 0, group_payoff.phase
         for _ in range(4 * 900):
-            allowed = crowd.allows(4)
-            crowd.add(1, speculating_ms if allowed else PLAIN_MS)
-            length += crowd.turn is turn
-            if before is turn and crowd.turn is not turn:
+            allowed = group_payoff.allows(4)
+            group_payoff.add(1, speculating_ms if allowed else PLAIN_MS)
+            length += group_payoff.phase is phase
+            if before is phase and group_payoff.phase is not phase:
                 lengths.append(length)
                 length = 0
-            before = crowd.turn
+            before = group_payoff.phase
         assert len(lengths) >= 2
-        if turn is Turn.OFF:
+        if phase is GroupPhase.OFF:
             assert all(later > 1.5 * earlier for earlier, later in pairwise(lengths))
 
 
 def test_what_no_longer_pays_ends() -> None:
-    crowd = Crowd()
-    tokens_speculated(crowd, 4, 200, 5.0)
-    assert crowd.allows(4)
-    assert tokens_speculated(crowd, 4, 400, 20.0) < 160
+    group_payoff = GroupPayoff()
+    tokens_speculated(group_payoff, 4, 200, 5.0)
+    assert group_payoff.allows(4)
+    assert tokens_speculated(group_payoff, 4, 400, 20.0) < 160
 
 
 def test_each_number_of_sessions_has_its_own_verdict() -> None:
-    crowd = Crowd()
-    tokens_speculated(crowd, 2, 100, 5.0)
-    tokens_speculated(crowd, 8, 100, 20.0)
-    assert crowd.allows(2)
-    assert not crowd.allows(8)
-    assert not crowd.allows(7)  # about as many
+    group_payoff = GroupPayoff()
+    tokens_speculated(group_payoff, 2, 100, 5.0)
+    tokens_speculated(group_payoff, 8, 100, 20.0)
+    assert group_payoff.allows(2)
+    assert not group_payoff.allows(8)
+    assert not group_payoff.allows(7)  # about as many
 
 
 def test_a_trial_that_others_join_is_none() -> None:
-    crowd = Crowd()
-    tokens_speculated(crowd, 4, 18, 5.0)
-    assert crowd.allows(4)  # a trial
-    crowd.allows(3)
-    assert crowd.turn is Turn.BEFORE
+    group_payoff = GroupPayoff()
+    tokens_speculated(group_payoff, 4, 18, 5.0)
+    assert group_payoff.allows(4)  # a trial
+    group_payoff.allows(3)
+    assert group_payoff.phase is GroupPhase.BEFORE
 
 
 def test_without_slack_nothing_is_tried() -> None:
-    crowd = Crowd()
+    group_payoff = GroupPayoff()
     for _ in range(1000):
-        assert not crowd.allows(8)
-        crowd.add(1, PLAIN_MS, row_ms=1.0)
-    assert crowd.turn is Turn.OFF
-    assert crowd.gain is None
+        assert not group_payoff.allows(8)
+        group_payoff.add(1, PLAIN_MS, row_ms=1.0)
+    assert group_payoff.phase is GroupPhase.OFF
+    assert group_payoff.gain is None

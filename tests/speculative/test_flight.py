@@ -16,7 +16,7 @@ from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.runtime.stage_runtime import Span
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Oracle, Parrot, SlowOracle
 from tests.support.ring_harness import RunningStage, collect, running_coordinator, running_services
@@ -72,7 +72,9 @@ def proposers(text: Sequence[int], errs: Sequence[bool]) -> dict[str, Callable[[
     depth=st.none() | st.integers(1, 8),
     cancels=st.booleans(),
     delays_ms=st.lists(st.sampled_from([0.0, 0.0, 0.5, 2.0]), min_size=1, max_size=7),
-    sampling=st.sampled_from([Sampling(), Sampling(1.0, seed=5), Sampling(0.7, top_k=8, top_p=0.9, seed=6)]),
+    sampling=st.sampled_from(
+        [SamplingParams(), SamplingParams(1.0, seed=5), SamplingParams(0.7, top_k=8, top_p=0.9, seed=6)]
+    ),
 )
 def test_one_text_whatever_flies(
     ring: SharedRing,
@@ -85,7 +87,7 @@ def test_one_text_whatever_flies(
     depth: int | None,
     cancels: bool,
     delays_ms: list[float],
-    sampling: Sampling,
+    sampling: SamplingParams,
 ) -> None:
     expected = plain_answer(prompt, num_tokens, Sampler(sampling).sample)
     delays = itertools.cycle(delays_ms)
@@ -111,7 +113,7 @@ def test_one_text_whoever_else_flies(
     ring: SharedRing, prompts: list[list[int]], width: int | None, depth: int | None, delays_ms: list[float]
 ) -> None:
     """Sessions in shared batches, each with windows of its own in flight."""
-    sampling = Sampling(0.9, seed=3)
+    sampling = SamplingParams(0.9, seed=3)
     expected = [plain_answer(prompt, 24, Sampler(sampling).sample) for prompt in prompts]
     delays = itertools.cycle(delays_ms)
     for runtime in ring.runtimes:
@@ -126,7 +128,7 @@ class TestPoison:
     """Stale rows that a slot still holds must be trimmed, or they would change the text."""
 
     NUM_TOKENS = 30
-    FUTURE = (*PROMPT, *plain_answer(PROMPT, NUM_TOKENS, Sampler(Sampling()).sample))
+    FUTURE = (*PROMPT, *plain_answer(PROMPT, NUM_TOKENS, Sampler(SamplingParams()).sample))
     REQUEST = GenerationRequest(PROMPT, NUM_TOKENS)
 
     async def text(self, runtimes: list[FakeRuntime], *, width: int, depth: int) -> list[int]:
@@ -200,7 +202,7 @@ class Gate:
 async def test_void_windows_die_where_they_are(*, position: int, cancels: bool) -> None:
     """Windows pile up before one stage; one is rejected; what waits there is never computed."""
     num_tokens = 12
-    future = [*PROMPT, *plain_answer(PROMPT, num_tokens, Sampler(Sampling()).sample)]
+    future = [*PROMPT, *plain_answer(PROMPT, num_tokens, Sampler(SamplingParams()).sample)]
     # The third token is wrong: it is the first of the second window, where the gate is.
     wrong = len(PROMPT) + 2
     errs = [place == wrong for place in range(len(future))]
@@ -245,7 +247,7 @@ async def test_void_windows_die_where_they_are(*, position: int, cancels: bool) 
 
 async def test_a_proposer_that_knows_more_wakes_the_pump() -> None:
     """A plain window is under way and held; what the proposer finds out meanwhile follows it at once."""
-    future = [*PROMPT, *plain_answer(PROMPT, 8, Sampler(Sampling()).sample)]
+    future = [*PROMPT, *plain_answer(PROMPT, 8, Sampler(SamplingParams()).sample)]
     proposer = Awakened(future)
     runtimes = fake_ring()
     gate = Gate(len(PROMPT))
@@ -313,7 +315,7 @@ async def test_a_client_that_does_not_read_delays_nobody() -> None:
 async def test_a_failure_of_a_void_window_is_nobody_s_concern(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that refuses a window which a rejection has voided meanwhile must not end the answer."""
     num_tokens = 12
-    future = [*PROMPT, *plain_answer(PROMPT, num_tokens, Sampler(Sampling()).sample)]
+    future = [*PROMPT, *plain_answer(PROMPT, num_tokens, Sampler(SamplingParams()).sample)]
     wrong = len(PROMPT) + 2
     runtimes = fake_ring()
     gate = Gate(wrong)

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.ngram_index import MAX_ORDER, ORDERS, GramIndex
+from speculative.ngram_index import MAX_ORDER, ORDERS, NgramIndex
 
 # Few letters: nearly everything repeats.
 texts = st.integers(1, 4).flatmap(lambda letters: st.lists(st.integers(0, letters - 1), max_size=60))
 parts = st.lists(texts, max_size=6)
 
 
-def index_of(text: Sequence[int], max_tokens: int = 10_000) -> GramIndex:
-    index = GramIndex(max_tokens)
+def index_of(text: Sequence[int], max_tokens: int = 10_000) -> NgramIndex:
+    index = NgramIndex(max_tokens)
     index.extend(text)
     return index
 
@@ -47,7 +47,7 @@ def test_finds_the_latest_occurrence_of_the_longest_match(text: list[int], conte
 
 @given(parts)
 def test_text_in_parts_is_the_text(parts: list[list[int]]) -> None:
-    in_parts = GramIndex(10_000)
+    in_parts = NgramIndex(10_000)
     for part in parts:
         in_parts.extend(part)
     text = [token for part in parts for token in part]
@@ -81,7 +81,7 @@ def longest_order(length: int) -> int:
 
 @given(parts, st.integers(2, 40))
 def test_memory_is_bounded_and_the_recent_stays(parts: list[list[int]], max_tokens: int) -> None:
-    index = GramIndex(max_tokens)
+    index = NgramIndex(max_tokens)
     text: list[int] = []
     for part in parts:
         index.extend(part)
@@ -113,4 +113,4 @@ def test_nothing_is_found_before_what_was_forgotten() -> None:
 
 def test_an_index_that_keeps_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens is 1"):
-        GramIndex(1)
+        NgramIndex(1)

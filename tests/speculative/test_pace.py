@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.cost_model import Timing, best_pace, row_price
+from speculative.cost_model import Timing, best_rate, row_price
 from tests.speculative.test_timing import outcome
 
 LINEAR = {1: 4.0, 2: 8.0, 4: 16.0, 8: 32.0, 17: 68.0}
@@ -20,48 +20,48 @@ def ring(stairs: dict[int, float], num_stages: int = 3) -> Timing:
 
 
 def test_where_rows_are_dear_windows_are_narrow_and_many() -> None:
-    pace = best_pace(ring(LINEAR), 0.8, max_width=16, max_depth=64)
-    assert (pace.front, pace.width) == (0, 1)
+    rate = best_rate(ring(LINEAR), 0.8, max_width=16, max_depth=64)
+    assert (rate.front, rate.width) == (0, 1)
     # 32 ms around the ring, a window every 4 ms, and three for each that fills it.
-    assert pace.depth == 24
+    assert rate.depth == 24
     # [1/(1−a)] / [T + τ·a/(1−a)]
-    assert pace.tokens_per_s == pytest.approx(1000 * 5 / (32 + 4 * 4), rel=0.01)
+    assert rate.tokens_per_s == pytest.approx(1000 * 5 / (32 + 4 * 4), rel=0.01)
 
 
 def test_where_rows_are_free_windows_are_wide() -> None:
-    pace = best_pace(ring(FLAT), 0.9, max_width=16, max_depth=24)
-    assert pace.width >= 8
-    assert pace.front >= 8
+    rate = best_rate(ring(FLAT), 0.9, max_width=16, max_depth=24)
+    assert rate.width >= 8
+    assert rate.front >= 8
 
 
 def test_in_step_it_is_the_formula_of_windows_in_step() -> None:
-    pace = best_pace(ring(FLAT), 0.9, max_width=8, max_depth=1)
-    assert pace.front == 8
+    rate = best_rate(ring(FLAT), 0.9, max_width=8, max_depth=1)
+    assert rate.front == 8
     # E / (S·t(k+1) + network), t(9) between t(8) and t(17)
     expected = (1 - 0.9**9) / 0.1 / (20 + 3 * (4.5 + 0.5 / 9))
-    assert pace.tokens_per_s == pytest.approx(1000 * expected, rel=0.01)
+    assert rate.tokens_per_s == pytest.approx(1000 * expected, rel=0.01)
 
 
 def test_in_step_nothing_likely_means_nothing_proposed() -> None:
-    assert best_pace(ring(LINEAR), 0.1, max_width=8, max_depth=1).front == 0
+    assert best_rate(ring(LINEAR), 0.1, max_width=8, max_depth=1).front == 0
 
 
 def test_drafting_sets_the_beat_where_it_is_slow() -> None:
     timing = ring(FLAT)
-    quick = best_pace(timing, 0.9, max_width=16, max_depth=24)
-    slow = best_pace(timing, 0.9, max_width=16, max_depth=24, token_ms=20.0)
+    quick = best_rate(timing, 0.9, max_width=16, max_depth=24)
+    slow = best_rate(timing, 0.9, max_width=16, max_depth=24, token_ms=20.0)
     assert slow.tokens_per_s < quick.tokens_per_s
     assert slow.width == 1
 
 
 def test_without_a_measure_it_is_moderate() -> None:
-    pace = best_pace(Timing(), 0.9, max_width=16, max_depth=24)
-    assert pace.width == 4
+    rate = best_rate(Timing(), 0.9, max_width=16, max_depth=24)
+    assert rate.width == 4
 
 
 def test_no_width_is_no_pace() -> None:
     with pytest.raises(ValueError, match="max_width is 0"):
-        best_pace(ring(FLAT), 0.9, max_width=0, max_depth=1)
+        best_rate(ring(FLAT), 0.9, max_width=0, max_depth=1)
 
 
 @given(
@@ -73,11 +73,11 @@ def test_no_width_is_no_pace() -> None:
 def test_it_keeps_within_its_limits(
     stairs: dict[int, float], acceptance: float, max_width: int, max_depth: int
 ) -> None:
-    pace = best_pace(ring(stairs), acceptance, max_width=max_width, max_depth=max_depth)
-    assert 0 <= pace.front <= max_width
-    assert 1 <= pace.width <= max_width
-    assert 1 <= pace.depth <= max_depth
-    assert 0.0 < pace.tokens_per_s < 1e6
+    rate = best_rate(ring(stairs), acceptance, max_width=max_width, max_depth=max_depth)
+    assert 0 <= rate.front <= max_width
+    assert 1 <= rate.width <= max_width
+    assert 1 <= rate.depth <= max_depth
+    assert 0.0 < rate.tokens_per_s < 1e6
 
 
 class TestRowPrice:

@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.cost_model import Staircase
+from speculative.cost_model import BatchTimeModel
 
 samples = st.lists(st.tuples(st.integers(1, 64), st.floats(0.01, 1000.0)), min_size=1, max_size=40)
 
 
-def measured(*stairs: tuple[int, float]) -> Staircase:
-    table = Staircase()
+def measured(*stairs: tuple[int, float]) -> BatchTimeModel:
+    table = BatchTimeModel()
     for num_rows, elapsed_ms in stairs:
         table.add(num_rows, elapsed_ms)
     return table
 
 
 def test_nothing_is_known_before_the_first_batch() -> None:
-    assert Staircase().ms(1) is None
+    assert BatchTimeModel().ms(1) is None
 
 
 def test_known_rows_are_as_measured_and_between_them_it_interpolates() -> None:

@@ -4,15 +4,15 @@ import pytest
 
 from speculative.acceptance import Judgement, SpanClass
 from speculative.cost_model import Timing
-from speculative.outcome import Outcome, StageMeasure
+from speculative.outcome import StageMeasure, WindowOutcome
 from speculative.proposer import EMPTY
 
 NETWORK_MS = 20.0
 
 
-def outcome(num_rows: int, *compute_ms: float, queue_ms: float = 0.0) -> Outcome:
+def outcome(num_rows: int, *compute_ms: float, queue_ms: float = 0.0) -> WindowOutcome:
     stages = tuple(StageMeasure(num_rows, queue_ms, each) for each in compute_ms)
-    return Outcome(
+    return WindowOutcome(
         Judgement((1,), 0, 0, SpanClass.PLAIN),
         EMPTY,
         position=0,

@@ -37,7 +37,7 @@ import stages.serving.stage_engine
 import stages.transport.stage_link
 from mesh.coordinator.ring import StageAddress
 from spanmesh_proto import windows_pb2_grpc as rpc
-from stages.serving.scheduler import WindowQueue
+from stages.serving.scheduler import WindowScheduler
 from stages.serving.server import StageService
 from stages.transport.channels import SERVER_OPTIONS, open_channel
 from tests.support.fake_stage import FakeRuntime
@@ -202,8 +202,8 @@ class GatedRing(RepairableRing):
         name = self._names.pop(stage.address.address)
         with self.doing():
             await stage.server.stop(0)
-            if stage.service._path.next is not None:
-                await stage.service._path.next.close()
+            if stage.service._engine.next is not None:
+                await stage.service._engine.next.close()
             self.batches[name].open()
             await stage.service.close()
         del self.batches[name]
@@ -325,7 +325,7 @@ def watched(patch: pytest.MonkeyPatch, ring_of: Callable[[], GatedRing | None]) 
         assert ring is not None
         return int(ring.loop.time() * 1e6)
 
-    class WatchedQueue(WindowQueue):
+    class WatchedQueue(WindowScheduler):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             ring = ring_of()
@@ -340,7 +340,7 @@ def watched(patch: pytest.MonkeyPatch, ring_of: Callable[[], GatedRing | None]) 
             stages.serving.kv_replication,
         ):
             patched.setattr(module, "open_channel", open_gated)
-        patched.setattr(stages.serving.stage_engine, "WindowQueue", WatchedQueue)
+        patched.setattr(stages.serving.stage_engine, "WindowScheduler", WatchedQueue)
         patched.setattr(stages.serving.stage_engine, "monotonic_us", now_us)
         with silent():
             yield

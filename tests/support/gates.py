@@ -143,7 +143,7 @@ class BatchGate:
 
 
 class WatchedArrivals:
-    """What `queue.SimpleQueue` is for a `WindowQueue`, but knows whether its taker waits.
+    """What `queue.SimpleQueue` is for a `WindowScheduler`, but knows whether its taker waits.
 
     Args:
         gate: Told.

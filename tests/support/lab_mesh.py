@@ -55,7 +55,7 @@ class Running:
     def stage_hosts(self) -> list[int]:
         return [int(stage["host"].removeprefix("host")) for stage in self.status()["stages"]]
 
-    def until_spares_are_warm(self) -> None:
+    def until_replicas_are_loaded(self) -> None:
         def is_warm(status: dict[str, Any]) -> bool:
             ready = [host for host in status["hosts"] if host["ready"]]
             copies = {layers for host in ready for layers in host["copies"]}

@@ -50,10 +50,10 @@ async def page_mesh(
         state.phase = phase
 
     async with serving(model, dict.fromkeys(hosts, 9.0), make_proposers=Proposers("ngram"), say=say) as mesh:
-        state.members, state.incidents, state.fleet = mesh.members, mesh.incidents, mesh.fleet
+        state.members, state.incidents, state.pipeline = mesh.members, mesh.incidents, mesh.pipeline
         engine.coordinator, state.phase = mesh.coordinator, "serving"
-        for seat in mesh.fleet.seats:
-            mesh.members.update(seat.placement.host, layers=str(seat.placement.layers))
+        for stage in mesh.pipeline.stages:
+            mesh.members.update(stage.placement.host, layers=str(stage.placement.layers))
         async with running_api(
             engine,
             Tokenizer(model),
@@ -63,6 +63,6 @@ async def page_mesh(
             is_whole=lambda: engine.is_ready,
             refusal=lambda: engine.refusal,
             stage_counts=lambda: stage_counts(engine),
-            departures=lambda: mesh.departures,
+            departures=lambda: mesh.host_draining,
         ) as api:
             yield PageMesh(api, mesh, state)

@@ -67,12 +67,12 @@ class RepairableRing:
         number = next(self._keys)
         self.mesh_id, self.mesh_key = f"ring {number}", f"key {number}"
         for index, stage in enumerate(self.stages):
-            copy = self.copies[index]
+            replica = self.copies[index]
             if stage is not None:
                 await stage.service.rejoin(index, self.mesh_id, self.mesh_key, self.term)
-            elif copy is not None:
-                await copy.service.rejoin(index, self.mesh_id, self.mesh_key, self.term)
-                self.stages[index], self.copies[index] = copy, None
+            elif replica is not None:
+                await replica.service.rejoin(index, self.mesh_id, self.mesh_key, self.term)
+                self.stages[index], self.copies[index] = replica, None
             else:
                 self.stages[index] = await self._start(index)
         stages = self.running
@@ -97,8 +97,8 @@ class RepairableRing:
         stage, self.stages[index] = self.stages[index], None
         if stage is not None:
             await stage.server.stop(0)
-            if stage.service._path.next is not None:
-                await stage.service._path.next.close()
+            if stage.service._engine.next is not None:
+                await stage.service._engine.next.close()
         if is_dead is not None:
             is_dead.set()
         if stage is not None:
@@ -120,15 +120,15 @@ class RepairableRing:
     async def close(self) -> None:
         for index in range(NUM_STAGES):
             await self.kill(index)
-            if (copy := self.copies[index]) is not None:
-                await copy.server.stop(0)
-                await copy.service.close()
+            if (replica := self.copies[index]) is not None:
+                await replica.server.stop(0)
+                await replica.service.close()
 
     async def _follow(self) -> None:
         for index, stage in enumerate(self.running):
-            copy = self.copies[index] or await self._start(index)
-            self.copies[index] = copy
-            await copy.service.follow(stage.address.address, "", self.mesh_id, self.mesh_key, self.term)
+            replica = self.copies[index] or await self._start(index)
+            self.copies[index] = replica
+            await replica.service.follow(stage.address.address, "", self.mesh_id, self.mesh_key, self.term)
 
     async def _start(self, index: int) -> RunningStage:
         runtime = self._make_runtime(index)

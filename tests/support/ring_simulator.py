@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from speculative.acceptance import judge, judge_unread
 from speculative.controller import Controller, ControllerOptions, SharedMeasures
-from speculative.outcome import Moment, Outcome, StageMeasure
+from speculative.outcome import ProposalContext, StageMeasure, WindowOutcome
 from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ class SimulatedSession:
         if self._controller is not None:
             self._controller.landed(is_void=bool(voided))
             self._controller.judged(
-                Outcome(
+                WindowOutcome(
                     judgement,
                     window.proposal,
                     window.start,
@@ -299,7 +299,7 @@ class SimulatedSession:
             if voided and not judgement.is_rejected and not is_over:
                 unread = voided[0]
                 self._controller.judged(
-                    Outcome(
+                    WindowOutcome(
                         judge_unread(len(unread.tokens)),
                         unread.proposal,
                         unread.start,
@@ -335,19 +335,19 @@ class SimulatedSession:
         room = self._num_tokens - self.position - len(self._ahead) - 1
         if controller is None or room < 1:
             return EMPTY
-        moment = Moment(
+        context = ProposalContext(
             now_ms=self._ring.machine.now_ms,
             num_in_flight=len(self._flights),
             position=self.position,
             room=min(room, 62),
             num_sessions=len(self._ring.sessions),
         )
-        wanted = min(controller.wanted(moment), moment.room)
+        wanted = min(controller.wanted(context), context.room)
         if wanted < 1:
             return EMPTY
         proposal = self._propose(wanted)
-        decision = controller.decide(moment, proposal)
-        assert 0 <= decision.width <= moment.room
+        decision = controller.decide(context, proposal)
+        assert 0 <= decision.width <= context.room
         return proposal.first(decision.width)
 
     def _propose(self, max_tokens: int) -> Proposal:

@@ -19,17 +19,17 @@ from mesh.coordinator.options import CoordinatorOptions
 from mesh.placement.planner import StagePlacement
 from mesh.placement.replanner import NewStage, Replan, replan
 from mesh.placement.stage_sizes import StageSizes, Workload
-from mesh.serve.allocations import Ledger
+from mesh.serve.allocations import HostAllocations
 from mesh.serve.failures import Incidents
-from mesh.serve.host_draining import Departures
+from mesh.serve.host_draining import HostDraining
 from mesh.serve.options import WeightsOptions
-from mesh.serve.pipeline import Fleet, Seat
-from mesh.serve.reconfiguration import Crew, Placer, Switch
-from mesh.serve.replicas import Spares
+from mesh.serve.pipeline import Pipeline, PipelineStage
+from mesh.serve.reconfiguration import PlacementExecutor, RecoveryContext, RingCutover
+from mesh.serve.replicas import ReplicaManager
 from mesh.serve.stage_factory import StageMaker, Transfers
-from mesh.serve.stage_group import note_trouble, wire_up
-from mesh.serve.stage_handle import new_mesh_keys
-from mesh.serve.supervisor import Tending
+from mesh.serve.stage_group import log_stage_error, wire_up
+from mesh.serve.stage_handle import new_ring_credentials
+from mesh.serve.supervisor import Supervisor
 from spanmesh_proto.errors import StageFailed
 from stages.layers import LayerRange
 from stages.slicing.model_facts import read_model_facts
@@ -140,22 +140,22 @@ class Serving:
     """What a test sees of it."""
 
     members: Members
-    fleet: Fleet
+    pipeline: Pipeline
     coordinator: Coordinator
-    departures: Departures
+    host_draining: HostDraining
     incidents: Incidents
     messages: Messages
     driver: InProcessDriver
-    ledger: Ledger
-    rings: list[tuple[Fleet, Incidents]]
+    allocations: HostAllocations
+    rings: list[tuple[Pipeline, Incidents]]
 
     def hosts(self) -> list[str]:
         """Of the stages, in order."""
-        return [seat.placement.host for seat in self.fleet.seats]
+        return [stage.placement.host for stage in self.pipeline.stages]
 
     def kill(self, index: int) -> None:
         """End a stage's process."""
-        handle = self.fleet.seats[index].handle
+        handle = self.pipeline.stages[index].handle
         assert handle is not None
         self.driver.kill(handle._actor)
 
@@ -199,10 +199,10 @@ async def serving(
         say: Told what goes on.
         beside: Another model on the same hosts; then of `hosts` only the names count.
     """
-    facts, cache, fleet = read_model_facts(model), StageCache(), Fleet()
+    facts, cache, pipeline = read_model_facts(model), StageCache(), Pipeline()
     members, driver = (Members(), InProcessDriver()) if beside is None else (beside.members, beside.driver)
-    ledger = Ledger(lambda _member: False) if beside is None else beside.ledger
-    rings: list[tuple[Fleet, Incidents]] = [] if beside is None else beside.rings
+    allocations = HostAllocations(lambda _member: False) if beside is None else beside.allocations
+    rings: list[tuple[Pipeline, Incidents]] = [] if beside is None else beside.rings
     sizes = StageSizes(facts, WORKLOAD)
     for name, share in hosts.items() if beside is None else ():
         members.admit(host(name, int(share * stage_bytes(sizes))))
@@ -220,62 +220,62 @@ async def serving(
     maker = StageMaker(
         cast("ServeOptions", options), cast("Preflight", known), cast("Head", head), cache, Transfers()
     )
-    account = ledger.open(f"model {len(rings)}", fleet)
-    placer, incidents = Placer(maker, account, members), Incidents(time.time)
+    allocation = allocations.open(f"model {len(rings)}", pipeline)
+    executor, incidents = PlacementExecutor(maker, allocation, members), Incidents(time.time)
     messages = Messages(members) if beside is None else beside.messages
-    rings.append((fleet, incidents))
+    rings.append((pipeline, incidents))
     placements = [
         StagePlacement(name, layers, sizes.memory(layers)) for name, layers in zip(hosts, PARTS, strict=False)
     ]
-    fleet.seats = tuple(Seat(placement, HiddenType.F32) for placement in placements)
+    pipeline.stages = tuple(PipelineStage(placement, HiddenType.F32) for placement in placements)
     wires = (HiddenType.F32,) * len(placements)
-    fleet.seats = await placer.fill(
-        Replan(tuple(NewStage(placement) for placement in placements), (), ""), wires, note_trouble
+    pipeline.stages = await executor.load_stages(
+        Replan(tuple(NewStage(placement) for placement in placements), (), ""), wires, log_stage_error
     )
-    fleet.intended = ()
-    keys = new_mesh_keys(7)
+    pipeline.intended = ()
+    credentials = new_ring_credentials(7)
     coordinator = Coordinator(
-        await wire_up(fleet.seats, keys, note_trouble),
+        await wire_up(pipeline.stages, credentials, log_stage_error),
         CoordinatorOptions(WORKLOAD.ctx_size, WORKLOAD.num_slots, 63, facts.n_vocab, repair_wait_s=1.0),
-        mesh_id=keys.mesh_id,
-        mesh_key=keys.mesh_key,
+        mesh_id=credentials.mesh_id,
+        mesh_key=credentials.mesh_key,
         make_proposers=make_proposers,
         clock_s=time.monotonic,
         identity=authority.own_identity(["coordinator"], "127.0.0.1"),
         term=7,
     )
-    fleet.keys = keys
+    pipeline.credentials = credentials
     await coordinator.start()
 
     async def is_there(_member: Member, _timeout_s: float) -> bool:
         return True
 
-    crew = Crew(
-        fleet=fleet,
+    context = RecoveryContext(
+        pipeline=pipeline,
         members=members,
         sizes=sizes,
-        capacity_of=account.capacity_of,
+        capacity_of=allocation.capacity_of,
         is_there=is_there,
-        placer=placer,
-        switch=Switch(fleet, coordinator, 7, lambda _stages, _reason: None),
+        executor=executor,
+        cutover=RingCutover(pipeline, coordinator, 7, lambda _stages, _reason: None),
         coordinator=coordinator,
         incidents=incidents,
         on_failure=lambda _failure, _loss, _member: None,
-        say=say,
+        announce=say,
         clock_s=time.monotonic,
         replan=replan if topology is None else topology.replan,
     )
-    spares = Spares(
-        fleet,
+    replica_manager = ReplicaManager(
+        pipeline,
         maker,
         members,
         sizes,
-        capacity_of=account.capacity_for_copies,
+        capacity_of=allocation.capacity_for_replicas,
         clock_s=time.monotonic,
         are_wanted=topology is None,
     )
-    departures = (
-        Departures(
+    host_draining = (
+        HostDraining(
             members,
             cast("MembershipService", messages),
             lambda: rings,
@@ -284,19 +284,19 @@ async def serving(
             until_written=written_at_once,
         )
         if beside is None
-        else beside.departures
+        else beside.host_draining
     )
-    tending = asyncio.create_task(Tending(crew, spares, departures).run())
+    tending = asyncio.create_task(Supervisor(context, replica_manager, host_draining).run())
     try:
         yield Serving(
             members,
-            fleet,
+            pipeline,
             coordinator,
-            departures,
+            host_draining,
             incidents,
             messages=messages,
             driver=driver,
-            ledger=ledger,
+            allocations=allocations,
             rings=rings,
         )
         assert not tending.done(), tending.exception()
@@ -305,9 +305,9 @@ async def serving(
         with contextlib.suppress(asyncio.CancelledError):
             await tending
         await coordinator.stop()
-        await crew.switch.close()
-        await fleet.stop()
-        ledger.close(account)
-        rings.remove((fleet, incidents))
+        await context.cutover.close()
+        await pipeline.stop()
+        allocations.close(allocation)
+        rings.remove((pipeline, incidents))
         if beside is None:
             await driver.close()

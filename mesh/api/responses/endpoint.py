@@ -11,7 +11,7 @@ from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
 from mesh.api.backend import backend_of, backends_of
-from mesh.api.chat_prompt import Conversation, thinking_variables, write_down
+from mesh.api.chat_prompt import Conversation, render_prompt, thinking_variables
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_job
 from mesh.api.openapi import Deleted, ResponseAnswer, answers, takes
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _WORDS: Final = (("response_format.json_schema", "text.format"), ("response_format", "text.format"))
 
 
-def in_chat_words(body: ResponsesBody) -> ResponsesBody:
+def as_chat_body(body: ResponsesBody) -> ResponsesBody:
     """The body with `response_format` in place of `text.format`.
 
     Raises:
@@ -52,7 +52,7 @@ def in_chat_words(body: ResponsesBody) -> ResponsesBody:
     return body.model_copy(update={"response_format": as_chat})
 
 
-def in_own_words(error: InvalidRequest) -> InvalidRequest:
+def as_responses_error(error: InvalidRequest) -> InvalidRequest:
     """An error about `response_format` as one about `text.format`."""
     message, param = error.message, error.param
     for theirs, ours in _WORDS:
@@ -122,13 +122,13 @@ def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
         variables={**thinking_variables(effort), **(body.chat_template_kwargs or {})},
         param="input",
     )
-    prompt = write_down(backend, conversation)
+    prompt = render_prompt(backend, conversation)
     try:
         job = make_job(
-            backend, in_chat_words(body), prompt.tokens, prompt_param="input", client=client, chat=prompt
+            backend, as_chat_body(body), prompt.tokens, prompt_param="input", client=client, chat=prompt
         )
     except InvalidRequest as error:
-        raise in_own_words(error) from None
+        raise as_responses_error(error) from None
     return Turn(messages, job)
 
 

@@ -15,8 +15,8 @@ from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.openai_format import CallIds, chat_logprobs, timings, usage
 from mesh.api.response_store import StoredResponse
 from mesh.api.responses.protocol import messages_of
-from mesh.api.streaming import ClientGoneError, EventStream, unless_hung_up
-from mesh.text.message_parts import CallArguments, CallBegun, Content, Reasoning
+from mesh.api.streaming import ClientGoneError, EventStream, cancel_on_disconnect
+from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from mesh.api.backend import Backend
-    from mesh.api.generation_job import Job
+    from mesh.api.generation_job import GenerationJob
     from mesh.api.responses.protocol import ResponsesBody
-    from mesh.text.message_parts import Said
+    from mesh.text.message_parts import MessagePart
 
 
 Event = dict[str, Any]
@@ -60,25 +60,27 @@ class Output:
         # Of tokens whose text is still to come.
         self._early_logprobs: list[dict[str, Any]] = []
 
-    def add(self, said: Sequence[Said], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+    def add(
+        self, message_parts: Sequence[MessagePart], logprobs: Sequence[dict[str, Any]] = ()
+    ) -> list[Event]:
         """Take what was said.
 
         Args:
-            said: In order.
+            message_parts: In order.
             logprobs: Of the tokens that made it, if they are wanted; they go with the next text.
         """
         self._early_logprobs += logprobs
         events: list[Event] = []
-        for piece in said:
+        for piece in message_parts:
             match piece:
                 case Content():
                     told, self._early_logprobs = self._early_logprobs, []
                     events += self._add_text("message", _TEXT, piece.text, told)
                 case Reasoning():
                     events += self._add_text("reasoning", _THOUGHT, piece.text, [])
-                case CallBegun():
+                case ToolCallStart():
                     events += self._begin_call(piece.name)
-                case CallArguments():
+                case ToolCallArguments():
                     self._texts.append(piece.text)
                     events.append(self._event("response.function_call_arguments.delta", delta=piece.text))
         return events
@@ -197,7 +199,7 @@ class Turn:
     """
 
     messages: Sequence[Mapping[str, Any]]
-    job: Job
+    job: GenerationJob
 
 
 async def respond(request: Request, backend: Backend, body: ResponsesBody, turn: Turn) -> Response:
@@ -214,25 +216,25 @@ async def respond(request: Request, backend: Backend, body: ResponsesBody, turn:
         MeshError: Whatever the engine raises before the response begins.
     """
     backend, _num_at_once = metered(request.scope, backend, [turn.job])
-    making = _Making(backend, body, turn)
+    builder = _ResponseBuilder(backend, body, turn)
     if body.stream:
         return EventStream(
-            making.produce,
+            builder.produce,
             backend.closing,
             backend.ping_interval_s,
             is_whole=backend.is_whole,
             done=b"",
-            told_of=making.failed,
+            format_error=builder.failed,
         )
     try:
-        response = await unless_hung_up(making.whole(), request.receive, backend.closing)
+        response = await cancel_on_disconnect(builder.whole(), request.receive, backend.closing)
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
     return json_response(response)
 
 
-class _Making:
+class _ResponseBuilder:
     """Makes one response."""
 
     def __init__(self, backend: Backend, body: ResponsesBody, turn: Turn) -> None:
@@ -279,7 +281,7 @@ class _Making:
             for each in (entry, *entry["top_logprobs"]):
                 # Here it is a list in any case.
                 each["bytes"] = each["bytes"] or []
-        events = self._output.add(part.said, logprobs)
+        events = self._output.add(part.message_parts, logprobs)
         if part.finish is not None:
             events += self._output.end(is_cut=part.finish == "length")
         return events

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Told:
+class AnswerRecord:
     """A request and its answer.
 
     Attributes:
@@ -37,7 +37,7 @@ class Told:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Told:
+    def from_dict(cls, fields: dict[str, Any]) -> AnswerRecord:
         """What `as_dict` made, after JSON: which knows no tuples."""
         record = dict(fields["record"])
         if record["failure"] is not None:
@@ -76,17 +76,17 @@ class Outcome:
     """What came of an order.
 
     Attributes:
-        told: One for each request that was sent, in the order sent.
+        answers: One for each request that was sent, in the order sent.
         duration_s: From the first request to the end of the last answer.
     """
 
-    told: tuple[Told, ...]
+    answers: tuple[AnswerRecord, ...]
     duration_s: float
 
     @property
     def tokens_per_s(self) -> float:
         """Answered tokens a second, of all requests together."""
-        return sum(one.record.num_output_tokens for one in self.told) / self.duration_s
+        return sum(one.record.num_output_tokens for one in self.answers) / self.duration_s
 
 
 _DONE: Final = b"[DONE]"
@@ -98,7 +98,7 @@ class CheckedReading(AnswerReading):
     Attributes:
         text: The answer so far.
         token_ids: Its tokens so far, if the server sends them.
-        moment: When its client hangs up; None waits for the end.
+        hang_up_time: When its client hangs up; None waits for the end.
         on_progress: Called after every piece of the body.
     """
 
@@ -106,7 +106,7 @@ class CheckedReading(AnswerReading):
         super().__init__()
         self.text = ""
         self.token_ids: list[int] = []
-        self.moment: Moment | None = None
+        self.hang_up_time: HangUpTime | None = None
         self.on_progress: Callable[[], None] = lambda: None
         self._stream = EventStream()
         self._faults: list[str] = []
@@ -173,16 +173,16 @@ async def ask_until(client: Client, path: str, body: bytes, reading: CheckedRead
     Returns:
         A failure of kind `hung_up` if the client left; otherwise what `Client.ask` returns.
     """
-    moment = reading.moment
-    if moment is None:
+    hang_up_time = reading.hang_up_time
+    if hang_up_time is None:
         return await client.ask(path, body, reading)
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
 
     def look() -> None:
         nonlocal timer
-        if timer is None and len(reading.token_ids) >= moment.num_tokens:
-            timer = loop.call_later(moment.after_s, asking.cancel)
+        if timer is None and len(reading.token_ids) >= hang_up_time.num_tokens:
+            timer = loop.call_later(hang_up_time.after_s, asking.cancel)
 
     reading.on_progress = look
     # Cancelled while it waits for the response, it aborts the connection.
@@ -213,7 +213,7 @@ _END_S: Final = 0.003
 
 
 @dataclass(frozen=True)
-class Moment:
+class HangUpTime:
     """When a client closes its connection.
 
     Attributes:
@@ -241,7 +241,9 @@ class HangUps:
 NO_HANG_UPS: Final = HangUps(0.0, 0)
 
 
-def draw_moment(random: Random, share: float, max_tokens: int, *, is_streamed: bool = True) -> Moment | None:
+def draw_hang_up_time(
+    random: Random, share: float, max_tokens: int, *, is_streamed: bool = True
+) -> HangUpTime | None:
     """A moment for one request, or None if its client waits for the end.
 
     Times are drawn evenly over their orders of magnitude: what can go wrong within a millisecond and within a
@@ -257,14 +259,14 @@ def draw_moment(random: Random, share: float, max_tokens: int, *, is_streamed: b
         return None
     kind = random.random()
     if kind < _AT_ONCE:
-        return Moment(0, 0.0)
+        return HangUpTime(0, 0.0)
     if not is_streamed:
-        return Moment(0, _over_magnitudes(random, _LEAST_S, _WHOLE_S))
+        return HangUpTime(0, _over_magnitudes(random, _LEAST_S, _WHOLE_S))
     if kind < _AT_ONCE + _EARLY:
-        return Moment(0, _over_magnitudes(random, _LEAST_S, _EARLY_S))
+        return HangUpTime(0, _over_magnitudes(random, _LEAST_S, _EARLY_S))
     if kind < _AT_ONCE + _EARLY + _LATE:
-        return Moment(max_tokens, random.uniform(0.0, _END_S))
-    return Moment(random.randint(1, max_tokens), random.uniform(0.0, _BETWEEN_S))
+        return HangUpTime(max_tokens, random.uniform(0.0, _END_S))
+    return HangUpTime(random.randint(1, max_tokens), random.uniform(0.0, _BETWEEN_S))
 
 
 def _over_magnitudes(random: Random, least: float, most: float) -> float:

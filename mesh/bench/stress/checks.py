@@ -15,8 +15,8 @@ from mesh.bench.stress.scripts import prompt_id
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from mesh.bench.stress.answers import Outcome, Told
-    from mesh.bench.stress.client_process import Asker
+    from mesh.bench.stress.answers import AnswerRecord, Outcome
+    from mesh.bench.stress.client_process import LoadClient
     from mesh.bench.stress.memory import Footprint, Growth
     from mesh.bench.stress.scripts import Script, Turn
     from mesh.lab.memory_watch import MemorySample
@@ -46,18 +46,18 @@ def answer_checks(steps: Sequence[Step], *, is_exact: bool) -> list[Check]:
     """Of every answer."""
     found = []
     for step in steps:
-        judgement = step.judgement
-        kinds = ", ".join(f"{count} {kind}" for kind, count in judgement.by_kind.items())
-        examples = "; ".join(f"{problem.request}: {problem.detail}" for problem in judgement.problems[:3])
-        forks = f"{judgement.num_forks} of {judgement.num_compared} texts other than alone"
-        if judgement.num_hung_up:
-            forks += f", {judgement.num_hung_up} clients hung up"
+        answer_check = step.answer_check
+        kinds = ", ".join(f"{count} {kind}" for kind, count in answer_check.by_kind.items())
+        examples = "; ".join(f"{problem.request}: {problem.detail}" for problem in answer_check.problems[:3])
+        forks = f"{answer_check.num_forks} of {answer_check.num_compared} texts other than alone"
+        if answer_check.num_hung_up:
+            forks += f", {answer_check.num_hung_up} clients hung up"
         promise = "every answer sound and byte-equal to alone" if is_exact else "every answer sound"
         found.append(
             Check(
                 f"{promise}, {step.concurrency} at once",
-                not judgement.problems,
-                f"{judgement.num_answers} answers, {kinds or 'no problem'}, {forks}"
+                not answer_check.problems,
+                f"{answer_check.num_answers} answers, {kinds or 'no problem'}, {forks}"
                 + (f" ({examples})" if examples else ""),
             )
         )
@@ -136,7 +136,7 @@ class Expected:
     """
 
     turn: Turn
-    alone: Told | None = None
+    alone: AnswerRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class AnswerCheck:
     """Of many answers.
 
     Attributes:
@@ -194,24 +194,24 @@ class Judgement:
         return dict(Counter(problem.kind for problem in self.problems).most_common())
 
 
-def judge_all(
-    told: Sequence[Told],
+def check_answers(
+    answers: Sequence[AnswerRecord],
     expected: Mapping[str, Expected],
     *,
     is_exact: bool,
     text_of: Callable[[Sequence[int]], str] | None,
-) -> Judgement:
+) -> AnswerCheck:
     """Look at every answer.
 
     Args:
-        told: The answers.
+        answers: The answers.
         expected: By `scripts.prompt_id`.
         is_exact: Whether every text must be the one that was given alone.
         text_of: The text that an answer's tokens make; None if the server does not send them.
     """
     problems: list[Problem] = []
     num_compared = num_forks = num_early = num_late = 0
-    for one in told:
+    for one in answers:
         wanted = expected[one.record.prompt_id]
         failure, alone = one.record.failure, wanted.alone
         is_part = failure is not None and failure.is_hang_up
@@ -232,21 +232,21 @@ def judge_all(
             if is_exact:
                 place = f"differs from the answer given alone at character {_fork(one.text, alone.text)}"
                 problems.append(Problem("text", one.record.prompt_id, place))
-    return Judgement(len(told), num_compared, num_forks, tuple(problems), num_early, num_late)
+    return AnswerCheck(len(answers), num_compared, num_forks, tuple(problems), num_early, num_late)
 
 
-def _equals(alone: Told, one: Told) -> bool:
+def _equals(alone: AnswerRecord, one: AnswerRecord) -> bool:
     return one.text == alone.text and one.record.finish == alone.record.finish
 
 
-def _begins(alone: Told, part: Told) -> bool:
+def _begins(alone: AnswerRecord, part: AnswerRecord) -> bool:
     """Whether what came until the client hung up is how the answer given alone begins."""
     has_tokens = alone.token_ids[: len(part.token_ids)] == part.token_ids
     return alone.text.startswith(part.text) and (has_tokens or not alone.token_ids)
 
 
 def _problems(
-    one: Told, wanted: Expected, text_of: Callable[[Sequence[int]], str] | None
+    one: AnswerRecord, wanted: Expected, text_of: Callable[[Sequence[int]], str] | None
 ) -> Iterable[Problem]:
     record, turn = one.record, wanted.turn
     request = record.prompt_id
@@ -355,11 +355,11 @@ class ClientCounts:
 
 
 def count_clients(
-    told: Iterable[Told], judgements: Iterable[Judgement], num_begun_anew: int | None
+    answers: Iterable[AnswerRecord], answer_checks: Iterable[AnswerCheck], num_begun_anew: int | None
 ) -> ClientCounts:
     """Add all loads up."""
-    records = [one.record for one in told]
-    judged = tuple(judgements)
+    records = [one.record for one in answers]
+    judged = tuple(answer_checks)
     finished = [record for record in records if record.failure is None]
     early, late = (
         sum(one.num_hung_up_early for one in judged),
@@ -411,7 +411,9 @@ class Reference:
         return Order(port, tuple(script.id for script in self.scripts), bodies, num_at_once)
 
 
-def answer_alone(asker: Asker, port: int, scripts: Sequence[Script], fields: Mapping[str, Any]) -> Reference:
+def answer_alone(
+    load_client: LoadClient, port: int, scripts: Sequence[Script], fields: Mapping[str, Any]
+) -> Reference:
     """Ask turn after turn, one request at a time, each prompt computed from its first token on."""
     cold = {**fields, "cache_prompt": False}
     answers: list[list[str]] = [[] for _ in scripts]
@@ -424,12 +426,12 @@ def answer_alone(asker: Asker, port: int, scripts: Sequence[Script], fields: Map
             tuple((scripts[place].body(turn, answers[place], cold).decode(),) for place in places),
             num_requests=len(places),
         )
-        outcome = asker.ask(order)
-        for place, told in zip(places, outcome.told, strict=True):
-            answers[place].append(told.text)
+        outcome = load_client.ask(order)
+        for place, answer in zip(places, outcome.answers, strict=True):
+            answers[place].append(answer.text)
             script = scripts[place]
             name = prompt_id(script.id, turn)
-            alone = replace(told, record=replace(told.record, prompt_id=name))
+            alone = replace(answer, record=replace(answer.record, prompt_id=name))
             expected[name] = Expected(script.turns[turn], alone)
     return Reference(tuple(scripts), tuple(map(tuple, answers)), expected)
 
@@ -446,13 +448,13 @@ class Step:
     Attributes:
         concurrency: Requests under way at once.
         figures: What was measured.
-        judgement: What the answers were like.
+        answer_check: What the answers were like.
         peer_tokens_per_s: The peer's rate under the same load; None if it was not measured.
     """
 
     concurrency: int
     figures: Figures
-    judgement: Judgement
+    answer_check: AnswerCheck
     peer_tokens_per_s: float | None = None
 
     @property
@@ -467,14 +469,16 @@ class Step:
 
 
 def step_of(
-    concurrency: int, outcome: Outcome, judgement: Judgement, peer_tokens_per_s: float | None = None
+    concurrency: int, outcome: Outcome, answer_check: AnswerCheck, peer_tokens_per_s: float | None = None
 ) -> Step:
     """Work a load out; requests whose clients hung up are no part of its figures."""
     records = [
-        one.record for one in outcome.told if one.record.failure is None or not one.record.failure.is_hang_up
+        one.record
+        for one in outcome.answers
+        if one.record.failure is None or not one.record.failure.is_hang_up
     ]
     figures = work_out(records, outcome.duration_s, percentiles=PERCENTILES, slos=())
-    return Step(concurrency, figures, judgement, peer_tokens_per_s)
+    return Step(concurrency, figures, answer_check, peer_tokens_per_s)
 
 
 def saturation(rates: Sequence[tuple[int, float]], least_gain: float = LEAST_GAIN) -> int | None:

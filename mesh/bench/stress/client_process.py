@@ -18,8 +18,8 @@ from mesh.bench.blocking_client import CHAT_PATH
 from mesh.bench.http_client import Client, parse_url
 from mesh.bench.load_generator import Job, Load
 from mesh.bench.request_record import Failure, Heard, error_message
-from mesh.bench.stress.answers import CheckedReading, Order, Outcome, Told, ask_until
-from mesh.bench.stress.scripts import VisitOrder, prompt_id
+from mesh.bench.stress.answers import AnswerRecord, CheckedReading, Order, Outcome, ask_until
+from mesh.bench.stress.scripts import ClientLoad, prompt_id
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class WholeReading(CheckedReading):
         return ()
 
 
-class Visitors:
+class ClientPool:
     """Clients of whom each has an API key; implements `load_generator.Asking`.
 
     Args:
@@ -125,7 +125,7 @@ class Visitors:
 
     async def ask(self, path: str, body: bytes, reading: AnswerReading) -> Failure | None:
         """Send one request from a client that has none under way."""
-        assert isinstance(reading, CheckedReading)  # noqa: S101 - made by `carry_out_visits`
+        assert isinstance(reading, CheckedReading)  # noqa: S101 - made by `run_client_load`
         client = self._free.pop(0)
         try:
             return await ask_until(client, path, body, reading)
@@ -133,7 +133,7 @@ class Visitors:
             self._free.append(client)
 
 
-async def carry_out_visits(order: VisitOrder) -> Outcome:
+async def run_client_load(order: ClientLoad) -> Outcome:
     """Send what is ordered from this process."""
     server = parse_url(f"http://127.0.0.1:{order.port}")
     clients = [
@@ -141,39 +141,39 @@ async def carry_out_visits(order: VisitOrder) -> Outcome:
         for key in order.api_keys
     ]
     readings: dict[int, CheckedReading] = {}
-    told: list[Told] = []
+    answers: list[AnswerRecord] = []
 
     def make_reading(job: Job) -> CheckedReading:
-        visit = order.visits[job.number]
-        reading = CheckedReading() if visit.is_streamed else WholeReading()
+        request = order.visits[job.number]
+        reading = CheckedReading() if request.is_streamed else WholeReading()
         readings[job.number] = reading
-        reading.moment = visit.moment
+        reading.hang_up_time = request.moment
         return reading
 
     def on_end(record: Record) -> None:
         reading = readings.pop(record.number)
         faults = reading.faults() if record.failure is None else ()
-        told.append(Told(record, reading.text, tuple(reading.token_ids), faults))
+        answers.append(AnswerRecord(record, reading.text, tuple(reading.token_ids), faults))
 
     jobs = [
         Job(
             number,
-            prompt_id(order.ids[visit.request], 0),
-            order.bodies[visit.request][0 if visit.is_streamed else 1].encode(),
+            prompt_id(order.ids[request.request], 0),
+            order.bodies[request.request][0 if request.is_streamed else 1].encode(),
         )
-        for number, visit in enumerate(order.visits)
+        for number, request in enumerate(order.visits)
     ]
-    visitors = Visitors(clients, order.num_at_once)
-    load = Load(visitors, CHAT_PATH, time.perf_counter, on_end, make_reading)
+    pool = ClientPool(clients, order.num_at_once)
+    load = Load(pool, CHAT_PATH, time.perf_counter, on_end, make_reading)
     try:
         await load.closed_loop(jobs, order.num_at_once)
     finally:
         for client in clients:
             client.close()
-    return Outcome(tuple(sorted(told, key=lambda one: one.record.number)), load.now_s())
+    return Outcome(tuple(sorted(answers, key=lambda one: one.record.number)), load.now_s())
 
 
-class Asker:
+class LoadClient:
     """Asks from a lab host; a context manager.
 
     Args:
@@ -209,13 +209,13 @@ class Asker:
         """
         return self._have({"order": asdict(order), "api_key": self._api_key})
 
-    def visit(self, order: VisitOrder) -> Outcome:
+    def run_clients(self, load: ClientLoad) -> Outcome:
         """Have several clients ask, of whom some hang up.
 
         Raises:
             MeshError: If the process ended.
         """
-        return self._have({"visit_order": asdict(order)})
+        return self._have({"visit_order": asdict(load)})
 
     def _have(self, wanted: dict[str, Any]) -> Outcome:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -227,7 +227,7 @@ class Asker:
         if not line:
             raise MeshError(f"the asking process ended with code {self._process.wait()}")
         fields = json.loads(line)
-        return Outcome(tuple(map(Told.from_dict, fields["told"])), fields["duration_s"])
+        return Outcome(tuple(map(AnswerRecord.from_dict, fields["told"])), fields["duration_s"])
 
 
 async def carry_out(order: Order, api_key: str | None = None) -> Outcome:
@@ -239,7 +239,7 @@ async def carry_out(order: Order, api_key: str | None = None) -> Outcome:
         clock_s=time.perf_counter,
     )
     readings: dict[int, CheckedReading] = {}
-    told: list[Told] = []
+    answers: list[AnswerRecord] = []
 
     def make_reading(job: Job) -> CheckedReading:
         readings[job.number] = CheckedReading()
@@ -248,7 +248,7 @@ async def carry_out(order: Order, api_key: str | None = None) -> Outcome:
     def on_end(record: Record) -> None:
         reading = readings.pop(record.number)
         faults = reading.faults() if record.failure is None else ()
-        told.append(Told(record, reading.text, tuple(reading.token_ids), faults))
+        answers.append(AnswerRecord(record, reading.text, tuple(reading.token_ids), faults))
         turns.ended(record)
 
     def is_over(num_given: int) -> bool:
@@ -266,7 +266,7 @@ async def carry_out(order: Order, api_key: str | None = None) -> Outcome:
     finally:
         client.close()
     duration_s = load.now_s()
-    return Outcome(tuple(sorted(told, key=lambda one: one.record.number)), duration_s)
+    return Outcome(tuple(sorted(answers, key=lambda one: one.record.number)), duration_s)
 
 
 def _order(fields: dict[str, Any]) -> Order:
@@ -286,10 +286,10 @@ def _serve_lines() -> None:
     for line in sys.stdin:
         wanted = json.loads(line)
         if "visit_order" in wanted:
-            outcome = asyncio.run(carry_out_visits(VisitOrder.from_dict(wanted["visit_order"])))
+            outcome = asyncio.run(run_client_load(ClientLoad.from_dict(wanted["visit_order"])))
         else:
             outcome = asyncio.run(carry_out(_order(wanted["order"]), wanted["api_key"]))
-        fields = {"told": [one.as_dict() for one in outcome.told], "duration_s": outcome.duration_s}
+        fields = {"told": [one.as_dict() for one in outcome.answers], "duration_s": outcome.duration_s}
         sys.stdout.write(json.dumps(fields) + "\n")
         sys.stdout.flush()
 

@@ -20,7 +20,7 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from mesh.bench.stress.client_process import Asker
+    from mesh.bench.stress.client_process import LoadClient
     from mesh.bench.stress.scripts import Script
     from mesh.lab.network import Lab
     from mesh.lab.systems import MeshSystem, RpcSystem
@@ -32,12 +32,12 @@ _POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True)
-class Ground:
+class LoadTestBed:
     """Up and warm.
 
     Attributes:
         lab: Host 0 is the head, every other one a stage.
-        asker: On the head's host.
+        load_client: On the head's host.
         mesh: Ours.
         peer: The other, stopped when nobody asks it; None without one.
         fields: Of every request to the mesh.
@@ -45,7 +45,7 @@ class Ground:
     """
 
     lab: Lab
-    asker: Asker
+    load_client: LoadClient
     mesh: MeshSystem
     peer: RpcSystem | None
     fields: dict[str, Any]
@@ -53,7 +53,7 @@ class Ground:
 
     def ask_mesh(self, scripts: Sequence[Script], **order: Any) -> Outcome:
         """Have chats answered by the mesh; see `order` for the rest."""
-        return self.asker.ask(order_for(self.mesh.port, scripts, self.fields, **order))
+        return self.load_client.ask(order_for(self.mesh.port, scripts, self.fields, **order))
 
     def ask_peer(self, scripts: Sequence[Script], **order: Any) -> Outcome:
         """Have chats answered by the peer.
@@ -64,8 +64,8 @@ class Ground:
         peer = self.peer
         assert peer is not None  # noqa: S101 - whoever calls has looked
         with _running(peer):
-            outcome = self.asker.ask(order_for(peer.port, scripts, peer.fields, **order))
-        failures = [one.record.failure for one in outcome.told if one.record.failure is not None]
+            outcome = self.load_client.ask(order_for(peer.port, scripts, peer.fields, **order))
+        failures = [one.record.failure for one in outcome.answers if one.record.failure is not None]
         if failures:
             raise MeshError(f"{peer.name}: {failures[0].kind}: {failures[0].message}")
         return outcome

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from mesh.bench.request_record import Record
     from mesh.bench.stress.answers import Outcome
     from mesh.bench.stress.checks import Step
-    from mesh.bench.stress.harness import Ground
+    from mesh.bench.stress.harness import LoadTestBed
     from mesh.bench.stress.memory import Footprint
 
 log = structlog.get_logger()
 
-CROWD_RATIO: Final = 2.5
+CONCURRENCY_RATIO: Final = 2.5
 LIMIT_SHARE: Final = 0.85
 PREFILL_RATIO: Final = 1.5
 SECOND_TURN_SHARE: Final = 0.25
 ITL_RATIO: Final = 4.0
-CROWD_ANSWER_TOKENS: Final = 128
+SHORT_ANSWER_TOKENS: Final = 128
 
-_CROWD_PROMPT_TOKENS: Final = 24
+_SHORT_PROMPT_TOKENS: Final = 24
 _LONG_PROMPT_TOKENS: Final = 2000
 _LONGER_PROMPT_TOKENS: Final = 4000
 _DECODING_TOKENS: Final = 192
@@ -45,26 +45,26 @@ _MB: Final = 10**6
 _MEMORY_TITLE: Final = "memory of a stage host beyond weights + KV, MB"
 
 
-def crowd_against_peer(ground: Ground, num_at_once: int, *, rounds: int, seed: int) -> Line:
+def concurrency_against_peer(bed: LoadTestBed, num_at_once: int, *, rounds: int, seed: int) -> Line:
     """Total tokens per second of requests that all begin at once, against the peer's."""
     pairs = []
     for number in range(rounds):
-        scripts = crowd(num_at_once, seed + number)
-        ours = ground.ask_mesh(scripts, num_at_once=num_at_once)
+        scripts = short_prompts(num_at_once, seed + number)
+        ours = bed.ask_mesh(scripts, num_at_once=num_at_once)
         require_all(ours)
-        theirs = ground.ask_peer(scripts, num_at_once=num_at_once)
+        theirs = bed.ask_peer(scripts, num_at_once=num_at_once)
         pairs.append((ours.tokens_per_s, theirs.tokens_per_s))
         log.info("crowd", at_once=num_at_once, mesh=round(pairs[-1][0], 1), peer=round(pairs[-1][1], 1))
     return Line(
         f"total tokens/s at {num_at_once} concurrent, over llama.cpp RPC with {num_at_once} slots",
         median(ours / theirs for ours, theirs in pairs),
-        CROWD_RATIO,
+        CONCURRENCY_RATIO,
         note="; ".join(f"{ours:.1f} against {theirs:.1f}" for ours, theirs in pairs),
     )
 
 
-def crowd_against_limit(
-    ground: Ground,
+def concurrency_against_limit(
+    bed: LoadTestBed,
     model: Path,
     edges: Sequence[int],
     num_at_once: int,
@@ -76,15 +76,15 @@ def crowd_against_limit(
     """Total tokens per second, as a share of what the cores can compute: see `compute_limit`."""
     shares, notes = [], []
     for number in range(rounds):
-        ours = ground.ask_mesh(crowd(num_at_once, seed + number), num_at_once=num_at_once)
+        ours = bed.ask_mesh(short_prompts(num_at_once, seed + number), num_at_once=num_at_once)
         require_all(ours)
-        prompts = [one.record.num_input_tokens or 0 for one in ours.told]
+        prompts = [one.record.num_input_tokens or 0 for one in ours.answers]
         limits = compute_limit(
             model,
             edges,
             num_sessions=num_at_once,
             prompt_tokens=round(median(prompts)),
-            answer_tokens=CROWD_ANSWER_TOKENS,
+            answer_tokens=SHORT_ANSWER_TOKENS,
             exact=exact,
         )
         shares.append(ours.tokens_per_s / max(limits.values()))
@@ -99,15 +99,15 @@ def crowd_against_limit(
     )
 
 
-def prefill_against_peer(ground: Ground, *, rounds: int, seed: int) -> Line:
+def prefill_against_peer(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
     """Prompt tokens per second until the first token, against the peer's."""
     pairs = []
     for number in range(rounds):
         script = Script("prefill", (Turn(_text(_LONG_PROMPT_TOKENS, seed + number), 1, is_cold=True),))
-        ours = ground.ask_mesh([script])
+        ours = bed.ask_mesh([script])
         require_all(ours)
-        theirs = ground.ask_peer([script])
-        pairs.append((_prefill_rate(ours.told[0].record), _prefill_rate(theirs.told[0].record)))
+        theirs = bed.ask_peer([script])
+        pairs.append((_prefill_rate(ours.answers[0].record), _prefill_rate(theirs.answers[0].record)))
         log.info("prefill", mesh=round(pairs[-1][0]), peer=round(pairs[-1][1]))
     return Line(
         f"prefill tokens/s, {_LONG_PROMPT_TOKENS}-word prompt, over llama.cpp RPC",
@@ -117,18 +117,18 @@ def prefill_against_peer(ground: Ground, *, rounds: int, seed: int) -> Line:
     )
 
 
-def second_turn(ground: Ground, *, rounds: int, seed: int) -> Line:
+def second_turn(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
     """Time to first token of a chat's second turn, as a share of the first turn's."""
     shares, notes = [], []
     for number in range(rounds):
         said = _text(_LONG_PROMPT_TOKENS, seed + number)
         script = Script("chat", (Turn(said, 32, is_cold=True), Turn("And what follows from that?", 8)))
-        first = ground.ask_mesh([script])
+        first = bed.ask_mesh([script])
         require_all(first)
-        body = script.body(1, [first.told[0].text], ground.fields).decode()
-        second = ground.ask_mesh([script], bodies=((body,),))
+        body = script.body(1, [first.answers[0].text], bed.fields).decode()
+        second = bed.ask_mesh([script], bodies=((body,),))
         require_all(second)
-        one, two = first.told[0].record, second.told[0].record
+        one, two = first.answers[0].record, second.answers[0].record
         shares.append(two.ttft_ms / one.ttft_ms)
         cached = f"{two.num_cached_tokens or 0} of {two.num_input_tokens} tokens cached"
         notes.append(f"{two.ttft_ms:.0f} of {one.ttft_ms:.0f} ms, {cached}")
@@ -142,7 +142,7 @@ def second_turn(ground: Ground, *, rounds: int, seed: int) -> Line:
     )
 
 
-def decode_beside_prefill(ground: Ground, *, rounds: int, seed: int) -> Line:
+def decode_beside_prefill(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
     """ITL p99 of a decoding session while a long prompt is computed, over its ITL p99 alone."""
     alone_ms: list[float] = []
     beside_ms: list[float] = []
@@ -150,12 +150,12 @@ def decode_beside_prefill(ground: Ground, *, rounds: int, seed: int) -> Line:
         decoding = Script("decoding", (Turn(_text(24, seed + number), _DECODING_TOKENS, is_cold=True),))
         prompt = _text(_LONGER_PROMPT_TOKENS, seed + 1000 + number)
         prefill = Script("prefill", (Turn(prompt, 1, is_cold=True),))
-        alone = ground.ask_mesh([decoding], arrivals_s=(0.0,))
-        both = ground.ask_mesh([decoding, prefill], arrivals_s=(0.0, _PREFILL_AT_S))
+        alone = bed.ask_mesh([decoding], arrivals_s=(0.0,))
+        both = bed.ask_mesh([decoding, prefill], arrivals_s=(0.0, _PREFILL_AT_S))
         require_all(alone)
         require_all(both)
-        alone_ms += alone.told[0].record.itls_ms
-        beside_ms += itls_during(both.told[0].record, both.told[1].record)
+        alone_ms += alone.answers[0].record.itls_ms
+        beside_ms += itls_during(both.answers[0].record, both.answers[1].record)
     if not beside_ms:
         return Line("ITL p99 beside a prefill, over alone", None, ITL_RATIO, is_ceiling=True)
     p99_alone, p99_beside = (float(np.percentile(gaps, 99)) for gaps in (alone_ms, beside_ms))
@@ -188,14 +188,14 @@ def memory_line(footprints: Sequence[Footprint], num_requests: int) -> Line:
 def soak_line(step: Step, status: dict[str, Any]) -> Line:
     """Failed, unsound or forgotten: what a long load must have none of."""
     minutes = step.figures.duration_s / 60
-    kinds = ", ".join(f"{count} {kind}" for kind, count in step.judgement.by_kind.items())
+    kinds = ", ".join(f"{count} {kind}" for kind, count in step.answer_check.by_kind.items())
     num_left = open_sessions(status)
     return Line(
         f"errors and sessions left after {minutes:.1f} minutes of mixed load, {step.concurrency} at once",
-        len(step.judgement.problems) + num_left,
+        len(step.answer_check.problems) + num_left,
         0.0,
         is_ceiling=True,
-        note=f"{step.judgement.num_answers} answers, {kinds or 'no error'}, {num_left} sessions left",
+        note=f"{step.answer_check.num_answers} answers, {kinds or 'no error'}, {num_left} sessions left",
     )
 
 
@@ -208,9 +208,9 @@ def itls_during(decoding: Record, prefill: Record) -> list[float]:
     return [(later - earlier) * 1e3 for earlier, later in gaps if later > start_s and earlier < stop_s]
 
 
-def crowd(count: int, seed: int, answer_tokens: int = CROWD_ANSWER_TOKENS) -> list[Script]:
+def short_prompts(count: int, seed: int, answer_tokens: int = SHORT_ANSWER_TOKENS) -> list[Script]:
     """Short prompts, no two the same, with answers of one length."""
-    prompts = made_up_prompts(count, _CROWD_PROMPT_TOKENS, seed)
+    prompts = made_up_prompts(count, _SHORT_PROMPT_TOKENS, seed)
     return [
         Script(f"crowd {index}", (Turn(prompt.text, answer_tokens, is_cold=True),))
         for index, prompt in enumerate(prompts)
@@ -223,7 +223,7 @@ def require_all(outcome: Outcome) -> None:
     Raises:
         MeshError: If one was not.
     """
-    for one in outcome.told:
+    for one in outcome.answers:
         if one.record.failure is not None:
             raise MeshError(f"the mesh: {one.record.failure.kind}: {one.record.failure.message}")
 

@@ -47,7 +47,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         plots: Names of the picture files beside the page.
     """
     sections = [
-        ("# A mesh under load, every answer checked", _circumstances(report)),
+        ("# A mesh under load, every answer checked", _conditions(report)),
         ("## What must hold", markdown_table(("check", "holds", "figures"), _checks(report))),
         ("## Not measured", "\n".join(f"- {failure}" for failure in report.failures)),
         ("## Acceptance", markdown_table(("measure", "wanted", "measured", "", "runs"), _lines(report))),
@@ -78,8 +78,8 @@ def as_text(report: Report) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _circumstances(report: Report) -> str:
-    found = report.circumstances
+def _conditions(report: Report) -> str:
+    found = report.conditions
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items()) + "."
 
 
@@ -108,8 +108,8 @@ def _steps(report: Report) -> list[tuple[str, ...]]:
             *_percentiles(step.figures.ttft_ms),
             *_percentiles(step.figures.itl_ms),
             *_percentiles(step.figures.e2el_ms),
-            f"{step.judgement.fork_rate:.1%}",
-            str(len(step.judgement.problems)),
+            f"{step.answer_check.fork_rate:.1%}",
+            str(len(step.answer_check.problems)),
         )
         for step in report.steps
     ]
@@ -263,7 +263,7 @@ class Report:
     """A run, worked out.
 
     Attributes:
-        circumstances: How it was made, by name.
+        conditions: How it was made, by name.
         steps: Of the ramp, the soak last.
         has_ramp: Whether there were several steps of a ramp.
         saturation: Concurrency after which more brings nothing; None if there is none.
@@ -277,7 +277,7 @@ class Report:
         clients: What became of them, if some were to hang up.
     """
 
-    circumstances: dict[str, Any]
+    conditions: dict[str, Any]
     steps: tuple[Step, ...]
     has_ramp: bool
     saturation: int | None
@@ -299,7 +299,7 @@ class Report:
 def as_dict(report: Report) -> dict[str, Any]:
     """For JSON."""
     return {
-        "circumstances": report.circumstances,
+        "circumstances": report.conditions,
         "good": report.is_good,
         "steps": [
             {
@@ -307,10 +307,10 @@ def as_dict(report: Report) -> dict[str, Any]:
                 "tokens_per_s": step.tokens_per_s,
                 "peer_tokens_per_s": step.peer_tokens_per_s,
                 "ratio": step.ratio,
-                "fork_rate": step.judgement.fork_rate,
-                "problems_by_kind": step.judgement.by_kind,
+                "fork_rate": step.answer_check.fork_rate,
+                "problems_by_kind": step.answer_check.by_kind,
                 "figures": asdict(step.figures),
-                "judgement": asdict(step.judgement),
+                "judgement": asdict(step.answer_check),
             }
             for step in report.steps
         ],

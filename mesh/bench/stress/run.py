@@ -19,28 +19,28 @@ from mesh.bench.stress import measurements
 from mesh.bench.stress.checks import (
     answer_alone,
     answer_checks,
+    check_answers,
     count_clients,
     flatness_check,
     footprint_checks,
     growth_by_process,
-    judge_all,
     leak_check,
     prefix_mismatches,
     saturation,
     step_of,
 )
-from mesh.bench.stress.client_process import Asker
-from mesh.bench.stress.harness import Ground
+from mesh.bench.stress.client_process import LoadClient
+from mesh.bench.stress.harness import LoadTestBed
 from mesh.bench.stress.memory import footprints
 from mesh.bench.stress.report import Report, RoleMemory, write_report
 from mesh.bench.stress.scripts import (
     QUICK,
     WIDE,
-    VisitOrder,
+    ClientLoad,
     bodies_of,
-    draw_visits,
+    draw_client_requests,
     mixed_scripts,
-    scripts_with_shared_beginnings,
+    scripts_with_shared_prefixes,
 )
 from mesh.lab.llama_cpp_build import build_llama_rpc
 from mesh.lab.memory_watch import ROLES, MemoryWatch
@@ -55,7 +55,7 @@ from stages.slicing.model_facts import read_model_facts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.bench.stress.answers import Told
+    from mesh.bench.stress.answers import AnswerRecord
     from mesh.bench.stress.checks import Check, Line, Reference, Step
     from mesh.bench.stress.options import LineName, StressOptions
     from mesh.bench.stress.scripts import Script
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _PEER_CTX_SIZE: Final = 2560
-_CROWD_AT_ONCE: Final = 8
+_NUM_CONCURRENT: Final = 8
 _LIMIT_AT_ONCE: Final = 16
 _MIXED_REQUESTS: Final = 200
 _WARM_UP_AT_ONCE: Final = 4
@@ -96,10 +96,10 @@ def run_stress(options: StressOptions) -> Report:
         shared = [logs, options.model.resolve().parent]
         lab = stack.enter_context(Lab(options.num_stages + 1, shared=shared))
         api_keys = tuple(secrets.token_hex(16) for _ in range(options.num_keys))
-        asker = stack.enter_context(Asker(lab, api_key=api_keys[0] if api_keys else None))
+        load_client = stack.enter_context(LoadClient(lab, api_key=api_keys[0] if api_keys else None))
         peer = None
         if programs is not None:
-            slots = max((_CROWD_AT_ONCE,) if options.preset == "acceptance" else options.concurrency)
+            slots = max((_NUM_CONCURRENT,) if options.preset == "acceptance" else options.concurrency)
             peer = RpcSystem(
                 lab,
                 programs,
@@ -118,7 +118,7 @@ def run_stress(options: StressOptions) -> Report:
         lab.set_delay_ms(options.delay_ms)
         interval_s = _RARE_S if options.soak_minutes > _LONG_SOAK_MINUTES else _FREQUENT_S
         watch = stack.enter_context(MemoryWatch(lab, interval_s))
-        run = _Run(options, facts, Ground(lab, asker, mesh, peer, {}, api_keys), watch)
+        run = _Run(options, facts, LoadTestBed(lab, load_client, mesh, peer, {}, api_keys), watch)
         run.work()
         report = run.report()
         # Before anything else can go wrong, or somebody loses patience.
@@ -130,10 +130,12 @@ def run_stress(options: StressOptions) -> Report:
 class _Run:
     """What a run knows while it goes on."""
 
-    def __init__(self, options: StressOptions, facts: ModelFacts, ground: Ground, watch: MemoryWatch) -> None:
+    def __init__(
+        self, options: StressOptions, facts: ModelFacts, bed: LoadTestBed, watch: MemoryWatch
+    ) -> None:
         self._options = options
         self._facts = facts
-        self._ground = ground
+        self._bed = bed
         self._watch = watch
         self._tokenizer = Tokenizer(options.model)
         self._steps: list[Step] = []
@@ -143,7 +145,7 @@ class _Run:
         self._failures: list[str] = []
         self._steady: list[list[MemorySample]] = []
         self._reference: Reference | None = None
-        self._visited: list[Told] = []
+        self._visited: list[AnswerRecord] = []
         self._num_mixed = 0
         self._soaked: Step | None = None
         self._started_s = time.monotonic()
@@ -168,13 +170,13 @@ class _Run:
         """Of what was measured."""
         # One more look at everybody, now that nobody asks.
         time.sleep(_FREQUENT_S)
-        options, ground = self._options, self._ground
+        options, bed = self._options, self._bed
         samples = tuple(self._watch.samples)
         found = []
         stages: tuple[dict[str, Any], ...] = ()
         clients = None
         try:
-            status = ground.settled_status()
+            status = bed.settled_status()
         except MeshError as error:
             self._failures.append(error.message)
         else:
@@ -189,8 +191,8 @@ class _Run:
             if options.num_keys:
                 clients = count_clients(
                     self._visited,
-                    [step.judgement for step in self._steps],
-                    prefix_mismatches(ground.metrics()),
+                    [step.answer_check for step in self._steps],
+                    prefix_mismatches(bed.metrics()),
                 )
             if self._num_mixed:
                 self._lines.append(measurements.memory_line(found, self._num_mixed))
@@ -198,7 +200,7 @@ class _Run:
                 self._lines.append(measurements.soak_line(self._soaked, status))
         self._checks = [*answer_checks(self._steps, is_exact=options.exact), *self._checks]
         return Report(
-            circumstances=self._circumstances(),
+            conditions=self._conditions(),
             steps=tuple(self._steps),
             has_ramp=len(self._ramp) > 1,
             saturation=saturation(self._ramp),
@@ -214,10 +216,10 @@ class _Run:
 
     def _warm_up(self) -> None:
         """A first answer is slow for reasons that nobody asks about."""
-        scripts = measurements.crowd(_WARM_UP_AT_ONCE, 0, _WARM_UP_TOKENS)
-        measurements.require_all(self._ground.ask_mesh(scripts, num_at_once=_WARM_UP_AT_ONCE))
-        if self._ground.peer is not None:
-            self._ground.ask_peer(scripts, num_at_once=_WARM_UP_AT_ONCE)
+        scripts = measurements.short_prompts(_WARM_UP_AT_ONCE, 0, _WARM_UP_TOKENS)
+        measurements.require_all(self._bed.ask_mesh(scripts, num_at_once=_WARM_UP_AT_ONCE))
+        if self._bed.peer is not None:
+            self._bed.ask_peer(scripts, num_at_once=_WARM_UP_AT_ONCE)
 
     def _climb(self) -> None:
         options = self._options
@@ -226,19 +228,19 @@ class _Run:
             if num_requests is None and options.duration_s is None:
                 num_requests = _REQUESTS_PER_USER * concurrency
             if options.num_keys:
-                step = self._visit(concurrency, num_requests or _REQUESTS_PER_USER * concurrency)
+                step = self._client_load(concurrency, num_requests or _REQUESTS_PER_USER * concurrency)
             else:
                 step = self._load(concurrency, num_requests, options.duration_s)
             self._ramp.append((concurrency, step.tokens_per_s))
 
     def _accept(self) -> None:
-        options, ground = self._options, self._ground
+        options, bed = self._options, self._bed
         rounds, seed = options.rounds, options.seed
         edges = tuple(accumulate(even_split(self._facts.n_layers, options.num_stages), initial=0))
 
         def limit() -> Line:
-            return measurements.crowd_against_limit(
-                ground,
+            return measurements.concurrency_against_limit(
+                bed,
                 options.model,
                 edges,
                 min(_LIMIT_AT_ONCE, options.num_slots),
@@ -248,19 +250,19 @@ class _Run:
             )
 
         measures: dict[LineName, Callable[[], Line]] = {
-            "crowd": lambda: measurements.crowd_against_peer(
-                ground, _CROWD_AT_ONCE, rounds=rounds, seed=seed
+            "crowd": lambda: measurements.concurrency_against_peer(
+                bed, _NUM_CONCURRENT, rounds=rounds, seed=seed
             ),
             "limit": limit,
-            "prefill": lambda: measurements.prefill_against_peer(ground, rounds=rounds, seed=seed),
-            "second-turn": lambda: measurements.second_turn(ground, rounds=rounds, seed=seed),
-            "itl": lambda: measurements.decode_beside_prefill(ground, rounds=rounds, seed=seed),
+            "prefill": lambda: measurements.prefill_against_peer(bed, rounds=rounds, seed=seed),
+            "second-turn": lambda: measurements.second_turn(bed, rounds=rounds, seed=seed),
+            "itl": lambda: measurements.decode_beside_prefill(bed, rounds=rounds, seed=seed),
         }
         for name in options.lines:
-            if name in measures and (ground.peer is not None or name not in _PEER_LINES):
+            if name in measures and (bed.peer is not None or name not in _PEER_LINES):
                 self._measure(measures[name])
         if "memory" in options.lines:
-            step = self._load(_CROWD_AT_ONCE, _MIXED_REQUESTS, None, is_steady=True)
+            step = self._load(_NUM_CONCURRENT, _MIXED_REQUESTS, None, is_steady=True)
             self._num_mixed = step.figures.num_requests
 
     def _soak(self) -> None:
@@ -286,28 +288,28 @@ class _Run:
         self, concurrency: int, num_requests: int | None, duration_s: float | None, *, is_steady: bool = False
     ) -> Step:
         reference = self._reference or self._answer_alone()
-        ground = self._ground
+        bed = self._bed
         limits = {"num_requests": num_requests, "duration_s": duration_s}
         start_s = time.perf_counter()
-        order = reference.order(ground.mesh.port, ground.fields, concurrency)
-        outcome = ground.ask_mesh(
+        order = reference.order(bed.mesh.port, bed.fields, concurrency)
+        outcome = bed.ask_mesh(
             reference.scripts, ids=order.ids, bodies=order.bodies, num_at_once=concurrency, **limits
         )
         stop_s = time.perf_counter()
-        judgement = judge_all(
-            outcome.told, reference.expected, is_exact=self._options.exact, text_of=self._text_of
+        answer_check = check_answers(
+            outcome.answers, reference.expected, is_exact=self._options.exact, text_of=self._text_of
         )
         rate = None
-        if ground.peer is not None and not is_steady:
-            theirs = reference.order(ground.peer.port, ground.peer.fields, concurrency)
-            rate = ground.ask_peer(
+        if bed.peer is not None and not is_steady:
+            theirs = reference.order(bed.peer.port, bed.peer.fields, concurrency)
+            rate = bed.ask_peer(
                 reference.scripts,
                 ids=theirs.ids,
                 bodies=theirs.bodies,
                 num_at_once=concurrency,
-                num_requests=len(outcome.told),
+                num_requests=len(outcome.answers),
             ).tokens_per_s
-        step = step_of(concurrency, outcome, judgement, rate)
+        step = step_of(concurrency, outcome, answer_check, rate)
         self._steps.append(step)
         if is_steady:
             samples = self._watch.between(start_s, stop_s)
@@ -317,65 +319,67 @@ class _Run:
         log.info(
             "step",
             at_once=concurrency,
-            answers=len(outcome.told),
+            answers=len(outcome.answers),
             tokens_per_s=round(step.tokens_per_s, 1),
             peer=None if rate is None else round(rate, 1),
-            forks=judgement.num_forks,
-            problems=judgement.by_kind,
+            forks=answer_check.num_forks,
+            problems=answer_check.by_kind,
         )
         return step
 
-    def _visit(self, concurrency: int, num_requests: int) -> Step:
+    def _client_load(self, concurrency: int, num_requests: int) -> Step:
         """Clients with keys ask, and some of them hang up."""
-        options, ground = self._options, self._ground
+        options, bed = self._options, self._bed
         reference = self._reference or self._answer_alone()
         # Steps of one run differ in their moments.
         seed = options.seed + len(self._steps)
         log.info("visiting", requests=num_requests, hang_ups=options.hang_up_share, seed=seed)
-        order = VisitOrder(
-            port=ground.mesh.port,
-            api_keys=ground.api_keys,
+        load = ClientLoad(
+            port=bed.mesh.port,
+            api_keys=bed.api_keys,
             ids=tuple(script.id for script in reference.scripts),
             bodies=tuple(map(bodies_of, reference.scripts)),
-            visits=draw_visits(num_requests, reference.scripts, options.hang_up_share, seed),
+            visits=draw_client_requests(num_requests, reference.scripts, options.hang_up_share, seed),
             num_at_once=concurrency,
         )
-        outcome = ground.asker.visit(order)
-        self._visited += outcome.told
-        judgement = judge_all(outcome.told, reference.expected, is_exact=options.exact, text_of=self._text_of)
-        step = step_of(concurrency, outcome, judgement)
+        outcome = bed.load_client.run_clients(load)
+        self._visited += outcome.answers
+        answer_check = check_answers(
+            outcome.answers, reference.expected, is_exact=options.exact, text_of=self._text_of
+        )
+        step = step_of(concurrency, outcome, answer_check)
         self._steps.append(step)
         log.info(
             "step",
             at_once=concurrency,
-            answers=len(outcome.told) - judgement.num_hung_up,
-            hung_up=judgement.num_hung_up,
-            forks=judgement.num_forks,
-            problems=judgement.by_kind,
+            answers=len(outcome.answers) - answer_check.num_hung_up,
+            hung_up=answer_check.num_hung_up,
+            forks=answer_check.num_forks,
+            problems=answer_check.by_kind,
         )
         return step
 
     def _scripts(self) -> tuple[Script, ...]:
         options = self._options
         if options.num_keys:
-            return scripts_with_shared_beginnings(options.num_scripts, options.seed)
+            return scripts_with_shared_prefixes(options.num_scripts, options.seed)
         return mixed_scripts(
             options.num_scripts,
             QUICK if options.is_short else WIDE,
             ctx_size=min(options.ctx_size, _PEER_CTX_SIZE),
             seed=options.seed,
-            is_even=self._ground.peer is not None and options.preset == "ramp",
+            is_even=self._bed.peer is not None and options.preset == "ramp",
         )
 
     def _answer_alone(self) -> Reference:
-        ground = self._ground
+        bed = self._bed
         scripts = self._scripts()
         log.info("answering_alone", chats=len(scripts))
-        self._reference = answer_alone(ground.asker, ground.mesh.port, scripts, ground.fields)
+        self._reference = answer_alone(bed.load_client, bed.mesh.port, scripts, bed.fields)
         alone = [one.alone for one in self._reference.expected.values() if one.alone is not None]
-        judgement = judge_all(alone, self._reference.expected, is_exact=False, text_of=self._text_of)
-        if judgement.problems:
-            first = judgement.problems[0]
+        answer_check = check_answers(alone, self._reference.expected, is_exact=False, text_of=self._text_of)
+        if answer_check.problems:
+            first = answer_check.problems[0]
             raise MeshError(f"alone, {first.request} was answered badly: {first.kind}: {first.detail}")
         return self._reference
 
@@ -383,7 +387,7 @@ class _Run:
         pieces = b"".join(map(self._tokenizer.piece, tokens))
         return pieces.decode("utf-8", "replace")
 
-    def _circumstances(self) -> dict[str, Any]:
+    def _conditions(self) -> dict[str, Any]:
         options = self._options
         return {
             "model": options.model.name,

@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.bench.datasets import made_up_prompts
-from mesh.bench.stress.answers import Moment, draw_moment
+from mesh.bench.stress.answers import HangUpTime, draw_hang_up_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -145,7 +145,7 @@ def mixed_scripts(
 
 _STREAMED_SHARE: Final = 0.75
 # Words of the beginnings, and which of the earlier ones each goes on from: some are beginnings of others.
-_BEGINNINGS: Final[tuple[tuple[int, int | None], ...]] = (
+_PREFIXES: Final[tuple[tuple[int, int | None], ...]] = (
     (8, None),
     (24, 0),
     (60, 1),
@@ -160,7 +160,7 @@ _ALONE_SHARE: Final = 0.1
 
 
 @dataclass(frozen=True)
-class Visit:
+class ClientRequest:
     """One request of one client.
 
     Attributes:
@@ -171,11 +171,11 @@ class Visit:
 
     request: int
     is_streamed: bool
-    moment: Moment | None
+    moment: HangUpTime | None
 
 
 @dataclass(frozen=True)
-class VisitOrder:
+class ClientLoad:
     """A load for one server.
 
     Attributes:
@@ -192,15 +192,17 @@ class VisitOrder:
     api_keys: tuple[str, ...]
     ids: tuple[str, ...]
     bodies: tuple[tuple[str, str], ...]
-    visits: tuple[Visit, ...]
+    visits: tuple[ClientRequest, ...]
     num_at_once: int
     timeout_s: float = 300.0
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> VisitOrder:
+    def from_dict(cls, fields: dict[str, Any]) -> ClientLoad:
         """What `dataclasses.asdict` made, after JSON: which knows no tuples."""
-        visits = (
-            Visit(**{**visit, "moment": None if visit["moment"] is None else Moment(**visit["moment"])})
+        requests = (
+            ClientRequest(
+                **{**visit, "moment": None if visit["moment"] is None else HangUpTime(**visit["moment"])}
+            )
             for visit in fields["visits"]
         )
         return cls(
@@ -209,12 +211,12 @@ class VisitOrder:
                 "api_keys": tuple(fields["api_keys"]),
                 "ids": tuple(fields["ids"]),
                 "bodies": tuple((streamed, whole) for streamed, whole in fields["bodies"]),
-                "visits": tuple(visits),
+                "visits": tuple(requests),
             }
         )
 
 
-def scripts_with_shared_beginnings(count: int, seed: int) -> tuple[Script, ...]:
+def scripts_with_shared_prefixes(count: int, seed: int) -> tuple[Script, ...]:
     """Requests of which most begin like others, for a few words or for hundreds; greedy and sampled.
 
     Args:
@@ -222,22 +224,24 @@ def scripts_with_shared_beginnings(count: int, seed: int) -> tuple[Script, ...]:
         seed: The same seed, the same requests.
     """
     random = Random(seed)  # noqa: S311 - a load, not a secret
-    beginnings: list[str] = []
-    for num_words, earlier in _BEGINNINGS:
+    prefixes: list[str] = []
+    for num_words, earlier in _PREFIXES:
         words = _words(random, num_words)
-        beginnings.append(words if earlier is None else f"{beginnings[earlier]} {words}")
+        prefixes.append(words if earlier is None else f"{prefixes[earlier]} {words}")
     scripts = []
     for index in range(count):
         end = _words(random, random.choice(_END_WORDS))
         is_alone = random.random() < _ALONE_SHARE
-        text = end if is_alone else f"{random.choice(beginnings)} {end}"
+        text = end if is_alone else f"{random.choice(prefixes)} {end}"
         turn = Turn(text, random.choice(_ANSWER_TOKENS))
         temperature = 0.8 if index % 2 else 0.0
         scripts.append(Script(f"request {index}", (turn,), temperature, seed=random.randrange(2**31)))
     return tuple(scripts)
 
 
-def draw_visits(count: int, scripts: Sequence[Script], hang_up_share: float, seed: int) -> tuple[Visit, ...]:
+def draw_client_requests(
+    count: int, scripts: Sequence[Script], hang_up_share: float, seed: int
+) -> tuple[ClientRequest, ...]:
     """Each request about as often as the others, in a random order.
 
     Args:
@@ -249,13 +253,13 @@ def draw_visits(count: int, scripts: Sequence[Script], hang_up_share: float, see
     random = Random(seed)  # noqa: S311 - a load, not a secret
     numbers = [number % len(scripts) for number in range(count)]
     random.shuffle(numbers)
-    visits = []
+    requests = []
     for number in numbers:
         is_streamed = random.random() < _STREAMED_SHARE
         max_tokens = scripts[number].turns[0].max_tokens
-        moment = draw_moment(random, hang_up_share, max_tokens, is_streamed=is_streamed)
-        visits.append(Visit(number, is_streamed, moment))
-    return tuple(visits)
+        hang_up_time = draw_hang_up_time(random, hang_up_share, max_tokens, is_streamed=is_streamed)
+        requests.append(ClientRequest(number, is_streamed, hang_up_time))
+    return tuple(requests)
 
 
 def bodies_of(script: Script) -> tuple[str, str]:

@@ -12,44 +12,46 @@ import click
 from mesh.cli.option_types import Names
 
 if TYPE_CHECKING:
-    from mesh.qualification.chaos.faults import HarmKind
+    from mesh.qualification.chaos.faults import FaultKind
     from mesh.qualification.chaos.options import ScenarioName
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 # As in `mesh.qualification.chaos`, which --help is not to import.
-_KINDS: tuple[HarmKind, ...] = ("first", "middle", "tail", "raylet", "cut-off", "stop", "leave")
+_KINDS: tuple[FaultKind, ...] = ("first", "middle", "tail", "raylet", "cut-off", "stop", "leave")
 # The acceptance table has a line of its own for those who leave.
-_LOSSES: tuple[HarmKind, ...] = ("first", "middle", "tail", "raylet", "cut-off", "stop")
-_SCENARIOS: tuple[ScenarioName, ...] = ("harms", "leave", "head", "no-room")
+_LOSSES: tuple[FaultKind, ...] = ("first", "middle", "tail", "raylet", "cut-off", "stop")
+_SCENARIOS: tuple[ScenarioName, ...] = ("faults", "leave", "head", "no-room")
+# What they were called once; still understood, and not shown.
+_FORMER = {"harms": "faults"}
 _ANSWER_TOKENS = (64, 96, 160)
 _QUICK_ANSWER_TOKENS = (32, 48, 64)
 _QUESTIONS = 16
 _QUICK_QUESTIONS = 6
 
 
-@click.command()
+@click.command(context_settings={"token_normalize_func": lambda name: _FORMER.get(name, name)})
 @click.argument("model", required=False, type=_FILE)
 @click.option(
     "--scenario",
     "scenarios",
-    type=Names("scenario", _SCENARIOS),
-    default=("harms",),
+    type=Names("scenario", _SCENARIOS, former=_FORMER),
+    default=("faults",),
     metavar="A,B,…",
-    help="harms, leave (each host in turn), head (killed and started again), no-room; harms unless given.",
+    help="faults, leave (each host in turn), head (killed and started again), no-room; faults unless given.",
 )
 @click.option(
     "--preset",
     type=click.Choice(["acceptance"]),
-    help="Every scenario, with the harms of the acceptance table.",
+    help="Every scenario, with the faults of the acceptance table.",
 )
-@click.option("--quick", is_flag=True, help="Few and short questions, harms in a hurry.")
+@click.option("--quick", is_flag=True, help="Few and short questions, faults in a hurry.")
 @click.option(
-    "--harms", "num_harms", type=click.IntRange(1), default=100, show_default=True, help="How many."
+    "--faults", "num_faults", type=click.IntRange(1), default=100, show_default=True, help="How many."
 )
 @click.option(
     "--kinds",
-    type=Names("kind of harm", _KINDS),
+    type=Names("kind of fault", _KINDS),
     metavar="A,B,…",
     help="Among first, middle, tail (kill -9 of that stage), raylet, cut-off, stop, leave; all unless given.",
 )
@@ -58,7 +60,7 @@ _QUICK_QUESTIONS = 6
     type=click.IntRange(0),
     default=1,
     show_default=True,
-    help="Of harms, questions, sampling, hang-ups.",
+    help="Of faults, questions, sampling, hang-ups.",
 )
 @click.option(
     "--stages", "num_stages", type=click.IntRange(2), default=3, show_default=True, help="Hosts with layers."
@@ -80,7 +82,7 @@ _QUICK_QUESTIONS = 6
     type=click.FloatRange(0.0, 1.0),
     default=0.0,
     metavar="SHARE",
-    help="Of streams, how many have a client that hangs up at some moment of harms and leave, and asks anew.",
+    help="Share of streams whose client hangs up at some moment of faults and leave, and asks anew.",
 )
 @click.option(
     "--delay-ms",
@@ -120,7 +122,7 @@ _QUICK_QUESTIONS = 6
     default=90.0,
     show_default=True,
     metavar="S",
-    help="By then all hosts are to be back after a harm.",
+    help="By then all hosts are to be back after a fault.",
 )
 @click.option(
     "-o", "--output", type=_FOLDER, default=Path("bench-chaos"), show_default=True, help="Report folder."
@@ -133,8 +135,8 @@ def chaos(
     scenarios: tuple[ScenarioName, ...],
     preset: str | None,
     quick: bool,
-    num_harms: int,
-    kinds: tuple[HarmKind, ...] | None,
+    num_faults: int,
+    kinds: tuple[FaultKind, ...] | None,
     seed: int,
     num_stages: int,
     num_spares: int,
@@ -178,11 +180,11 @@ def chaos(
             delay_ms=delay_ms,
             num_streams=num_streams,
             hang_up_share=hang_up_share,
-            num_harms=num_harms,
+            num_faults=num_faults,
             kinds=kinds or (_LOSSES if is_acceptance else _KINDS),
             is_short=quick,
             # Files that are fetched later would count as sent again.
-            awaits_copies=not quick or "head" in wanted,
+            awaits_replicas=not quick or "head" in wanted,
             seed=seed,
             exact=not fast,
             num_questions=_QUICK_QUESTIONS if quick else _QUESTIONS,

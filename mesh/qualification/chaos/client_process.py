@@ -18,13 +18,20 @@ from typing import TYPE_CHECKING, Any, Final
 from mesh.bench.blocking_client import CHAT_PATH
 from mesh.bench.http_client import Client, parse_url
 from mesh.bench.request_record import UNFINISHED, Failure, Record
-from mesh.bench.stress.answers import NO_HANG_UPS, CheckedReading, HangUps, Told, ask_until, draw_moment
+from mesh.bench.stress.answers import (
+    NO_HANG_UPS,
+    AnswerRecord,
+    CheckedReading,
+    HangUps,
+    ask_until,
+    draw_hang_up_time,
+)
 from mesh.qualification.chaos.clients import Running, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from mesh.bench.stress.answers import Moment
+    from mesh.bench.stress.answers import HangUpTime
 
 
 class WatchedReading(CheckedReading):
@@ -94,10 +101,10 @@ class Clients:
         """Ask no more; what is under way goes on to its end."""
         self._is_closing = True
 
-    async def ask(self, name: str, body: str, moment: Moment | None = None) -> Stream:
+    async def ask(self, name: str, body: str, hang_up_time: HangUpTime | None = None) -> Stream:
         """Ask once, and hang up at the moment; None waits for the end."""
         reading = WatchedReading()
-        reading.moment = moment
+        reading.hang_up_time = hang_up_time
         number = next(self._numbers)
         sent_s = self._clock_s()
         self._under_way[number] = sent_s, reading
@@ -134,10 +141,10 @@ class Clients:
 
         async def user() -> None:
             for name, body in questions:
-                moment = draw_moment(random, hang_ups.share, json.loads(body)["max_tokens"])
-                stream = await self.ask(name, body, moment)
+                hang_up_time = draw_hang_up_time(random, hang_ups.share, json.loads(body)["max_tokens"])
+                stream = await self.ask(name, body, hang_up_time)
                 self._on_end(stream)
-                failure = stream.told.record.failure
+                failure = stream.answer.record.failure
                 if failure is not None and not failure.is_hang_up:
                     await asyncio.sleep(_patience_s(failure))
 
@@ -174,8 +181,8 @@ class Clients:
             failure=heard.failure,
         )
         faults = reading.faults() if heard.failure is None else ()
-        told = Told(record, reading.text, tuple(reading.token_ids), faults)
-        return Stream(told, tuple(reading.bytes_s))
+        answer = AnswerRecord(record, reading.text, tuple(reading.token_ids), faults)
+        return Stream(answer, tuple(reading.bytes_s))
 
 
 class _Body:

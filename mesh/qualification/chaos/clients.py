@@ -14,7 +14,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from mesh.bench.datasets import BUILT_IN, made_up_prompts
-from mesh.bench.stress.answers import NO_HANG_UPS, Told
+from mesh.bench.stress.answers import NO_HANG_UPS, AnswerRecord
 from mesh.bench.stress.scripts import Turn
 from spanmesh_proto.errors import MeshError
 
@@ -31,22 +31,22 @@ class Stream:
     """A request and its answer. All times, those of its record too, are seconds of `time.perf_counter`.
 
     Attributes:
-        told: What was asked and answered.
+        answer: What was asked and answered.
         bytes_s: When anything at all came, comment pings included.
     """
 
-    told: Told
+    answer: AnswerRecord
     bytes_s: tuple[float, ...]
 
     @property
     def is_refused(self) -> bool:
         """Whether it was turned away with 503 before its answer began."""
-        failure = self.told.record.failure
+        failure = self.answer.record.failure
         return failure is not None and failure.kind == "http_503"
 
     def pause_s(self, start_s: float, stop_s: float) -> float:
         """The longest time between two tokens of which a part lies in that time; 0 without any."""
-        return _longest(self.told.record.parts_s, start_s, stop_s)
+        return _longest(self.answer.record.parts_s, start_s, stop_s)
 
     def silence_s(self, start_s: float, stop_s: float) -> float:
         """The same between any two bytes."""
@@ -54,12 +54,12 @@ class Stream:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"told": self.told.as_dict(), "bytes_s": self.bytes_s}
+        return {"told": self.answer.as_dict(), "bytes_s": self.bytes_s}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Stream:
         """What `as_dict` made, after JSON."""
-        return cls(Told.from_dict(fields["told"]), tuple(fields["bytes_s"]))
+        return cls(AnswerRecord.from_dict(fields["told"]), tuple(fields["bytes_s"]))
 
 
 def _longest(times_s: Sequence[float], start_s: float, stop_s: float) -> float:
@@ -147,7 +147,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Look:
+class MeshSnapshot:
     """One look.
 
     Attributes:
@@ -171,7 +171,7 @@ class Look:
         return tuple(host["name"] for host in (self.status or {}).get("hosts", ()) if host["ready"])
 
     @property
-    def layers_without_copy(self) -> tuple[str, ...]:
+    def layers_without_replica(self) -> tuple[str, ...]:
         """Layers of stages that no host has loaded ahead, such as `[0, 10)`."""
         status = self.status or {}
         copies = {layers for host in status.get("hosts", ()) for layers in host.get("copies", ())}
@@ -179,34 +179,36 @@ class Look:
         return tuple(each for each in layers if each not in copies)
 
 
-def what_is_missing(look: Look, *, since_s: float, num_hosts: int, with_copies: bool) -> str | None:
+def what_is_missing(
+    snapshot: MeshSnapshot, *, since_s: float, num_hosts: int, with_replicas: bool
+) -> str | None:
     """Why a mesh is not yet what it was; None if it is.
 
     Args:
-        look: At it.
+        snapshot: At it.
         since_s: Every request sent before must have got a token since; of `time.perf_counter`.
         num_hosts: So many must be ready, spare ones included.
-        with_copies: Whether spare hosts must have loaded every stage ahead.
+        with_replicas: Whether spare hosts must have loaded every stage ahead.
     """
-    status = look.status
+    status = snapshot.status
     if status is None:
         return "the head does not answer"
     if not status["ready"]:
         return f"not ready: {status['phase']}"
-    if len(look.ready_hosts) < num_hosts:
-        return f"{len(look.ready_hosts)} of {num_hosts} hosts are ready"
-    if with_copies and (cold := look.layers_without_copy):
+    if len(snapshot.ready_hosts) < num_hosts:
+        return f"{len(snapshot.ready_hosts)} of {num_hosts} hosts are ready"
+    if with_replicas and (cold := snapshot.layers_without_replica):
         return f"layers {cold[0]} have no copy"
-    waiting = [each for each in look.running if each.sent_s < since_s and (each.last_s or 0.0) < since_s]
+    waiting = [each for each in snapshot.running if each.sent_s < since_s and (each.last_s or 0.0) < since_s]
     if waiting:
-        return f"{len(waiting)} of {len(look.running)} streams have not gone on"
+        return f"{len(waiting)} of {len(snapshot.running)} streams have not gone on"
     return None
 
 
-_LOOK_TIMEOUT_S: Final = 15.0
+_SNAPSHOT_TIMEOUT_S: Final = 15.0
 
 
-class Crowd:
+class ClientFleet:
     """A process on the head's host that asks the mesh; a context manager.
 
     Its clock is ours: `time.perf_counter` counts from the machine's start, in every process and namespace.
@@ -225,7 +227,7 @@ class Crowd:
         self._port = port
         self._process: subprocess.Popen[bytes]
         self._thread = threading.Thread(target=self._listen, name="crowd", daemon=True)
-        self._looks: SimpleQueue[Look] = SimpleQueue()
+        self._snapshots: SimpleQueue[MeshSnapshot] = SimpleQueue()
         self._is_through = threading.Event()
         self.streams: list[Stream] = []
         self.probes: dict[int, Stream] = {}
@@ -293,19 +295,21 @@ class Crowd:
             time.sleep(0.05)
         return self.probes[number]
 
-    def look(self) -> Look:
+    def snapshot(self) -> MeshSnapshot:
         """How mesh and clients stand now.
 
         Raises:
             MeshError: If the process does not answer.
         """
-        while not self._looks.empty():  # answers that came too late for those who asked
-            self._looks.get()
+        while not self._snapshots.empty():  # answers that came too late for those who asked
+            self._snapshots.get()
         self._tell({"do": "look"})
         try:
-            return self._looks.get(timeout=_LOOK_TIMEOUT_S)
+            return self._snapshots.get(timeout=_SNAPSHOT_TIMEOUT_S)
         except Empty:
-            raise MeshError(f"the clients' process does not answer within {_LOOK_TIMEOUT_S:g} s") from None
+            raise MeshError(
+                f"the clients' process does not answer within {_SNAPSHOT_TIMEOUT_S:g} s"
+            ) from None
 
     def _begin(self, do: str, questions: Sequence[Question], num_at_once: int, **more: Any) -> None:
         self._is_through.clear()
@@ -338,6 +342,6 @@ class Crowd:
                 case "look":
                     look = said["look"]
                     running = tuple(Running(**each) for each in look["running"])
-                    self._looks.put(Look(look["at_s"], look["status"], running))
+                    self._snapshots.put(MeshSnapshot(look["at_s"], look["status"], running))
                 case "asked":
                     self._is_through.set()

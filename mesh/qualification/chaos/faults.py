@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from mesh.lab.network import Lab
     from mesh.lab.systems import MeshSystem
-    from mesh.qualification.chaos.clients import Look
+    from mesh.qualification.chaos.clients import MeshSnapshot
 
 
-HarmKind = Literal["first", "middle", "tail", "raylet", "cut-off", "stop", "leave"]
-KINDS: Final[tuple[HarmKind, ...]] = get_args(HarmKind)
+FaultKind = Literal["first", "middle", "tail", "raylet", "cut-off", "stop", "leave"]
+KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
 # In words, for reports.
 MEANING: Final[dict[str, str]] = {
     "first": "kill -9 of the first stage's process",
@@ -45,7 +45,7 @@ _SHORT_HOLD_S: Final = (2.5, 3.5)
 
 
 @dataclass(frozen=True)
-class Harm:
+class Fault:
     """One of them.
 
     Attributes:
@@ -57,15 +57,15 @@ class Harm:
     """
 
     number: int
-    kind: HarmKind
+    kind: FaultKind
     wait_s: float
     hold_s: float
     pick: float
 
 
-def draw_harms(
-    count: int, kinds: Sequence[HarmKind], seed: int, *, is_short: bool = False
-) -> tuple[Harm, ...]:
+def draw_faults(
+    count: int, kinds: Sequence[FaultKind], seed: int, *, is_short: bool = False
+) -> tuple[Fault, ...]:
     """Every kind as often as the others, within one, in random order, at random moments.
 
     Args:
@@ -77,22 +77,22 @@ def draw_harms(
     waits_s = _SHORT_WAIT_S if is_short else _WAIT_S
     holds_s = _SHORT_HOLD_S if is_short else _HOLD_S
     random = Random(seed)  # noqa: S311 - an experiment, not a secret
-    deck: list[HarmKind] = []
-    harms = []
+    deck: list[FaultKind] = []
+    faults = []
     for number in range(count):
         if not deck:
             deck = random.sample(list(kinds), len(kinds))
-        harms.append(
-            Harm(number, deck.pop(), random.uniform(*waits_s), random.uniform(*holds_s), random.random())
+        faults.append(
+            Fault(number, deck.pop(), random.uniform(*waits_s), random.uniform(*holds_s), random.random())
         )
-    return tuple(harms)
+    return tuple(faults)
 
 
-def victim(kind: HarmKind, pick: float, num_stages: int) -> int:
+def victim(kind: FaultKind, pick: float, num_stages: int) -> int:
     """Index of the stage that is hit, or whose host is.
 
     Args:
-        kind: Of harm.
+        kind: Of fault.
         pick: In [0, 1).
         num_stages: At least one.
     """
@@ -143,23 +143,23 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Done:
-    """A harm that was done.
+class InjectedFault:
+    """A fault that was done.
 
     Attributes:
-        harm: Which.
+        fault: Which.
         at_s: When, of `time.perf_counter`.
         host: Number of the lab host that it hit.
         pid: Of the process that it hit, out here; None if it hit the whole host.
     """
 
-    harm: Harm
+    fault: Fault
     at_s: float
     host: int
     pid: int | None = None
 
 
-class Harming:
+class FaultInjector:
     """Kills by process id only, and only what runs in the lab.
 
     Args:
@@ -171,54 +171,58 @@ class Harming:
         self._lab = lab
         self._mesh = mesh
 
-    def do(self, harm: Harm, look: Look) -> Done:
+    def inject(self, fault: Fault, snapshot: MeshSnapshot) -> InjectedFault:
         """Do it now.
 
         Args:
-            harm: What.
-            look: At the mesh a moment ago, with all its stages.
+            fault: What.
+            snapshot: At the mesh a moment ago, with all its stages.
 
         Raises:
             MeshError: If there is nobody to hit.
         """
-        if not look.stage_hosts:
-            raise MeshError(f"nothing to harm: {look.status and look.status['phase']}")
-        index = victim(harm.kind, harm.pick, len(look.stage_hosts))
-        host = self._number(look.stage_hosts[index])
-        match harm.kind:
+        if not snapshot.stage_hosts:
+            raise MeshError(f"no target for a fault: {snapshot.status and snapshot.status['phase']}")
+        index = victim(fault.kind, fault.pick, len(snapshot.stage_hosts))
+        host = self._number(snapshot.stage_hosts[index])
+        match fault.kind:
             case "cut-off":
                 at_s = time.perf_counter()
                 self._lab.lose_packets(host)
-                return Done(harm, at_s, host)
+                return InjectedFault(fault, at_s, host)
             case "leave":
-                return self.leave(host, harm)
+                return self.leave(host, fault)
             case "raylet":
                 pid, number = self._raylet(host), signal.SIGKILL
             case "stop":
-                pid, number = self.stage_process(look, index), signal.SIGSTOP
+                pid, number = self.stage_process(snapshot, index), signal.SIGSTOP
             case _:
-                pid, number = self.stage_process(look, index), signal.SIGKILL
+                pid, number = self.stage_process(snapshot, index), signal.SIGKILL
         at_s = time.perf_counter()
         os.kill(pid, number)
-        return Done(harm, at_s, host, pid)
+        return InjectedFault(fault, at_s, host, pid)
 
-    def leave(self, host: int, harm: Harm) -> Done:
+    def leave(self, host: int, fault: Fault) -> InjectedFault:
         """Tell a host's `mesh join` to go."""
         pid = self._mesh.process(host).pid
         at_s = time.perf_counter()
         os.kill(pid, signal.SIGTERM)
-        return Done(harm, at_s, host, pid)
+        return InjectedFault(fault, at_s, host, pid)
 
-    def take_back(self, done: Done) -> None:
+    def revert(self, injected: InjectedFault) -> None:
         """Let a host that was cut off be reached again, a process that was stopped go on."""
-        if done.harm.kind == "cut-off":
-            self._lab.deliver_packets(done.host)
+        if injected.fault.kind == "cut-off":
+            self._lab.deliver_packets(injected.host)
         # It may have been ended in the meantime.
-        elif done.harm.kind == "stop" and done.pid is not None and done.pid in self._lab.pids(done.host):
+        elif (
+            injected.fault.kind == "stop"
+            and injected.pid is not None
+            and injected.pid in self._lab.pids(injected.host)
+        ):
             with suppress(ProcessLookupError):
-                os.kill(done.pid, signal.SIGCONT)
+                os.kill(injected.pid, signal.SIGCONT)
 
-    def start_who_left(self) -> list[int]:
+    def restart_hosts(self) -> list[int]:
         """Have each host whose `mesh join` has ended join again; returns their numbers."""
         ended = [
             host for host in range(1, self._lab.num_hosts) if self._mesh.process(host).poll() is not None
@@ -228,13 +232,13 @@ class Harming:
             self._mesh.start_join(host)
         return ended
 
-    def stage_process(self, look: Look, index: int) -> int:
+    def stage_process(self, snapshot: MeshSnapshot, index: int) -> int:
         """The process of a stage of the ring; its host may have others, of copies kept warm.
 
         Raises:
             MeshError: If nobody listens where the stage should.
         """
-        stage = (look.status or {})["stages"][index]
+        stage = (snapshot.status or {})["stages"][index]
         port = int(stage["address"].rpartition(":")[2])
         pids = [pid for pid in self._lab.pids(self._number(stage["host"])) if self._role(pid) == "stage"]
         pid = listener(pids, port)
@@ -242,7 +246,7 @@ class Harming:
             raise MeshError(f"none of {len(pids)} stage processes on {stage['host']} listens on port {port}")
         return pid
 
-    def left_over(self) -> list[str]:
+    def leftover_pids(self) -> list[str]:
         """Processes of the mesh that are on the lab's hosts."""
         roles = [
             (host, pid, self._role(pid))

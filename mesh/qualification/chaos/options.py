@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.placement.stage_sizes import Workload
-    from mesh.qualification.chaos.faults import HarmKind
+    from mesh.qualification.chaos.faults import FaultKind
     from stages.slicing.model_facts import ModelFacts
 
 
-ScenarioName = Literal["harms", "leave", "head", "no-room"]
+ScenarioName = Literal["faults", "leave", "head", "no-room"]
 SCENARIOS: Final[tuple[ScenarioName, ...]] = get_args(ScenarioName)
 
 
@@ -32,12 +32,12 @@ class ChaosOptions:
         num_spares: Hosts without.
         delay_ms: One way, between any two hosts.
         num_streams: Requests under way at any time.
-        num_harms: How many.
+        num_faults: How many.
         kinds: Among which they are drawn.
         is_short: Whether they follow and pass quickly.
-        awaits_copies: Whether a mesh is whole only when its spare hosts have every stage loaded ahead.
+        awaits_replicas: Whether a mesh is whole only when its spare hosts have every stage loaded ahead.
         hang_up_share: Of streams, how many have a client that hangs up while the mesh is harmed, 0 to 1.
-        seed: Of harms, questions, sampling and hang-ups.
+        seed: Of faults, questions, sampling and hang-ups.
         exact: Numeric mode; then every text must be that of the undisturbed run.
         num_questions: Different ones.
         answer_tokens: Lengths of answers, of which each question gets one.
@@ -45,7 +45,7 @@ class ChaosOptions:
         num_threads: Of each stage.
         speculate: Who proposes, as in `mesh serve`.
         serve_options: Further options of `mesh serve`.
-        whole_timeout_s: A mesh that is not whole again so long after a harm has failed.
+        whole_timeout_s: A mesh that is not whole again so long after a fault has failed.
         output: Folder for the report.
         logs: Folder for what the processes write; None throws it away.
     """
@@ -56,10 +56,10 @@ class ChaosOptions:
     num_spares: int
     delay_ms: float
     num_streams: int
-    num_harms: int
-    kinds: tuple[HarmKind, ...]
+    num_faults: int
+    kinds: tuple[FaultKind, ...]
     is_short: bool
-    awaits_copies: bool
+    awaits_replicas: bool
     hang_up_share: float
     seed: int
     exact: bool

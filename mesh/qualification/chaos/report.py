@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _KIND_HEADS: Final = (
-    "harm",
+    "fault",
     "times",
     "warm",
     "client's pause p50",
@@ -32,7 +32,7 @@ _KIND_HEADS: Final = (
 _REPAIR_HEADS: Final = (
     "",
     "at",
-    "harm",
+    "fault",
     "host",
     "held",
     "clients' pauses",
@@ -48,7 +48,7 @@ _MAX_WORDS_CHARS: Final = 240
 def as_markdown(report: Report) -> str:
     """The whole page."""
     sections = [
-        ("# A mesh that is harmed while clients read", _circumstances(report)),
+        ("# A mesh that is harmed while clients read", _conditions(report)),
         ("## Acceptance", markdown_table(("measure", "wanted", "measured", "", "note"), _lines(report))),
         ("## What must hold besides", markdown_table(("check", "holds", "figures"), _checks(report))),
         ("## Not done", "\n".join(f"- {failure}" for failure in _failures(report))),
@@ -97,8 +97,8 @@ def as_text(report: Report) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _circumstances(report: Report) -> str:
-    found = report.circumstances
+def _conditions(report: Report) -> str:
+    found = report.conditions
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items()) + "."
 
 
@@ -118,7 +118,7 @@ def _failures(report: Report) -> list[str]:
 
 
 def _repair(repair: Repair) -> tuple[str, ...]:
-    newcomer = repair.newcomer
+    probe = repair.newcomer
     return (
         str(repair.number),
         f"{repair.at_s:.1f}",
@@ -128,7 +128,7 @@ def _repair(repair: Repair) -> tuple[str, ...]:
         " to ".join(_number(each) for each in repair.pauses_s[:1] + repair.pauses_s[-1:]),
         _number(repair.repair_s),
         _number(repair.whole_s) or f"never: {repair.problem}",
-        "" if newcomer is None else f"{newcomer.took_s:.2f} {newcomer.outcome}",
+        "" if probe is None else f"{probe.took_s:.2f} {probe.outcome}",
         repair.reason[:_MAX_WORDS_CHARS],
     )
 
@@ -155,13 +155,13 @@ class Report:
     """A run, worked out.
 
     Attributes:
-        circumstances: How it was made, by name.
+        conditions: How it was made, by name.
         scenarios: What was tried.
         checks: What must hold besides.
         failures: What could not be done, and why.
     """
 
-    circumstances: dict[str, Any]
+    conditions: dict[str, Any]
     scenarios: tuple[Scenario, ...]
     checks: tuple[Check, ...]
     failures: tuple[str, ...]
@@ -188,7 +188,7 @@ class Report:
 def as_dict(report: Report) -> dict[str, Any]:
     """For JSON."""
     return {
-        "circumstances": report.circumstances,
+        "circumstances": report.conditions,
         "good": report.is_good,
         "lines": [{**asdict(line), "verdict": line.verdict} for line in report.lines],
         "checks": [asdict(check) for check in report.checks],

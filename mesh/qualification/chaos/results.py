@@ -8,7 +8,7 @@ from datetime import datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.stress.checks import Line, Problem, judge_all
+from mesh.bench.stress.checks import Line, Problem, check_answers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Newcomer:
-    """A request that was sent right after a harm.
+class ProbeOutcome:
+    """A request that was sent right after a fault.
 
     Attributes:
         took_s: To its first token, or to its refusal.
@@ -35,16 +35,16 @@ class Newcomer:
         return self.outcome in {"answer", "503"}
 
 
-def newcomer_of(stream: Stream) -> Newcomer:
+def probe_outcome(stream: Stream) -> ProbeOutcome:
     """What a newcomer saw."""
-    record = stream.told.record
+    record = stream.answer.record
     failure = record.failure
     if failure is None:
-        return Newcomer(record.parts_s[0] - record.sent_s, "answer")
+        return ProbeOutcome(record.parts_s[0] - record.sent_s, "answer")
     took_s = record.ended_s - record.sent_s
     if stream.is_refused and failure.retry_after is not None:
-        return Newcomer(took_s, "503")
-    return Newcomer(took_s, f"{failure.kind}: {failure.message}")
+        return ProbeOutcome(took_s, "503")
+    return ProbeOutcome(took_s, f"{failure.kind}: {failure.message}")
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Repair:
     """See above. All times in seconds.
 
     Attributes:
-        number: Of the harm, from 0.
-        kind: Of the harm.
+        number: Of the fault, from 0.
+        kind: Of the fault.
         host: That it hit.
         at_s: When, since the first question was asked.
         hold_s: How long the host stayed cut off, or the process stopped; None for what is not taken back.
-        whole_s: From the harm until the mesh was what it had been, spare hosts included; None if never.
+        whole_s: From the fault until the mesh was what it had been, spare hosts included; None if never.
         repair_s: What the head took for repairs, from its noticing on; None if it made none.
         pauses_s: Of each client that was being answered, the longest time between two tokens in that time,
             ascending.
@@ -78,7 +78,7 @@ class Repair:
     repair_s: float | None
     pauses_s: tuple[float, ...]
     silence_s: float
-    newcomer: Newcomer | None
+    newcomer: ProbeOutcome | None
     is_warm: bool | None
     reason: str
     rejoined: tuple[int, ...]
@@ -105,18 +105,18 @@ def silence_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> float
 
 def _running(streams: Iterable[Stream], start_s: float, stop_s: float) -> Iterator[Stream]:
     for each in streams:
-        record = each.told.record
+        record = each.answer.record
         has_hung_up = record.failure is not None and record.failure.is_hang_up
         if record.sent_s < start_s < record.ended_s and not (has_hung_up and record.ended_s < stop_s):
             yield each
 
 
-_COPY: Final = "(had a copy)"
+_REPLICA: Final = "(had a copy)"
 
 
 @dataclass(frozen=True)
-class Account:
-    """Of one harm.
+class HeadLogAccount:
+    """Of one fault.
 
     Attributes:
         num_repairs: How often the ring was made whole in that time, planned moves included.
@@ -145,8 +145,8 @@ def events_of(lines: str) -> list[dict[str, Any]]:
     return found
 
 
-def account_of(events: Iterable[dict[str, Any]]) -> Account:
-    """What became of a harm, by the events since.
+def account_of(events: Iterable[dict[str, Any]]) -> HeadLogAccount:
+    """What became of a fault, by the events since.
 
     A ring that breaks is `repaired`, which says how long it took. One that is left is `moving` until it is
     `ring_whole_again`.
@@ -169,8 +169,8 @@ def account_of(events: Iterable[dict[str, Any]]) -> Account:
                 took_s.append(_time_s(event) - moving_s)
                 moving_s = None
     moves = sum(way.count(" to ") for way in ways)
-    copies = sum(way.count(_COPY) for way in ways)
-    return Account(
+    copies = sum(way.count(_REPLICA) for way in ways)
+    return HeadLogAccount(
         num_repairs=len(took_s),
         is_warm=copies == moves if moves else None,
         reason="; ".join(dict.fromkeys([*causes, *ways])),
@@ -184,7 +184,7 @@ def _time_s(event: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class KindSummary:
-    """All harms of a kind. Times in seconds.
+    """All faults of a kind. Times in seconds.
 
     Attributes:
         kind: See `faults.MEANING`.
@@ -270,11 +270,11 @@ def tally(streams: Iterable[Stream], expected: Mapping[str, Expected], *, is_exa
         is_exact: Whether every text must be that.
     """
     everybody = list(streams)
-    told = [stream.told for stream in everybody if not stream.is_refused]
-    judgement = judge_all(told, expected, is_exact=is_exact, text_of=None)
-    problems = list(judgement.problems)
-    num_unlike = judgement.num_forks
-    for one in told:
+    answers = [stream.answer for stream in everybody if not stream.is_refused]
+    answer_check = check_answers(answers, expected, is_exact=is_exact, text_of=None)
+    problems = list(answer_check.problems)
+    num_unlike = answer_check.num_forks
+    for one in answers:
         alone = expected[one.record.prompt_id].alone
         is_compared = alone is not None and one.record.failure is None
         # Other ids can make the same text.
@@ -283,12 +283,12 @@ def tally(streams: Iterable[Stream], expected: Mapping[str, Expected], *, is_exa
             if is_exact:
                 problems.append(Problem("text", one.record.prompt_id, "the same text of other token ids"))
     return Tally(
-        num_streams=len(told),
-        num_failed=sum(one.record.failure is not None for one in told) - judgement.num_hung_up,
-        num_hung_up_early=judgement.num_hung_up_early,
-        num_hung_up_late=judgement.num_hung_up_late,
+        num_streams=len(answers),
+        num_failed=sum(one.record.failure is not None for one in answers) - answer_check.num_hung_up,
+        num_hung_up_early=answer_check.num_hung_up_early,
+        num_hung_up_late=answer_check.num_hung_up_late,
         num_unlike=num_unlike,
-        num_refused=len(everybody) - len(told),
+        num_refused=len(everybody) - len(answers),
         problems=tuple(problems),
     )
 
@@ -296,7 +296,7 @@ def tally(streams: Iterable[Stream], expected: Mapping[str, Expected], *, is_exa
 MEDIAN_PAUSE_S: Final = 5.0
 WORST_PAUSE_S: Final = 15.0
 WARM_PAUSE_S: Final = 2.5
-NEWCOMER_S: Final = 3.0
+PROBE_S: Final = 3.0
 SERVING_S: Final = 10.0
 
 
@@ -334,10 +334,10 @@ def repair_lines(repairs: Sequence[Repair]) -> list[Line]:
     worst = [repair.worst_pause_s for repair in repairs if repair.pauses_s]
     warm = [pause_s for repair in repairs if repair.is_warm for pause_s in repair.pauses_s]
     worst_warm = [repair.worst_pause_s for repair in repairs if repair.is_warm and repair.pauses_s]
-    newcomers = [repair.newcomer for repair in repairs if repair.newcomer is not None]
-    answered = sum(newcomer.outcome == "answer" for newcomer in newcomers)
-    unsound = [newcomer for newcomer in newcomers if not newcomer.is_sound]
-    of_each = "of the client who waits longest after each harm, median"
+    probes = [repair.newcomer for repair in repairs if repair.newcomer is not None]
+    answered = sum(probe.outcome == "answer" for probe in probes)
+    unsound = [probe for probe in probes if not probe.is_sound]
+    of_each = "of the client who waits longest after each fault, median"
     return [
         _ceiling(
             "pause seen by a client, median, s",
@@ -350,26 +350,25 @@ def repair_lines(repairs: Sequence[Repair]) -> list[Line]:
             "pause where a spare had the layers loaded, median, s",
             _median(warm),
             WARM_PAUSE_S,
-            f"{len(warm)} pauses after {len(worst_warm)} harms; {of_each}: {_shown(worst_warm)}",
+            f"{len(warm)} pauses after {len(worst_warm)} faults; {of_each}: {_shown(worst_warm)}",
         ),
         _ceiling(
             "a new request's answer or 503, worst, s",
-            max((newcomer.took_s for newcomer in newcomers), default=None),
-            NEWCOMER_S,
-            f"{answered} of {len(newcomers)} got an answer; "
-            f"median {_shown([newcomer.took_s for newcomer in newcomers])}",
+            max((probe.took_s for probe in probes), default=None),
+            PROBE_S,
+            f"{answered} of {len(probes)} got an answer; median {_shown([probe.took_s for probe in probes])}",
         ),
         _ceiling(
             "new requests with neither",
-            len(unsound) if newcomers else None,
+            len(unsound) if probes else None,
             0,
-            "; ".join(dict.fromkeys(newcomer.outcome for newcomer in unsound)),
+            "; ".join(dict.fromkeys(probe.outcome for probe in unsound)),
         ),
     ]
 
 
 def _ceiling(title: str, measured: float | None, most: float, note: str = "") -> Line:
-    return Line(f"harms: {title}", measured, most, is_ceiling=True, note=note)
+    return Line(f"faults: {title}", measured, most, is_ceiling=True, note=note)
 
 
 def _median(values: Sequence[float]) -> float | None:

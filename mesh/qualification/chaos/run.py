@@ -17,13 +17,13 @@ from mesh.lab.memory_watch import MemoryWatch
 from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem
 from mesh.placement.stage_sizes import Workload
-from mesh.qualification.chaos.clients import Crowd, questions
-from mesh.qualification.chaos.faults import Harming
-from mesh.qualification.chaos.harness import FirstFailure, Ground, undisturbed
+from mesh.qualification.chaos.clients import ClientFleet, questions
+from mesh.qualification.chaos.faults import FaultInjector
+from mesh.qualification.chaos.harness import FaultTestBed, FirstFailure, baseline_answers
 from mesh.qualification.chaos.options import least_memory_bytes
 from mesh.qualification.chaos.report import Report, write_report
 from mesh.qualification.chaos.results import INTERRUPTED
-from mesh.qualification.chaos.scenarios import try_harms, try_head_restart, try_leaving, try_no_room
+from mesh.qualification.chaos.scenarios import try_faults, try_head_restart, try_leaving, try_no_room
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.slicing.model_facts import read_model_facts
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_SCENARIOS: Final[dict[ScenarioName, Callable[[Ground, FirstFailure], Scenario]]] = {
-    "harms": try_harms,
+_SCENARIOS: Final[dict[ScenarioName, Callable[[FaultTestBed, FirstFailure], Scenario]]] = {
+    "faults": try_faults,
     "leave": try_leaving,
     "head": try_head_restart,
     "no-room": try_no_room,
 }
 # Slots for newcomers beside the streams.
-_NEWCOMERS: Final = 2
-_LOOK_INTERVAL_S: Final = 5.0
+_PROBES: Final = 2
+_POLL_S: Final = 5.0
 _IDLE_TIMEOUT_S: Final = 10.0
 _STOP_TIMEOUT_S: Final = 60.0
 # Above the least that would do, for what hosts need besides.
@@ -89,14 +89,14 @@ class _Run:
     def on_a_mesh(self, names: tuple[ScenarioName, ...], *, num_spares: int) -> None:
         """Bring a mesh up, try scenarios on it, and see that nothing is left of it."""
         try:
-            with self._ground(num_spares, is_tight="no-room" in names) as ground:
-                with MemoryWatch(ground.lab, _LOOK_INTERVAL_S) as watch:
+            with self._bed(num_spares, is_tight="no-room" in names) as bed:
+                with MemoryWatch(bed.lab, _POLL_S) as watch:
                     for name in names:
-                        scenario = self._try(name, ground, watch)
+                        scenario = self._try(name, bed, watch)
                         if scenario.is_interrupted:
                             break
-                    self._look_idle(ground, names)
-                self._stop(ground, names)
+                    self._check_idle(bed, names)
+                self._stop(bed, names)
         except MeshError as error:
             self.note(f"{_and(names)}: {error.message}")
 
@@ -135,10 +135,10 @@ class _Run:
         return Report(circumstances, tuple(self._scenarios), tuple(self._checks), tuple(self._failures))
 
     @contextmanager
-    def _ground(self, num_spares: int, *, is_tight: bool) -> Iterator[Ground]:
+    def _bed(self, num_spares: int, *, is_tight: bool) -> Iterator[FaultTestBed]:
         options = self._options
         facts = read_model_facts(options.model)
-        num_slots = options.num_streams + _NEWCOMERS
+        num_slots = options.num_streams + _PROBES
         join_options: tuple[str, ...] = ()
         if is_tight:
             workload = Workload(options.ctx_size, num_slots, is_exact=options.exact)
@@ -166,30 +166,30 @@ class _Run:
             stack.callback(mesh.kill)
             mesh.start()
             lab.set_delay_ms(options.delay_ms)
-            crowd = stack.enter_context(Crowd(lab, mesh.port))
+            client_fleet = stack.enter_context(ClientFleet(lab, mesh.port))
             asked = questions(options.num_questions, options.answer_tokens, options.seed)
-            expected = undisturbed(crowd, asked, options.num_streams)
-            yield Ground(lab, mesh, crowd, Harming(lab, mesh), options, asked, expected)
+            expected = baseline_answers(client_fleet, asked, options.num_streams)
+            yield FaultTestBed(lab, mesh, client_fleet, FaultInjector(lab, mesh), options, asked, expected)
 
-    def _try(self, name: ScenarioName, ground: Ground, watch: MemoryWatch) -> Scenario:
+    def _try(self, name: ScenarioName, bed: FaultTestBed, watch: MemoryWatch) -> Scenario:
         log.info("scenario", name=name)
         begun_s = time.perf_counter()
-        scenario = _SCENARIOS[name](ground, self._keep)
+        scenario = _SCENARIOS[name](bed, self._keep)
         self._scenarios.append(scenario)
         for line in scenario.lines:
             log.info("line", title=line.title, measured=line.measured, bound=line.bound, verdict=line.verdict)
-        if name == "harms":
+        if name == "faults":
             stop_s = time.perf_counter()
             samples = watch.between(begun_s, stop_s)
             self._checks.append(flatness_check(samples, "coordinator", stop_s - begun_s))
         return scenario
 
-    def _look_idle(self, ground: Ground, names: tuple[ScenarioName, ...]) -> None:
+    def _check_idle(self, bed: FaultTestBed, names: tuple[ScenarioName, ...]) -> None:
         """Nobody asks: nobody may hold a session."""
         deadline_s = time.monotonic() + _IDLE_TIMEOUT_S
         while True:
             try:
-                status = ground.crowd.look().status
+                status = bed.client_fleet.snapshot().status
             except MeshError as error:
                 self.note(error.message)
                 return
@@ -204,14 +204,14 @@ class _Run:
             check = leak_check(status)
             self._checks.append(Check(f"{check.name}, after {_and(names)}", check.holds, check.detail))
 
-    def _stop(self, ground: Ground, names: tuple[ScenarioName, ...]) -> None:
+    def _stop(self, bed: FaultTestBed, names: tuple[ScenarioName, ...]) -> None:
         """Ctrl-C everywhere; nothing may be left."""
         try:
-            codes = ground.mesh.stop(timeout_s=_STOP_TIMEOUT_S)
+            codes = bed.mesh.stop(timeout_s=_STOP_TIMEOUT_S)
         except MeshError as error:
             self.note(error.message)
             return
-        left = ground.harming.left_over()
+        left = bed.injector.leftover_pids()
         detail = ", ".join(left) or f"none; exit codes {', '.join(map(str, codes))}"
         self._checks.append(Check(f"no process left, after {_and(names)}", not left, detail))
 

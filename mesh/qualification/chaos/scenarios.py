@@ -12,14 +12,14 @@ import structlog
 
 from mesh.bench.stress.checks import Line
 from mesh.qualification.chaos.clients import short_question
-from mesh.qualification.chaos.faults import Harm, draw_harms
-from mesh.qualification.chaos.harness import ANSWERS_TIMEOUT_S, Harmed
+from mesh.qualification.chaos.faults import Fault, draw_faults
+from mesh.qualification.chaos.harness import ANSWERS_TIMEOUT_S, FaultRun
 from mesh.qualification.chaos.results import (
     INTERRUPTED,
-    NEWCOMER_S,
+    PROBE_S,
     SERVING_S,
     Scenario,
-    newcomer_of,
+    probe_outcome,
     repair_lines,
     stream_lines,
 )
@@ -28,22 +28,22 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from mesh.qualification.chaos.clients import Look, Stream
-    from mesh.qualification.chaos.faults import Done
-    from mesh.qualification.chaos.harness import FirstFailure, Ground
+    from mesh.qualification.chaos.clients import MeshSnapshot, Stream
+    from mesh.qualification.chaos.faults import InjectedFault
+    from mesh.qualification.chaos.harness import FaultTestBed, FirstFailure
 
 
-def try_harms(ground: Ground, keep: FirstFailure) -> Scenario:
+def try_faults(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
     """Do as many as the user wants, as far as the mesh comes back."""
-    options = ground.options
-    harms = draw_harms(options.num_harms, options.kinds, options.seed, is_short=options.is_short)
-    harmed, failures = suffer_all(ground, keep, ((harm, partial(ground.harming.do, harm)) for harm in harms))
-    found = ground.tally(harmed.streams)
-    repairs = harmed.repairs()
+    options = bed.options
+    faults = draw_faults(options.num_faults, options.kinds, options.seed, is_short=options.is_short)
+    run, failures = inject_all(bed, keep, ((fault, partial(bed.injector.inject, fault)) for fault in faults))
+    found = bed.tally(run.streams)
+    repairs = run.repairs()
     return Scenario(
-        name="harms",
+        name="faults",
         lines=(
-            *stream_lines(found, f"{len(repairs)} harms", is_exact=options.exact),
+            *stream_lines(found, f"{len(repairs)} faults", is_exact=options.exact),
             *repair_lines(repairs),
         ),
         repairs=tuple(repairs),
@@ -52,29 +52,31 @@ def try_harms(ground: Ground, keep: FirstFailure) -> Scenario:
     )
 
 
-def suffer_all(
-    ground: Ground, keep: FirstFailure, harms: Iterable[tuple[Harm, Callable[[Look], Done]]]
-) -> tuple[Harmed, tuple[str, ...]]:
-    """Have streams run, do one harm after the other, let the streams end.
+def inject_all(
+    bed: FaultTestBed,
+    keep: FirstFailure,
+    faults: Iterable[tuple[Fault, Callable[[MeshSnapshot], InjectedFault]]],
+) -> tuple[FaultRun, tuple[str, ...]]:
+    """Have streams run, do one fault after the other, let the streams end.
 
     Returns:
         What came of them, and why it ended early: nothing if it did not.
     """
-    harmed = Harmed(ground, keep)
+    run = FaultRun(bed, keep)
     failures = []
     try:
-        harmed.begin()
-        for harm, do in harms:
-            harmed.suffer(harm, do)
+        run.begin()
+        for fault, do in faults:
+            run.inject(fault, do)
     except MeshError as error:
         failures.append(error.message)
     except KeyboardInterrupt:
         failures.append(INTERRUPTED)
     try:
-        harmed.end()
+        run.end()
     except MeshError as error:
         failures.append(error.message)
-    return harmed, tuple(failures)
+    return run, tuple(failures)
 
 
 log = structlog.get_logger()
@@ -85,28 +87,28 @@ _STARTS: Final = 3
 _CACHED: Final = ("find", "/tmp/home", "-name", "*.gguf", "-printf", "%p %i %s\\n")  # noqa: S108 - the host's own
 
 
-def try_head_restart(ground: Ground, keep: FirstFailure) -> Scenario:
+def try_head_restart(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
     """Kill it some times; each time the stages must be taken over, and give the same answers."""
     took_s: list[float] = []
     failures: list[str] = []
     before: set[str] = set()
-    begin = len(ground.crowd.streams)
+    begin = len(bed.client_fleet.streams)
     try:
         # Spare hosts have fetched what they want by then.
-        ground.wait_whole(time.perf_counter())
-        before = _cached(ground)
-        for _ in range(1 if ground.options.is_short else _STARTS):
-            took_s.append(_restart(ground))
-            ground.wait_whole(time.perf_counter())
-            ground.crowd.ask_all(ground.questions, ground.options.num_streams, timeout_s=ANSWERS_TIMEOUT_S)
+        bed.wait_whole(time.perf_counter())
+        before = _cached(bed)
+        for _ in range(1 if bed.options.is_short else _STARTS):
+            took_s.append(_restart(bed))
+            bed.wait_whole(time.perf_counter())
+            bed.client_fleet.ask_all(bed.questions, bed.options.num_streams, timeout_s=ANSWERS_TIMEOUT_S)
     except MeshError as error:
         failures.append(error.message)
-        keep.keep(ground, error.message, [])
+        keep.keep(bed, error.message, [])
     except KeyboardInterrupt:
         failures.append(INTERRUPTED)
-    streams = ground.crowd.streams[begin:]
-    found = ground.tally(streams)
-    new_files = _cached(ground) - before
+    streams = bed.client_fleet.streams[begin:]
+    found = bed.tally(streams)
+    new_files = _cached(bed) - before
     return Scenario(
         name="head",
         lines=(
@@ -124,32 +126,32 @@ def try_head_restart(ground: Ground, keep: FirstFailure) -> Scenario:
                 is_ceiling=True,
                 note=f"of {len(before)} on the hosts",
             ),
-            *stream_lines(found, "head killed and started", is_exact=ground.options.exact),
+            *stream_lines(found, "head killed and started", is_exact=bed.options.exact),
         ),
         problems=found.problems,
         failures=tuple(failures),
     )
 
 
-def _restart(ground: Ground) -> float:
+def _restart(bed: FaultTestBed) -> float:
     """Kill and start the head; returns how long it takes from its start until it serves, in seconds."""
-    head = ground.mesh.process(0)
+    head = bed.mesh.process(0)
     os.kill(head.pid, signal.SIGKILL)
     head.wait()
     time.sleep(_DOWN_S)
     start_s = time.perf_counter()
-    ground.mesh.start_head()
-    ground.mesh.wait_healthy(timeout_s=ground.options.whole_timeout_s)
+    bed.mesh.start_head()
+    bed.mesh.wait_healthy(timeout_s=bed.options.whole_timeout_s)
     took_s = time.perf_counter() - start_s
     log.info("head_serves_again", took_s=round(took_s, 1))
     return took_s
 
 
-def _cached(ground: Ground) -> set[str]:
+def _cached(bed: FaultTestBed) -> set[str]:
     """Every stage file of every host: where, which inode, how large."""
     found = set()
-    for host in range(1, ground.lab.num_hosts):
-        lines = ground.lab.exec(host, _CACHED).stdout.splitlines()
+    for host in range(1, bed.lab.num_hosts):
+        lines = bed.lab.exec(host, _CACHED).stdout.splitlines()
         found |= {f"host{host} {line}" for line in lines}
     return found
 
@@ -159,100 +161,100 @@ _FIRST_LEAVE_NUMBER: Final = 10_000
 _WAIT_S: Final = 2.0
 
 
-def try_leaving(ground: Ground, keep: FirstFailure) -> Scenario:
+def try_leaving(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
     """One host after the other, spare ones too; each joins again before the next one goes."""
-    harms = []
-    for host in range(1, ground.lab.num_hosts):
-        harm = Harm(_FIRST_LEAVE_NUMBER + host, "leave", _WAIT_S, 0.0, 0.0)
-        harms.append((harm, partial(_leave, ground, host, harm)))
-    harmed, failures = suffer_all(ground, keep, harms)
-    found = ground.tally(harmed.streams)
-    repairs = harmed.repairs()
+    faults = []
+    for host in range(1, bed.lab.num_hosts):
+        fault = Fault(_FIRST_LEAVE_NUMBER + host, "leave", _WAIT_S, 0.0, 0.0)
+        faults.append((fault, partial(_leave, bed, host, fault)))
+    run, failures = inject_all(bed, keep, faults)
+    found = bed.tally(run.streams)
+    repairs = run.repairs()
     when = f"{len(repairs)} hosts left in turn"
     return Scenario(
         name="leave",
-        lines=tuple(stream_lines(found, when, is_exact=ground.options.exact)),
+        lines=tuple(stream_lines(found, when, is_exact=bed.options.exact)),
         repairs=tuple(repairs),
         problems=found.problems,
         failures=failures,
     )
 
 
-def _leave(ground: Ground, host: int, harm: Harm, _look: Look) -> Done:
-    return ground.harming.leave(host, harm)
+def _leave(bed: FaultTestBed, host: int, fault: Fault, _snapshot: MeshSnapshot) -> InjectedFault:
+    return bed.injector.leave(host, fault)
 
 
 _FIRST_PROBE_NUMBER: Final = 20_000
-_NUM_NEWCOMERS: Final = 5
+_NUM_PROBES: Final = 5
 _RUNNING_S: Final = 3.0
 # Streams end with an error once it is known that nobody can take the layers.
 _GIVE_UP_S: Final = 60.0
 _POLL_S: Final = 0.25
 
 
-def try_no_room(ground: Ground, keep: FirstFailure) -> Scenario:
+def try_no_room(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
     """Lose the second stage's host while streams run, ask on, bring it back."""
-    crowd = ground.crowd
+    client_fleet = bed.client_fleet
     failures: list[str] = []
     lost: list[Stream] = []
-    newcomers: list[Stream] = []
+    probes: list[Stream] = []
     took_s: float | None = None
-    begin = healed = len(crowd.streams)
+    begin = healed = len(client_fleet.streams)
     killed_s = time.perf_counter()
     try:
-        crowd.keep_asking(ground.questions, ground.options.num_streams)
-        ground.wait_whole(time.perf_counter())
+        client_fleet.keep_asking(bed.questions, bed.options.num_streams)
+        bed.wait_whole(time.perf_counter())
         time.sleep(_RUNNING_S)
-        names = crowd.look().stage_hosts
+        names = client_fleet.snapshot().stage_hosts
         host = int(names[min(1, len(names) - 1)].removeprefix("host"))
         killed_s = time.perf_counter()
-        ground.lab.kill(host)
+        bed.lab.kill(host)
         log.info("host_lost", host=host)
-        _wait_given_up(ground, killed_s)
-        newcomers = _newcomers(ground)
-        crowd.let_end(timeout_s=ANSWERS_TIMEOUT_S)
-        lost = crowd.streams[begin:]
+        _wait_given_up(bed, killed_s)
+        probes = _probes(bed)
+        client_fleet.let_end(timeout_s=ANSWERS_TIMEOUT_S)
+        lost = client_fleet.streams[begin:]
         back_s = time.perf_counter()
-        ground.mesh.start_join(host)
-        took_s = ground.wait_whole(back_s) - back_s
-        healed = len(crowd.streams)
-        crowd.ask_all(ground.questions, ground.options.num_streams, timeout_s=ANSWERS_TIMEOUT_S)
+        bed.mesh.start_join(host)
+        took_s = bed.wait_whole(back_s) - back_s
+        healed = len(client_fleet.streams)
+        client_fleet.ask_all(bed.questions, bed.options.num_streams, timeout_s=ANSWERS_TIMEOUT_S)
     except MeshError as error:
         failures.append(error.message)
-        keep.keep(ground, error.message, [])
+        keep.keep(bed, error.message, [])
     except KeyboardInterrupt:
         failures.append(INTERRUPTED)
-    after = ground.tally(crowd.streams[healed:])
+    after = bed.tally(client_fleet.streams[healed:])
     return Scenario(
         name="no-room",
         lines=(
-            *_lost_lines(lost, newcomers, killed_s),
+            *_lost_lines(lost, probes, killed_s),
             Line(
                 "no room: whole again after a host joined, s",
                 took_s,
-                ground.options.whole_timeout_s,
+                bed.options.whole_timeout_s,
                 is_ceiling=True,
             ),
-            *stream_lines(after, "no room, then room", is_exact=ground.options.exact),
+            *stream_lines(after, "no room, then room", is_exact=bed.options.exact),
         ),
         problems=after.problems,
         failures=tuple(failures),
     )
 
 
-def _lost_lines(lost: Sequence[Stream], newcomers: Sequence[Stream], killed_s: float) -> list[Line]:
+def _lost_lines(lost: Sequence[Stream], probes: Sequence[Stream], killed_s: float) -> list[Line]:
     """What clients are told while there is no room."""
     running = [
-        stream.told.record
+        stream.answer.record
         for stream in lost
-        if stream.told.record.sent_s < killed_s < stream.told.record.ended_s
+        if stream.answer.record.sent_s < killed_s < stream.answer.record.ended_s
     ]
     # One whose last token was on its way may well be complete.
     unclear = [
         record for record in running if record.failure is not None and record.failure.kind != "stream_error"
     ]
-    told = [newcomer_of(stream) for stream in newcomers]
-    not_refused = [newcomer.outcome for newcomer in told if newcomer.outcome != "503"]
+    told = [probe_outcome(stream) for stream in probes]
+    not_refused = [probe.outcome for probe in told if probe.outcome != "503"]
     words = {record.failure.message for record in running if record.failure is not None}
     return [
         Line(
@@ -277,25 +279,25 @@ def _lost_lines(lost: Sequence[Stream], newcomers: Sequence[Stream], killed_s: f
         ),
         Line(
             "no room: a new request's 503, worst, s",
-            max((newcomer.took_s for newcomer in told), default=None),
-            NEWCOMER_S,
+            max((probe.took_s for probe in told), default=None),
+            PROBE_S,
             is_ceiling=True,
         ),
     ]
 
 
-def _wait_given_up(ground: Ground, killed_s: float) -> None:
+def _wait_given_up(bed: FaultTestBed, killed_s: float) -> None:
     """Wait until no stream of before runs any more; raises MeshError if one does for too long."""
-    while any(each.sent_s < killed_s for each in ground.crowd.look().running):
+    while any(each.sent_s < killed_s for each in bed.client_fleet.snapshot().running):
         if time.perf_counter() - killed_s > _GIVE_UP_S:
             raise MeshError(f"no room, and streams still run after {_GIVE_UP_S:g} s")
         time.sleep(_POLL_S)
 
 
-def _newcomers(ground: Ground) -> list[Stream]:
-    for index in range(_NUM_NEWCOMERS):
-        ground.crowd.probe(_FIRST_PROBE_NUMBER + index, short_question(index))
+def _probes(bed: FaultTestBed) -> list[Stream]:
+    for index in range(_NUM_PROBES):
+        bed.client_fleet.probe(_FIRST_PROBE_NUMBER + index, short_question(index))
     return [
-        ground.crowd.wait_probe(_FIRST_PROBE_NUMBER + index, timeout_s=ANSWERS_TIMEOUT_S)
-        for index in range(_NUM_NEWCOMERS)
+        bed.client_fleet.wait_probe(_FIRST_PROBE_NUMBER + index, timeout_s=ANSWERS_TIMEOUT_S)
+        for index in range(_NUM_PROBES)
     ]

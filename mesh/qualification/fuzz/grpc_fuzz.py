@@ -23,8 +23,8 @@ from mesh.qualification.fuzz.report import Tally
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError
-from stages.sampling.sampler import Sampling
-from stages.sampling.session_spec import Opening
+from stages.sampling.sampler import SamplingParams
+from stages.sampling.session_spec import SessionSpec
 from stages.transport.channels import key_metadata, open_channel
 from stages.transport.stage_link import StageLink
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _PROMPT: Final = (5, 300, 7, 900, 11, 12, 13, 500)
 _NUM_STEPS: Final = 4
-_SAMPLING: Final = Sampling(temperature=0.7, top_k=40, seed=17, frequency_penalty=0.5)
+_SAMPLING: Final = SamplingParams(temperature=0.7, top_k=40, seed=17, frequency_penalty=0.5)
 
 
 async def good_session(
@@ -80,7 +80,7 @@ async def good_session(
         async with asyncio.timeout(patience_s):
             await stream.open()
             await link.open()
-        link.send(Opening(session, slot, _SAMPLING, len(_PROMPT), num_top_logprobs=3).to_wire())
+        link.send(SessionSpec(session, slot, _SAMPLING, len(_PROMPT), num_top_logprobs=3).to_wire())
         tokens, start = list(_PROMPT), 0
         answers = []
         for number in range(_NUM_STEPS):
@@ -150,14 +150,14 @@ def fuzz_grpc(options: FuzzOptions) -> FuzzReport:
         write_layout(options.model, small_layout(options.model, num_layers=2, num_tokens=1024), model)
         identity = Authority(make_certificate(dt.datetime.now(dt.UTC))).own_identity([HOST], "127.0.0.1")
         with StageProcess(model, folder, identity) as process:
-            return asyncio.run(_besiege(options, process, identity))
+            return asyncio.run(_attack_stages(options, process, identity))
 
 
-async def _besiege(options: FuzzOptions, process: StageProcess, identity: Identity) -> FuzzReport:
-    return await _Siege(options, process, identity).run()
+async def _attack_stages(options: FuzzOptions, process: StageProcess, identity: Identity) -> FuzzReport:
+    return await _GrpcAttack(options, process, identity).run()
 
 
-class _Siege:
+class _GrpcAttack:
     """One run against one process."""
 
     def __init__(self, options: FuzzOptions, process: StageProcess, identity: Identity) -> None:
@@ -283,7 +283,7 @@ class _Siege:
             _HELLO,
             MESH_KEY,
             on_failure=self._on_failure,
-            on_heard=lambda: None,
+            on_reply=lambda: None,
             on_lost=lambda _reason: None,
             clock_us=lambda: int(time.monotonic() * 1e6),
             host=HOST,

@@ -321,11 +321,11 @@ async def _one(mesh: ServedMesh, tally: Tally, case: HttpCase) -> None:
     tally.count("closed" if reply.status is None else str(reply.status))
     if not reply.is_over:
         tally.fail("hang", case.data, f"no end after {_TIMEOUT_S:g} s")
-    elif reason := blame(case, reply):
+    elif reason := fault_of(case, reply):
         tally.fail("fault", case.data, reason)
 
 
-def blame(case: HttpCase, reply: Reply) -> str | None:
+def fault_of(case: HttpCase, reply: Reply) -> str | None:
     """What the server did wrong, if it did.
 
     Args:

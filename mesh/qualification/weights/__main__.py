@@ -19,7 +19,7 @@ import click
 
 from mesh.cli.option_types import MemorySize
 from mesh.qualification.weights.slicing import MOST_RSS_BYTES, CuttingReport, measure_cutting
-from mesh.qualification.weights.transfer import TransferReport, harm_transfers
+from mesh.qualification.weights.transfer import TransferReport, disrupt_transfers
 from stages.layers import LayerRange
 
 
@@ -44,7 +44,7 @@ def main(
             _print_cutting(cutting)
         middle = LayerRange(cutting.num_layers // 2, cutting.num_layers // 2 + 1)
         transfer = asyncio.run(
-            harm_transfers(
+            disrupt_transfers(
                 place / "model.gguf",
                 middle,
                 place,

@@ -115,10 +115,10 @@ async def _bring(
     cache: StageCache, model: Path, layers: LayerRange, store: StageStore, source: FetchSource
 ) -> tuple[Path, int]:
     recipe = await asyncio.to_thread(cache.describe, model, layers)
-    brought = await fetch_stage(store, recipe.sha256, source)
-    if brought.transfer.moved_bytes or brought.transfer.reused_bytes:
+    fetched = await fetch_stage(store, recipe.sha256, source)
+    if fetched.transfer.moved_bytes or fetched.transfer.reused_bytes:
         await asyncio.to_thread(store.settle, recipe.sha256)
-    return brought.path, brought.transfer.moved_bytes
+    return fetched.path, fetched.transfer.moved_bytes
 
 
 def _tensors(header: GgufHeader, layers: LayerRange) -> Mapping[str, int]:

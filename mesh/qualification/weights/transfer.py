@@ -134,7 +134,7 @@ class _CountingCache(StageCache):
         return stage
 
 
-async def harm_transfers(
+async def disrupt_transfers(
     model: Path, layers: LayerRange, folder: Path, *, num_kills: int, rate: float, random: Random
 ) -> TransferReport:
     """Kill a transfer over and over, let it end; then flip bytes, and let it mend.

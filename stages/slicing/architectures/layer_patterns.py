@@ -192,7 +192,7 @@ def shared_indexers(
 # reads and that have no memory therefore. A blank's inputs are the graph's, whether it is computed or not.
 #
 # A stage without one gets the nearest as a blank: behind it where it can, since the graph ends before that.
-def company(kinds_of: Callable[[GgufHeader], Iterable[Sequence[bool]]], what: str) -> Rule:
+def layer_patterns(kinds_of: Callable[[GgufHeader], Iterable[Sequence[bool]]], what: str) -> Rule:
     """The rule for kinds of layers that no stage may lack.
 
     Args:
@@ -243,9 +243,9 @@ def _attention_and_mamba(header: GgufHeader) -> Iterable[Sequence[bool]]:
 
 _BOTH: Final = "attention and recurrent layers"
 # Layers without KV heads are recurrent.
-HYBRID: Final = company(_attention_and_recurrent, _BOTH)
+HYBRID: Final = layer_patterns(_attention_and_recurrent, _BOTH)
 # Those that have an FFN are neither: it is all there is to them.
-HYBRID_WITH_FFN: Final = company(_attention_and_mamba, _BOTH)
+HYBRID_WITH_FFN: Final = layer_patterns(_attention_and_mamba, _BOTH)
 
 
 def _attention_by_interval(header: GgufHeader) -> Iterable[Sequence[bool]]:
@@ -254,7 +254,7 @@ def _attention_by_interval(header: GgufHeader) -> Iterable[Sequence[bool]]:
 
 
 # Metadata say which layers are recurrent, or every n-th is not.
-HYBRID_BY_INTERVAL: Final = company(_attention_by_interval, _BOTH)
+HYBRID_BY_INTERVAL: Final = layer_patterns(_attention_by_interval, _BOTH)
 
 
 def _sparse(header: GgufHeader) -> Iterable[Sequence[bool]]:
@@ -262,7 +262,7 @@ def _sparse(header: GgufHeader) -> Iterable[Sequence[bool]]:
     return (tuple(layer >= leading for layer in range(_n_layers(header))),)
 
 
-SPARSE: Final = company(_sparse, "sparse attention")
+SPARSE: Final = layer_patterns(_sparse, "sparse attention")
 
 
 def _without_window(header: GgufHeader) -> Iterable[Sequence[bool]]:
@@ -270,7 +270,7 @@ def _without_window(header: GgufHeader) -> Iterable[Sequence[bool]]:
     return (tuple(not flag for flag in header.per_layer(key, _n_layers(header), 0)),)
 
 
-NO_WINDOW: Final = company(_without_window, "layers without window")
+NO_WINDOW: Final = layer_patterns(_without_window, "layers without window")
 
 
 def _compressed(header: GgufHeader) -> Iterable[Sequence[bool]]:
@@ -278,4 +278,4 @@ def _compressed(header: GgufHeader) -> Iterable[Sequence[bool]]:
     return (tuple(one == ratio for one in ratios) for ratio in sorted({*ratios} - {0}))
 
 
-COMPRESSED: Final = company(_compressed, "compressed attention of every kind")
+COMPRESSED: Final = layer_patterns(_compressed, "compressed attention of every kind")

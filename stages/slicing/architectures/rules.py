@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from stages.graph_boundary import DEFAULT_OUTLET, Handover
+from stages.graph_boundary import DEFAULT_OUTLET, GraphBoundary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -106,7 +106,7 @@ class Entry:
         )
         return tuple(Rule(name, reason) for is_unusual, name, reason in unusual if is_unusual)
 
-    def handover(self, header: GgufHeader, layers: LayerRange, blanks: Blanks = NO_BLANKS) -> Handover:
+    def handover(self, header: GgufHeader, layers: LayerRange, blanks: Blanks = NO_BLANKS) -> GraphBoundary:
         """Of a stage of these layers.
 
         Args:
@@ -116,7 +116,7 @@ class Entry:
         """
         is_first = layers.start == 0
         inlet = f"{self.outlet}-{blanks.before - 1}" if blanks.before else self.inlet(header)
-        return Handover(
+        return GraphBoundary(
             row_width=header.integer(f"{header.architecture}.embedding_length") * self.streams(header),
             outlet=self.outlet,
             inlet=None if is_first else inlet,

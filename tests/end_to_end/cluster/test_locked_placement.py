@@ -35,7 +35,7 @@ async def test_a_lost_stage_is_loaded_again_on_its_own_host_whoever_has_room(smo
         assert mesh.hosts() == ["a", "b", "c"]
         # Loaded once more, not taken from a copy.
         assert mesh.driver.num_created == num_created + 1
-        assert mesh.fleet.copies == []
+        assert mesh.pipeline.replicas == []
 
 
 async def test_without_its_host_nobody_serves_until_it_is_back(smollm2_path: Path) -> None:
@@ -59,6 +59,6 @@ async def test_without_its_host_nobody_serves_until_it_is_back(smollm2_path: Pat
 async def test_a_host_that_layers_are_locked_to_cannot_be_drained(smollm2_path: Path) -> None:
     async with serving(smollm2_path, ROOMY, topology=LOCKED) as mesh:
         with pytest.raises(ClusterError, match="b cannot be drained: --topology locks layers"):
-            await mesh.departures.drain("b")
+            await mesh.host_draining.drain("b")
         assert mesh.hosts() == ["a", "b", "c"]
         assert await answer(mesh)

@@ -48,29 +48,29 @@ async def test_both_heal_when_a_host_of_both_is_lost(smollm2_path: Path) -> None
             assert done["count"] + done["moves"] == 1
         # Nobody counted on the same room twice.
         for member in one.members:
-            assert one.ledger.held_bytes(member) <= member.facts.memory_bytes
+            assert one.allocations.held_bytes(member) <= member.facts.memory_bytes
 
 
 async def test_a_repair_reckons_with_the_other_model_whose_copies_give_way(smollm2_path: Path) -> None:
     # Room on each host for two stages, and for a third where there is but one.
     async with serving(smollm2_path, dict.fromkeys((*HOSTS, "d"), 3.2)) as one:
-        await one.until(lambda: {copy.member.name for copy in one.fleet.copies} == {"d"}, 60)
+        await one.until(lambda: {copy.member.name for copy in one.pipeline.replicas} == {"d"}, 60)
         async with serving(smollm2_path, dict.fromkeys(HOSTS, 0.0), beside=one) as two:
             wanted = await answer(two)
             (d,) = (member for member in one.members if member.name == "d")
-            (account,) = (each for each in one.ledger if each.fleet is two.fleet)
+            (allocation,) = (each for each in one.allocations if each.pipeline is two.pipeline)
             # Copies do not count as taken for a stage.
-            assert account.capacity_of(d).others_bytes == 0
-            assert account.capacity_for_copies(d).others_bytes > 0
-            num_copies = len(one.fleet.copies)
+            assert allocation.capacity_of(d).others_bytes == 0
+            assert allocation.capacity_for_replicas(d).others_bytes > 0
+            num_copies = len(one.pipeline.replicas)
             one.members.remove("b")
             two.kill(1)
             one.kill(1)
             assert await answer(two) == await answer(one) == wanted
             assert "b" not in (*one.hosts(), *two.hosts())
-            assert len(one.fleet.copies) < num_copies
+            assert len(one.pipeline.replicas) < num_copies
             for member in one.members:
-                assert one.ledger.held_bytes(member) <= member.facts.memory_bytes
+                assert one.allocations.held_bytes(member) <= member.facts.memory_bytes
 
 
 async def test_a_host_is_let_go_when_neither_needs_it(smollm2_path: Path) -> None:
@@ -80,12 +80,12 @@ async def test_a_host_is_let_go_when_neither_needs_it(smollm2_path: Path) -> Non
     ):
         wanted = await answer(one)
         under_way = asyncio.create_task(answer(two))
-        assert await asyncio.wait_for(one.departures.drain("c"), 60) == {"host": "c", "drained": True}
+        assert await asyncio.wait_for(one.host_draining.drain("c"), 60) == {"host": "c", "drained": True}
         assert "c" not in (*one.hosts(), *two.hosts())
         assert one.messages.said.let_go == ["c"]
         assert await under_way == wanted
         # Shown out, a host leaves both at once.
-        await one.departures.evict("b")
+        await one.host_draining.evict("b")
         assert [await answer(mesh) for mesh in (one, two)] == [wanted, wanted]
         for mesh in (one, two):
             assert set(mesh.hosts()) == {"a"}

@@ -167,7 +167,7 @@ def check_that_an_address_out_of_reach_is_refused(mesh: Running) -> None:
 def test_a_head_that_was_killed_takes_its_stages_over(
     mesh: Running, undisturbed: list[dict[str, Any]]
 ) -> None:
-    mesh.until_spares_are_warm()
+    mesh.until_replicas_are_loaded()
     stages = mesh.stage_processes()
     log = mesh.system.log(0)
     before = log.read_text()
@@ -192,7 +192,7 @@ def test_a_head_that_was_killed_takes_its_stages_over(
 def test_a_killed_stage_is_noticed_at_once_and_its_copy_takes_over(
     mesh: Running, undisturbed: list[dict[str, Any]]
 ) -> None:
-    mesh.until_spares_are_warm()
+    mesh.until_replicas_are_loaded()
     num_repairs = mesh.status()["repairs"]["count"]
     victim = mesh.stage_hosts()[0]
     with mesh.streams(undisturbed):
@@ -208,7 +208,7 @@ def test_a_killed_stage_is_noticed_at_once_and_its_copy_takes_over(
 def test_a_silent_stage_is_noticed_within_two_seconds(
     mesh: Running, undisturbed: list[dict[str, Any]]
 ) -> None:
-    mesh.until_spares_are_warm()
+    mesh.until_replicas_are_loaded()
     num_repairs = mesh.status()["repairs"]["count"]
     victim = mesh.stage_hosts()[-1]
     with mesh.streams(undisturbed):
@@ -222,7 +222,7 @@ def test_a_silent_stage_is_noticed_within_two_seconds(
 
 
 def test_nothing_is_left_after_ctrl_c_in_every_terminal(mesh: Running) -> None:
-    mesh.until_spares_are_warm()
+    mesh.until_replicas_are_loaded()
     assert mesh.system.stop() == [128 + signal.SIGINT] * NUM_HOSTS
     assert [pid for host in range(NUM_HOSTS + 1) for pid in mesh.lab.pids(host)] == []
     for host in range(NUM_HOSTS):
@@ -242,13 +242,13 @@ def test_streams_go_on_whatever_happens_to_hosts(smollm2_path: Path, tmp_path: P
 
 
 def lose_hosts_one_by_one(mesh: Running, undisturbed: list[dict[str, Any]]) -> None:
-    mesh.until_spares_are_warm()
+    mesh.until_replicas_are_loaded()
     before = mesh.status()
     num_failures, num_repairs = len(before["failures"]), before["repairs"]["count"]
 
     with mesh.streams(undisturbed):
         mesh.kill_stage(mesh.stage_hosts()[0])
-    mesh.until_spares_are_warm()
+    mesh.until_replicas_are_loaded()
 
     victim = mesh.stage_hosts()[-1]
     with mesh.streams(undisturbed):
@@ -256,7 +256,7 @@ def lose_hosts_one_by_one(mesh: Running, undisturbed: list[dict[str, Any]]) -> N
         mesh.until_repaired(num_repairs + 2)
         mesh.lab.deliver_packets(victim)
     # It finds its way back by itself.
-    mesh.until_spares_are_warm()
+    mesh.until_replicas_are_loaded()
 
     drained = mesh.stage_hosts()[0]
     with mesh.streams(undisturbed):

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator.options import CoordinatorOptions
-from mesh.coordinator.session import Suspicion, culprit
+from mesh.coordinator.session import CrashHistory, crash_suspect
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import StageFailed
 from stages.runtime.stage_runtime import Span
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import collect
@@ -28,7 +28,7 @@ def request(prompt: Sequence[int]) -> GenerationRequest:
 
 
 def alone(prompt: Sequence[int]) -> list[int]:
-    return plain_answer(prompt, NUM_TOKENS, Sampler(Sampling()).sample)
+    return plain_answer(prompt, NUM_TOKENS, Sampler(SamplingParams()).sample)
 
 
 class Crashing:
@@ -65,22 +65,22 @@ def test_only_who_was_alone_at_the_same_place_again_and_again_is_blamed(
     crashes: list[dict[int, int]], most_crashes: int
 ) -> None:
     """Each crash: sessions under way, and where they were."""
-    suspicions = [Suspicion() for _ in range(3)]
+    histories = [CrashHistory() for _ in range(3)]
     past: dict[int, list[tuple[int, bool]]] = {session: [] for session in range(3)}
     for under_way in crashes:
         is_alone = len(under_way) == 1
         for session, position in under_way.items():
-            suspicions[session].add(position, is_alone=is_alone)
+            histories[session].add(position, is_alone=is_alone)
             past[session].append((position, is_alone))
             latest_two = [place for place, _ in past[session][-2:]]
-            assert suspicions[session].is_on_trial == (latest_two == [position] * 2)
+            assert histories[session].is_suspect == (latest_two == [position] * 2)
         guilty = [
             session
             for session, position in under_way.items()
             if past[session][-most_crashes:] == [(position, True)] * most_crashes
         ]
-        blamed = culprit([suspicions[session] for session in under_way], most_crashes)
-        assert blamed is (suspicions[guilty[0]] if guilty else None)
+        blamed = crash_suspect([histories[session] for session in under_way], most_crashes)
+        assert blamed is (histories[guilty[0]] if guilty else None)
 
 
 @pytest.mark.parametrize("place", [4, 25])

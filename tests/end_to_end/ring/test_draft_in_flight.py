@@ -15,7 +15,7 @@ from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions
 from speculative.draft.model import DraftModel
 from stages.runtime.stage_runtime import RuntimeOptions
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 from tests.support.ring_harness import RunningStage, collect, running_coordinator, running_stages
 
 pytestmark = pytest.mark.model
@@ -26,8 +26,8 @@ NUM_TOKENS = 32
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 TEXTS = ("Write a function that sorts a list in Python.", "Name the planets.", "Why is the sky blue?")
 SAMPLINGS = {
-    "greedy": Sampling(),
-    "seeded": Sampling(temperature=0.8, top_p=0.95, seed=17),
+    "greedy": SamplingParams(),
+    "seeded": SamplingParams(temperature=0.8, top_p=0.95, seed=17),
 }
 
 
@@ -55,7 +55,9 @@ async def stages(smollm2_path: Path, stage_cache_dir: Path) -> AsyncIterator[lis
         yield running
 
 
-def request(tokenizer: Tokenizer, text: str, sampling: Sampling, mode: SpeculationMode) -> GenerationRequest:
+def request(
+    tokenizer: Tokenizer, text: str, sampling: SamplingParams, mode: SpeculationMode
+) -> GenerationRequest:
     prompt = tokenizer.encode(CHAT.format(text), add_special=False, parse_special=True)
     return GenerationRequest(
         tuple(prompt),
@@ -84,7 +86,7 @@ async def test_one_seed_one_text(
     stages: list[RunningStage],
     draft: DraftModel,
     tokenizer: Tokenizer,
-    sampling: Sampling,
+    sampling: SamplingParams,
     width: int,
     depth: int,
 ) -> None:

@@ -15,7 +15,7 @@ from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposal, Proposer
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 from tests.support.proposers import Parrot
 from tests.support.ring_harness import RunningStage, running_coordinator, running_stages
 from tests.support.short_models import short_smollm2_path  # noqa: F401 - a fixture
@@ -35,9 +35,9 @@ TEXTS = (
     CHAT.format("Say hi."),
 )
 SAMPLINGS = {
-    "greedy": Sampling(),
-    "hot": Sampling(temperature=1.0, seed=11),
-    "filtered": Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=2**64 - 1),
+    "greedy": SamplingParams(),
+    "hot": SamplingParams(temperature=1.0, seed=11),
+    "filtered": SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=2**64 - 1),
 }
 
 
@@ -101,7 +101,7 @@ class Oracle:
         pass
 
 
-def requests(tokenizer: Tokenizer, sampling: Sampling, max_tokens: int = 32) -> list[GenerationRequest]:
+def requests(tokenizer: Tokenizer, sampling: SamplingParams, max_tokens: int = 32) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             tuple(tokenizer.encode(text, add_special=False, parse_special=True)),
@@ -201,7 +201,7 @@ EITHER = pytest.mark.parametrize(
 async def test_seeds_differ(stages: list[RunningStage], tokenizer: Tokenizer) -> None:
     texts = []
     for seed in (1, 2):
-        wanted = requests(tokenizer, Sampling(temperature=1.0, seed=seed), max_tokens=16)[2:3]
+        wanted = requests(tokenizer, SamplingParams(temperature=1.0, seed=seed), max_tokens=16)[2:3]
         texts += (await answers(stages, wanted, NgramProposer, at_once=True))[0]
     assert texts[0] != texts[1]
 
@@ -220,7 +220,8 @@ async def test_tokens_come_with_the_model_s_own_probabilities(
 
     n_draws = 400
     wanted = [
-        GenerationRequest(prompt, 1, sampling=Sampling(temperature=1.0, seed=seed)) for seed in range(n_draws)
+        GenerationRequest(prompt, 1, sampling=SamplingParams(temperature=1.0, seed=seed))
+        for seed in range(n_draws)
     ]
     first_half, _ = await answers(stages, wanted[: n_draws // 2], None, at_once=True)
     second_half, _ = await answers(stages, wanted[n_draws // 2 :], NgramProposer, at_once=True)

@@ -12,7 +12,7 @@ from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.runtime.stage_runtime import RuntimeOptions
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 from tests.support.proposers import Oracle, Parrot
 from tests.support.ring_harness import RunningStage, collect, running_coordinator, running_stages
 from tests.support.whole_model_engine import WholeModelEngine
@@ -34,12 +34,12 @@ SCHEMA = {
 }
 LINES = 'root ::= ("- " [A-Za-zäöü ]{3,12} "\\n"){2,3}'
 CASES = {
-    "a schema, greedy": (schema_grammar(SCHEMA, param="schema"), Sampling()),
+    "a schema, greedy": (schema_grammar(SCHEMA, param="schema"), SamplingParams()),
     "a schema, filtered": (
         schema_grammar(SCHEMA, param="schema"),
-        Sampling(0.9, top_k=50, top_p=0.95, seed=7, frequency_penalty=0.3),
+        SamplingParams(0.9, top_k=50, top_p=0.95, seed=7, frequency_penalty=0.3),
     ),
-    "lines, drawn": (LINES, Sampling(1.0, seed=11, logit_bias=((28, -5.0),))),
+    "lines, drawn": (LINES, SamplingParams(1.0, seed=11, logit_bias=((28, -5.0),))),
 }
 
 
@@ -80,7 +80,7 @@ async def test_the_text_is_that_of_the_whole_model(
     stages: list[RunningStage],
     tokenizer: Tokenizer,
     grammar: str,
-    sampling: Sampling,
+    sampling: SamplingParams,
 ) -> None:
     prompt = tuple(tokenizer.encode(CHAT.format("Describe a tree."), add_special=False, parse_special=True))
     request = GenerationRequest(prompt, 60, tokenizer.end_tokens, sampling, grammar=grammar)

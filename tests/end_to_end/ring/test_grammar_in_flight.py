@@ -20,7 +20,7 @@ from speculative.proposer import Proposer
 from stages.grammar.automaton import DEAD
 from stages.grammar.session_grammar import GrammarRecord, make_automaton
 from stages.grammar.token_masks import TokenTexts
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Oracle, Parrot
 from tests.support.repairable_ring import NUM_STAGES, Deaths, RepairableRing, serving
@@ -113,10 +113,10 @@ async def answers(
 
 SAMPLINGS = st.sampled_from(
     [
-        Sampling(),
-        Sampling(1.0, seed=4),
-        Sampling(0.7, top_k=5, top_p=0.9, seed=5),
-        Sampling(
+        SamplingParams(),
+        SamplingParams(1.0, seed=4),
+        SamplingParams(0.7, top_k=5, top_p=0.9, seed=5),
+        SamplingParams(
             0.9, min_p=0.2, seed=6, frequency_penalty=1.0, repetition_penalty=1.2, logit_bias=((8, 9.0),)
         ),
     ]
@@ -147,7 +147,7 @@ def test_one_text_whatever_flies(
     width: int | None,
     depth: int | None,
     delays_ms: list[float],
-    sampling: Sampling,
+    sampling: SamplingParams,
     grammar: str,
 ) -> None:
     delays = itertools.cycle(delays_ms)
@@ -187,7 +187,7 @@ def test_one_text_whenever_stages_die(
     errs: list[bool],
     width: int | None,
     depth: int | None,
-    sampling: Sampling,
+    sampling: SamplingParams,
     grammar: str,
 ) -> None:
     """The tail too: one that is new hears the vocabulary, and reads the answer so far again."""
@@ -225,7 +225,7 @@ def test_one_text_whenever_stages_die(
 @pytest.mark.parametrize("depth", [1, 4])
 async def test_a_trace_of_rejected_rows_would_show(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """With states that are not cut where a window starts, another text or an error comes out."""
-    request = GenerationRequest(PROMPT, 24, sampling=Sampling(1.0, seed=3), grammar=LISTS)
+    request = GenerationRequest(PROMPT, 24, sampling=SamplingParams(1.0, seed=3), grammar=LISTS)
     text = expected(request)
     errs = [False, True, False, False, True]
     controller = ControllerOptions(fixed_width=3, fixed_depth=depth)

@@ -89,7 +89,7 @@ async def test_a_host_whose_ray_node_ends_joins_again_with_another(tmp_path: Pat
         assert len({node.config.name for node in host.nodes}) == len(host.nodes) == 2
         (member,) = side.members
         assert member.ray_node_name == host.nodes[1].config.name
-        side.service.let_go("studio", "goodbye")
+        side.service.dismiss("studio", "goodbye")
         await host.outcome()
         assert not host.nodes[1].is_running
 
@@ -99,7 +99,7 @@ async def test_a_ray_node_that_does_not_start_at_once_is_started_again(tmp_path:
         host = Host(side, num_false_starts=MOST_STARTS - 1)
         await until(side.members, 1)
         assert len(host.nodes) == MOST_STARTS
-        side.service.let_go("studio", "goodbye")
+        side.service.dismiss("studio", "goodbye")
         await host.outcome()
 
 
@@ -122,7 +122,7 @@ async def test_a_host_that_lost_its_head_comes_back_with_the_node_that_it_has(tm
         again = MembershipServer(side.service, side.certificate)
         await again.start("127.0.0.1", int(side.source.address.rpartition(":")[2]))
         await until(side.members, 1)
-        side.service.let_go("studio", "goodbye")
+        side.service.dismiss("studio", "goodbye")
         await host.outcome()
         await again.stop()
         assert len(host.nodes) == 1
@@ -153,7 +153,7 @@ async def test_a_first_try_that_fails_says_why_at_once(tmp_path: Path) -> None:
         await until(side.members, 1)
         with pytest.raises(JoinError, match="in the mesh already"):
             await Host(side).outcome()
-        side.service.let_go("studio", "goodbye")
+        side.service.dismiss("studio", "goodbye")
         await first.outcome()
 
 
@@ -166,7 +166,7 @@ async def test_ctrl_c_asks_the_head_and_waits_for_its_leave(tmp_path: Path) -> N
         await until(side.members, 0)
         await asyncio.sleep(0.1)
         assert not host.task.done()
-        side.service.let_go("studio", "its layers have moved")
+        side.service.dismiss("studio", "its layers have moved")
         await host.outcome()
         assert host.interruption.received is signal.SIGINT
 

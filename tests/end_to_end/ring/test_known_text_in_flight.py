@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mesh.engine import GenerationRequest, GenerationStats
 from mesh.serve.proposers import Proposers
 from speculative.controller import ControllerOptions
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.ring_harness import collect, running_coordinator
 from tests.support.searches import search
@@ -17,7 +17,7 @@ from tests.support.shared_ring import SharedRing, shared_ring
 N_VOCAB = 64
 NUM_TOKENS = 48
 PROMPT = tuple(range(3, 23))
-SAMPLING = Sampling(temperature=1.0, seed=7)
+SAMPLING = SamplingParams(temperature=1.0, seed=7)
 ANSWER = tuple(plain_answer(PROMPT, NUM_TOKENS, Sampler(SAMPLING).sample))
 
 

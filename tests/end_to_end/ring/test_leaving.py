@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.cluster.admission import Door
+from mesh.cluster.admission import AdmissionControl
 from mesh.cluster.membership_client import Membership, find_head
 from spanmesh_proto.errors import InvalidJoinToken, JoinError
 from stages.weights.fetch import fetch_stage
@@ -40,7 +40,7 @@ async def test_a_host_that_wants_to_leave_stays_until_it_is_let_go(tmp_path: Pat
         await until(side.members, 0)
         (member,) = side.members
         assert (member.is_ready, member.is_leaving) == (True, True)
-        side.service.let_go("studio", "its layers have moved")
+        side.service.dismiss("studio", "its layers have moved")
         async with asyncio.timeout(20):
             assert [state async for state in states][-1] == "its layers have moved"
 
@@ -81,8 +81,8 @@ async def test_an_evicted_host_is_cut_off_and_its_token_admits_nobody(tmp_path: 
         with pytest.raises(InvalidJoinToken):
             await fetch_stage(StageStore(tmp_path / "bad"), recipe.sha256, side.source)
         source = dataclasses.replace(side.source, secret=new.secret)
-        brought = await fetch_stage(StageStore(tmp_path / "good"), recipe.sha256, source)
-        assert brought.path.exists()
+        fetched = await fetch_stage(StageStore(tmp_path / "good"), recipe.sha256, source)
+        assert fetched.path.exists()
 
 
 async def test_only_a_host_that_has_joined_can_be_evicted(tmp_path: Path) -> None:
@@ -94,9 +94,9 @@ async def test_only_a_host_that_has_joined_can_be_evicted(tmp_path: Path) -> Non
 
 async def test_a_replaced_secret_differs(tmp_path: Path) -> None:
     async with head(tmp_path) as side:
-        door = Door(side.token)
-        door.evict("a")
-        first = door.token.secret
-        door.evict("b")
-        assert len({side.token.secret, first, door.token.secret}) == 3
-        assert door.token.fingerprint == side.token.fingerprint
+        admission = AdmissionControl(side.token)
+        admission.evict("a")
+        first = admission.token.secret
+        admission.evict("b")
+        assert len({side.token.secret, first, admission.token.secret}) == 3
+        assert admission.token.fingerprint == side.token.fingerprint

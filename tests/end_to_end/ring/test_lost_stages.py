@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
-from mesh.coordinator.request_queue import Gate
-from mesh.coordinator.ring import Silence
+from mesh.coordinator.request_queue import RequestGate
+from mesh.coordinator.ring import LivenessMonitor
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ModelDoesNotFit, StageFailed
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import MESH_ID, MESH_KEY, RunningStage, collect, running_services
@@ -24,7 +24,7 @@ from tests.support.stage_process import stage_process
 
 OPTIONS = CoordinatorOptions(128, 2, FakeRuntime.max_rows, 64, ping_interval_s=0.05, ping_timeout_s=0.3)
 PROMPT = tuple(range(3, 30))
-TEXT = plain_answer(PROMPT, 40, Sampler(Sampling()).sample)
+TEXT = plain_answer(PROMPT, 40, Sampler(SamplingParams()).sample)
 REQUEST = GenerationRequest(PROMPT, 40)
 
 
@@ -35,18 +35,18 @@ REQUEST = GenerationRequest(PROMPT, 40)
 def test_only_time_in_which_a_stage_could_be_heard_counts(
     num_stages: int, steps: list[tuple[float, set[int]]]
 ) -> None:
-    silence = Silence(num_stages, interval_s=0.5, timeout_s=2.0)
+    liveness = LivenessMonitor(num_stages, interval_s=0.5, timeout_s=2.0)
     silent_s = [0.0] * num_stages
     for elapsed_s, heard in steps:
         for stage in heard & set(range(num_stages)):
-            silence.heard(stage)
+            liveness.note_reply(stage)
             silent_s[stage] = 0.0
         silent_s = [each_s + min(elapsed_s, 0.5) for each_s in silent_s]
-        assert silence.tick(elapsed_s) == tuple(
+        assert liveness.tick(elapsed_s) == tuple(
             stage for stage, each_s in enumerate(silent_s) if each_s > 2.0
         )
-    silence.heard_all()
-    assert silence.tick(0.5) == ()
+    liveness.note_all()
+    assert liveness.tick(0.5) == ()
 
 
 @dataclass
@@ -184,13 +184,13 @@ async def test_a_ring_that_cannot_be_opened_leaves_sessions_waiting() -> None:
 
 
 async def test_nobody_waits_at_a_gate_that_is_open() -> None:
-    gate = Gate(0.0)
-    async with gate.patience():
-        await gate.opened()
-    gate.hold()
+    request_gate = RequestGate(0.0)
+    async with request_gate.patience():
+        await request_gate.opened()
+    request_gate.hold()
     with pytest.raises(StageFailed, match="being repaired"):
-        async with gate.patience():
-            await gate.opened()
-    gate.open()
-    async with gate.patience():
-        await gate.opened()
+        async with request_gate.patience():
+            await request_gate.opened()
+    request_gate.open()
+    async with request_gate.patience():
+        await request_gate.opened()

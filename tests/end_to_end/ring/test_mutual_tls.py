@@ -62,10 +62,10 @@ async def stage(
         mesh_id=MESH_ID,
         mesh_key=MESH_KEY,
     )
-    service.strangers._patience_s = patience_s
+    service.handshakes._patience_s = patience_s
     server = grpc.aio.server(interceptors=[service.key_check], options=SERVER_OPTIONS)
     rpc.add_StageServicer_to_server(service, server)
-    port = add_port(server, "127.0.0.1:0", shown, service.strangers.connected)
+    port = add_port(server, "127.0.0.1:0", shown, service.handshakes.connected)
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -116,7 +116,7 @@ async def test_who_is_no_member_is_turned_away_even_with_the_mesh_key_and_that_i
             # Nobody else suffers.
             assert await greet(address, COORDINATOR) == PROTOCOL_VERSION
             async with asyncio.timeout(PATIENCE_S):
-                while "stranger_refused" not in [entry["event"] for entry in logs]:  # noqa: ASYNC110
+                while "handshake_without_call" not in [entry["event"] for entry in logs]:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
 
 
@@ -128,18 +128,18 @@ async def test_whoever_calls_is_no_stranger_and_one_who_does_not_is_told_apart_f
             with pytest.raises(MeshError, match="mesh key is missing or wrong"):
                 await greet(address, COORDINATOR, mesh_key="of the ring before")
             await asyncio.sleep(2.2)
-            assert [entry for entry in logs if entry["event"] == "stranger_refused"] == []
+            assert [entry for entry in logs if entry["event"] == "handshake_without_call"] == []
             _, writer = await asyncio.open_connection(*address.split(":"))
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
             for _ in range(10):
                 await greet(address, COORDINATOR)
             for _ in range(600):
-                if "stranger_refused" in [entry["event"] for entry in logs]:
+                if "handshake_without_call" in [entry["event"] for entry in logs]:
                     break
                 await asyncio.sleep(0.1)
             await asyncio.sleep(0.5)
             writer.close()
-    assert [entry["event"] for entry in logs].count("stranger_refused") == 1
+    assert [entry["event"] for entry in logs].count("handshake_without_call") == 1
 
 
 async def test_whoever_only_trusts_but_shows_nothing_is_turned_away() -> None:

@@ -12,7 +12,7 @@ from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.runtime.stage_runtime import RuntimeOptions
 from stages.sampling.logprobs import TokenLogprobs
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 from tests.support.proposers import Oracle, Parrot
 from tests.support.ring_harness import RunningStage, running_coordinator, running_stages
 from tests.support.whole_model_engine import WholeModelEngine
@@ -23,8 +23,8 @@ CTX_SIZE = 256
 # One that invites repetition, as a loop and as a list.
 TEXT = "apple, pear, plum, apple, pear, plum, apple,"
 SAMPLINGS = {
-    "greedy": Sampling(frequency_penalty=0.4, presence_penalty=0.3, logit_bias=((28, -100.0),)),
-    "seeded": Sampling(0.8, top_p=0.95, seed=7, repetition_penalty=1.2, repetition_window=64),
+    "greedy": SamplingParams(frequency_penalty=0.4, presence_penalty=0.3, logit_bias=((28, -100.0),)),
+    "seeded": SamplingParams(0.8, top_p=0.95, seed=7, repetition_penalty=1.2, repetition_window=64),
 }
 
 
@@ -73,7 +73,7 @@ def ways(future: list[int]) -> tuple[tuple[Callable[[], Proposer] | None, int, i
     ],
 )
 async def test_text_and_logprobs_are_those_of_the_whole_model(
-    whole: WholeModelEngine, stages: list[RunningStage], tokenizer: Tokenizer, sampling: Sampling
+    whole: WholeModelEngine, stages: list[RunningStage], tokenizer: Tokenizer, sampling: SamplingParams
 ) -> None:
     prompt = tuple(tokenizer.encode(TEXT, add_special=False, parse_special=False))
     request = GenerationRequest(prompt, 24, sampling=sampling, num_top_logprobs=5)

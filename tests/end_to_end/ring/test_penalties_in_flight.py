@@ -15,8 +15,8 @@ from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.sampling.logprobs import TokenLogprobs, token_logprobs
-from stages.sampling.sampler import Sampler, Sampling
-from stages.sampling.verifier import Draws, Judge, TokenRecord
+from stages.sampling.sampler import Sampler, SamplingParams
+from stages.sampling.verifier import SampledTokens, TokenRecord, WindowVerifier
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Oracle, Parrot
 from tests.support.ring_harness import RunningStage, collect, running_coordinator, running_services
@@ -25,7 +25,7 @@ from tests.support.shared_ring import SharedRing, shared_ring
 
 N_VOCAB = 64
 PROMPT = (3, 16, 17, 3, 16)
-STRONG = Sampling(
+STRONG = SamplingParams(
     frequency_penalty=0.6,
     presence_penalty=0.9,
     repetition_penalty=1.4,
@@ -38,7 +38,7 @@ ring = shared_ring
 
 
 def expected(
-    prompt: Sequence[int], num_tokens: int, sampling: Sampling
+    prompt: Sequence[int], num_tokens: int, sampling: SamplingParams
 ) -> tuple[list[int], list[TokenLogprobs]]:
     """One token at a time, with a list for a record."""
     sampler = Sampler(sampling, len(prompt))
@@ -90,8 +90,8 @@ async def answers(
     sampling=st.sampled_from(
         [
             STRONG,
-            Sampling(0.9, seed=4, frequency_penalty=1.0, repetition_penalty=1.2),
-            Sampling(
+            SamplingParams(0.9, seed=4, frequency_penalty=1.0, repetition_penalty=1.2),
+            SamplingParams(
                 0.7, top_k=9, seed=5, presence_penalty=-1.0, repetition_penalty=0.8, repetition_window=3
             ),
         ]
@@ -107,7 +107,7 @@ def test_one_text_whatever_flies(
     width: int | None,
     depth: int | None,
     delays_ms: list[float],
-    sampling: Sampling,
+    sampling: SamplingParams,
 ) -> None:
     wanted = [expected(prompt, num_tokens, sampling) for prompt in prompts]
     delays = itertools.cycle(delays_ms)
@@ -171,18 +171,19 @@ async def test_penalties_and_bans_do_something() -> None:
         ) as coordinator,
     ):
         plain, _ = await collect(coordinator, GenerationRequest(PROMPT, 30))
-        fewer = Sampling(frequency_penalty=2.0, presence_penalty=2.0)
+        fewer = SamplingParams(frequency_penalty=2.0, presence_penalty=2.0)
         varied, _ = await collect(coordinator, GenerationRequest(PROMPT, 30, sampling=fewer))
         assert len(set(varied)) > len(set(plain))
-        only = Sampling(logit_bias=((9, 100.0),))
+        only = SamplingParams(logit_bias=((9, 100.0),))
         forced, _ = await collect(coordinator, GenerationRequest(PROMPT, 5, sampling=only))
         assert forced == [9] * 5
-        without = Sampling(logit_bias=tuple((token, -100.0) for token in set(plain)))
+        without = SamplingParams(logit_bias=tuple((token, -100.0) for token in set(plain)))
         banned, _ = await collect(coordinator, GenerationRequest(PROMPT, 30, sampling=without))
         assert not set(banned) & set(plain)
         with pytest.raises(InvalidRequest, match="token id 64"):
             await collect(
-                coordinator, GenerationRequest(PROMPT, 1, sampling=Sampling(logit_bias=((N_VOCAB, 1.0),)))
+                coordinator,
+                GenerationRequest(PROMPT, 1, sampling=SamplingParams(logit_bias=((N_VOCAB, 1.0),))),
             )
 
 
@@ -194,7 +195,7 @@ async def test_a_tail_that_does_not_know_a_biased_token_says_so() -> None:
             stages, context_length=128, num_slots=2, max_rows=FakeRuntime.max_rows, n_vocab=N_VOCAB + 9
         ) as coordinator,
     ):
-        beyond = GenerationRequest(PROMPT, 5, sampling=Sampling(logit_bias=((N_VOCAB, 1.0),)))
+        beyond = GenerationRequest(PROMPT, 5, sampling=SamplingParams(logit_bias=((N_VOCAB, 1.0),)))
         other = asyncio.create_task(collect(coordinator, GenerationRequest(PROMPT, 20)))
         with pytest.raises(RequestError, match="stage 2: logit_bias names the token id 64"):
             await collect(coordinator, beyond)
@@ -203,8 +204,8 @@ async def test_a_tail_that_does_not_know_a_biased_token_says_so() -> None:
 
 
 async def test_a_tail_that_leaves_out_logprobs_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = Judge.judge
-    monkeypatch.setattr(Judge, "judge", lambda *window: Draws(judge(*window).tokens))
+    verifier = WindowVerifier.verify
+    monkeypatch.setattr(WindowVerifier, "verify", lambda *window: SampledTokens(verifier(*window).tokens))
     request = GenerationRequest(PROMPT, 5, num_top_logprobs=2)
     async with running_services(fake_ring()) as stages:
         with pytest.raises(ProtocolError, match="sent 0 logprobs for 1 ids, not 1"):

@@ -20,7 +20,7 @@ from mesh.coordinator.coordinator import Coordinator
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import InvalidWindow
 from speculative.controller import ControllerOptions
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Parrot
 from tests.support.ring_harness import RunningStage, collect, running_coordinator, running_services
@@ -30,7 +30,7 @@ from tests.support.shared_ring import SharedRing, shared_ring
 N_VOCAB = 64
 NUM_SLOTS = 4
 PROMPT = tuple(range(3, 33))
-PENALTIES = Sampling(0.8, seed=4, repetition_penalty=1.5, presence_penalty=0.7, repetition_window=20)
+PENALTIES = SamplingParams(0.8, seed=4, repetition_penalty=1.5, presence_penalty=0.7, repetition_window=20)
 
 
 ring = shared_ring
@@ -99,7 +99,7 @@ def requests_of(talk: Sequence[Sequence[Turn]]) -> list[list[tuple[GenerationReq
         asked = []
         for turn in group:
             shared = texts[turn.earlier % len(texts)][: turn.num_shared]
-            sampling = PENALTIES if turn.is_drawn else Sampling()
+            sampling = PENALTIES if turn.is_drawn else SamplingParams()
             request = GenerationRequest((*shared, *turn.more), 12, sampling=sampling, client=turn.client)
             asked.append((request, turn.num_read))
         texts += [(*request.prompt, *alone(request)) for request, _ in asked]
@@ -230,7 +230,7 @@ async def test_a_window_that_fails_behind_its_session_s_back_is_remembered() -> 
         await asyncio.wait({hanging_up})
         failing.go_on()
         async with asyncio.timeout(10):
-            while coordinator._slots.prefixes._kept:  # noqa: ASYNC110
+            while coordinator._slots.prefix_cache._cached:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         tokens, last = await collect(coordinator, GenerationRequest(PROMPT, 2))
         assert last.stats.num_cached == 0
@@ -331,12 +331,12 @@ async def test_a_session_that_is_given_up_is_opened_at_every_stage() -> None:
         await given_up(hanging_up)
         held.let_go()
         # In the slot after the one that runs.
-        tokens = [stage.service._path._slots._tokens for stage in stages]
+        tokens = [stage.service._engine._slots._tokens for stage in stages]
         async with asyncio.timeout(10):
             while any(each.tokens(1).tolist() != list(PROMPT) for each in tokens):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        assert not coordinator._slots.prefixes._expected, "it is over"
-        assert 1 not in coordinator._slots.prefixes._kept, "no verdict has confirmed it"
+        assert not coordinator._slots.prefix_cache._expected, "it is over"
+        assert 1 not in coordinator._slots.prefix_cache._cached, "no verdict has confirmed it"
         await running.aclose()
         await idle(stages)
 
@@ -350,8 +350,8 @@ async def test_what_a_slot_does_not_hold_is_computed_anew(stale: int, num_more: 
     async with running_services(runtimes) as stages, serving(stages) as coordinator:
         # Of a long text the common part is copied, of a short one its slot taken.
         await collect(coordinator, GenerationRequest(PROMPT, num_more))
-        path = stages[stale].service._path
-        await path._in_worker(lambda: path._slots.trim(0, 20))
+        engine = stages[stale].service._engine
+        await engine._in_worker(lambda: engine._slots.trim(0, 20))
         with capture_logs() as logs:
             tokens, last = await collect(coordinator, request)
         assert tokens == alone(request)

@@ -11,7 +11,7 @@ from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import Committed, GenerationRequest
 from stages.layers import LayerRange, ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 from stages.weights.stage_cache import StageCache
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import running_coordinator, running_stages
@@ -24,9 +24,9 @@ PROMPT = tuple(range(20, 65))
 OPTIONS = RuntimeOptions(num_slots=NUM_SLOTS, ctx_size=CTX_SIZE, exact=True)
 REQUESTS = (
     GenerationRequest(PROMPT, NUM_TOKENS),
-    GenerationRequest(PROMPT[:9], NUM_TOKENS, sampling=Sampling(1.0, seed=3)),
+    GenerationRequest(PROMPT[:9], NUM_TOKENS, sampling=SamplingParams(1.0, seed=3)),
     # Begins as the first does.
-    GenerationRequest((*PROMPT[:30], 7, 8), NUM_TOKENS, sampling=Sampling(1.0, seed=11)),
+    GenerationRequest((*PROMPT[:30], 7, 8), NUM_TOKENS, sampling=SamplingParams(1.0, seed=11)),
 )
 
 

@@ -98,20 +98,20 @@ async def test_a_stage_that_was_to_follow_and_takes_a_place_meanwhile_follows_no
         stage.service.follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 0),
         stage.service.rejoin(0, "third ring", "third key", 3),
     )
-    assert stage.service._follower is None, "its slots are those of a ring now"
+    assert stage.service._replication_sink is None, "its slots are those of a ring now"
     # The other way round: the stage is on its way into a ring when it is to follow.
     await stage.service.follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 3)
     await asyncio.gather(
         stage.service.rejoin(0, "third ring", "third key", 3),
         stage.service.follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 3),
     )
-    assert stage.service._follower is None, "its slots are those of a ring now"
+    assert stage.service._replication_sink is None, "its slots are those of a ring now"
     await stage.service.follow(one.address.address, "", ring.mesh_id, ring.mesh_key, 3)
     await asyncio.gather(
         stage.service.follow(other.address.address, "", ring.mesh_id, ring.mesh_key, 3),
         stage.service.follow(one.address.address, "", "fourth ring", ring.mesh_key, 3),
     )
-    follower = stage.service._follower
+    follower = stage.service._replication_sink
     assert follower is not None
     assert follower.does_for(one.address.address, "fourth ring"), "the later order counts"
 
@@ -249,11 +249,11 @@ async def test_another_coordinator_s_sessions_are_not_gone_on_with() -> None:
     said: list[int] = []
     for term in (0, 1):
         await stage.service.rejoin(0, ring.mesh_id, ring.mesh_key, term)
-        stage.service._path.open(wire.Open(session=1, sampling=sampling, resumed_session=1, num_resumed=4))
-        said.append(stage.service._path._sessions._open[1].num_resumed)
+        stage.service._engine.open(wire.Open(session=1, sampling=sampling, resumed_session=1, num_resumed=4))
+        said.append(stage.service._engine._sessions._open[1].num_resumed)
         await stage.service.rejoin(0, ring.mesh_id, ring.mesh_key, term)
-        stage.service._path.open(wire.Open(session=2, sampling=sampling, resumed_session=1, num_resumed=4))
-        said.append(stage.service._path._sessions._open[2].num_resumed)
+        stage.service._engine.open(wire.Open(session=2, sampling=sampling, resumed_session=1, num_resumed=4))
+        said.append(stage.service._engine._sessions._open[2].num_resumed)
     await ring.close()
     assert said == [0, 4, 0, 4]
 
@@ -263,13 +263,13 @@ async def test_a_copy_that_followed_for_the_next_coordinator_knows_none_of_the_i
     await ring.fill()
     service = ring.running[0].service
     sampling = wire.Sampling(top_p=1, repetition_penalty=1)
-    service._path.open(wire.Open(session=1, sampling=sampling))
-    service._path.close(1)
+    service._engine.open(wire.Open(session=1, sampling=sampling))
+    service._engine.close(1)
     await service.follow(ring.running[1].address.address, "", ring.mesh_id, ring.mesh_key, 1)
     await service.rejoin(0, ring.mesh_id, ring.mesh_key, 1)
-    service._path.open(wire.Open(session=1, sampling=sampling, resumed_session=1, num_resumed=4))
+    service._engine.open(wire.Open(session=1, sampling=sampling, resumed_session=1, num_resumed=4))
     num_open = service.stats().num_open_sessions
-    entry = service._path._sessions._open[1]
+    entry = service._engine._sessions._open[1]
     await ring.close()
     assert num_open == 1
     assert entry.num_resumed == 0
@@ -277,18 +277,18 @@ async def test_a_copy_that_followed_for_the_next_coordinator_knows_none_of_the_i
 
 async def test_a_slot_begins_with_what_its_session_had_there_and_nothing_else(ring: RepairableRing) -> None:
     stage = ring.running[0]
-    runtime = stage.service._path._worker._runtime
+    runtime = stage.service._engine._worker._runtime
     assert runtime.length(0) > 4, "somebody's cells are there"
     sampling = wire.Sampling(top_p=1, repetition_penalty=1)
-    stage.service._path.open(wire.Open(session=2, sampling=sampling, resumed_session=1, num_resumed=4))
+    stage.service._engine.open(wire.Open(session=2, sampling=sampling, resumed_session=1, num_resumed=4))
     await stage.service.rejoin(0, "another ring", "key", 0)
     assert runtime.length(0) == 0
     tokens = [5, 6, 7, 8, 9]
-    stage.service._path.open(wire.Open(session=3, sampling=sampling))
-    stage.service._path.take(wire.Window(session=3, tokens=tokens, verify_rows=1))
+    stage.service._engine.open(wire.Open(session=3, sampling=sampling))
+    stage.service._engine.take(wire.Window(session=3, tokens=tokens, verify_rows=1))
     while stage.service.stats().num_rows < len(tokens):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     await stage.service.rejoin(0, "a third ring", "key", 0)
-    stage.service._path.open(wire.Open(session=4, sampling=sampling, resumed_session=3, num_resumed=4))
+    stage.service._engine.open(wire.Open(session=4, sampling=sampling, resumed_session=3, num_resumed=4))
     await stage.service.rejoin(0, "a fourth ring", "key", 0)
     assert runtime.length(0) == 4

@@ -13,7 +13,7 @@ from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.stage_cache import StageCache
 from tests.support.repairable_ring import RepairableRing, serving
@@ -22,17 +22,17 @@ pytestmark = pytest.mark.model
 
 NUM_TOKENS = 20
 GRAMMAR = 'root ::= ("{" [a-z]{2,9} ":" [0-9]{1,3} "} ")*'
-PENALTIES = Sampling(0.8, seed=7, repetition_penalty=1.2, frequency_penalty=0.4, repetition_window=64)
+PENALTIES = SamplingParams(0.8, seed=7, repetition_penalty=1.2, frequency_penalty=0.4, repetition_window=64)
 # Longer than a chunk, and short; greedy, drawn, and with a memory of what was said.
 REQUESTS = (
     GenerationRequest(tuple(range(100, 170)), NUM_TOKENS, num_top_logprobs=2),
     # Held to a grammar, which a new tail follows again from its beginning.
     GenerationRequest(
-        (504, 28, 216, 28, 260, 28), NUM_TOKENS, sampling=Sampling(1.0, seed=3), grammar=GRAMMAR
+        (504, 28, 216, 28, 260, 28), NUM_TOKENS, sampling=SamplingParams(1.0, seed=3), grammar=GRAMMAR
     ),
     GenerationRequest(tuple(range(900, 920)), NUM_TOKENS, sampling=PENALTIES, num_top_logprobs=0),
     # Replays begin with what the first has computed.
-    GenerationRequest((*range(100, 150), 7, 8), NUM_TOKENS, sampling=Sampling(1.0, seed=11)),
+    GenerationRequest((*range(100, 150), 7, 8), NUM_TOKENS, sampling=SamplingParams(1.0, seed=11)),
 )
 TIMES = ((0, "kill 1"), (4, "kill 2"), (8, "move"), (12, "kill 0"))
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mesh.coordinator.generation import Generation, WindowPlan
 from mesh.engine import GenerationRequest
 from speculative.proposer import Proposal
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from stages.sampling.verifier import verify
 
 N_VOCAB = 5
@@ -55,7 +55,7 @@ def least_likely(history: Sequence[int]) -> int:
 
 def draw(seed: int, guess: Callable[[Sequence[int]], int], *, width: int, depth: int) -> tuple[int, ...]:
     """One answer, with up to `depth` windows of `width` guesses in flight."""
-    request = GenerationRequest(PROMPT, NUM_TOKENS, sampling=Sampling(1.0, seed=seed))
+    request = GenerationRequest(PROMPT, NUM_TOKENS, sampling=SamplingParams(1.0, seed=seed))
     generation = Generation(request, context_length=64, max_rows=8)
     sampler = Sampler(request.sampling)
     cached: list[int] = []

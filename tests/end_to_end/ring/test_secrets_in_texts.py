@@ -12,7 +12,7 @@ from mesh.cluster.join_token import JoinToken
 from mesh.cluster.membership_server import RayAccess
 from mesh.cluster.ray_node import RayNodeConfig
 from mesh.coordinator.ring import RingTerms
-from mesh.serve.stage_handle import MeshKeys
+from mesh.serve.stage_handle import RingCredentials
 from stages.weights.fetch import FetchSource
 
 SECRET = "hunter2"
@@ -26,7 +26,7 @@ NOW = dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
         RayAccess("192.0.2.7:6379", SECRET),
         RayNodeConfig("192.0.2.7", "studio.1", SECRET),
         RingTerms("mesh", SECRET),
-        MeshKeys("mesh", SECRET),
+        RingCredentials("mesh", SECRET),
         FetchSource("192.0.2.7:4100", b"", SECRET),
         JoinOptions(SECRET, "studio", None, None, None),
         make_certificate(NOW),

@@ -339,14 +339,14 @@ class SlotMachine(RuleBasedStateMachine):
         """Nothing is under way: what runs here runs at every stage, and nothing else does."""
         wanted = {session.id for session in self.coordinator._sessions.values()}
         for index, stage in enumerate(self.ring.running):
-            assert set(stage.service._path._sessions.slots) == wanted, f"sessions open at stage {index}"
+            assert set(stage.service._engine._sessions.slots) == wanted, f"sessions open at stage {index}"
 
     def _check_slots(self) -> None:
         """What the coordinator counts as cached of a slot, every stage holds, whatever is still under way."""
-        for slot, kept in self.coordinator._slots.prefixes._kept.items():
-            believed = kept.tokens.tolist()
+        for slot, cached in self.coordinator._slots.prefix_cache._cached.items():
+            believed = cached.tokens.tolist()
             for index, stage in enumerate(self.ring.running):
-                held = stage.service._path._slots._tokens.tokens(slot).tolist()
+                held = stage.service._engine._slots._tokens.tokens(slot).tolist()
                 assert held[: len(believed)] == believed, f"slot {slot} of stage {index}"
 
     def teardown(self) -> None:
@@ -363,7 +363,7 @@ class SlotMachine(RuleBasedStateMachine):
                     self.texts_are_right()
                 assert not self.asking, "requests that are never answered"
                 assert not self.coordinator.num_requests
-                assert not any(len(stage.service._path._queue) for stage in self.ring.running)
+                assert not any(len(stage.service._engine._scheduler) for stage in self.ring.running)
         finally:
             self.loop.run_until_complete(self._close())
 

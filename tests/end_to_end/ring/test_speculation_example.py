@@ -10,7 +10,7 @@ import pytest
 
 from mesh.bench.cli import spec
 from mesh.bench.speculation_report import as_markdown, work_out
-from mesh.bench.speculation_results import Circumstances, DraftCounts, Results, Sample
+from mesh.bench.speculation_results import DraftCounts, Results, RunConditions, Sample
 
 FOLDER = Path(__file__).parents[3] / "examples" / "speculation_report"
 PAGE = (FOLDER / "report.md").read_text()
@@ -32,7 +32,7 @@ def as_it_was(value: Any) -> Any:
 
 def results() -> Results:
     return Results(
-        Circumstances(**FIGURES["circumstances"]),
+        RunConditions(**FIGURES["circumstances"]),
         samples=[sample(figures) for figures in FIGURES["samples"]],
         servers={name: tuple(options) for name, options in FIGURES["servers"].items()},
         hops_ms={float(asked): found for asked, found in FIGURES["hops_ms"].items()},

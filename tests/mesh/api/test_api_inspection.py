@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from stages.host.profile_request import RehearsalOrder
+from stages.host.profile_request import ProfileRequest
 from stages.layers import LayerRange
 from stages.slicing.source_model import read_source
 from stages.slicing.stage_writer import BlankStage, blank_stage
@@ -24,7 +24,7 @@ __all__ = ["tokenizer"]
 
 pytestmark = pytest.mark.model
 
-ORDER = RehearsalOrder(BlankStage(b"GGUF", 64), num_threads=2, is_exact=True, position=7).as_dict()
+ORDER = ProfileRequest(BlankStage(b"GGUF", 64), num_threads=2, is_exact=True, position=7).as_dict()
 
 
 class Inspection:
@@ -50,7 +50,7 @@ async def test_orders_arrive_as_they_were_sent(tokenizer: Tokenizer) -> None:
         found = await api.http.post("/mesh/examine")
         assert found.json()["hosts"][0]["host"] == "attic"
     assert inspection.wanted == {"attic": [ORDER, ORDER]}
-    assert RehearsalOrder.from_dict(inspection.wanted["attic"][0]).blank == BlankStage(b"GGUF", 64)
+    assert ProfileRequest.from_dict(inspection.wanted["attic"][0]).blank == BlankStage(b"GGUF", 64)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def _app_of(tokenizer: Tokenizer) -> Any:
         api_keys=None,
         status=dict,
         ready=lambda: True,
-        look_into_hosts=Inspection,
+        host_inspection=Inspection,
     )
 
 
@@ -120,6 +120,6 @@ def test_a_blank_stage_is_the_header_of_the_real_one_and_a_hole(smollm2_path: Pa
     assert path.read_bytes()[: len(blank.header)] == blank.header
     # Next to nothing of it is on the disk.
     assert path.stat().st_blocks * 512 < 64 * 1024
-    fields = RehearsalOrder(blank).as_dict()
+    fields = ProfileRequest(blank).as_dict()
     assert base64.b64decode(fields["blank"]["header"]) == blank.header
-    assert RehearsalOrder.from_dict(fields) == RehearsalOrder(blank)
+    assert ProfileRequest.from_dict(fields) == ProfileRequest(blank)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.api.answer_stream import AnswerPart, answer_parts
-from mesh.api.generation_job import Job
+from mesh.api.generation_job import GenerationJob
 from mesh.engine import GenerationRequest
-from mesh.text.message_parts import Said, joined
+from mesh.text.message_parts import MessagePart, joined
 from mesh.text.tokenizer import Tokenizer
 from tests.support.api_harness import MODEL, Api, ScriptedEngine, running_api
 
@@ -204,7 +204,7 @@ async def test_parts_tell_each_token_once(
     request = GenerationRequest((1,), 99, frozenset(end))
 
     async def parts(*, wants_token_ids: bool) -> list[AnswerPart]:
-        job = Job(request, tuple(stops), wants_token_ids=wants_token_ids)
+        job = GenerationJob(request, tuple(stops), wants_token_ids=wants_token_ids)
         return [
             part async for part in answer_parts(ScriptedEngine(said), lambda _marks: PIECES.__getitem__, job)
         ]
@@ -218,5 +218,5 @@ async def test_parts_tell_each_token_once(
     assert all(part.token_ids for part in with_ids)
 
 
-def _said(parts: list[AnswerPart]) -> list[Said]:
-    return joined(piece for part in parts for piece in part.said)
+def _said(parts: list[AnswerPart]) -> list[MessagePart]:
+    return joined(piece for part in parts for piece in part.message_parts)

@@ -22,7 +22,7 @@ from mesh.engine import GenerationRequest
 from mesh.text.chat_template import chat_template_of, encode_prompt
 from mesh.text.detokenizer import AnswerText
 from mesh.text.tokenizer import Tokenizer
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 from tests.support.whole_model_engine import WholeModelEngine
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sociable, pytest.mark.model]
@@ -94,15 +94,15 @@ class Whole:
 
     def __init__(self, engine: WholeModelEngine, tokenizer: Tokenizer) -> None:
         self._engine = engine
-        self._said: dict[tuple[str, Sampling], list[int]] = {}
+        self._said: dict[tuple[str, SamplingParams], list[int]] = {}
         self.tokenizer = tokenizer
 
-    def tokens(self, question: str, sampling: Sampling) -> list[int]:
+    def tokens(self, question: str, sampling: SamplingParams) -> list[int]:
         if (question, sampling) not in self._said:
             self._said[question, sampling] = self._ask(question, sampling)
         return self._said[question, sampling]
 
-    def _ask(self, question: str, sampling: Sampling) -> list[int]:
+    def _ask(self, question: str, sampling: SamplingParams) -> list[int]:
         template = chat_template_of(self.tokenizer, now=datetime.now)
         prompt = encode_prompt(self.tokenizer, template.render(_messages(question)))
         ends = self.tokenizer.end_tokens
@@ -113,7 +113,7 @@ class Whole:
 
         return [token for token in asyncio.run(collect()) if token not in ends]
 
-    def text(self, question: str, sampling: Sampling) -> str:
+    def text(self, question: str, sampling: SamplingParams) -> str:
         text = AnswerText(self.tokenizer.piece)
         return "".join(map(text.push, self.tokens(question, sampling))) + text.flush()
 
@@ -136,7 +136,7 @@ def test_lists_its_model(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_says_what_the_whole_model_says(client: openai.OpenAI, whole: Whole, question: str) -> None:
-    expected = whole.text(question, Sampling())
+    expected = whole.text(question, SamplingParams())
     assert _ask(client, question).choices[0].message.content == expected
     assert _ask_streaming(client, question) == expected
 
@@ -145,16 +145,16 @@ def test_says_what_the_whole_model_says(client: openai.OpenAI, whole: Whole, que
 def test_a_seed_gives_the_whole_models_text(client: openai.OpenAI, whole: Whole, seed: int) -> None:
     question = QUESTIONS[1]
     fields: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": seed, "extra_body": {"top_k": 40}}
-    expected = whole.text(question, Sampling(temperature=0.8, top_p=0.95, top_k=40, seed=seed))
+    expected = whole.text(question, SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=seed))
     assert _ask_streaming(client, question, **fields) == expected
     assert _ask(client, question, **fields).choices[0].message.content == expected
 
 
 def test_penalties_and_logprobs(client: openai.OpenAI, whole: Whole) -> None:
     question = QUESTIONS[1]
-    sampling = Sampling(frequency_penalty=2.0, presence_penalty=2.0)
+    sampling = SamplingParams(frequency_penalty=2.0, presence_penalty=2.0)
     expected = whole.text(question, sampling)
-    assert expected != whole.text(question, Sampling())
+    assert expected != whole.text(question, SamplingParams())
     fields: dict[str, Any] = {"frequency_penalty": 2, "presence_penalty": 2, "logprobs": True}
     answer = _ask(client, question, top_logprobs=3, **fields).choices[0]
     assert answer.message.content == expected
@@ -172,7 +172,7 @@ def test_penalties_and_logprobs(client: openai.OpenAI, whole: Whole) -> None:
 
 def test_token_ids(client: openai.OpenAI, whole: Whole) -> None:
     question = QUESTIONS[1]
-    expected = whole.tokens(question, Sampling())
+    expected = whole.tokens(question, SamplingParams())
     fields: dict[str, Any] = {"extra_body": {"return_token_ids": True}}
     answer = _ask(client, question, **fields)
     ids = answer.choices[0].token_ids
@@ -201,8 +201,8 @@ def test_a_stream_ends_with_its_usage(client: openai.OpenAI) -> None:
 
 def test_a_stop_string_that_spans_tokens(client: openai.OpenAI, whole: Whole) -> None:
     question = QUESTIONS[0]
-    full = whole.text(question, Sampling())
-    pieces = [whole.tokenizer.piece(token).decode() for token in whole.tokens(question, Sampling())]
+    full = whole.text(question, SamplingParams())
+    pieces = [whole.tokenizer.piece(token).decode() for token in whole.tokens(question, SamplingParams())]
     stop = pieces[5][-1:] + pieces[6] + pieces[7][:2]
     before = full[: full.index(stop)]
     answer = _ask(client, question, stop=[stop])
@@ -212,7 +212,7 @@ def test_a_stop_string_that_spans_tokens(client: openai.OpenAI, whole: Whole) ->
 
 def test_questions_asked_together_get_the_same_answers(client: openai.OpenAI, whole: Whole) -> None:
     # Each was asked alone, too: see above.
-    alone = [whole.text(question, Sampling()) for question in QUESTIONS]
+    alone = [whole.text(question, SamplingParams()) for question in QUESTIONS]
     with ThreadPoolExecutor(len(QUESTIONS)) as pool:
         together = list(pool.map(lambda question: _ask_streaming(client, question), QUESTIONS))
     assert together == alone

@@ -19,7 +19,7 @@ from mesh.engine import GenerationRequest
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support import api_harness
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.proposers import Oracle, Parrot
@@ -75,7 +75,7 @@ async def read_in_bursts(
     proposer=st.sampled_from(["off", "oracle", "ngram", "parrot"]),
     errs=st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=12),
     bursts=st.lists(st.integers(1, 12), min_size=1, max_size=4),
-    sampling=st.sampled_from([Sampling(), Sampling(1.0, seed=5)]),
+    sampling=st.sampled_from([SamplingParams(), SamplingParams(1.0, seed=5)]),
 )
 def test_one_text_however_it_is_read(
     ring: SharedRing,
@@ -85,7 +85,7 @@ def test_one_text_however_it_is_read(
     proposer: str,
     errs: list[bool],
     bursts: list[int],
-    sampling: Sampling,
+    sampling: SamplingParams,
 ) -> None:
     expected = plain_answer(prompt, num_tokens, Sampler(sampling).sample)
     make = {
@@ -101,7 +101,7 @@ def test_one_text_however_it_is_read(
 async def at_rest(session: Session) -> None:
     """Wait until a session is paused and all its windows are home."""
     async with asyncio.timeout(10):
-        while not (session.is_paused and not session._flights):  # noqa: ASYNC110
+        while not (session.is_paused and not session._in_flight_windows):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         # What came home last is told one turn of the loop later.
         await asyncio.sleep(0)
@@ -112,8 +112,8 @@ def test_a_session_that_is_not_read_pauses_and_leaves_the_ring_to_others(
     ring: SharedRing, *, speculates: bool
 ) -> None:
     num_tokens = 90
-    expected = plain_answer(PROMPT, num_tokens, Sampler(Sampling()).sample)
-    other = plain_answer((5,), num_tokens, Sampler(Sampling()).sample)
+    expected = plain_answer(PROMPT, num_tokens, Sampler(SamplingParams()).sample)
+    other = plain_answer((5,), num_tokens, Sampler(SamplingParams()).sample)
 
     async def run() -> None:
         async with running_coordinator(
@@ -129,7 +129,7 @@ def test_a_session_that_is_not_read_pauses_and_leaves_the_ring_to_others(
             tokens = [*(await anext(parts)).tokens]
             (session,) = coordinator._sessions.values()
             await at_rest(session)
-            unread = session._outbox._num_tokens
+            unread = session._output_queue._num_tokens
             assert MAX_UNREAD <= unread < MAX_UNREAD + 4 * 4
             before = (await coordinator._ring.stats())[-1].num_windows
             if not speculates:
@@ -138,7 +138,7 @@ def test_a_session_that_is_not_read_pauses_and_leaves_the_ring_to_others(
                 # Whatever the stages computed meanwhile was the other's.
                 after = (await coordinator._ring.stats())[-1].num_windows
                 assert after - before == last.stats.num_windows + 1
-            assert session._outbox._num_tokens == unread
+            assert session._output_queue._num_tokens == unread
             assert coordinator._num_moving() == 0
             tokens += [token for part in [part async for part in parts] for token in part.tokens]
             assert tokens == expected

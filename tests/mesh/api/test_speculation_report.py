@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 
 from mesh.api.answer_stream import AnswerPart
-from mesh.api.generation_job import Job
+from mesh.api.generation_job import GenerationJob
 from mesh.api.openai_format import timings, usage
 from mesh.cli.status import print_status
 from mesh.engine import Committed, GenerationRequest, SpeculationLimits
 from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import PredictionProposer
 from speculative.proposer import Proposer
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Oracle
 from tests.support.ring_harness import collect, running_coordinator, running_services
 
 PROMPT = tuple(range(3, 23))
 NUM_TOKENS = 20
-FUTURE = (*PROMPT, *plain_answer(PROMPT, NUM_TOKENS, Sampler(Sampling()).sample))
+FUTURE = (*PROMPT, *plain_answer(PROMPT, NUM_TOKENS, Sampler(SamplingParams()).sample))
 # The fifth proposed token of the answer is wrong.
 ERRS = [place == len(PROMPT) + 5 for place in range(len(FUTURE))]
 
@@ -56,7 +56,7 @@ async def test_counts_of_windows_in_flight() -> None:
     request = GenerationRequest(PROMPT, NUM_TOKENS)
     last, status = await answered(lambda: Oracle(FUTURE, ERRS), request, depth=3)
     part = AnswerPart((), last.finish, NUM_TOKENS, last.stats)
-    times = timings(Job(request, ()), part)
+    times = timings(GenerationJob(request, ()), part)
     speculation = times["speculation"]
     assert json.loads(json.dumps(speculation)) == speculation
     oracle = speculation["proposers"]["oracle"]
@@ -74,7 +74,7 @@ async def test_counts_of_windows_in_flight() -> None:
     assert window["round_trip"] == pytest.approx(
         window["verify"] + window["queue"] + window["network"], abs=0.01
     )
-    details = usage([Job(request, ())], [part])["completion_tokens_details"]
+    details = usage([GenerationJob(request, ())], [part])["completion_tokens_details"]
     assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (0, 0)
     assert status["speculation"]["proposers"] == speculation["proposers"]
 
@@ -92,8 +92,8 @@ async def test_only_tokens_of_the_request_s_prediction_count_as_such(*, is_known
 
     last, _ = await answered(None, request, depth=1, make_proposers=make)
     part = AnswerPart((), last.finish, NUM_TOKENS, last.stats)
-    details = usage([Job(request, ())] * 2, [part] * 2)["completion_tokens_details"]
-    times = timings(Job(request, ()), part)
+    details = usage([GenerationJob(request, ())] * 2, [part] * 2)["completion_tokens_details"]
+    times = timings(GenerationJob(request, ()), part)
     proposers = times["speculation"]["proposers"]
     counts = (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"])
     if is_known:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from mesh.api.structured_output import Instead, call_grammar
-from mesh.text.message_parts import CallFormat, Content, Reasoning, Said, calls_of, joined
-from mesh.text.output_parser import MessageReader, Reading
+from mesh.api.structured_output import AlternativeSchema, call_grammar
+from mesh.text.message_parts import CallFormat, Content, MessagePart, Reasoning, calls_of, joined
+from mesh.text.output_parser import OutputFormat, OutputParser
 from spanmesh_proto.errors import InvalidRequest
 from stages.grammar.session_grammar import make_automaton
 from tests.stages.grammar.test_grammar import matches
@@ -38,9 +38,9 @@ BY_NAME = {function["name"]: Draft202012Validator(function["parameters"]) for fu
 ANSWER = {"type": "object", "properties": {"said": {"enum": [1, 2]}}, "required": ["said"]}
 
 
-def read(call_format: CallFormat, text: str, *, is_in_reasoning: bool = False) -> list[Said]:
-    reader = MessageReader(
-        Reading(call_format, frozenset(BY_NAME), splits_reasoning=True, is_in_reasoning=is_in_reasoning)
+def read(call_format: CallFormat, text: str, *, is_in_reasoning: bool = False) -> list[MessagePart]:
+    reader = OutputParser(
+        OutputFormat(call_format, frozenset(BY_NAME), splits_reasoning=True, is_in_reasoning=is_in_reasoning)
     )
     return joined([*reader.push(text), *reader.flush()])
 
@@ -52,10 +52,10 @@ def test_what_is_allowed_is_read_as_valid_calls(call_format: CallFormat, *, has_
     random = Random(5)
     counts = set()
     for text in filter(None, (random_text(automaton, random) for _ in range(30))):
-        said = read(call_format, text)
-        calls = calls_of(said)
+        message_parts = read(call_format, text)
+        calls = calls_of(message_parts)
         counts.add(len(calls))
-        assert not any(isinstance(piece, Content | Reasoning) for piece in said), text
+        assert not any(isinstance(piece, Content | Reasoning) for piece in message_parts), text
         for name, arguments in calls:
             BY_NAME[name].validate(json.loads(arguments))
     assert 0 not in counts
@@ -87,16 +87,19 @@ def test_calls_come_behind_reasoning_that_the_prompt_began(end: str) -> None:
     for thought in ("", "Hm. <b> [x] é"):
         text = f"{thought}{end}\n\n{call}"
         assert matches(automaton, text)
-        said = read(CallFormat.LLAMA, text, is_in_reasoning=True)
-        assert said[:1] == ([Reasoning(thought)] if thought else said[:1])
-        assert calls_of(said) == [("no-thing", "{}")]
+        message_parts = read(CallFormat.LLAMA, text, is_in_reasoning=True)
+        assert message_parts[:1] == ([Reasoning(thought)] if thought else message_parts[:1])
+        assert calls_of(message_parts) == [("no-thing", "{}")]
     assert not matches(automaton, call)
     assert not matches(automaton, f"{end}Well.")
 
 
 def test_an_answer_of_another_form_may_come_instead() -> None:
     grammar = call_grammar(
-        (LOOK,), CallFormat.HERMES, has_one_call=False, instead=Instead(ANSWER, "response_format")
+        (LOOK,),
+        CallFormat.HERMES,
+        has_one_call=False,
+        alternative=AlternativeSchema(ANSWER, "response_format"),
     )
     automaton = make_automaton(grammar)
     assert matches(automaton, '{"said": 1}')

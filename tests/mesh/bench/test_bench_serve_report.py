@@ -7,9 +7,9 @@ import pytest
 
 from mesh.bench.request_record import Failure, Record
 from mesh.bench.serving_metrics import work_out
-from mesh.bench.serving_report import Circumstances, Report, as_json, as_markdown, as_text, warnings
+from mesh.bench.serving_report import Report, RunConditions, as_json, as_markdown, as_text, warnings
 
-CIRCUMSTANCES = Circumstances(
+CIRCUMSTANCES = RunConditions(
     url="http://127.0.0.1:8000",
     endpoint="chat",
     model="m",

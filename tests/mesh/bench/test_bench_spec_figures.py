@@ -18,7 +18,7 @@ from mesh.bench.speculation_acceptance import (
 )
 from mesh.bench.speculation_results import (
     LLAMA_RPC,
-    Crowd,
+    ConcurrentRequests,
     DraftCounts,
     Row,
     Sample,
@@ -190,8 +190,8 @@ def test_ceilings_controls_and_raw_text_recommend_nothing() -> None:
     assert recommend(rows_of([*ceiling, *again, *raw])).candidates == ()
 
 
-def lines_by_title(samples: list[Sample], crowds: tuple[Crowd, ...] = ()) -> dict[str, Line]:
-    lines = acceptance_lines(samples, rows_of(samples), crowds, {"writing", "coding", "rag"})
+def lines_by_title(samples: list[Sample], groups: tuple[ConcurrentRequests, ...] = ()) -> dict[str, Line]:
+    lines = acceptance_lines(samples, rows_of(samples), groups, {"writing", "coding", "rag"})
     return {line.title: line for line in lines}
 
 
@@ -223,7 +223,11 @@ def test_every_line_of_the_table_is_judged() -> None:
         sample(3, "auto", 20, server="other", **peer),
     ]
     lines = lines_by_title(
-        samples, (Crowd(4, 5.0, "auto", 100.0, 99.0, 0), Crowd(8, 5.0, "auto", 100.0, 90.0, 0))
+        samples,
+        (
+            ConcurrentRequests(4, 5.0, "auto", 100.0, 99.0, 0),
+            ConcurrentRequests(8, 5.0, "auto", 100.0, 90.0, 0),
+        ),
     )
     found = {title: (line.measured, line.verdict) for title, line in lines.items()}
     assert found == {
@@ -280,6 +284,6 @@ def test_auto_is_held_against_replay_of_the_same_place() -> None:
 
 
 def test_the_median_round_speaks_for_a_crowd() -> None:
-    crowds = [Crowd(4, 5.0, "auto", 100.0, rate, 0) for rate in (90.0, 120.0, 105.0)]
-    assert median_ratio(crowds, 4, "auto") == pytest.approx(1.05)
-    assert median_ratio(crowds, 8, "auto") is None
+    groups = [ConcurrentRequests(4, 5.0, "auto", 100.0, rate, 0) for rate in (90.0, 120.0, 105.0)]
+    assert median_ratio(groups, 4, "auto") == pytest.approx(1.05)
+    assert median_ratio(groups, 8, "auto") is None

@@ -96,7 +96,10 @@ def test_the_acceptance_plan_asks_for_every_line(workloads: dict[str, Workload])
     assert with_peer == set(CATEGORIES)
     drafted = {trial.workload.name for trial in phases[WITH_DRAFT].trials if DRAFT in trial.settings}
     assert drafted == {"writing", "coding"}
-    assert {crowd.num_at_once for crowd in phases[WITH_DRAFT].crowds} == {4, 8}
+    assert {concurrent_trial.num_at_once for concurrent_trial in phases[WITH_DRAFT].concurrent_trials} == {
+        4,
+        8,
+    }
     assert {trial.temperature for trial in phases[EXACT].trials} == {0.0, 0.8}
     for name in ("writing", "coding"):
         samplings = [trial.sampling for trial in phases[EXACT].trials if trial.workload.name == name]
@@ -132,7 +135,7 @@ def test_a_plan_can_be_narrowed(workloads: dict[str, Workload]) -> None:
     assert [phase.server for phase in phases] == [WITH_DRAFT, WITHOUT_DRAFT, WITH_HISTORY]
     asked = {(trial.delay_ms, trial.workload.name) for phase in phases for trial in phase.trials}
     assert asked == {(5.0, "coding"), (5.0, "warm-repeat")}
-    assert len(phases[0].crowds) == 2
+    assert len(phases[0].concurrent_trials) == 2
     assert narrowed(plan, delays_ms=(7.0,), workloads=()) == ()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mesh.bench.speculation_acceptance import WITH_DRAFT
 from mesh.bench.speculation_report import lines_text, work_out, write_report
-from mesh.bench.speculation_results import LLAMA_RPC, Circumstances, Crowd, DraftCounts, Results
+from mesh.bench.speculation_results import LLAMA_RPC, ConcurrentRequests, DraftCounts, Results, RunConditions
 from tests.support.spec_bench_samples import sample
 
 COUNTS = DraftCounts(
@@ -24,7 +24,7 @@ COUNTS = DraftCounts(
 @pytest.fixture
 def results() -> Results:
     found = Results(
-        Circumstances(
+        RunConditions(
             command="mesh bench spec m.gguf --tokens 11",
             model="m.gguf",
             draft_model="d.gguf",
@@ -54,7 +54,7 @@ def results() -> Results:
         sample(3, "off", 10, server="exact"),
         sample(3, "auto", 10, server="exact", text="It was a bright and sunny day."),
     ]
-    found.crowds = [Crowd(4, 5.0, "auto", 50.0, 55.0, 1)]
+    found.groups = [ConcurrentRequests(4, 5.0, "auto", 50.0, 55.0, 1)]
     found.peer_rates = {"off": 8.0, "draft/8": 12.0, "ngram-mod": "it ended with code 1"}
     found.peer_delay_ms = 20.0
     found.failures = ["stage 2 went away"]
@@ -144,7 +144,7 @@ def test_without_matplotlib_there_is_a_page_all_the_same(
 
 
 def test_a_run_without_any_sample_makes_a_page_too(results: Results, tmp_path: Path) -> None:
-    empty = Results(results.circumstances, failures=["phase: no answer"])
+    empty = Results(results.conditions, failures=["phase: no answer"])
     write_report(work_out(empty, categories=(), with_acceptance=True), tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "not measured: phase: no answer" in page

@@ -17,31 +17,38 @@ from hypothesis import strategies as st
 
 from mesh.bench.load_generator import Job
 from mesh.bench.request_record import HUNG_UP, Failure, Record
-from mesh.bench.stress.answers import CheckedReading, Moment, Order, Outcome, Told, draw_moment
+from mesh.bench.stress.answers import (
+    AnswerRecord,
+    CheckedReading,
+    HangUpTime,
+    Order,
+    Outcome,
+    draw_hang_up_time,
+)
 from mesh.bench.stress.checks import (
     ClientCounts,
     Expected,
     Line,
+    check_answers,
     count_clients,
-    judge_all,
     prefix_mismatches,
     saturation,
 )
-from mesh.bench.stress.client_process import Turns, carry_out, carry_out_visits
+from mesh.bench.stress.client_process import Turns, carry_out, run_client_load
 from mesh.bench.stress.compute_limit import compute_limit
 from mesh.bench.stress.measurements import itls_during
 from mesh.bench.stress.memory import growth_of
 from mesh.bench.stress.scripts import (
     QUICK,
     WIDE,
+    ClientLoad,
+    ClientRequest,
     Script,
     Turn,
-    Visit,
-    VisitOrder,
-    draw_visits,
+    draw_client_requests,
     mixed_scripts,
     num_slots_for,
-    scripts_with_shared_beginnings,
+    scripts_with_shared_prefixes,
 )
 from mesh.lab.memory_watch import role_of
 from tests.support.peer_server import ANSWER, DONE, END, USAGE, WORD, Reply, peer_server
@@ -138,12 +145,12 @@ def test_a_broken_stream_is_told(events: tuple[str, ...], fault: str) -> None:
     assert any(fault in found for found in read(*events).faults())
 
 
-def told(**changes: Any) -> Told:
+def answered(**changes: Any) -> AnswerRecord:
     record = Record(
         0, "q", 0.0, 0.0, 0.0, 3.0, (1.0, 2.0), 2.0, 7, None, 2, has_usage=True, finish="length", failure=None
     )
     own = {name: changes.pop(name) for name in ("text", "token_ids", "faults") if name in changes}
-    plain = Told(replace(record, **changes), " a b", (1, 2), ())
+    plain = AnswerRecord(replace(record, **changes), " a b", (1, 2), ())
     return replace(plain, **own)
 
 
@@ -154,38 +161,38 @@ def text_of(tokens: Any) -> str:
 @pytest.mark.parametrize(
     ("answer", "kinds"),
     [
-        (told(), {}),
-        (told(failure=Failure("http_500", "no")), {"failure": 1}),
-        (told(faults=("twice",)), {"stream": 1}),
-        (told(finish="stop"), {"length": 1, "text": 1}),
-        (told(num_output_tokens=1, parts_s=(1.0,)), {"length": 1}),
-        (told(parts_s=(1.0, 2.0, 2.5)), {"stream": 1}),
-        (told(text=" a a b"), {"pieces": 1, "text": 1}),
-        (told(text=" a c", token_ids=(1, 3)), {"text": 1}),
-        (told(num_input_tokens=8), {"prompt": 1}),
+        (answered(), {}),
+        (answered(failure=Failure("http_500", "no")), {"failure": 1}),
+        (answered(faults=("twice",)), {"stream": 1}),
+        (answered(finish="stop"), {"length": 1, "text": 1}),
+        (answered(num_output_tokens=1, parts_s=(1.0,)), {"length": 1}),
+        (answered(parts_s=(1.0, 2.0, 2.5)), {"stream": 1}),
+        (answered(text=" a a b"), {"pieces": 1, "text": 1}),
+        (answered(text=" a c", token_ids=(1, 3)), {"text": 1}),
+        (answered(num_input_tokens=8), {"prompt": 1}),
     ],
 )
-def test_what_is_wrong_with_an_answer_is_found(answer: Told, kinds: dict[str, int]) -> None:
-    expected = {"q": Expected(Turn("?", 2), told())}
-    judged = judge_all([answer], expected, is_exact=True, text_of=text_of)
+def test_what_is_wrong_with_an_answer_is_found(answer: AnswerRecord, kinds: dict[str, int]) -> None:
+    expected = {"q": Expected(Turn("?", 2), answered())}
+    judged = check_answers([answer], expected, is_exact=True, text_of=text_of)
     assert judged.by_kind == kinds
     # The fast mode promises no text, only a sound one.
-    fast = judge_all([answer], expected, is_exact=False, text_of=text_of)
+    fast = check_answers([answer], expected, is_exact=False, text_of=text_of)
     assert fast.by_kind == {kind: count for kind, count in kinds.items() if kind != "text"}
     assert fast.num_forks == judged.num_forks == ("text" in kinds)
 
 
 def test_an_answer_may_end_by_itself_where_it_was_not_told_to_go_on() -> None:
     expected = {"q": Expected(Turn("?", 2, is_full=False))}
-    for answer in (told(finish="stop"), told(finish="stop", num_output_tokens=2), told()):
-        assert judge_all([answer], expected, is_exact=True, text_of=text_of).problems == ()
-    cut = told(num_output_tokens=1, parts_s=(1.0,))
-    assert judge_all([cut], expected, is_exact=True, text_of=text_of).by_kind == {"length": 1}
+    for answer in (answered(finish="stop"), answered(finish="stop", num_output_tokens=2), answered()):
+        assert check_answers([answer], expected, is_exact=True, text_of=text_of).problems == ()
+    cut = answered(num_output_tokens=1, parts_s=(1.0,))
+    assert check_answers([cut], expected, is_exact=True, text_of=text_of).by_kind == {"length": 1}
 
 
 def test_an_answer_survives_its_way_through_json() -> None:
-    for answer in (told(), told(failure=Failure("http_429", "full", "3"), faults=("x",))):
-        assert Told.from_dict(json.loads(json.dumps(answer.as_dict()))) == answer
+    for answer in (answered(), answered(failure=Failure("http_429", "full", "3"), faults=("x",))):
+        assert AnswerRecord.from_dict(json.loads(json.dumps(answer.as_dict()))) == answer
 
 
 def test_a_load_asks_whole_chats_of_a_real_server_and_keeps_what_it_said() -> None:
@@ -195,14 +202,14 @@ def test_a_load_asks_whole_chats_of_a_real_server_and_keeps_what_it_said() -> No
         order = Order(port, ("a", "b"), bodies, num_at_once=1, num_requests=4)
         outcome = asyncio.run(carry_out(order))
     assert [(body["chat"], body["turn"]) for body in peer.bodies] == [(0, 0), (0, 1), (1, 0), (0, 0)]
-    assert [one.record.prompt_id for one in outcome.told] == [
+    assert [one.record.prompt_id for one in outcome.answers] == [
         "a, turn 1",
         "a, turn 2",
         "b, turn 1",
         "a, turn 1",
     ]
-    assert [one.text for one in outcome.told] == [" word word"] * 3 + [" word"]
-    assert [bool(one.faults) for one in outcome.told] == [False, False, False, True]
+    assert [one.text for one in outcome.answers] == [" word word"] * 3 + [" word"]
+    assert [bool(one.faults) for one in outcome.answers] == [False, False, False, True]
     assert outcome.tokens_per_s == pytest.approx(7 / outcome.duration_s)
 
 
@@ -212,60 +219,62 @@ def test_a_load_by_time_sends_nothing_after_it() -> None:
         port = int(peer.url.rpartition(":")[2])
         order = Order(port, ("a",), (("{}",),), num_at_once=2, duration_s=0.3)
         outcome = asyncio.run(carry_out(order))
-    assert len(outcome.told) == len(peer.bodies) > 2
-    assert max(one.record.sent_s for one in outcome.told) < 0.5 <= outcome.duration_s + 0.3
+    assert len(outcome.answers) == len(peer.bodies) > 2
+    assert max(one.record.sent_s for one in outcome.answers) < 0.5 <= outcome.duration_s + 0.3
 
 
-def hung_up(text: str, token_ids: tuple[int, ...]) -> Told:
-    return told(failure=Failure(HUNG_UP, "left"), finish=None, text=text, token_ids=token_ids)
+def hung_up(text: str, token_ids: tuple[int, ...]) -> AnswerRecord:
+    return answered(failure=Failure(HUNG_UP, "left"), finish=None, text=text, token_ids=token_ids)
 
 
 def test_what_a_client_got_before_it_hung_up_must_be_how_the_answer_begins() -> None:
-    expected = {"q": Expected(Turn("?", 2), told())}
-    answers = [told(), hung_up("", ()), hung_up(" a", (1,)), hung_up(" a b", (1, 2))]
-    judged = judge_all(answers, expected, is_exact=True, text_of=text_of)
+    expected = {"q": Expected(Turn("?", 2), answered())}
+    answers = [answered(), hung_up("", ()), hung_up(" a", (1,)), hung_up(" a b", (1, 2))]
+    judged = check_answers(answers, expected, is_exact=True, text_of=text_of)
     assert (judged.problems, judged.num_forks, judged.num_compared) == ((), 0, 3)
     assert (judged.num_hung_up_early, judged.num_hung_up_late) == (1, 2)
     for other in (hung_up(" c", (3,)), hung_up(" a", (3,)), hung_up(" a b c", (1, 2, 3))):
-        unlike = judge_all([other], expected, is_exact=True, text_of=text_of)
+        unlike = check_answers([other], expected, is_exact=True, text_of=text_of)
         assert (unlike.by_kind, unlike.num_forks) == ({"text": 1}, 1)
-        assert judge_all([other], expected, is_exact=False, text_of=text_of).problems == ()
+        assert check_answers([other], expected, is_exact=False, text_of=text_of).problems == ()
 
 
 @given(st.integers(0, 2**31), st.sampled_from([0.0, 0.33, 1.0]))
 def test_visits_are_the_same_for_a_seed_and_a_share_of_them_hangs_up(seed: int, share: float) -> None:
-    scripts = scripts_with_shared_beginnings(7, seed)
-    visits = draw_visits(200, scripts, share, seed)
-    assert (scripts, visits) == (
-        scripts_with_shared_beginnings(7, seed),
-        draw_visits(200, scripts, share, seed),
+    scripts = scripts_with_shared_prefixes(7, seed)
+    requests = draw_client_requests(200, scripts, share, seed)
+    assert (scripts, requests) == (
+        scripts_with_shared_prefixes(7, seed),
+        draw_client_requests(200, scripts, share, seed),
     )
-    times = Counter(visit.request for visit in visits)
+    times = Counter(request.request for request in requests)
     assert max(times.values()) - min(times.values()) <= 1
-    moments = [visit.moment for visit in visits if visit.moment is not None]
-    assert share * 200 * 0.5 <= len(moments) <= share * 200 * 1.5
-    for visit in visits:
-        if visit.moment is not None:
-            assert 0 <= visit.moment.after_s <= 4
+    hang_up_times = [request.moment for request in requests if request.moment is not None]
+    assert share * 200 * 0.5 <= len(hang_up_times) <= share * 200 * 1.5
+    for request in requests:
+        if request.moment is not None:
+            assert 0 <= request.moment.after_s <= 4
             # Only a stream shows how far its answer has come.
-            most = scripts[visit.request].turns[0].max_tokens if visit.is_streamed else 0
-            assert visit.moment.num_tokens <= most
+            most = scripts[request.request].turns[0].max_tokens if request.is_streamed else 0
+            assert request.moment.num_tokens <= most
 
 
 def test_moments_cover_the_whole_of_an_answer() -> None:
     random = Random(1)
-    moments = [draw_moment(random, 1.0, 20) for _ in range(400)]
-    assert None not in moments
-    drawn = [moment for moment in moments if moment is not None]
-    assert sum(moment == Moment(0, 0.0) for moment in drawn) > 40
-    waits_s = [moment.after_s for moment in drawn if not moment.num_tokens and moment.after_s]
+    hang_up_times = [draw_hang_up_time(random, 1.0, 20) for _ in range(400)]
+    assert None not in hang_up_times
+    drawn = [hang_up_time for hang_up_time in hang_up_times if hang_up_time is not None]
+    assert sum(hang_up_time == HangUpTime(0, 0.0) for hang_up_time in drawn) > 40
+    waits_s = [
+        hang_up_time.after_s for hang_up_time in drawn if not hang_up_time.num_tokens and hang_up_time.after_s
+    ]
     assert min(waits_s) < 0.002 < 0.2 < max(waits_s)
-    assert {moment.num_tokens for moment in drawn} == set(range(21))
-    assert sum(moment.num_tokens == 20 for moment in drawn) > 40
+    assert {hang_up_time.num_tokens for hang_up_time in drawn} == set(range(21))
+    assert sum(hang_up_time.num_tokens == 20 for hang_up_time in drawn) > 40
 
 
 def test_requests_share_beginnings_of_every_length() -> None:
-    texts = [script.turns[0].text.split() for script in scripts_with_shared_beginnings(48, seed=1)]
+    texts = [script.turns[0].text.split() for script in scripts_with_shared_prefixes(48, seed=1)]
     shared = {
         sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
         for one, other in itertools.combinations(texts, 2)
@@ -294,9 +303,9 @@ WHOLE = json.dumps(
 )
 
 
-def visit_order(port: int, *visits: Visit, api_keys: tuple[str, ...] = ("one",)) -> VisitOrder:
+def client_load(port: int, *requests: ClientRequest, api_keys: tuple[str, ...] = ("one",)) -> ClientLoad:
     bodies = (('{"stream": true}', '{"stream": false}'),)
-    return VisitOrder(port, api_keys, ("a",), bodies, visits, num_at_once=len(api_keys))
+    return ClientLoad(port, api_keys, ("a",), bodies, requests, num_at_once=len(api_keys))
 
 
 def test_clients_with_keys_ask_a_real_server_for_streams_and_whole_answers() -> None:
@@ -305,15 +314,15 @@ def test_clients_with_keys_ask_a_real_server_for_streams_and_whole_answers() -> 
 
     with peer_server(reply) as peer:
         port = int(peer.url.rpartition(":")[2])
-        visits = [Visit(0, is_streamed=number % 2 == 0, moment=None) for number in range(6)]
-        order = visit_order(port, *visits, api_keys=("one", "two"))
-        assert VisitOrder.from_dict(json.loads(json.dumps(asdict(order)))) == order
-        outcome = asyncio.run(carry_out_visits(order))
-    assert [one.text for one in outcome.told] == [" word word"] * 6
-    assert [one.token_ids for one in outcome.told] == [(), (5, 6)] * 3
-    assert [one.record.num_cached_tokens for one in outcome.told] == [None, 3] * 3
-    assert [one.record.failure for one in outcome.told] == [None] * 6
-    assert [one.faults for one in outcome.told] == [()] * 6
+        requests = [ClientRequest(0, is_streamed=number % 2 == 0, moment=None) for number in range(6)]
+        load = client_load(port, *requests, api_keys=("one", "two"))
+        assert ClientLoad.from_dict(json.loads(json.dumps(asdict(load)))) == load
+        outcome = asyncio.run(run_client_load(load))
+    assert [one.text for one in outcome.answers] == [" word word"] * 6
+    assert [one.token_ids for one in outcome.answers] == [(), (5, 6)] * 3
+    assert [one.record.num_cached_tokens for one in outcome.answers] == [None, 3] * 3
+    assert [one.record.failure for one in outcome.answers] == [None] * 6
+    assert [one.faults for one in outcome.answers] == [()] * 6
     assert {headers["authorization"] for headers in peer.headers} == {"Bearer one", "Bearer two"}
 
 
@@ -339,19 +348,19 @@ def test_a_client_hangs_up_before_the_first_token_and_in_the_answer_and_the_next
 
     async def ask() -> Outcome:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        visits = (
-            Visit(0, is_streamed=False, moment=Moment(0, 0.0)),
-            Visit(0, is_streamed=True, moment=Moment(1, 0.0)),
-            Visit(0, is_streamed=True, moment=Moment(2, 0.01)),
+        requests = (
+            ClientRequest(0, is_streamed=False, moment=HangUpTime(0, 0.0)),
+            ClientRequest(0, is_streamed=True, moment=HangUpTime(1, 0.0)),
+            ClientRequest(0, is_streamed=True, moment=HangUpTime(2, 0.01)),
         )
         async with asyncio.timeout(30), server:
-            outcome = await carry_out_visits(visit_order(server.sockets[0].getsockname()[1], *visits))
+            outcome = await run_client_load(client_load(server.sockets[0].getsockname()[1], *requests))
             await are_gone.wait()
         return outcome
 
     outcome = asyncio.run(ask())
-    assert [one.record.failure and one.record.failure.kind for one in outcome.told] == [HUNG_UP] * 3
-    assert [one.text for one in outcome.told] == ["", "x", "xx"]
+    assert [one.record.failure and one.record.failure.kind for one in outcome.answers] == [HUNG_UP] * 3
+    assert [one.text for one in outcome.answers] == ["", "x", "xx"]
     assert sorted(gone) == [0, 1, 2]
 
 
@@ -362,8 +371,8 @@ def test_a_client_hangs_up_before_the_first_token_and_in_the_answer_and_the_next
 def test_what_the_server_does_is_told_though_its_client_was_to_hang_up(reply: Reply, kind: str) -> None:
     with peer_server(lambda _number: reply) as peer:
         port = int(peer.url.rpartition(":")[2])
-        visit = Visit(0, is_streamed=False, moment=Moment(0, 60.0))
-        (one,) = asyncio.run(carry_out_visits(visit_order(port, visit))).told
+        request = ClientRequest(0, is_streamed=False, moment=HangUpTime(0, 60.0))
+        (one,) = asyncio.run(run_client_load(client_load(port, request))).answers
     assert one.record.failure is not None
     assert one.record.failure.kind == kind
 
@@ -378,12 +387,12 @@ def test_an_error_in_a_stream_is_not_hidden_by_a_hang_up() -> None:
 
 def test_clients_are_counted() -> None:
     answers = [
-        told(num_cached_tokens=5),
+        answered(num_cached_tokens=5),
         hung_up("", ()),
         hung_up(" c", (3,)),
-        told(failure=Failure("x", "y")),
+        answered(failure=Failure("x", "y")),
     ]
-    judged = judge_all(answers, {"q": Expected(Turn("?", 2), told())}, is_exact=True, text_of=None)
+    judged = check_answers(answers, {"q": Expected(Turn("?", 2), answered())}, is_exact=True, text_of=None)
     counts = count_clients(answers, [judged], 2)
     assert counts == ClientCounts(4, 1, 1, 1, 1, 1, 7, 5, 2)
     assert dict(counts.rows())["cached tokens"] == "5 of 7 in finished prompts"
@@ -458,8 +467,8 @@ def test_a_process_is_known_by_its_command_line(argv: list[str], role: str) -> N
 
 
 def test_gaps_beside_a_prefill_are_those_that_touch_it() -> None:
-    decoding = replace(told().record, parts_s=(0.0, 1.0, 1.5, 4.0, 4.5, 5.0))
-    prefill = replace(told().record, sent_s=1.2, parts_s=(4.2,))
+    decoding = replace(answered().record, parts_s=(0.0, 1.0, 1.5, 4.0, 4.5, 5.0))
+    prefill = replace(answered().record, sent_s=1.2, parts_s=(4.2,))
     assert itls_during(decoding, prefill) == pytest.approx([500.0, 2500.0, 500.0])
     assert itls_during(decoding, replace(prefill, parts_s=())) == []
 

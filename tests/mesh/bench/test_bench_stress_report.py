@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mesh.bench.request_record import HUNG_UP, Failure, Record
-from mesh.bench.stress.answers import Outcome, Told
+from mesh.bench.stress.answers import AnswerRecord, Outcome
 from mesh.bench.stress.checks import (
+    AnswerCheck,
     Check,
     ClientCounts,
     Expected,
-    Judgement,
     Line,
     Problem,
     Step,
     answer_checks,
+    check_answers,
     flatness_check,
-    judge_all,
     leak_check,
     step_of,
 )
@@ -54,7 +54,7 @@ STAGES = (
 )
 
 
-def answer(number: int, *, failure: Failure | None = None) -> Told:
+def answer(number: int, *, failure: Failure | None = None) -> AnswerRecord:
     record = Record(
         number,
         "q",
@@ -71,15 +71,17 @@ def answer(number: int, *, failure: Failure | None = None) -> Told:
         finish="length",
         failure=failure,
     )
-    return Told(record, " a b", (1, 2), ())
+    return AnswerRecord(record, " a b", (1, 2), ())
 
 
 def step(concurrency: int, count: int, *, fails: bool = False, peer: float | None = None) -> Step:
-    told = tuple(answer(number) for number in range(count))
+    answers = tuple(answer(number) for number in range(count))
     if fails:
-        told = (*told, answer(count, failure=Failure("http_500", "a stage went away")))
-    judgement = judge_all(told, {"q": Expected(Turn("?", 2), answer(0))}, is_exact=True, text_of=None)
-    return step_of(concurrency, Outcome(told, 2.0), judgement, peer)
+        answers = (*answers, answer(count, failure=Failure("http_500", "a stage went away")))
+    answer_check = check_answers(
+        answers, {"q": Expected(Turn("?", 2), answer(0))}, is_exact=True, text_of=None
+    )
+    return step_of(concurrency, Outcome(answers, 2.0), answer_check, peer)
 
 
 def samples(leak_bytes_per_s: float = 0.0) -> list[MemorySample]:
@@ -102,7 +104,7 @@ def report(smollm2_path: Path) -> Report:
     growth = growth_of([look.at_s for look in looks if look.pid == 10], [200.0 * MIB] * 60)
     assert growth is not None
     return Report(
-        circumstances={"preset": "ramp", "seed": 1},
+        conditions={"preset": "ramp", "seed": 1},
         steps=(step(1, 4, peer=2.0), step(2, 8, peer=2.0)),
         has_ramp=True,
         saturation=None,
@@ -147,7 +149,7 @@ def test_a_report_counts_clients_that_hang_up(report: Report, tmp_path: Path) ->
 
 def test_requests_that_hang_up_are_no_part_of_a_step_s_figures() -> None:
     left = answer(1, failure=Failure(HUNG_UP, "left"))
-    found = step_of(2, Outcome((answer(0), left), 2.0), Judgement(2, 1, 0, (), num_hung_up_early=1))
+    found = step_of(2, Outcome((answer(0), left), 2.0), AnswerCheck(2, 1, 0, (), num_hung_up_early=1))
     assert (found.figures.completed, found.figures.failed) == (1, 0)
 
 
@@ -170,14 +172,14 @@ def test_every_step_is_checked_by_itself() -> None:
     assert not broken.holds
     assert "1 failure" in broken.detail
     assert "a stage went away" in broken.detail
-    forked = replace(step(4, 1), judgement=Judgement(4, 4, 1, ()))
+    forked = replace(step(4, 1), answer_check=AnswerCheck(4, 4, 1, ()))
     (fast,) = answer_checks([forked], is_exact=False)
     assert fast.holds
     assert "1 of 4 texts other than alone" in fast.detail
-    assert forked.judgement.fork_rate == 0.25
-    left = replace(step(4, 1), judgement=Judgement(4, 4, 0, (), num_hung_up_early=1, num_hung_up_late=1))
+    assert forked.answer_check.fork_rate == 0.25
+    left = replace(step(4, 1), answer_check=AnswerCheck(4, 4, 0, (), num_hung_up_early=1, num_hung_up_late=1))
     assert answer_checks([left], is_exact=True)[0].detail.endswith("2 clients hung up")
-    assert Judgement(1, 0, 0, (Problem("text", "q", ""),)).by_kind == {"text": 1}
+    assert AnswerCheck(1, 0, 0, (Problem("text", "q", ""),)).by_kind == {"text": 1}
 
 
 @pytest.mark.parametrize(("running", "open_at_stages"), [(0, 0), (1, 0), (0, 2)])

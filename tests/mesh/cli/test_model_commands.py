@@ -93,7 +93,7 @@ def test_certify_exits_with_1_on_a_mismatch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In this process, where its family can lose its rules.
-    monkeypatch.setattr("mesh.cli.certify.certify_apart", certify)
+    monkeypatch.setattr("mesh.cli.certify.certify_isolated", certify)
     monkeypatch.delitem(registry.FAMILIES, "granite")
     granite = TinyModel("granite").write(tmp_path / "granite.gguf")
     assert run(["certify", str(granite), "--cuts", "3", *flags]) == 1

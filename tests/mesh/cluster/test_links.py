@@ -18,7 +18,7 @@ from mesh.cluster.certificates import Authority, make_certificate
 from mesh.cluster.link_probe import MAX_ANSWER_BYTES, EchoServer, echo_key, measure_link
 from mesh.cluster.link_survey import LinkSurvey
 from mesh.cluster.membership_client import Membership, find_head
-from mesh.placement.links import Link, Links, LinkWish
+from mesh.placement.links import Link, LinkProbeOptions, Links
 from mesh.placement.stage_order import round_times
 from spanmesh_proto import links_pb2 as wire
 from spanmesh_proto import links_pb2_grpc as rpc
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-WISH = LinkWish(hidden_bytes=2304, num_probes=5)
+PROBE_OPTIONS = LinkProbeOptions(hidden_bytes=2304, num_probes=5)
 
 
 def new_authority() -> Authority:
@@ -56,9 +56,9 @@ async def echo(
 
 
 async def test_round_trips_and_bandwidth_of_a_real_link() -> None:
-    wish = dataclasses.replace(WISH, bulk_bytes=3_000_001)
+    options = dataclasses.replace(PROBE_OPTIONS, bulk_bytes=3_000_001)
     async with echo() as address:
-        link = await measure_link("a", "b", address, wish, secret="secret", identity=A)
+        link = await measure_link("a", "b", address, options, secret="secret", identity=A)
     assert (link.source, link.target, link.failure) == ("a", "b", "")
     assert len(link.small_ms) == len(link.hidden_ms) == 5
     assert min(link.small_ms) > 0
@@ -71,14 +71,14 @@ async def test_round_trips_and_bandwidth_of_a_real_link() -> None:
 
 async def test_whoever_does_not_know_the_secret_gets_no_answer() -> None:
     async with echo() as address:
-        link = await measure_link("a", "b", address, WISH, secret="guess", identity=A)
+        link = await measure_link("a", "b", address, PROBE_OPTIONS, secret="guess", identity=A)
     assert "mesh key" in link.failure
     assert link.hop_ms is None
 
 
 async def test_a_host_that_is_not_there_is_named() -> None:
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    link = await measure_link("a", "b", address, WISH, secret="secret", identity=A)
+    link = await measure_link("a", "b", address, PROBE_OPTIONS, secret="secret", identity=A)
     assert address in link.failure
 
 
@@ -115,9 +115,9 @@ async def test_the_head_has_every_host_measure_every_other(tmp_path: Path) -> No
             await two.report_ready()
             await until(side.members, 2)
             listening = [asyncio.create_task(listen(member)) for member in (one, two)]
-            links = await survey.measure(WISH)
+            links = await survey.measure(PROBE_OPTIONS)
             side.service.announce_to_all("ready")
-            await side.service.say_goodbye()
+            await side.service.dismiss_all()
             # What is measured does not show up among what the head says.
             assert [await task for task in listening] == [["ready", "the head closed the mesh"]] * 2
     names = {"head", "studio", "attic"}
@@ -159,7 +159,7 @@ async def test_a_host_that_leaves_in_the_middle_is_told_of(tmp_path: Path) -> No
             await one.report_ready()
             await until(side.members, 1)
             # It is a member, but does not listen.
-            measuring = asyncio.create_task(survey.measure(WISH))
+            measuring = asyncio.create_task(survey.measure(PROBE_OPTIONS))
             await asyncio.sleep(0.2)
         links = await measuring
     failures = {(link.source, link.target): link.failure for link in links.links}
@@ -209,7 +209,7 @@ async def test_a_run_that_is_cancelled_measures_no_further_link(
             await until(side.members, 2)
             # The first is asked for its links to attic, then to the head; attic itself hears nothing.
             listening = asyncio.create_task(listen(one))
-            measuring = asyncio.create_task(survey.measure(LinkWish(2304, 5, bulk_bytes)))
+            measuring = asyncio.create_task(survey.measure(LinkProbeOptions(2304, 5, bulk_bytes)))
             await attic_asked.wait()
             measuring.cancel()
             await asyncio.wait([measuring])

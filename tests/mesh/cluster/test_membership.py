@@ -21,10 +21,10 @@ from mesh.cluster.host_facts import HostFacts, Versions
 from mesh.cluster.join_token import JoinToken
 from mesh.cluster.link_probe import measure_link
 from mesh.cluster.members import Member, Members
-from mesh.cluster.membership_client import Head, Membership, find_head
+from mesh.cluster.membership_client import HeadEndpoint, Membership, find_head
 from mesh.cluster.membership_server import MembershipServer, MembershipService, RayAccess
 from mesh.cluster.reachability import CheckListener
-from mesh.placement.links import LinkWish
+from mesh.placement.links import LinkProbeOptions
 from spanmesh_proto import PROTOCOL_VERSION
 from spanmesh_proto import membership_pb2 as wire
 from spanmesh_proto import membership_pb2_grpc as rpc
@@ -154,7 +154,7 @@ async def test_the_head_tells_what_goes_on_and_says_goodbye(tmp_path: Path) -> N
             await membership.join()
             side.service.announce("studio", "layers [0, 10)")
             side.service.announce("nobody", "layers [10, 20)")
-            goodbye = asyncio.create_task(side.service.say_goodbye())
+            goodbye = asyncio.create_task(side.service.dismiss_all())
             assert [state async for state in membership.states()] == [
                 "layers [0, 10)",
                 "the head closed the mesh",
@@ -254,7 +254,9 @@ async def test_a_channel_trusts_the_pinned_certificate_only(tmp_path: Path) -> N
     other = make_certificate(dt.datetime.now(dt.UTC))
     async with (
         head(tmp_path) as side,
-        Membership(Head(side.token.addresses[0], other.certificate_pem), "secret", HOST) as membership,
+        Membership(
+            HeadEndpoint(side.token.addresses[0], other.certificate_pem), "secret", HOST
+        ) as membership,
     ):
         with pytest.raises(HostUnreachable):
             await membership.join()
@@ -283,13 +285,15 @@ async def test_a_host_renews_its_certificate_while_it_is_a_member(tmp_path: Path
         (member,) = side.members
         address = f"127.0.0.1:{member.echo_port}"
         own = side.authority.own_identity(["head"], "127.0.0.1")
-        wish = LinkWish(hidden_bytes=64, num_probes=1)
+        options = LinkProbeOptions(hidden_bytes=64, num_probes=1)
         for _ in range(2):
             async with asyncio.timeout(20):
                 failure = "not asked yet"
                 # On a busy machine a certificate may end before the next is there; without one it stays so.
                 while failure:
-                    link = await measure_link("head", "studio", address, wish, secret="secret", identity=own)
+                    link = await measure_link(
+                        "head", "studio", address, options, secret="secret", identity=own
+                    )
                     failure = link.failure
             # Longer than the first certificate lives.
             await asyncio.sleep(1.6)

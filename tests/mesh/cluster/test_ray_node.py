@@ -226,7 +226,7 @@ def test_a_node_whose_raylet_is_killed_ends_and_says_so(strangers: set[psutil.Pr
         asyncio.run(asyncio.wait_for(node.ended(), 10))
         if sys.platform == "linux":
             # The node counts as ready a moment before Ray's command has ended.
-            assert node.last_words in {
+            assert node.crash_message in {
                 f"process {raylet.pid} of the Ray node ended with status -9",
                 "raylet of the Ray node ended while it started",
             }

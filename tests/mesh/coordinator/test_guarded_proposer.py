@@ -9,7 +9,7 @@ from mesh.coordinator.speculation import GuardedProposer
 from mesh.engine import GenerationRequest
 from speculative.controller import ControllerOptions
 from speculative.proposer import EMPTY, Proposal
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, fake_ring, plain_answer
 from tests.support.proposers import Oracle
 from tests.support.ring_harness import collect, running_coordinator, running_services
@@ -17,7 +17,7 @@ from tests.support.ring_harness import collect, running_coordinator, running_ser
 N_VOCAB = 64
 PROMPT = tuple(range(3, 23))
 NUM_TOKENS = 20
-FUTURE = (*PROMPT, *plain_answer(PROMPT, NUM_TOKENS, Sampler(Sampling()).sample))
+FUTURE = (*PROMPT, *plain_answer(PROMPT, NUM_TOKENS, Sampler(SamplingParams()).sample))
 
 
 class Faulty(Oracle):

@@ -3,73 +3,73 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.prefix_cache import Beginning, KeptPrefixes
+from mesh.coordinator.prefix_cache import PrefixCache, PrefixMatch
 
 LONG = tuple(range(100, 140))
 
 
 def test_a_prompt_begins_with_what_its_slot_holds() -> None:
-    kept = KeptPrefixes(2)
-    kept.keep(1, "ann", LONG)
-    assert kept.begin((*LONG, 7, 8), "ann", {0, 1}) == Beginning(1, 1, 40)
+    prefix_cache = PrefixCache(2)
+    prefix_cache.keep(1, "ann", LONG)
+    assert prefix_cache.match((*LONG, 7, 8), "ann", {0, 1}) == PrefixMatch(1, 1, 40)
 
 
 def test_the_last_token_is_left_to_compute() -> None:
-    kept = KeptPrefixes(1)
-    kept.keep(0, "ann", LONG)
-    assert kept.begin(LONG, "ann", {0}) == Beginning(0, 0, 39)
+    prefix_cache = PrefixCache(1)
+    prefix_cache.keep(0, "ann", LONG)
+    assert prefix_cache.match(LONG, "ann", {0}) == PrefixMatch(0, 0, 39)
 
 
 def test_nobody_begins_with_another_client_s_tokens() -> None:
-    kept = KeptPrefixes(2)
-    kept.keep(1, "ann", LONG)
+    prefix_cache = PrefixCache(2)
+    prefix_cache.keep(1, "ann", LONG)
     for client in ("bob", None):
-        assert kept.begin(LONG, client, {0, 1}) == Beginning(0, 0, 0)
+        assert prefix_cache.match(LONG, client, {0, 1}) == PrefixMatch(0, 0, 0)
 
 
 def test_a_few_tokens_are_not_worth_it() -> None:
-    kept = KeptPrefixes(1)
-    kept.keep(0, None, LONG)
-    assert kept.begin((*LONG[:5], 1, 2), None, {0}) == Beginning(0, 0, 0)
+    prefix_cache = PrefixCache(1)
+    prefix_cache.keep(0, None, LONG)
+    assert prefix_cache.match((*LONG[:5], 1, 2), None, {0}) == PrefixMatch(0, 0, 0)
 
 
 def test_a_common_beginning_is_copied_where_most_would_be_lost() -> None:
-    kept = KeptPrefixes(3)
-    kept.keep(1, None, LONG)
-    assert kept.begin((*LONG[:10], 1, 2), None, {0, 1, 2}) == Beginning(0, 1, 10)
+    prefix_cache = PrefixCache(3)
+    prefix_cache.keep(1, None, LONG)
+    assert prefix_cache.match((*LONG[:10], 1, 2), None, {0, 1, 2}) == PrefixMatch(0, 1, 10)
     # What it came from is still whole.
-    assert kept.begin((*LONG, 1), None, {1, 2}) == Beginning(1, 1, 40)
+    assert prefix_cache.match((*LONG, 1), None, {1, 2}) == PrefixMatch(1, 1, 40)
 
 
 def test_a_slot_in_use_can_be_copied_from() -> None:
-    kept = KeptPrefixes(2)
-    kept.keep(0, None, LONG)
-    assert kept.begin((*LONG, 1), None, {1}) == Beginning(1, 0, 40)
+    prefix_cache = PrefixCache(2)
+    prefix_cache.keep(0, None, LONG)
+    assert prefix_cache.match((*LONG, 1), None, {1}) == PrefixMatch(1, 0, 40)
 
 
 def test_what_cannot_be_trimmed_is_taken_whole_or_not_at_all() -> None:
-    kept = KeptPrefixes(2, can_trim=False)
-    kept.keep(1, None, LONG)
-    assert kept.begin((*LONG[:30], 1, 2), None, {0, 1}) == Beginning(0, 0, 0)
+    prefix_cache = PrefixCache(2, can_trim=False)
+    prefix_cache.keep(1, None, LONG)
+    assert prefix_cache.match((*LONG[:30], 1, 2), None, {0, 1}) == PrefixMatch(0, 0, 0)
     # In use it grows: who would copy it now would get more than it wants.
-    assert kept.begin((*LONG, 1, 2), None, {0}) == Beginning(0, 0, 0)
-    assert kept.begin((*LONG, 1, 2), None, {0, 1}) == Beginning(1, 1, 40)
+    assert prefix_cache.match((*LONG, 1, 2), None, {0}) == PrefixMatch(0, 0, 0)
+    assert prefix_cache.match((*LONG, 1, 2), None, {0, 1}) == PrefixMatch(1, 1, 40)
 
 
 def test_the_slot_used_least_recently_makes_room() -> None:
-    kept = KeptPrefixes(3)
+    prefix_cache = PrefixCache(3)
     for slot in (1, 0, 2):
-        kept.keep(slot, None, [slot] * 20)
-    assert kept.begin(LONG, None, {0, 1, 2}).slot == 1
+        prefix_cache.keep(slot, None, [slot] * 20)
+    assert prefix_cache.match(LONG, None, {0, 1, 2}).slot == 1
     # It holds nothing that is known until the session says so.
-    assert kept.begin([1] * 30, None, {0, 2}).num_cached == 0
+    assert prefix_cache.match([1] * 30, None, {0, 2}).num_cached == 0
 
 
 def test_what_failed_is_forgotten() -> None:
-    kept = KeptPrefixes(1)
-    kept.keep(0, None, LONG)
-    kept.forget(0)
-    assert kept.begin(LONG, None, {0}) == Beginning(0, 0, 0)
+    prefix_cache = PrefixCache(1)
+    prefix_cache.keep(0, None, LONG)
+    prefix_cache.forget(0)
+    assert prefix_cache.match(LONG, None, {0}) == PrefixMatch(0, 0, 0)
 
 
 tokens = st.lists(st.integers(0, 2), max_size=24)
@@ -84,13 +84,13 @@ tokens = st.lists(st.integers(0, 2), max_size=24)
 def test_it_never_begins_with_tokens_that_are_not_there(
     held: dict[int, tuple[str | None, list[int]]], prompt: list[int], client: str | None, free: set[int]
 ) -> None:
-    kept = KeptPrefixes(4)
+    prefix_cache = PrefixCache(4)
     for slot, (whose, those) in held.items():
-        kept.keep(slot, whose, those)
-    beginning = kept.begin(prompt, client, free)
-    assert beginning.slot in free
-    assert beginning.num_cached < len(prompt)
-    if beginning.num_cached:
-        whose, those = held[beginning.source_slot]
+        prefix_cache.keep(slot, whose, those)
+    prefix_match = prefix_cache.match(prompt, client, free)
+    assert prefix_match.slot in free
+    assert prefix_match.num_cached < len(prompt)
+    if prefix_match.num_cached:
+        whose, those = held[prefix_match.source_slot]
         assert whose == client
-        assert those[: beginning.num_cached] == prompt[: beginning.num_cached]
+        assert those[: prefix_match.num_cached] == prompt[: prefix_match.num_cached]

@@ -7,54 +7,54 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.coordinator.request_queue import HoldTimes, Line, SlotPool
+from mesh.coordinator.request_queue import FairQueue, HoldTimes, SlotPool
 from spanmesh_proto.errors import Overloaded
 
 CLIENTS = ("ann", "bob", "cy", None)
 
 
-def rest(line: Line[str]) -> list[str | None]:
-    return [line.next() for _ in range(len(line))]
+def rest(queue: FairQueue[str]) -> list[str | None]:
+    return [queue.next() for _ in range(len(queue))]
 
 
 def test_many_of_one_client_delay_another_by_one_turn() -> None:
-    line: Line[str] = Line(64)
+    queue: FairQueue[str] = FairQueue(64)
     for number in range(60):
-        line.add("greedy", f"greedy {number}")
-    line.add("modest", "modest 0")
-    line.add("modest", "modest 1")
-    assert rest(line)[:5] == ["greedy 0", "modest 0", "greedy 1", "modest 1", "greedy 2"]
-    assert line.next() is None
+        queue.add("greedy", f"greedy {number}")
+    queue.add("modest", "modest 0")
+    queue.add("modest", "modest 1")
+    assert rest(queue)[:5] == ["greedy 0", "modest 0", "greedy 1", "modest 1", "greedy 2"]
+    assert queue.next() is None
 
 
 def test_alone_a_client_has_the_whole_line_and_nobody_keeps_another_out() -> None:
-    line: Line[str] = Line(4)
+    queue: FairQueue[str] = FairQueue(4)
     for number in range(4):
-        assert line.has_place("greedy")
-        line.add("greedy", f"greedy {number}")
-    assert not line.has_place("greedy")
-    assert line.has_place("modest")
-    line.add("modest", "modest 0")
+        assert queue.has_room("greedy")
+        queue.add("greedy", f"greedy {number}")
+    assert not queue.has_room("greedy")
+    assert queue.has_room("modest")
+    queue.add("modest", "modest 0")
     # The line is full: nobody adds a second one until it is shorter, and then whoever holds less than half.
-    assert not line.has_place("modest")
-    assert [line.next(), line.next()] == ["greedy 0", "modest 0"]
-    line.add("modest", "modest 1")
-    assert [line.has_place("greedy"), line.has_place("modest")] == [False, False]
-    assert line.next() == "greedy 1"
-    assert [line.has_place("greedy"), line.has_place("modest")] == [False, True]
+    assert not queue.has_room("modest")
+    assert [queue.next(), queue.next()] == ["greedy 0", "modest 0"]
+    queue.add("modest", "modest 1")
+    assert [queue.has_room("greedy"), queue.has_room("modest")] == [False, False]
+    assert queue.next() == "greedy 1"
+    assert [queue.has_room("greedy"), queue.has_room("modest")] == [False, True]
 
 
 def test_who_leaves_the_line_holds_nobody_up() -> None:
-    line: Line[str] = Line(8)
+    queue: FairQueue[str] = FairQueue(8)
     for item in ("a", "b", "c"):
-        line.add("ann", item)
-    line.add("bob", "d")
-    line.discard("ann", "a")
-    line.discard("bob", "d")
-    line.discard("bob", "d")
-    line.discard("ann", "never there")
-    assert (len(line), line.num_of("ann"), line.num_of("bob")) == (2, 2, 0)
-    assert rest(line) == ["b", "c"]
+        queue.add("ann", item)
+    queue.add("bob", "d")
+    queue.discard("ann", "a")
+    queue.discard("bob", "d")
+    queue.discard("bob", "d")
+    queue.discard("ann", "never there")
+    assert (len(queue), queue.num_of("ann"), queue.num_of("bob")) == (2, 2, 0)
+    assert rest(queue) == ["b", "c"]
 
 
 @given(
@@ -63,22 +63,22 @@ def test_who_leaves_the_line_holds_nobody_up() -> None:
 )
 def test_turns_places_and_order(most: int, moves: list[tuple[str, str | None]]) -> None:
     """Against the plainest of models: a list of all who wait."""
-    line: Line[tuple[str | None, int]] = Line(most)
+    queue: FairQueue[tuple[str | None, int]] = FairQueue(most)
     waiting: list[tuple[str | None, int]] = []
     passed: Counter[str | None] = Counter()
     for number, (move, client) in enumerate(moves):
         own = [item for item in waiting if item[0] == client]
         if move == "join":
             share = most // max(1, len({each for each, _ in waiting}))
-            assert line.has_place(client) == (not own or (len(waiting) < most and len(own) < share))
-            if line.has_place(client):
-                line.add(client, (client, number))
+            assert queue.has_room(client) == (not own or (len(waiting) < most and len(own) < share))
+            if queue.has_room(client):
+                queue.add(client, (client, number))
                 waiting.append((client, number))
         elif move == "leave" and own:
-            line.discard(client, own[-1])
+            queue.discard(client, own[-1])
             waiting.remove(own[-1])
         elif move == "next":
-            served = line.next()
+            served = queue.next()
             if served is None:
                 assert not waiting
                 continue
@@ -92,7 +92,7 @@ def test_turns_places_and_order(most: int, moves: list[tuple[str, str | None]]) 
             passed[served[0]] = 0
         for gone in set(CLIENTS) - {each for each, _ in waiting}:
             passed[gone] = 0
-        assert len(line) == len(waiting) <= most + len(CLIENTS) - 1
+        assert len(queue) == len(waiting) <= most + len(CLIENTS) - 1
 
 
 @pytest.mark.parametrize(

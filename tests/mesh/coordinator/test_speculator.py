@@ -7,7 +7,7 @@ from mesh.coordinator.speculation import GuardedProposer, Speculator
 from mesh.engine import GenerationRequest
 from speculative.acceptance import Judgement, SpanClass
 from speculative.controller import ControllerOptions, SharedMeasures
-from speculative.outcome import Outcome, StageMeasure
+from speculative.outcome import StageMeasure, WindowOutcome
 from speculative.proposer import EMPTY, Proposal
 
 PROMPT = (1, 2, 3)
@@ -54,15 +54,15 @@ def speculator(listener: Listener, shared: SharedMeasures) -> Speculator:
     )
 
 
-def plain(sent_ms: float) -> Outcome:
+def plain(sent_ms: float) -> WindowOutcome:
     judgement = Judgement((1,), 0, 0, SpanClass.PLAIN)
-    return Outcome(judgement, EMPTY, 3, sent_ms, sent_ms + 50.0, 0, STAGES, 0, 0)
+    return WindowOutcome(judgement, EMPTY, 3, sent_ms, sent_ms + 50.0, 0, STAGES, 0, 0)
 
 
-def lost(sent_ms: float) -> Outcome:
+def lost(sent_ms: float) -> WindowOutcome:
     judgement = Judgement((1,), 1, 0, SpanClass.TAIL_REJECT)
     proposal = Proposal((7,), (0.9,), "listener")
-    return Outcome(judgement, proposal, 3, sent_ms, sent_ms + 200.0, 0, STAGES, 0, 0)
+    return WindowOutcome(judgement, proposal, 3, sent_ms, sent_ms + 200.0, 0, STAGES, 0, 0)
 
 
 def test_it_asks_for_nothing_before_it_may() -> None:

@@ -10,7 +10,7 @@ from mesh.forecast.cost_model import (
     HANDLING_MS,
     StageForecast,
     forecast,
-    parts_to_rehearse,
+    parts_to_profile,
     rows_ms,
     stage_timing,
 )
@@ -56,16 +56,16 @@ def test_rows_lie_between_one_and_a_full_window(num_rows: int) -> None:
 
 def test_a_small_stage_is_timed_as_it_is() -> None:
     sizes = StageSizes(model(layer_mib=10), WORKLOAD)
-    parts = parts_to_rehearse(sizes, LayerRange(0, 10))
+    parts = parts_to_profile(sizes, LayerRange(0, 10))
     assert [(part.layers, part.times) for part in parts] == [(LayerRange(0, 10), 1.0)]
 
 
 def test_of_a_large_one_a_part_stands_for_all_and_the_head_for_itself() -> None:
     sizes = StageSizes(model(layer_mib=100, head_mib=300), WORKLOAD)
-    (body,) = parts_to_rehearse(sizes, LayerRange(0, 10))
+    (body,) = parts_to_profile(sizes, LayerRange(0, 10))
     assert body.layers == LayerRange(0, 5)
     assert body.times == pytest.approx(2.0)
-    parts = parts_to_rehearse(sizes, LayerRange(10, 30))
+    parts = parts_to_profile(sizes, LayerRange(10, 30))
     assert [part.layers for part in parts] == [LayerRange(10, 15), LayerRange(29, 30)]
     assert [part.times for part in parts] == pytest.approx([19 / 5, 1.0])
     timings = {part.layers: TIMING for part in parts}
@@ -74,7 +74,7 @@ def test_of_a_large_one_a_part_stands_for_all_and_the_head_for_itself() -> None:
 
 def test_a_model_that_cannot_be_cut_is_timed_whole() -> None:
     sizes = StageSizes(model(layer_mib=100, cuts=()), WORKLOAD)
-    (part,) = parts_to_rehearse(sizes, LayerRange(0, 30))
+    (part,) = parts_to_profile(sizes, LayerRange(0, 30))
     assert (part.layers, part.times) == (LayerRange(0, 30), 1.0)
 
 
@@ -82,6 +82,6 @@ def test_a_model_that_cannot_be_cut_is_timed_whole() -> None:
 def test_parts_never_stand_for_less_than_the_stage_reads(start: int, length: int, most_mib: int) -> None:
     sizes = StageSizes(model(layer_mib=50, head_mib=70), WORKLOAD)
     layers = LayerRange(start, min(30, start + length))
-    parts = parts_to_rehearse(sizes, layers, most_mib * MIB)
+    parts = parts_to_profile(sizes, layers, most_mib * MIB)
     read = sum(part.times * sizes.read_bytes(part.layers) for part in parts)
     assert read == pytest.approx(sizes.read_bytes(layers))

@@ -191,13 +191,13 @@ async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_
             await ask(http, max_tokens=60)
         seen.append(await scrape(http))
         # A slot loses what the coordinator believes that it holds.
-        handle = mesh.fleet.seats[1].handle
+        handle = mesh.pipeline.stages[1].handle
         assert handle is not None
-        path = handle._actor.stage._service._path
+        path = handle._actor.stage._service._engine
         await path._in_worker(lambda: [path._slots.trim(slot, 0) for slot in range(2)])
         await ask(http, max_tokens=4)
         seen.append(await scrape(http))
-        await mesh.until(lambda: len(mesh.fleet.copies) == 3)
+        await mesh.until(lambda: len(mesh.pipeline.replicas) == 3)
         # Three want one of two slots.
         asked = [asyncio.create_task(ask(http, max_tokens=100)) for _ in range(3)]
         await mesh.until(lambda: mesh.coordinator.status()["sessions"]["waiting"] == 1)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.placement.planner import StagePlacement
-from mesh.placement.replanner import Copy, next_copy
+from mesh.placement.replanner import Replica, next_replica
 from mesh.placement.stage_sizes import StageSizes
 from stages.layers import LayerRange
 from tests.mesh.placement.test_planner import WORKLOAD, host, model
@@ -19,43 +19,43 @@ RING = [
 BUSY = [host(name, 9000) for name in "abc"]
 
 
-def all_copies(hosts: list[tuple[str, int]]) -> list[Copy]:
+def all_copies(hosts: list[tuple[str, int]]) -> list[Replica]:
     spares = [host(name, memory_mib) for name, memory_mib in hosts]
-    copies: list[Copy] = []
-    while (copy := next_copy(SIZES, RING, [*BUSY, *spares], copies)) is not None:
-        copies.append(copy)
-    return copies
+    replicas: list[Replica] = []
+    while (replica := next_replica(SIZES, RING, [*BUSY, *spares], replicas)) is not None:
+        replicas.append(replica)
+    return replicas
 
 
 def test_the_largest_stage_comes_first_and_all_follow_where_there_is_room() -> None:
-    assert [copy.layers for copy in all_copies([("x", 9000)])] == [RANGES[1], RANGES[0], RANGES[2]]
+    assert [replica.layers for replica in all_copies([("x", 9000)])] == [RANGES[1], RANGES[0], RANGES[2]]
 
 
 def test_a_small_spare_takes_what_it_can_hold() -> None:
-    assert all_copies([("x", 1100)]) == [Copy("x", RANGES[0])]
+    assert all_copies([("x", 1100)]) == [Replica("x", RANGES[0])]
     assert all_copies([("x", 700)]) == []
 
 
 def test_two_spares_first_see_to_it_that_everything_is_there_once() -> None:
-    copies = all_copies([("x", 1300), ("y", 1300)])
-    assert [copy.layers for copy in copies] == [RANGES[1], RANGES[0]]
-    assert len({copy.host for copy in copies}) == 2
+    replicas = all_copies([("x", 1300), ("y", 1300)])
+    assert [replica.layers for replica in replicas] == [RANGES[1], RANGES[0]]
+    assert len({replica.host for replica in replicas}) == 2
 
 
 def test_nothing_is_copied_more_than_twice() -> None:
-    copies = all_copies([("x", 9000), ("y", 9000), ("z", 9000)])
-    assert sorted(copy.layers for copy in copies) == sorted(RANGES * 2)
+    replicas = all_copies([("x", 9000), ("y", 9000), ("z", 9000)])
+    assert sorted(replica.layers for replica in replicas) == sorted(RANGES * 2)
 
 
 def test_hosts_with_a_stage_get_no_copy() -> None:
-    assert next_copy(SIZES, RING, BUSY, []) is None
+    assert next_replica(SIZES, RING, BUSY, []) is None
 
 
 @given(st.lists(st.integers(0, 6000), max_size=4))
 def test_copies_never_exceed_memory_and_are_never_the_same_twice(memory_mib: list[int]) -> None:
     hosts = [(f"h{index}", size) for index, size in enumerate(memory_mib)]
-    copies = all_copies(hosts)
-    assert len(set(copies)) == len(copies)
+    replicas = all_copies(hosts)
+    assert len(set(replicas)) == len(replicas)
     for name, size in hosts:
-        taken = sum(SIZES.memory(copy.layers).total_bytes for copy in copies if copy.host == name)
+        taken = sum(SIZES.memory(replica.layers).total_bytes for replica in replicas if replica.host == name)
         assert taken <= host(name, size).memory_bytes

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mesh.placement.host_capacity import ALL, Gpu, HostCapacity
 from mesh.placement.planner import plan
-from mesh.placement.replanner import next_copy, replan
+from mesh.placement.replanner import next_replica, replan
 from mesh.placement.stage_sizes import GPU_PROCESS_BYTES, StageSizes, Workload, memory_on, read_time
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
@@ -186,9 +186,9 @@ def test_a_repair_takes_what_the_stages_that_stay_leave_on_a_gpu() -> None:
 def test_a_spare_s_copies_share_its_gpu() -> None:
     ring = plan(model_of(), [host(name="x", memory_mib=9000)], WORKLOAD, num_stages=2).stages
     spare = host(gpu("CUDA0", 15), memory_mib=100, name="spare")
-    copy = next_copy(SIZES, ring, [spare], ())
-    assert copy is not None
-    assert next_copy(SIZES, ring, [spare], [copy]) is None
+    replica = next_replica(SIZES, ring, [spare], ())
+    assert replica is not None
+    assert next_replica(SIZES, ring, [spare], [replica]) is None
 
 
 def test_weights_in_the_order_of_fast_kernels_may_take_more() -> None:

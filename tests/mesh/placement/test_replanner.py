@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.placement.planner import StagePlacement, plan
-from mesh.placement.replanner import Copy, Replan, replan
+from mesh.placement.replanner import Replan, Replica, replan
 from mesh.placement.stage_sizes import StageSizes
 from spanmesh_proto.errors import MeshError, ModelDoesNotFit, NotEnoughHosts
 from stages.layers import LayerRange
@@ -36,7 +36,7 @@ THREE = ring(("a", 0, 10), ("b", 10, 20), ("c", 20, 30))
 def shown(result: Replan) -> list[str]:
     """`host start-stop`, with `=` before what is kept and `*` before what was a copy."""
     return [
-        f"{'=' if stage.kept is not None else '*' if stage.is_copy else ''}{stage.placement.host} "
+        f"{'=' if stage.kept is not None else '*' if stage.is_replica else ''}{stage.placement.host} "
         f"{stage.placement.layers.start}-{stage.placement.layers.stop}"
         for stage in result.stages
     ]
@@ -44,7 +44,7 @@ def shown(result: Replan) -> list[str]:
 
 def test_a_copy_is_the_first_choice_even_beside_a_faster_spare() -> None:
     hosts = [host("a", 2000), host("c", 2000), host("fast", 9000, 90.0), host("spare", 2000, 1.0)]
-    result = replan(SIZES, THREE, {1}, hosts, [Copy("spare", LayerRange(10, 20))])
+    result = replan(SIZES, THREE, {1}, hosts, [Replica("spare", LayerRange(10, 20))])
     assert shown(result) == ["=a 0-10", "*spare 10-20", "=c 20-30"]
     assert result.reason == "layers [10, 20) to spare (had a copy)"
     assert not result.dropped
@@ -63,10 +63,10 @@ def test_lost_stages_do_not_share_a_host_while_another_has_room() -> None:
 
 
 def test_a_copy_of_something_else_gives_way_to_what_is_needed() -> None:
-    copy = Copy("spare", LayerRange(0, 10))
+    replica = Replica("spare", LayerRange(0, 10))
     roomy, tight = host("spare", 3000), host("spare", 1500)
-    assert not replan(SIZES, THREE, {1}, [roomy], [copy]).dropped
-    assert replan(SIZES, THREE, {1}, [tight], [copy]).dropped == (copy,)
+    assert not replan(SIZES, THREE, {1}, [roomy], [replica]).dropped
+    assert replan(SIZES, THREE, {1}, [tight], [replica]).dropped == (replica,)
 
 
 def test_layers_that_no_host_can_take_alone_are_shared_out() -> None:
@@ -107,7 +107,7 @@ def test_no_host_and_no_room_are_told_apart() -> None:
 @st.composite
 def broken_rings(
     draw: st.DrawFn,
-) -> tuple[ModelFacts, list[StagePlacement], set[int], list[HostCapacity], list[Copy]]:
+) -> tuple[ModelFacts, list[StagePlacement], set[int], list[HostCapacity], list[Replica]]:
     facts = draw(models())
     roomy = [
         host(f"h{index}", memory_mib, draw(st.floats(1, 100)))
@@ -121,7 +121,7 @@ def broken_rings(
         roomy[0] = host("h0", 10**6)
     lost = draw(st.sets(st.integers(0, len(stages) - 1), min_size=1))
     usable = draw(st.lists(st.sampled_from(roomy), unique=True))
-    copies = []
+    replicas = []
     for each in usable:
         left_bytes = each.memory_bytes - sum(
             stage.memory.total_bytes
@@ -131,20 +131,20 @@ def broken_rings(
         for stage in draw(st.lists(st.sampled_from(stages), unique=True)):
             if stage.memory.total_bytes <= left_bytes:
                 left_bytes -= stage.memory.total_bytes
-                copies.append(Copy(each.name, stage.layers))
-    return facts, stages, lost, usable, copies
+                replicas.append(Replica(each.name, stage.layers))
+    return facts, stages, lost, usable, replicas
 
 
 @given(broken=broken_rings(), may_start_over=st.booleans())
 def test_every_repair_is_sound(
-    broken: tuple[ModelFacts, list[StagePlacement], set[int], list[HostCapacity], list[Copy]],
+    broken: tuple[ModelFacts, list[StagePlacement], set[int], list[HostCapacity], list[Replica]],
     *,
     may_start_over: bool,
 ) -> None:
-    facts, stages, lost, hosts, copies = broken
+    facts, stages, lost, hosts, replicas = broken
     sizes = StageSizes(facts, WORKLOAD)
     try:
-        result = replan(sizes, stages, lost, hosts, copies, may_start_over=may_start_over)
+        result = replan(sizes, stages, lost, hosts, replicas, may_start_over=may_start_over)
     except (ModelDoesNotFit, NotEnoughHosts):
         # No one host has room for all that is lost.
         needed = OVERHEAD_BYTES * 4 + sum(stages[index].memory.total_bytes for index in lost)
@@ -170,15 +170,19 @@ def test_every_repair_is_sound(
     else:
         assert may_start_over
     # A copy is used once, and is none of those that were dropped.
-    used = [Copy(stage.placement.host, stage.placement.layers) for stage in result.stages if stage.is_copy]
-    assert set(used) <= set(copies)
+    used = [
+        Replica(stage.placement.host, stage.placement.layers) for stage in result.stages if stage.is_replica
+    ]
+    assert set(used) <= set(replicas)
     assert not set(used) & set(result.dropped)
-    assert set(result.dropped) <= set(copies)
+    assert set(result.dropped) <= set(replicas)
     # Memory is never exceeded, by stages and by copies that stay.
-    staying = [copy for copy in copies if copy not in used and copy not in result.dropped]
+    staying = [replica for replica in replicas if replica not in used and replica not in result.dropped]
     for each in hosts:
         taken = sum(stage.memory.total_bytes for stage in new if stage.host == each.name)
-        taken += sum(sizes.memory(copy.layers).total_bytes for copy in staying if copy.host == each.name)
+        taken += sum(
+            sizes.memory(replica.layers).total_bytes for replica in staying if replica.host == each.name
+        )
         assert taken <= each.memory_bytes
     # What is not on a usable host survived where it is.
     assert all(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.placement.host_assignment import find_seating, seat_all
+from mesh.placement.host_assignment import assign_all, find_assignment
 from mesh.placement.host_capacity import Gpu, HostCapacity
 from mesh.placement.stage_sizes import StageSizes, Workload, memory_on, read_time
 from mesh.placement.stage_table import StageTable
@@ -63,18 +63,18 @@ def test_as_few_hosts_as_any_order_allows(
 ) -> None:
     facts = replace(facts, refused_lengths=refused_lengths)
     sizes = StageSizes(facts, WORKLOAD)
-    found, fewest = find_seating(StageTable(sizes), hosts), _fewest(sizes, hosts)
+    found, fewest = find_assignment(StageTable(sizes), hosts), _fewest(sizes, hosts)
     if fewest is None:
         assert found is None
         return
     assert found is not None
     assert found.least_stages == fewest
-    ways = list(_splits(sizes, found.seats))
+    ways = list(_splits(sizes, found.hosts))
     # Nobody else would share the layers out better among them.
     assert found.slowest_ns == pytest.approx(min(map(max, ways)))
     assert any(found.round_ns == pytest.approx(sum(way)) for way in ways)
-    if len(found.seats) == fewest:
-        in_order = [hosts.index(seat) for seat in found.seats]
+    if len(found.hosts) == fewest:
+        in_order = [hosts.index(seat) for seat in found.hosts]
         assert found.is_in_order == (in_order == sorted(in_order))
         if not found.is_in_order:
             assert not any(
@@ -88,11 +88,11 @@ def test_all_of_some_hosts_are_seated_whenever_some_order_allows_it(
     facts: ModelFacts, hosts: list[HostCapacity]
 ) -> None:
     sizes = StageSizes(facts, WORKLOAD)
-    found = seat_all(StageTable(sizes), hosts)
+    found = assign_all(StageTable(sizes), hosts)
     orders = [order for order in itertools.permutations(hosts) if any(True for _ in _splits(sizes, order))]
     assert (found is None) == (not orders)
     if found is not None:
-        assert found.seats == orders[0]
+        assert found.hosts == orders[0]
 
 
 def test_hosts_more_than_can_be_told_apart_still_find_their_order() -> None:
@@ -100,21 +100,21 @@ def test_hosts_more_than_can_be_told_apart_still_find_their_order() -> None:
     facts = model(136, layer_mib=10, head_mib=1000)
     hosts = [host(f"h{index}", 10 * index + 1000 * (index == 16)) for index in range(1, 17)]
     table = StageTable(StageSizes(facts, WORKLOAD))
-    found = find_seating(table, hosts)
+    found = find_assignment(table, hosts)
     assert found is not None
     assert [len(part) for part in found.layers] == list(range(1, 17))
-    assert find_seating(table, hosts[1:]) is None
+    assert find_assignment(table, hosts[1:]) is None
 
 
 def test_the_first_good_plan_is_taken_when_time_is_up() -> None:
     table = StageTable(StageSizes(model(), WORKLOAD))
     # A fast host that holds little makes a slow one hold much.
     hosts = [host("fast", 100, 90.0), host("a", 1500, 40.0), host("b", 1500, 40.0), host("slow", 2900, 5.0)]
-    patient, hasty = find_seating(table, hosts), find_seating(table, hosts, is_time_up=lambda: True)
+    patient, hasty = find_assignment(table, hosts), find_assignment(table, hosts, is_time_up=lambda: True)
     assert patient is not None
     assert hasty is not None
-    assert [seat.name for seat in patient.seats] == ["a", "b"]
-    assert [seat.name for seat in hasty.seats] == ["fast", "slow"]
+    assert [seat.name for seat in patient.hosts] == ["a", "b"]
+    assert [seat.name for seat in hasty.hosts] == ["fast", "slow"]
     assert patient.beats(hasty)
 
 
@@ -177,7 +177,7 @@ def test_a_table_says_of_all_stages_what_sizes_say_of_each(
 
 def test_of_equal_hosts_one_is_taken_with_which_the_order_can_be_kept() -> None:
     table = StageTable(StageSizes(model(2, layer_mib=9), WORKLOAD))
-    found = find_seating(table, [host("a", 1, 5.0), host("b", 9, 5.0), host("c", 1, 5.0)])
+    found = find_assignment(table, [host("a", 1, 5.0), host("b", 9, 5.0), host("c", 1, 5.0)])
     assert found is not None
-    assert [seat.name for seat in found.seats] == ["b", "c"]
+    assert [seat.name for seat in found.hosts] == ["b", "c"]
     assert found.is_in_order

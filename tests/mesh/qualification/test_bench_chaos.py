@@ -1,4 +1,4 @@
-"""Pure parts of `mesh bench chaos`: harms, how streams, repairs and meshes are judged, reports."""
+"""Pure parts of `mesh bench chaos`: faults, how streams, repairs and meshes are judged, reports."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mesh.bench.http_client import Client, parse_url
 from mesh.bench.request_record import HUNG_UP, Failure, Record
-from mesh.bench.stress.answers import NO_HANG_UPS, HangUps, Told
+from mesh.bench.stress.answers import NO_HANG_UPS, AnswerRecord, HangUps
 from mesh.bench.stress.checks import Check, Expected
 from mesh.bench.stress.scripts import Turn
 from mesh.placement.host_capacity import HostCapacity
@@ -24,19 +24,19 @@ from mesh.placement.stage_sizes import Workload
 from mesh.qualification.chaos import client_process as clients_module
 from mesh.qualification.chaos.cli import chaos
 from mesh.qualification.chaos.client_process import Clients
-from mesh.qualification.chaos.clients import Look, Running, Stream, questions, what_is_missing
-from mesh.qualification.chaos.faults import KINDS, MEANING, HarmKind, draw_harms, listener, victim
+from mesh.qualification.chaos.clients import MeshSnapshot, Running, Stream, questions, what_is_missing
+from mesh.qualification.chaos.faults import KINDS, MEANING, FaultKind, draw_faults, listener, victim
 from mesh.qualification.chaos.options import SCENARIOS, least_memory_bytes
 from mesh.qualification.chaos.report import Report, as_json, as_markdown, as_text
 from mesh.qualification.chaos.results import (
-    Newcomer,
+    ProbeOutcome,
     Repair,
     Scenario,
     account_of,
     by_kind,
     events_of,
-    newcomer_of,
     pauses_s,
+    probe_outcome,
     repair_lines,
     silence_s,
     stream_lines,
@@ -72,11 +72,11 @@ def stream(
         finish=None if failure else "length",
         failure=failure,
     )
-    return Stream(Told(record, text, ids, ()), bytes_s or parts_s)
+    return Stream(AnswerRecord(record, text, ids, ()), bytes_s or parts_s)
 
 
 def expected() -> dict[str, Expected]:
-    return {"q": Expected(Turn("Say so.", 3), stream(1.0, 2.0, 3.0).told)}
+    return {"q": Expected(Turn("Say so.", 3), stream(1.0, 2.0, 3.0).answer)}
 
 
 def repair(kind: str = "first", **fields: Any) -> Repair:
@@ -90,7 +90,7 @@ def repair(kind: str = "first", **fields: Any) -> Repair:
         repair_s=0.3,
         pauses_s=(1.0, 2.0),
         silence_s=1.0,
-        newcomer=Newcomer(1.0, "answer"),
+        newcomer=ProbeOutcome(1.0, "answer"),
         is_warm=True,
         reason="layers [0, 10) to host4 (had a copy)",
         rejoined=(),
@@ -106,20 +106,20 @@ def repair(kind: str = "first", **fields: Any) -> Repair:
     is_short=st.booleans(),
 )
 def test_every_kind_of_harm_comes_about_as_often(
-    *, count: int, kinds: list[HarmKind], seed: int, is_short: bool
+    *, count: int, kinds: list[FaultKind], seed: int, is_short: bool
 ) -> None:
-    harms = draw_harms(count, kinds, seed, is_short=is_short)
-    assert harms == draw_harms(count, kinds, seed, is_short=is_short)
-    assert [harm.number for harm in harms] == list(range(count))
-    times = Counter(harm.kind for harm in harms)
+    faults = draw_faults(count, kinds, seed, is_short=is_short)
+    assert faults == draw_faults(count, kinds, seed, is_short=is_short)
+    assert [fault.number for fault in faults] == list(range(count))
+    times = Counter(fault.kind for fault in faults)
     assert set(times) <= set(kinds)
     assert max((times[kind] for kind in kinds), default=0) - min(times[kind] for kind in kinds) <= 1
     # A stage that is stopped or out of reach is noticed before it is back.
-    assert all(harm.wait_s > 0 and 2.0 < harm.hold_s <= (3.5 if is_short else 8.0) for harm in harms)
+    assert all(fault.wait_s > 0 and 2.0 < fault.hold_s <= (3.5 if is_short else 8.0) for fault in faults)
 
 
 @given(pick=st.floats(0, 1, exclude_max=True), kind=st.sampled_from(KINDS), num_stages=st.integers(1, 5))
-def test_a_harm_hits_a_stage_that_there_is(pick: float, kind: HarmKind, num_stages: int) -> None:
+def test_a_harm_hits_a_stage_that_there_is(pick: float, kind: FaultKind, num_stages: int) -> None:
     hit = victim(kind, pick, num_stages)
     assert 0 <= hit < num_stages
     if kind == "first":
@@ -234,19 +234,19 @@ def test_clients_that_hang_up_ask_the_next_question_at_once(monkeypatch: pytest.
         port = int(peer.url.rpartition(":")[2])
         all_wait = asyncio.run(keep_asking(port, NO_HANG_UPS))
         some_leave = asyncio.run(keep_asking(port, HangUps(0.9, 3)))
-    assert [stream.told.record.failure for stream in all_wait] == [None] * 12
-    kinds = {stream.told.record.failure and stream.told.record.failure.kind for stream in some_leave}
+    assert [stream.answer.record.failure for stream in all_wait] == [None] * 12
+    kinds = {stream.answer.record.failure and stream.answer.record.failure.kind for stream in some_leave}
     assert kinds == {None, HUNG_UP}
 
 
 def test_a_newcomer_gets_an_answer_or_a_503_that_says_when_to_come_again() -> None:
-    assert newcomer_of(stream(3.0, 4.0, sent_s=1.0)) == Newcomer(2.0, "answer")
+    assert probe_outcome(stream(3.0, 4.0, sent_s=1.0)) == ProbeOutcome(2.0, "answer")
     refused = stream(sent_s=1.0, ended_s=3.5, failure=Failure("http_503", "later", "2"))
-    assert newcomer_of(refused) == Newcomer(2.5, "503")
+    assert probe_outcome(refused) == ProbeOutcome(2.5, "503")
     silent = stream(sent_s=1.0, ended_s=3.5, failure=Failure("http_503", "later"))
     broken = stream(1.5, sent_s=1.0, ended_s=3.5, failure=Failure("stream_error", "gone"))
-    assert not newcomer_of(silent).is_sound
-    assert newcomer_of(broken).outcome == "stream_error: gone"
+    assert not probe_outcome(silent).is_sound
+    assert probe_outcome(broken).outcome == "stream_error: gone"
 
 
 def whole() -> dict[str, Any]:
@@ -263,8 +263,8 @@ def whole() -> dict[str, Any]:
 
 def test_a_mesh_is_whole_when_all_are_back_and_all_streams_go_on() -> None:
     def missing(status: dict[str, Any] | None, *running: Running) -> str | None:
-        look = Look(20.0, status, running)
-        return what_is_missing(look, since_s=10.0, num_hosts=2, with_copies=True)
+        snapshot = MeshSnapshot(20.0, status, running)
+        return what_is_missing(snapshot, since_s=10.0, num_hosts=2, with_replicas=True)
 
     assert missing(whole(), Running(1.0, 11.0), Running(12.0, None)) is None
     assert missing(None) == "the head does not answer"
@@ -313,10 +313,12 @@ def test_lines_hold_the_pauses_against_their_bounds() -> None:
     repairs = [
         repair(),
         repair(pauses_s=(3.0, 3.5), is_warm=False),
-        repair(pauses_s=(16.0,), is_warm=None, newcomer=Newcomer(4.0, "http_500: oh")),
+        repair(pauses_s=(16.0,), is_warm=None, newcomer=ProbeOutcome(4.0, "http_500: oh")),
     ]
     lines = {line.title: line for line in repair_lines(repairs)}
-    measured = {title.removeprefix("harms: "): (line.measured, line.verdict) for title, line in lines.items()}
+    measured = {
+        title.removeprefix("faults: "): (line.measured, line.verdict) for title, line in lines.items()
+    }
     assert measured["pause seen by a client, median, s"] == (3.0, "met")
     assert measured["pause, worst, s"] == (16.0, "missed")
     assert measured["pause where a spare had the layers loaded, median, s"] == (1.5, "met")
@@ -343,8 +345,8 @@ def report(*, failed: int = 0, pauses_s: tuple[float, ...] = (1.0, 2.0), holds: 
     streams = [stream(1.0, failure=Failure("stream_error", "gone"))] * failed + [stream(1.0, 2.0, 3.0)]
     found = tally(streams, expected(), is_exact=True)
     repairs = (repair(pauses_s=pauses_s), repair("cut-off", whole_s=None, hold_s=3.0, problem="| no host"))
-    lines = (*stream_lines(found, "harms", is_exact=True), *repair_lines(repairs))
-    scenario = Scenario("harms", lines, repairs, found.problems)
+    lines = (*stream_lines(found, "faults", is_exact=True), *repair_lines(repairs))
+    scenario = Scenario("faults", lines, repairs, found.problems)
     return Report({"seed": 1}, (scenario,), (Check("nothing left", holds, "none"),), ())
 
 
@@ -365,7 +367,7 @@ def test_the_report_says_it_in_words_and_in_json() -> None:
     assert MEANING["cut-off"] in page
     assert "never: / no host" in page
     assert "q: failure: stream_error: gone" in page
-    assert "| harms: failed streams | ≤ 0 | 1.00 | missed | of 2 |" in page
+    assert "| faults: failed streams | ≤ 0 | 1.00 | missed | of 2 |" in page
     assert "missed" in text
     assert "bad stream: q" in text
     assert fields["good"] is False
@@ -396,6 +398,6 @@ def test_the_listener_of_a_port_is_found() -> None:
 
 def test_the_command_knows_what_there_is() -> None:
     options = {param.name: param for param in chaos.params}
-    assert options["kinds"].type.convert(",".join(get_args(HarmKind)), None, None) == KINDS
+    assert options["kinds"].type.convert(",".join(get_args(FaultKind)), None, None) == KINDS
     assert options["scenarios"].type.convert(",".join(SCENARIOS), None, None) == SCENARIOS
     assert set(MEANING) == set(KINDS)

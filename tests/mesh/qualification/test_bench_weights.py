@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mesh.qualification.weights.rebalance import add_fourth_host
 from mesh.qualification.weights.slicing import measure_cutting
-from mesh.qualification.weights.transfer import harm_transfers
+from mesh.qualification.weights.transfer import disrupt_transfers
 from stages.layers import LayerRange
 from tests.support.tiny_models import TinyModel
 
@@ -23,7 +23,9 @@ async def test_a_sparse_model_is_cut_in_little_memory_and_a_harmed_transfer_ends
     assert cutting.file_bytes > 0.9 * 2**31
     assert (tmp_path / "model.gguf").stat().st_blocks * 512 < 2**28
     model = TinyModel("llama", n_embd=256, n_ff=768, n_heads=8, head_size=32).write(tmp_path / "tiny.gguf")
-    report = await harm_transfers(model, LayerRange(1, 6), tmp_path, num_kills=2, rate=4e6, random=Random(5))
+    report = await disrupt_transfers(
+        model, LayerRange(1, 6), tmp_path, num_kills=2, rate=4e6, random=Random(5)
+    )
     assert report.passed, report
 
 

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 from mesh.api.app import create_app
 from mesh.cli.main import run
-from mesh.qualification.fuzz.http_fuzz import HttpCase, HttpCases, Reply, blame, exchange, is_whole
+from mesh.qualification.fuzz.http_fuzz import HttpCase, HttpCases, Reply, exchange, fault_of, is_whole
 from mesh.qualification.fuzz.mutations import SchemaValues, damaged_value, json_text
 from mesh.text.tokenizer import Tokenizer
 from tests.support import api_harness
@@ -136,19 +136,19 @@ def test_half_requests_are_known_as_such(data: bytes, *, whole: bool) -> None:
 )
 def test_who_is_to_blame(status: int | None, content_type: str, body: bytes, reason: str | None) -> None:
     case = HttpCase(b"", is_whole=True, statuses=frozenset({200, 400, 501, 503}))
-    found = blame(case, Reply(status, content_type, body, is_over=True))
+    found = fault_of(case, Reply(status, content_type, body, is_over=True))
     assert found is None if reason is None else reason in str(found)
 
 
 def test_a_damaged_request_may_be_met_with_silence_and_never_with_a_fault() -> None:
     case = HttpCase(b"", is_whole=False)
-    assert blame(case, Reply(None, "", b"", is_over=True)) is None
-    assert blame(case, Reply(405, "application/json", ERROR, is_over=True)) is None
-    assert "status 501" in str(blame(case, Reply(501, "application/json", ERROR, is_over=True)))
-    assert "status 502" in str(blame(case, Reply(502, "", b"", is_over=True)))
+    assert fault_of(case, Reply(None, "", b"", is_over=True)) is None
+    assert fault_of(case, Reply(405, "application/json", ERROR, is_over=True)) is None
+    assert "status 501" in str(fault_of(case, Reply(501, "application/json", ERROR, is_over=True)))
+    assert "status 502" in str(fault_of(case, Reply(502, "", b"", is_over=True)))
     declined = HttpCase(b"", is_whole=True, undamaged=frozenset({501}))
-    assert blame(declined, Reply(501, "application/json", ERROR, is_over=True)) is None
-    assert "status 500" in str(blame(declined, Reply(500, "application/json", ERROR, is_over=True)))
+    assert fault_of(declined, Reply(501, "application/json", ERROR, is_over=True)) is None
+    assert "status 500" in str(fault_of(declined, Reply(500, "application/json", ERROR, is_over=True)))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh.serve.stage_group import all_at_once, blaming
+from mesh.serve.stage_group import attributing, run_concurrently
 from spanmesh_proto.errors import StageFailed
 
 HANDLE: Any = object()
@@ -28,7 +28,7 @@ async def test_the_stage_that_failed_is_named_and_ends_the_others() -> None:
         blamed.extend((handle, error.args[0]))
 
     with pytest.raises(StageFailed, match="it is gone"):
-        await all_at_once(blaming(partial(work, number), HANDLE, blame) for number in range(3))
+        await run_concurrently(attributing(partial(work, number), HANDLE, blame) for number in range(3))
     assert sorted(ended) == [0, 1, 2]
     assert blamed == [HANDLE, "it is gone"]
 
@@ -41,7 +41,7 @@ async def test_work_that_is_cancelled_before_it_begins_is_never_made(
     async def work() -> None:
         begun.append(1)
 
-    whole = asyncio.create_task(all_at_once([blaming(work, HANDLE, lambda *_: None)]))
+    whole = asyncio.create_task(run_concurrently([attributing(work, HANDLE, lambda *_: None)]))
     await asyncio.sleep(0)
     whole.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from mesh.cluster.ray_node import RayNodeRecord
-from mesh.serve.head_failover import end_strangers
+from mesh.serve.head_failover import kill_unrecorded_actors
 from mesh.serve.head_state import (
     HeadState,
     HeadStateFile,
-    KeptModel,
-    KeptStage,
+    SavedModel,
+    SavedStage,
     default_state_path,
     fingerprint,
 )
-from mesh.serve.load_request import LoadOrder, order_of
+from mesh.serve.load_request import LoadRequest, parse_load_request
 from spanmesh_proto.errors import InvalidRequest, StageFailed
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ STATE = HeadState(
     certificate_pem="-----BEGIN…",
     private_key_pem="-----BEGIN…",
     setup=fingerprint(model="abc", slots=8),
-    stages=(KeptStage("stage-1", "b", "b.2", 0, 10, 2, "f32", "10.0.0.2:4000"),),
-    copies=(KeptStage("stage-2", "c", "c.1", 0, 10, 1, "f32", None),),
+    stages=(SavedStage("stage-1", "b", "b.2", 0, 10, 2, "f32", "10.0.0.2:4000"),),
+    copies=(SavedStage("stage-2", "c", "c.1", 0, 10, 1, "f32", None),),
     models=(
-        KeptModel(
-            LoadOrder("/models/tiny.gguf", ctx_size=512).as_dict(),
+        SavedModel(
+            LoadRequest("/models/tiny.gguf", ctx_size=512).as_dict(),
             fingerprint(model="tiny"),
-            stages=(KeptStage("stage-3", "b", "b.2", 0, 6, 1, "f32", "10.0.0.2:4001"),),
+            stages=(SavedStage("stage-3", "b", "b.2", 0, 6, 1, "f32", "10.0.0.2:4001"),),
         ),
     ),
 )
@@ -109,15 +109,17 @@ def test_what_nobody_wrote_down_is_ended() -> None:
         def kill(self, actor: str) -> None:
             killed.append(actor)
 
-    end_strangers(cast("RayDriver", Driver()), STATE)
+    kill_unrecorded_actors(cast("RayDriver", Driver()), STATE)
     assert killed == ["half-loaded"]
 
 
 def test_an_order_is_the_same_behind_json() -> None:
-    order = LoadOrder("/models/tiny-00001-of-00002.gguf", split=(2, 4), exact=True, draft_path="/d.gguf")
-    assert order_of(json.loads(json.dumps(order.as_dict()))) == order
-    assert order.served_name == "tiny"
-    assert dataclasses.replace(order, name="acme/tiny:Q4").served_name == "acme/tiny:Q4"
+    load_request = LoadRequest(
+        "/models/tiny-00001-of-00002.gguf", split=(2, 4), exact=True, draft_path="/d.gguf"
+    )
+    assert parse_load_request(json.loads(json.dumps(load_request.as_dict()))) == load_request
+    assert load_request.served_name == "tiny"
+    assert dataclasses.replace(load_request, name="acme/tiny:Q4").served_name == "acme/tiny:Q4"
     for name in ("default", "", "a b", "x" * 129, "-x"):
         with pytest.raises(InvalidRequest, match="choose one with --name"):
-            _ = dataclasses.replace(order, name=name).served_name
+            _ = dataclasses.replace(load_request, name=name).served_name

@@ -12,8 +12,8 @@ from mesh.cluster.members import Member
 from mesh.placement.host_capacity import Gpu
 from mesh.placement.planner import StagePlacement
 from mesh.placement.replanner import NewStage, Replan
-from mesh.serve.allocations import Ledger
-from mesh.serve.pipeline import Fleet, Seat
+from mesh.serve.allocations import HostAllocations
+from mesh.serve.pipeline import Pipeline, PipelineStage
 from stages.layers import LayerRange
 from stages.runtime.memory import GpuShare, StageMemory
 from stages.transport.hidden_codec import HiddenType
@@ -44,46 +44,51 @@ def stage(host: Member, layers: LayerRange, num_bytes: int, threads: int = 2) ->
     return cast("StageHandle", SimpleNamespace(member=host, config=config))
 
 
-def seat(host: Member, layers: LayerRange, num_bytes: int, threads: int = 2) -> Seat:
-    return Seat(placement(host, layers, num_bytes), HiddenType.F32, stage(host, layers, num_bytes, threads))
+def pipeline_stage(host: Member, layers: LayerRange, num_bytes: int, threads: int = 2) -> PipelineStage:
+    return PipelineStage(
+        placement(host, layers, num_bytes), HiddenType.F32, stage(host, layers, num_bytes, threads)
+    )
 
 
 FIRST, SECOND = LayerRange(0, 10), LayerRange(10, 20)
 
 
-def ledger(*fleets: Fleet, **draft: Any) -> tuple[Ledger, list[Any]]:
+def allocations(*pipelines: Pipeline, **draft: Any) -> tuple[HostAllocations, list[Any]]:
     """Accounts `one`, `two` and so on; `a` is the head."""
-    found = Ledger(lambda host: host.name == "a")
+    found = HostAllocations(lambda host: host.name == "a")
     names = ("one", "two", "three")
     return found, [
-        found.open(name, fleet, **(draft if name == "two" else {}))
-        for name, fleet in zip(names, fleets, strict=False)
+        found.open(name, pipeline, **(draft if name == "two" else {}))
+        for name, pipeline in zip(names, pipelines, strict=False)
     ]
 
 
 def test_alone_a_model_has_all_that_hosts_give() -> None:
-    fleet = Fleet()
-    _, (one,) = ledger(fleet)
+    pipeline = Pipeline()
+    _, (one,) = allocations(pipeline)
     before = one.capacity_of(A)
-    fleet.seats = (seat(A, FIRST, 400),)
-    fleet.copies = [stage(A, SECOND, 100)]
-    assert one.capacity_of(A) == one.capacity_for_copies(A) == before
+    pipeline.stages = (pipeline_stage(A, FIRST, 400),)
+    pipeline.replicas = [stage(A, SECOND, 100)]
+    assert one.capacity_of(A) == one.capacity_for_replicas(A) == before
     assert one.threads_of(A) == 8
-    assert one.in_the_way(A) == ()
+    assert one.evictable_replicas(A) == ()
 
 
 def test_stages_of_others_and_what_they_intend_are_taken_and_copies_give_way() -> None:
-    theirs = Fleet()
-    theirs.seats = (seat(A, FIRST, 300, threads=5), Seat(placement(B, SECOND, 300), HiddenType.F32))
+    theirs = Pipeline()
+    theirs.stages = (
+        pipeline_stage(A, FIRST, 300, threads=5),
+        PipelineStage(placement(B, SECOND, 300), HiddenType.F32),
+    )
     theirs.intended = (placement(A, SECOND, 200),)
-    theirs.copies = [stage(A, FIRST, 100)]
-    theirs.coming = [stage(A, SECOND, 50)]
-    _, (one, _two) = ledger(Fleet(), theirs, draft_bytes=30)
+    theirs.replicas = [stage(A, FIRST, 100)]
+    theirs.loading_replicas = [stage(A, SECOND, 50)]
+    _, (one, _two) = allocations(Pipeline(), theirs, draft_bytes=30)
     left = one.capacity_of(A)
     assert (left.memory_bytes, left.others_bytes) == (1000 - 300 - 200 - 30, 530)
     # Three models' stages would want its memory's bandwidth.
     assert left.speed_gb_per_s == pytest.approx(20 / 3)
-    assert one.capacity_for_copies(A).memory_bytes == 1000 - 300 - 200 - 30 - 150
+    assert one.capacity_for_replicas(A).memory_bytes == 1000 - 300 - 200 - 30 - 150
     assert "470" in str(left)
     assert "beside 530" in str(left)
     # Drafts are on the head; a stage that is lost holds nothing.
@@ -93,63 +98,63 @@ def test_stages_of_others_and_what_they_intend_are_taken_and_copies_give_way() -
 
 
 def test_nobody_has_less_than_nothing() -> None:
-    theirs = Fleet()
-    theirs.seats = (seat(A, FIRST, 5000, threads=8),)
-    _, (one, _two) = ledger(Fleet(), theirs)
+    theirs = Pipeline()
+    theirs.stages = (pipeline_stage(A, FIRST, 5000, threads=8),)
+    _, (one, _two) = allocations(Pipeline(), theirs)
     assert one.capacity_of(A).memory_bytes == 0
     assert one.threads_of(A) == 1
 
 
 def test_what_is_on_a_gpu_is_taken_there() -> None:
-    theirs, gpu = Fleet(), Gpu("CUDA0", "", 2000, 2000, 200.0, shares_host_memory=False)
+    theirs, gpu = Pipeline(), Gpu("CUDA0", "", 2000, 2000, 200.0, shares_host_memory=False)
     host = member("c", gpus=(gpu,))
     theirs.intended = (placement(host, FIRST, 100, on_gpu=700),)
-    _, (one, _two) = ledger(Fleet(), theirs)
+    _, (one, _two) = allocations(Pipeline(), theirs)
     left = one.capacity_of(host)
     assert (left.memory_bytes, left.gpus[0].free_bytes) == (900, 1300)
 
 
 def test_an_intention_holds_until_the_ring_is_there() -> None:
-    fleet = Fleet()
-    _, (_one, two) = ledger(fleet, Fleet())
+    pipeline = Pipeline()
+    _, (_one, two) = allocations(pipeline, Pipeline())
     new = NewStage(placement(A, FIRST, 600))
-    fleet.intend(Replan((new, NewStage(placement(B, SECOND, 600), kept=0)), (), ""))
+    pipeline.intend(Replan((new, NewStage(placement(B, SECOND, 600), kept=0)), (), ""))
     assert two.capacity_of(A).memory_bytes == 400
     assert two.capacity_of(B).memory_bytes == 1000
 
 
 def test_only_as_many_copies_of_others_go_as_must() -> None:
-    mine, theirs = Fleet(), Fleet()
+    mine, theirs = Pipeline(), Pipeline()
     small, large, coming = stage(A, FIRST, 100), stage(A, SECOND, 500), stage(A, FIRST, 350)
-    theirs.copies, theirs.coming = [small, large, stage(B, FIRST, 999)], [coming]
-    _, (one, _two) = ledger(mine, theirs)
+    theirs.replicas, theirs.loading_replicas = [small, large, stage(B, FIRST, 999)], [coming]
+    _, (one, _two) = allocations(mine, theirs)
     mine.intended = (placement(A, FIRST, 500),)
-    assert [way.copy for way in one.in_the_way(A)] == [large]
+    assert [way.replica for way in one.evictable_replicas(A)] == [large]
     # One's own copies are the planner's business: they stay, unless one becomes the stage.
-    mine.copies = [stage(A, SECOND, 300)]
-    assert [way.copy for way in one.in_the_way(A)] == [large, coming]
-    mine.copies = [stage(A, FIRST, 500)]
-    assert [way.copy for way in one.in_the_way(A)] == [large]
+    mine.replicas = [stage(A, SECOND, 300)]
+    assert [way.replica for way in one.evictable_replicas(A)] == [large, coming]
+    mine.replicas = [stage(A, FIRST, 500)]
+    assert [way.replica for way in one.evictable_replicas(A)] == [large]
     theirs.release(coming)
-    assert theirs.coming == []
+    assert theirs.loading_replicas == []
 
 
 def test_threads_may_be_said() -> None:
-    found = Ledger(lambda _host: False)
-    assert found.open("one", Fleet(), most_threads=3).threads_of(A) == 3
-    assert found.open("two", Fleet(), most_threads=30).threads_of(A) == 8
+    found = HostAllocations(lambda _host: False)
+    assert found.open("one", Pipeline(), most_threads=3).threads_of(A) == 3
+    assert found.open("two", Pipeline(), most_threads=30).threads_of(A) == 8
 
 
 def test_hosts_are_told_by_the_models_names_but_for_the_first() -> None:
-    first, other = Fleet(), Fleet()
-    first.copies, other.copies = [stage(B, FIRST, 10)], [stage(B, SECOND, 20)]
-    other.seats = (seat(B, FIRST, 100),)
-    found, (one, two) = ledger(first, other, draft_bytes=7)
+    first, other = Pipeline(), Pipeline()
+    first.replicas, other.replicas = [stage(B, FIRST, 10)], [stage(B, SECOND, 20)]
+    other.stages = (pipeline_stage(B, FIRST, 100),)
+    found, (one, two) = allocations(first, other, draft_bytes=7)
     one.noted = (placement(A, FIRST, 1), placement(A, SECOND, 1))
     two.noted = (placement(A, FIRST, 1), placement(B, SECOND, 1))
     assert found.layers_on("a") == "[0, 10), [10, 20); two [0, 10)"
     assert found.layers_on("b") == "two [10, 20)"
-    assert found.copies_on("b") == ["[0, 10)", "two [10, 20)"]
+    assert found.replicas_on("b") == ["[0, 10)", "two [10, 20)"]
     assert (found.held_bytes(A), found.held_bytes(B)) == (7, 130)
     found.close(two)
     found.close(two)

@@ -18,11 +18,11 @@ from mesh.placement.planner import StagePlacement, plan
 from mesh.placement.replanner import Replan, replan
 from mesh.placement.stage_sizes import StageSizes, Workload
 from mesh.qualification.planning_time import cases, made_up_model
-from mesh.serve.allocations import Ledger
-from mesh.serve.pipeline import Fleet, Seat
-from mesh.serve.planning import FirstPlan, agreed, is_room_as_before, made_in_thread
-from mesh.serve.reconfiguration import Crew
-from mesh.serve.recovery import Repair
+from mesh.serve.allocations import HostAllocations
+from mesh.serve.pipeline import Pipeline, PipelineStage
+from mesh.serve.planning import InitialPlacement, is_room_as_before, plan_in_thread, settled_plan
+from mesh.serve.reconfiguration import RecoveryContext
+from mesh.serve.recovery import RingRepair
 from spanmesh_proto.errors import ModelDoesNotFit
 from stages.layers import LayerRange
 from stages.transport.hidden_codec import HiddenType
@@ -73,7 +73,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 async def test_the_event_loop_goes_on_while_a_plan_is_made() -> None:
     gate, turns = Gate(), Turns()
     counting = asyncio.create_task(turns.count())
-    planning = asyncio.create_task(made_in_thread(gate.pass_through))
+    planning = asyncio.create_task(plan_in_thread(gate.pass_through))
     await until(gate.has_begun.is_set)
     before = turns.number
     await until(lambda: turns.number > before + 100)
@@ -86,7 +86,7 @@ async def test_the_event_loop_goes_on_while_a_plan_is_made() -> None:
 async def test_the_hosts_of_an_advertised_size_are_planned_beside_the_event_loop() -> None:
     turns = Turns()
     counting = asyncio.create_task(turns.count())
-    found = await made_in_thread(
+    found = await plan_in_thread(
         lambda is_time_up: plan(made_up_model(), cases()["tight12"], Workload(4096, 4), is_time_up=is_time_up)
     )
     counting.cancel()
@@ -96,7 +96,7 @@ async def test_the_hosts_of_an_advertised_size_are_planned_beside_the_event_loop
 
 async def test_a_plan_that_nobody_waits_for_any_more_ends() -> None:
     gate = Gate()
-    planning = asyncio.create_task(made_in_thread(gate.pass_through))
+    planning = asyncio.create_task(plan_in_thread(gate.pass_through))
     await until(gate.has_begun.is_set)
     planning.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -113,7 +113,7 @@ async def test_time_is_up_by_the_clock_that_is_passed_in() -> None:
         now_s[0] = 1e6
         return [*found, is_time_up()]
 
-    assert await made_in_thread(make, clock_s=lambda: now_s[0]) == [False, True]
+    assert await plan_in_thread(make, clock_s=lambda: now_s[0]) == [False, True]
 
 
 async def test_a_plan_is_made_again_until_it_holds() -> None:
@@ -124,7 +124,7 @@ async def test_a_plan_is_made_again_until_it_holds() -> None:
         return state, next(seen)
 
     # 1 became 2, 2 became 3, and 3 is still 3.
-    assert await agreed(lambda: next(states), make, lambda before, now, _: before == now) == (3, 2)
+    assert await settled_plan(lambda: next(states), make, lambda before, now, _: before == now) == (3, 2)
 
 
 async def test_that_nothing_fits_is_only_said_of_what_there_still_is() -> None:
@@ -134,7 +134,7 @@ async def test_that_nothing_fits_is_only_said_of_what_there_still_is() -> None:
         raise ModelDoesNotFit(f"{state} do not suffice")
 
     with pytest.raises(ModelDoesNotFit, match="2 do not suffice"):
-        await agreed(lambda: next(states), make, lambda _before, _now, _result: True)
+        await settled_plan(lambda: next(states), make, lambda _before, _now, _result: True)
 
 
 def test_room_matters_only_where_it_is_counted_on() -> None:
@@ -154,7 +154,7 @@ class Mesh:
 
     def __init__(self, **room_mib: int) -> None:
         self.members = Members()
-        self.ledger = Ledger(lambda _member: False)
+        self.allocations = HostAllocations(lambda _member: False)
         for name, mib in room_mib.items():
             self.admit(name, mib)
 
@@ -162,34 +162,34 @@ class Mesh:
         facts = HostFacts(host(name, mib).memory_bytes, 1, 20.0, VERSIONS)
         self.members.admit(Member(name, "127.0.0.1", facts, f"{name}.1", is_ready=True))
 
-    def crew(self, gate: Gate, *seats: tuple[str, int, int]) -> Crew:
+    def context(self, gate: Gate, *stages: tuple[str, int, int]) -> RecoveryContext:
         """Of one model with such a ring; its decisions wait for the gate."""
-        fleet = Fleet()
-        fleet.seats = tuple(self._seat(name, LayerRange(start, stop)) for name, start, stop in seats)
-        account = self.ledger.open("model", fleet)
+        pipeline = Pipeline()
+        pipeline.stages = tuple(self._stage(name, LayerRange(start, stop)) for name, start, stop in stages)
+        allocation = self.allocations.open("model", pipeline)
 
         def gated(*arguments: Any, is_time_up: Callable[[], bool], **options: Any) -> Replan:
             gate.pass_through(is_time_up)
             return replan(*arguments, is_time_up=is_time_up, **options)
 
         unused: Any = None
-        return Crew(
-            fleet,
+        return RecoveryContext(
+            pipeline,
             self.members,
             SIZES,
-            account.capacity_of,
+            allocation.capacity_of,
             is_there=unused,
-            placer=unused,
-            switch=unused,
+            executor=unused,
+            cutover=unused,
             coordinator=unused,
             incidents=unused,
             on_failure=unused,
-            say=unused,
+            announce=unused,
             clock_s=time.monotonic,
             replan=gated,
         )
 
-    def copy(self, name: str, layers: LayerRange) -> StageHandle:
+    def replica(self, name: str, layers: LayerRange) -> StageHandle:
         memory = SIZES.memory(layers)
         config = SimpleNamespace(layers=layers, memory=memory)
 
@@ -200,15 +200,17 @@ class Mesh:
         handle = SimpleNamespace(member=member, config=config, kill=lambda: None, loss=loss)
         return cast("StageHandle", handle)
 
-    def _seat(self, name: str, layers: LayerRange) -> Seat:
-        return Seat(
-            StagePlacement(name, layers, SIZES.memory(layers)), HiddenType.F32, self.copy(name, layers)
+    def _stage(self, name: str, layers: LayerRange) -> PipelineStage:
+        return PipelineStage(
+            StagePlacement(name, layers, SIZES.memory(layers)), HiddenType.F32, self.replica(name, layers)
         )
 
 
-def decide(crew: Crew) -> asyncio.Task[Replan]:
+def decide(context: RecoveryContext) -> asyncio.Task[Replan]:
     """Where lost stages go."""
-    return asyncio.create_task(crew.decide(lambda: crew.fleet.lost, lambda: crew.members.ready))
+    return asyncio.create_task(
+        context.decide_placement(lambda: context.pipeline.lost, lambda: context.members.ready)
+    )
 
 
 def shown(decision: Replan) -> list[str]:
@@ -220,24 +222,24 @@ RING = (("a", 0, 10), ("b", 10, 20), ("c", 20, 30))
 
 async def test_the_head_decides_beside_its_event_loop() -> None:
     gate, turns = Gate(), Turns()
-    crew = Mesh(a=2000, b=2000, c=2000, spare=2000).crew(gate, *RING)
-    crew.fleet.lose(1)
-    counting, deciding = asyncio.create_task(turns.count()), decide(crew)
+    context = Mesh(a=2000, b=2000, c=2000, spare=2000).context(gate, *RING)
+    context.pipeline.mark_lost(1)
+    counting, deciding = asyncio.create_task(turns.count()), decide(context)
     await until(gate.has_begun.is_set)
     before = turns.number
     await until(lambda: turns.number > before + 100)
     gate.is_open.set()
     assert shown(await deciding) == ["spare [10, 20)"]
-    assert [placement.host for placement in crew.fleet.intended] == ["spare"]
+    assert [placement.host for placement in context.pipeline.intended] == ["spare"]
     counting.cancel()
     assert threading.get_ident() not in gate.threads
 
 
 async def test_a_host_that_left_while_it_was_decided_gets_nothing() -> None:
     mesh, gate = Mesh(a=1000, b=1000, c=1000, spare=1000, other=1000), Gate()
-    crew = mesh.crew(gate, *RING)
-    crew.fleet.lose(1)
-    deciding = decide(crew)
+    context = mesh.context(gate, *RING)
+    context.pipeline.mark_lost(1)
+    deciding = decide(context)
     await until(gate.has_begun.is_set)
     mesh.members.remove("spare")
     gate.is_open.set()
@@ -247,9 +249,9 @@ async def test_a_host_that_left_while_it_was_decided_gets_nothing() -> None:
 
 async def test_one_that_left_and_does_not_matter_changes_nothing() -> None:
     mesh, gate = Mesh(a=1000, b=1000, c=1000, spare=1000, other=1000), Gate()
-    crew = mesh.crew(gate, *RING)
-    crew.fleet.lose(1)
-    deciding = decide(crew)
+    context = mesh.context(gate, *RING)
+    context.pipeline.mark_lost(1)
+    deciding = decide(context)
     await until(gate.has_begun.is_set)
     mesh.members.remove("other")
     gate.is_open.set()
@@ -259,35 +261,35 @@ async def test_one_that_left_and_does_not_matter_changes_nothing() -> None:
 
 async def test_a_second_loss_while_the_first_is_decided_is_made_good_as_well() -> None:
     mesh, gate = Mesh(a=1000, b=1000, c=1000, spare=1000, other=1000), Gate()
-    crew = mesh.crew(gate, *RING)
-    crew.fleet.lose(1)
-    deciding = decide(crew)
+    context = mesh.context(gate, *RING)
+    context.pipeline.mark_lost(1)
+    deciding = decide(context)
     await until(gate.has_begun.is_set)
-    crew.fleet.lose(2)
+    context.pipeline.mark_lost(2)
     gate.is_open.set()
     assert shown(await deciding) == ["spare [10, 20)", "other [20, 30)"]
 
 
 async def test_a_copy_that_went_while_it_was_decided_is_not_counted_on() -> None:
     mesh, gate = Mesh(a=1000, b=1000, c=1000, spare=1000), Gate()
-    crew = mesh.crew(gate, *RING)
-    copy = mesh.copy("spare", LayerRange(10, 20))
-    crew.fleet.copies = [copy]
-    crew.fleet.lose(1)
-    deciding = decide(crew)
+    context = mesh.context(gate, *RING)
+    copy = mesh.replica("spare", LayerRange(10, 20))
+    context.pipeline.replicas = [copy]
+    context.pipeline.mark_lost(1)
+    deciding = decide(context)
     await until(gate.has_begun.is_set)
-    crew.fleet.drop_copy(copy)
+    context.pipeline.drop_replica(copy)
     gate.is_open.set()
     decision = await deciding
     assert shown(decision) == ["spare [10, 20)"]
-    assert not any(new.is_copy for new in decision.stages)
+    assert not any(new.is_replica for new in decision.stages)
 
 
 async def test_a_host_that_came_while_it_was_found_that_nothing_fits_is_used() -> None:
     mesh, gate = Mesh(a=1000, c=1000), Gate()
-    crew = mesh.crew(gate, *RING)
-    crew.fleet.lose(1)
-    deciding = decide(crew)
+    context = mesh.context(gate, *RING)
+    context.pipeline.mark_lost(1)
+    deciding = decide(context)
     await until(gate.has_begun.is_set)
     mesh.admit("late", 1000)
     gate.is_open.set()
@@ -305,7 +307,7 @@ async def test_a_repair_takes_a_host_that_came_while_it_was_found_that_nothing_f
     mesh, gate, filled = Mesh(a=1000, c=1000), Gate(), list[Replan]()
     mesh.members.__class__ = NothingToWaitFor
 
-    async def fill(decision: Replan, *_: Any) -> tuple[Seat, ...]:
+    async def fill(decision: Replan, *_: Any) -> tuple[PipelineStage, ...]:
         filled.append(decision)
         return ()
 
@@ -313,19 +315,19 @@ async def test_a_repair_takes_a_host_that_came_while_it_was_found_that_nothing_f
         return True
 
     stub = SimpleNamespace(
-        fill=fill, to=do, give_up=lambda _: None, repaired=lambda _: None, failed=lambda *_: None
+        load_stages=fill, cut_over=do, give_up=lambda _: None, repaired=lambda _: None, failed=lambda *_: None
     )
-    crew = replace(
-        mesh.crew(gate, *RING),
+    context = replace(
+        mesh.context(gate, *RING),
         is_there=do,
-        placer=cast("Any", stub),
-        switch=cast("Any", stub),
+        executor=cast("Any", stub),
+        cutover=cast("Any", stub),
         coordinator=cast("Any", stub),
         incidents=cast("Any", stub),
-        say=lambda _: None,
+        announce=lambda _: None,
     )
-    crew.fleet.lose(1)
-    repairing = asyncio.create_task(Repair(crew).run(RingLoss("a test", ())))
+    context.pipeline.mark_lost(1)
+    repairing = asyncio.create_task(RingRepair(context).run(RingLoss("a test", ())))
     await until(gate.has_begun.is_set)
     mesh.admit("late", 1000)
     gate.is_open.set()
@@ -336,12 +338,12 @@ async def test_a_repair_takes_a_host_that_came_while_it_was_found_that_nothing_f
 async def test_two_models_never_count_on_the_same_room() -> None:
     mesh, gates = Mesh(a=1000, b=1000, c=1000, d=1000, e=1000, f=1000, spare=1000), (Gate(), Gate())
     rings = (RING, (("d", 0, 10), ("e", 10, 20), ("f", 20, 30)))
-    crews = [mesh.crew(gate, *ring) for gate, ring in zip(gates, rings, strict=True)]
+    contexts = [mesh.context(gate, *ring) for gate, ring in zip(gates, rings, strict=True)]
     mesh.members.remove("b")
     mesh.members.remove("e")
-    for crew in crews:
-        crew.fleet.lose(1)
-    deciding = [decide(crew) for crew in crews]
+    for context in contexts:
+        context.pipeline.mark_lost(1)
+    deciding = [decide(context) for context in contexts]
     # Both look at the spare's room before either has taken it.
     for gate in gates:
         await until(gate.has_begun.is_set)
@@ -349,7 +351,7 @@ async def test_two_models_never_count_on_the_same_room() -> None:
         gate.is_open.set()
     found = await asyncio.gather(*deciding, return_exceptions=True)
     assert sorted(type(each).__name__ for each in found) == ["ModelDoesNotFit", "Replan"]
-    assert [placement.host for crew in crews for placement in crew.fleet.intended] == ["spare"]
+    assert [placement.host for context in contexts for placement in context.pipeline.intended] == ["spare"]
 
 
 async def test_the_first_plan_is_made_of_the_hosts_that_are_still_there() -> None:
@@ -357,12 +359,12 @@ async def test_the_first_plan_is_made_of_the_hosts_that_are_still_there() -> Non
     options = SimpleNamespace(is_exact=False, topology=None, num_stages=None, split=None)
     known = SimpleNamespace(model=model(), workload=WORKLOAD)
     head = SimpleNamespace(members=mesh.members, survey=SimpleNamespace(head="a"))
-    account = mesh.ledger.open("model", Fleet())
-    planning = FirstPlan(
+    allocation = mesh.allocations.open("model", Pipeline())
+    planning = InitialPlacement(
         cast("ServeOptions", options),
         cast("Preflight", known),
         cast("Head", head),
-        account,
+        allocation,
         lambda _phase: None,
     )
     making = asyncio.create_task(planning.make())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mesh.serve.head_state import HeadStateFile, Succession
+from mesh.serve.head_state import HeadStateFile, HeadStateWriter
 from spanmesh_proto.errors import ClusterError
 from tests.mesh.serve.test_head_state import STATE
 
@@ -30,7 +30,7 @@ class Kept:
 
     def __init__(self, file: HeadStateFile, *, patience_s: float) -> None:
         self.state = STATE
-        self.succession = Succession(file, None, STATE.term, patience_s=patience_s)
+        self.state_writer = HeadStateWriter(file, None, STATE.term, patience_s=patience_s)
 
     def read(self) -> HeadState:
         return self.state
@@ -49,7 +49,7 @@ def file(tmp_path: Path) -> Iterator[HeadStateFile]:
 @asynccontextmanager
 async def kept(file: HeadStateFile, *, patience_s: float = 10.0) -> AsyncIterator[Kept]:
     keeping = Kept(file, patience_s=patience_s)
-    task = asyncio.create_task(keeping.succession.keep(keeping.read))
+    task = asyncio.create_task(keeping.state_writer.keep_written(keeping.read))
     try:
         yield keeping
     finally:
@@ -72,14 +72,14 @@ async def test_what_could_not_be_written_is_written_later(file: HeadStateFile) -
         in_the_way.mkdir()
         changed = keeping.change()
         async with asyncio.timeout(10):
-            while keeping.succession.failure is None:  # noqa: ASYNC110
+            while keeping.state_writer.failure is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert file.load() == STATE
         in_the_way.rmdir()
         # Nothing changes any more, and nobody asks.
         await until_written(file, changed)
         async with asyncio.timeout(10):
-            while keeping.succession.failure is not None:  # noqa: ASYNC110
+            while keeping.state_writer.failure is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
@@ -100,18 +100,18 @@ async def test_a_write_that_fails_twice_is_tried_a_third_time(tmp_path: Path) ->
         async with kept(file) as keeping:
             await until_written(file, STATE)
             changed = keeping.change()
-            await keeping.succession.written()
+            await keeping.state_writer.written()
             assert file.load() == changed
             assert file.num_refused == 2
-            assert keeping.succession.failure is None
+            assert keeping.state_writer.failure is None
 
 
 async def test_what_is_answered_is_written_first(file: HeadStateFile) -> None:
     async with kept(file) as keeping:
-        await keeping.succession.written()
+        await keeping.state_writer.written()
         for _ in range(20):
             changed = keeping.change()
-            await keeping.succession.written()
+            await keeping.state_writer.written()
             assert file.load() == changed
 
 
@@ -124,7 +124,7 @@ async def test_who_waits_in_vain_hears_why_and_what_to_do(file: HeadStateFile) -
         with pytest.raises(
             ClusterError, match=rf"cannot be written down .*directory.*make room for {file.path}"
         ):
-            await keeping.succession.written()
+            await keeping.state_writer.written()
         in_the_way.rmdir()
         await until_written(file, changed)
 
@@ -134,12 +134,12 @@ async def test_who_waits_when_the_head_ends_is_let_go(file: HeadStateFile) -> No
         await until_written(file, STATE)
         file.path.with_suffix(".part").mkdir()
         keeping.change()
-        asked = asyncio.create_task(keeping.succession.written())
+        asked = asyncio.create_task(keeping.state_writer.written())
         await asyncio.sleep(0.05)
         assert not asked.done()
     await asked
-    await keeping.succession.written()
+    await keeping.state_writer.written()
 
 
 async def test_without_a_file_nobody_waits() -> None:
-    await Succession(None, None, 1).written()
+    await HeadStateWriter(None, None, 1).written()

@@ -53,7 +53,7 @@ async def some_way(mesh: Serving) -> asyncio.Task[list[int]]:
 async def test_a_warm_spare_takes_over_and_another_is_prepared(smollm2_path: Path) -> None:
     async with serving(smollm2_path, ROOMY | {"spare": 9.0}) as mesh:
         wanted = await answer(mesh)
-        await mesh.until(lambda: len(mesh.fleet.copies) == 3)
+        await mesh.until(lambda: len(mesh.pipeline.replicas) == 3)
         under_way = await some_way(mesh)
         num_created = mesh.driver.num_created
         mesh.kill(1)
@@ -63,7 +63,7 @@ async def test_a_warm_spare_takes_over_and_another_is_prepared(smollm2_path: Pat
         assert (failure["host"], failure["layers"]) == ("b", "[10, 20)")
         assert mesh.incidents.as_dict()["repairs"]["count"] == 1
         # Not a single stage was loaded for it. Now b is the spare.
-        await mesh.until(lambda: "b" in {copy.member.name for copy in mesh.fleet.copies})
+        await mesh.until(lambda: "b" in {copy.member.name for copy in mesh.pipeline.replicas})
         assert mesh.driver.num_created > num_created
         assert await answer(mesh) == wanted
 
@@ -71,10 +71,10 @@ async def test_a_warm_spare_takes_over_and_another_is_prepared(smollm2_path: Pat
 async def test_a_copy_that_followed_computes_only_what_it_was_not_told(smollm2_path: Path) -> None:
     async with serving(smollm2_path, ROOMY | {"spare": 9.0}) as mesh:
         wanted = await answer(mesh)
-        await mesh.until(lambda: len(mesh.fleet.copies) == 3)
-        copy = next(copy for copy in mesh.fleet.copies if copy.config.layers == LayerRange(10, 20))
+        await mesh.until(lambda: len(mesh.pipeline.replicas) == 3)
+        copy = next(copy for copy in mesh.pipeline.replicas if copy.config.layers == LayerRange(10, 20))
         service = copy._actor.stage._service
-        told, latest = service._path._slots._tokens, service._path._sessions._latest
+        told, latest = service._engine._slots._tokens, service._engine._sessions._latest
         under_way = await some_way(mesh)
         (session,) = mesh.coordinator._sessions
         num_told = len(REQUEST.prompt) + 10
@@ -95,7 +95,7 @@ async def test_a_host_that_leaves_keeps_its_layers_until_another_has_them(smollm
     async with serving(smollm2_path, ROOMY) as mesh:
         wanted = await answer(mesh)
         under_way = await some_way(mesh)
-        assert await asyncio.wait_for(mesh.departures.drain("c"), 60) == {"host": "c", "drained": True}
+        assert await asyncio.wait_for(mesh.host_draining.drain("c"), 60) == {"host": "c", "drained": True}
         assert await under_way == wanted
         assert mesh.messages.said.let_go == ["c"]
         assert "c" not in mesh.hosts()
@@ -107,10 +107,10 @@ async def test_what_fits_nowhere_is_not_drained_and_nothing_changes(smollm2_path
     async with serving(smollm2_path, dict.fromkeys("abc", 1.1)) as mesh:
         under_way = await some_way(mesh)
         with pytest.raises(ClusterError, match="b cannot be drained: nobody else can hold what is to move"):
-            await asyncio.wait_for(mesh.departures.drain("b"), 60)
+            await asyncio.wait_for(mesh.host_draining.drain("b"), 60)
         assert len(await under_way) == 60
         assert mesh.hosts() == ["a", "b", "c"]
-        assert not mesh.departures.leaving
+        assert not mesh.host_draining.leaving
         assert mesh.messages.said.let_go == []
 
 
@@ -160,7 +160,7 @@ async def test_an_evicted_host_is_out_at_once(smollm2_path: Path) -> None:
     async with serving(smollm2_path, ROOMY) as mesh:
         wanted = await answer(mesh)
         under_way = await some_way(mesh)
-        await mesh.departures.evict("a")
+        await mesh.host_draining.evict("a")
         assert await under_way == wanted
         assert "a" not in mesh.hosts()
         (failure,) = mesh.incidents.as_dict()["failures"]

@@ -9,39 +9,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.text.message_parts import (
-    CallArguments,
-    CallBegun,
     CallFormat,
     Content,
+    MessagePart,
     Reasoning,
-    Said,
+    ToolCallArguments,
+    ToolCallStart,
     call_format_of,
     joined,
     knows_tools,
 )
-from mesh.text.output_parser import MessageReader, Reading
+from mesh.text.output_parser import OutputFormat, OutputParser
 
-INSIDE = Reading(splits_reasoning=True, is_in_reasoning=True)
-HERMES = Reading(CallFormat.HERMES, frozenset({"look", "add"}), splits_reasoning=True)
-LLAMA = Reading(CallFormat.LLAMA, frozenset({"look", "add"}), splits_reasoning=True)
-MISTRAL = Reading(CallFormat.MISTRAL, frozenset({"look", "add"}), splits_reasoning=True)
-PLAIN = Reading(splits_reasoning=True)
-
-
-def read(reading: Reading, *texts: str) -> list[Said]:
-    reader = MessageReader(reading)
-    said = [piece for text in texts for piece in reader.push(text)]
-    return joined([*said, *reader.flush()])
+INSIDE = OutputFormat(splits_reasoning=True, is_in_reasoning=True)
+HERMES = OutputFormat(CallFormat.HERMES, frozenset({"look", "add"}), splits_reasoning=True)
+LLAMA = OutputFormat(CallFormat.LLAMA, frozenset({"look", "add"}), splits_reasoning=True)
+MISTRAL = OutputFormat(CallFormat.MISTRAL, frozenset({"look", "add"}), splits_reasoning=True)
+PLAIN = OutputFormat(splits_reasoning=True)
 
 
-def call(index: int, name: str, arguments: str) -> list[Said]:
-    return [CallBegun(index, name), CallArguments(index, arguments)]
+def read(output_format: OutputFormat, *texts: str) -> list[MessagePart]:
+    reader = OutputParser(output_format)
+    message_parts = [piece for text in texts for piece in reader.push(text)]
+    return joined([*message_parts, *reader.flush()])
+
+
+def call(index: int, name: str, arguments: str) -> list[MessagePart]:
+    return [ToolCallStart(index, name), ToolCallArguments(index, arguments)]
 
 
 LOOK = '{"name": "look", "arguments": {"at": "a } \\" <tool_call> ]", "n": [1, {}]}}'
 LOOK_ARGUMENTS = '{"at": "a } \\" <tool_call> ]", "n": [1, {}]}'
 
-CASES: list[tuple[Reading, str, list[Said]]] = [
+CASES: list[tuple[OutputFormat, str, list[MessagePart]]] = [
     # Hermes
     (HERMES, "Just text <b> ", [Content("Just text <b> ")]),
     (HERMES, f"<tool_call>\n{LOOK}\n</tool_call>", call(0, "look", LOOK_ARGUMENTS)),
@@ -70,7 +70,7 @@ CASES: list[tuple[Reading, str, list[Said]]] = [
     (
         HERMES,
         '<tool_call>{"name": "look", "arguments": {"at',
-        [CallBegun(0, "look"), CallArguments(0, '{"at')],
+        [ToolCallStart(0, "look"), ToolCallArguments(0, '{"at')],
     ),
     (HERMES, '<tool_call>{"na', [Content('<tool_call>{"na')]),
     (HERMES, "Hm <tool_c", [Content("Hm <tool_c")]),
@@ -113,18 +113,18 @@ CASES: list[tuple[Reading, str, list[Said]]] = [
     (INSIDE, "Hm.\n</think>\nYes", [Reasoning("Hm."), Content("Yes")]),
     (INSIDE, "<think>Hm.</think>Yes", [Reasoning("Hm."), Content("Yes")]),
     (INSIDE, " <th", [Reasoning("<th")]),
-    (Reading(), "<think>a</think><tool_call>{}", [Content("<think>a</think><tool_call>{}")]),
+    (OutputFormat(), "<think>a</think><tool_call>{}", [Content("<think>a</think><tool_call>{}")]),
     (HERMES, f"<think>{LOOK}</think><tool_call>{LOOK}", [Reasoning(LOOK), *call(0, "look", LOOK_ARGUMENTS)]),
 ]
 
 
 @pytest.mark.parametrize(("reading", "text", "said"), CASES)
-def test_what_is_said(reading: Reading, text: str, said: list[Said]) -> None:
+def test_what_is_said(reading: OutputFormat, text: str, said: list[MessagePart]) -> None:
     assert read(reading, text) == said
 
 
 @pytest.mark.parametrize(("reading", "text", "said"), CASES)
-def test_a_character_at_a_time(reading: Reading, text: str, said: list[Said]) -> None:
+def test_a_character_at_a_time(reading: OutputFormat, text: str, said: list[MessagePart]) -> None:
     assert read(reading, *text) == said
 
 
@@ -152,20 +152,20 @@ def test_how_the_text_is_cut_changes_nothing(
     has_one_call: bool,
 ) -> None:
     text = "".join(fragments)
-    reading = Reading(
+    output_format = OutputFormat(
         call_format,
         frozenset({"look", "add"}),
         has_one_call=has_one_call,
         splits_reasoning=True,
         is_in_reasoning=in_reasoning,
     )
-    whole = read(reading, text)
+    whole = read(output_format, text)
     random = Random(seed)
     cuts = sorted(random.choices(range(len(text) + 1), k=random.randint(0, 8)))
     pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(reading, *pieces) == whole
-    assert read(reading, *text) == whole
-    calls = [piece for piece in whole if isinstance(piece, CallBegun)]
+    assert read(output_format, *pieces) == whole
+    assert read(output_format, *text) == whole
+    calls = [piece for piece in whole if isinstance(piece, ToolCallStart)]
     assert [each.index for each in calls] == list(range(len(calls)))
     if has_one_call:
         assert len(calls) <= 1
@@ -193,27 +193,27 @@ def test_calls_that_are_written_are_read(
     hermes = "\n".join(f"<tool_call>\n{written(each, 'arguments')}\n</tool_call>" for each in arguments)
     mistral = f"[TOOL_CALLS][{', '.join(written(each, 'arguments') for each in arguments)}]"
     llama = "; ".join(written(each, "parameters") for each in arguments)
-    for reading, text in ((HERMES, before + hermes), (MISTRAL, before + mistral), (LLAMA, llama)):
-        said = read(reading, text)
-        assert [piece.text for piece in said if isinstance(piece, Content)] == (
-            [before.rstrip()] if before.strip() and reading is not LLAMA else []
+    for output_format, text in ((HERMES, before + hermes), (MISTRAL, before + mistral), (LLAMA, llama)):
+        message_parts = read(output_format, text)
+        assert [piece.text for piece in message_parts if isinstance(piece, Content)] == (
+            [before.rstrip()] if before.strip() and output_format is not LLAMA else []
         )
-        assert sum(isinstance(piece, CallBegun) for piece in said) == len(arguments)
-        found = [json.loads(piece.text) for piece in said if isinstance(piece, CallArguments)]
+        assert sum(isinstance(piece, ToolCallStart) for piece in message_parts) == len(arguments)
+        found = [json.loads(piece.text) for piece in message_parts if isinstance(piece, ToolCallArguments)]
         assert found == arguments
 
 
 def test_the_name_comes_before_the_arguments_are_complete() -> None:
-    reader = MessageReader(HERMES)
-    assert reader.push('<tool_call>{"name": "look"') == [CallBegun(0, "look")]
-    assert reader.push(', "arguments": {"a"') == [CallArguments(0, '{"a"')]
-    assert reader.push(": 1") == [CallArguments(0, ": 1")]
+    reader = OutputParser(HERMES)
+    assert reader.push('<tool_call>{"name": "look"') == [ToolCallStart(0, "look")]
+    assert reader.push(', "arguments": {"a"') == [ToolCallArguments(0, '{"a"')]
+    assert reader.push(": 1") == [ToolCallArguments(0, ": 1")]
     assert not reader.is_over
 
 
 def test_what_follows_the_only_call_is_not_read() -> None:
-    reading = Reading(CallFormat.HERMES, frozenset(), has_one_call=True)
-    reader = MessageReader(reading)
+    output_format = OutputFormat(CallFormat.HERMES, frozenset(), has_one_call=True)
+    reader = OutputParser(output_format)
     assert joined(reader.push(f"Well. <tool_call>{LOOK}</tool_call> And <tool_call>{LOOK}")) == [
         Content("Well."),
         *call(0, "look", LOOK_ARGUMENTS),
@@ -223,7 +223,7 @@ def test_what_follows_the_only_call_is_not_read() -> None:
 
 def test_a_thousand_calls_in_a_row() -> None:
     text = "; ".join(['{"name": "add", "parameters": {}}'] * 1000)
-    assert sum(isinstance(piece, CallBegun) for piece in read(LLAMA, text)) == 1000
+    assert sum(isinstance(piece, ToolCallStart) for piece in read(LLAMA, text)) == 1000
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculative.draft.context import DraftOptions
-from speculative.draft.session import DraftedToken, DraftLine
+from speculative.draft.session import DraftedToken, DraftSequence
 from speculative.proposer import EMPTY
 
 END = 9
@@ -31,14 +31,14 @@ class Machine:
     num_computed: int = 0
 
     def __post_init__(self) -> None:
-        self.line = DraftLine("draft", self.options, lambda token: token == END)
+        self.sequence = DraftSequence("draft", self.options, lambda token: token == END)
 
     def run(self, *, max_rows: int = 8, most: int = 1000) -> int:
         """Compute until nothing is wanted; how often that made a proposal longer."""
         told = 0
         for _ in range(most):
-            wanted = self.line.num_wanted_rows
-            span = self.line.next_span(max_rows)
+            wanted = self.sequence.num_wanted_rows
+            span = self.sequence.next_span(max_rows)
             assert (span is None) == (wanted == 0)
             if span is None:
                 return told
@@ -46,7 +46,7 @@ class Machine:
             assert span.start <= len(self.cache)
             self.cache[span.start :] = span.tokens
             self.num_computed += len(span.tokens)
-            told += self.line.computed(says(self.cache) if span.is_drafting else None)
+            told += self.sequence.computed(says(self.cache) if span.is_drafting else None)
         return told
 
 
@@ -59,10 +59,10 @@ def continued(text: list[int], count: int) -> list[int]:
 
 def test_it_says_what_the_model_says_and_how_sure_it_is() -> None:
     machine = Machine()
-    machine.line.extend([1, 2, 3])
-    assert machine.line.propose(4, ()) == EMPTY
+    machine.sequence.extend([1, 2, 3])
+    assert machine.sequence.propose(4, ()) == EMPTY
     machine.run()
-    proposal = machine.line.propose(3, ())
+    proposal = machine.sequence.propose(3, ())
     assert list(proposal.tokens) == continued([1, 2, 3], 3)
     assert proposal.confidences == tuple(0.5 + token / 10 for token in proposal.tokens)
     assert proposal.proposer == "draft"
@@ -70,193 +70,193 @@ def test_it_says_what_the_model_says_and_how_sure_it_is() -> None:
 
 def test_before_anybody_asks_the_prompt_is_read_and_no_more() -> None:
     machine = Machine()
-    machine.line.extend([1, 2, 3])
-    assert not machine.line.is_urgent
+    machine.sequence.extend([1, 2, 3])
+    assert not machine.sequence.is_urgent
     machine.run()
-    assert machine.cache == machine.line.tokens == [1, 2, 3]
-    machine.line.extend([4, 5, 6])
+    assert machine.cache == machine.sequence.tokens == [1, 2, 3]
+    machine.sequence.extend([4, 5, 6])
     machine.run()
     assert machine.num_computed == 3
-    machine.line.propose(1, ())
-    assert machine.line.is_urgent
+    machine.sequence.propose(1, ())
+    assert machine.sequence.is_urgent
     machine.run(most=1)
     assert machine.num_computed == 6
 
 
 def test_asking_for_nothing_only_follows() -> None:
     machine = Machine()
-    machine.line.extend([1, 2, 3])
-    assert machine.line.propose(0, [7, 8]) == EMPTY
+    machine.sequence.extend([1, 2, 3])
+    assert machine.sequence.propose(0, [7, 8]) == EMPTY
     machine.run()
     assert machine.cache == [1, 2, 3, 7, 8]
-    assert len(machine.line.tokens) == 5
+    assert len(machine.sequence.tokens) == 5
 
 
 def test_what_others_proposed_is_not_said_again() -> None:
     machine = Machine()
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(4, [5, 6, 7])
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(4, [5, 6, 7])
     machine.run()
-    machine.line.extend([5])
-    assert machine.line.propose(4, ()) == EMPTY
+    machine.sequence.extend([5])
+    assert machine.sequence.propose(4, ()) == EMPTY
     machine.run()
-    assert list(machine.line.propose(4, ()).tokens) == continued([1, 2, 3, 5], 4)
+    assert list(machine.sequence.propose(4, ()).tokens) == continued([1, 2, 3, 5], 4)
 
 
 def test_it_drafts_on_beyond_what_is_in_flight() -> None:
     machine = Machine()
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(4, ())
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(4, ())
     machine.run()
-    first = machine.line.propose(4, ()).tokens
-    machine.line.propose(4, first)
+    first = machine.sequence.propose(4, ()).tokens
+    machine.sequence.propose(4, first)
     machine.run()
-    assert list(machine.line.propose(4, first).tokens) == continued([1, 2, 3, *first], 4)
+    assert list(machine.sequence.propose(4, first).tokens) == continued([1, 2, 3, *first], 4)
     assert machine.num_computed == 3 + 4 + 3
 
 
 def test_accepted_tokens_cost_nothing() -> None:
     machine = Machine()
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(4, ())
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(4, ())
     machine.run()
-    drafted = machine.line.propose(4, ()).tokens
+    drafted = machine.sequence.propose(4, ()).tokens
     num_computed = machine.num_computed
-    machine.line.extend(drafted[:2])
-    assert machine.line.propose(2, ()).tokens == drafted[2:]
+    machine.sequence.extend(drafted[:2])
+    assert machine.sequence.propose(2, ()).tokens == drafted[2:]
     assert machine.num_computed == num_computed
 
 
 def test_a_rejection_trims_to_what_is_still_true() -> None:
     machine = Machine()
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(4, ())
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(4, ())
     machine.run()
-    drafted = machine.line.propose(4, ()).tokens
-    machine.line.extend([drafted[0], 8])
-    assert machine.line.num_cached == 4
+    drafted = machine.sequence.propose(4, ()).tokens
+    machine.sequence.extend([drafted[0], 8])
+    assert machine.sequence.num_cached == 4
     num_computed = machine.num_computed
-    assert machine.line.propose(1, ()) == EMPTY
+    assert machine.sequence.propose(1, ()) == EMPTY
     machine.run(most=1)
     assert machine.num_computed == num_computed + 1
-    assert list(machine.line.propose(1, ()).tokens) == continued([1, 2, 3, drafted[0], 8], 1)
+    assert list(machine.sequence.propose(1, ()).tokens) == continued([1, 2, 3, drafted[0], 8], 1)
 
 
 def test_a_rejection_in_the_middle_of_computing() -> None:
     machine = Machine()
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(4, ())
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(4, ())
     machine.run(most=1)
-    span = machine.line.next_span(8)
+    span = machine.sequence.next_span(8)
     assert span is not None
-    assert not machine.line.is_running_in_vain
-    machine.line.extend([8])
-    assert machine.line.is_running_in_vain
-    assert machine.line.computed(DraftedToken(4, 1.0)) is False
-    assert machine.line.tokens == [1, 2, 3, 8]
-    assert machine.line.num_cached == 3
+    assert not machine.sequence.is_running_in_vain
+    machine.sequence.extend([8])
+    assert machine.sequence.is_running_in_vain
+    assert machine.sequence.computed(DraftedToken(4, 1.0)) is False
+    assert machine.sequence.tokens == [1, 2, 3, 8]
+    assert machine.sequence.num_cached == 3
 
 
 def test_the_free_prediction_of_a_window_overtakes_the_draft() -> None:
     machine = Machine()
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(4, ())
-    span = machine.line.next_span(8)
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(4, ())
+    span = machine.sequence.next_span(8)
     assert span is not None
-    machine.line.extend([8])
-    assert not machine.line.is_running_in_vain, "its rows are needed, only what they say is not"
-    machine.line.computed(DraftedToken(4, 1.0))
-    assert machine.line.num_cached == 3
-    assert machine.line.tokens == [1, 2, 3, 8]
+    machine.sequence.extend([8])
+    assert not machine.sequence.is_running_in_vain, "its rows are needed, only what they say is not"
+    machine.sequence.computed(DraftedToken(4, 1.0))
+    assert machine.sequence.num_cached == 3
+    assert machine.sequence.tokens == [1, 2, 3, 8]
 
 
 def test_a_computation_given_up_leaves_nothing_behind() -> None:
     machine = Machine()
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(4, ())
-    machine.line.next_span(2)
-    machine.line.dropped()
-    assert machine.line.num_cached == 0
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(4, ())
+    machine.sequence.next_span(2)
+    machine.sequence.dropped()
+    assert machine.sequence.num_cached == 0
     machine.run()
-    assert list(machine.line.propose(4, ()).tokens) == continued([1, 2, 3], 4)
+    assert list(machine.sequence.propose(4, ()).tokens) == continued([1, 2, 3], 4)
 
 
 def test_a_line_stops_where_the_draft_is_not_sure() -> None:
     machine = Machine(replace(OPTIONS, p_min=0.65))
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(4, ())
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(4, ())
     machine.run()
-    proposal = machine.line.propose(4, ())
+    proposal = machine.sequence.propose(4, ())
     assert all(confidence >= 0.65 for confidence in proposal.confidences)
     text = [1, 2, 3, *proposal.tokens]
     assert len(proposal.tokens) < 4
     assert says(text).probability < 0.65
-    machine.line.extend([*proposal.tokens, 2])
+    machine.sequence.extend([*proposal.tokens, 2])
     machine.run()
-    assert machine.line.tokens[: len(text) + 1] == [*text, 2]
-    assert machine.line.num_cached > len(text), "it goes on behind the target's own token"
+    assert machine.sequence.tokens[: len(text) + 1] == [*text, 2]
+    assert machine.sequence.num_cached > len(text), "it goes on behind the target's own token"
 
 
 def test_nothing_is_drafted_behind_an_end_token() -> None:
-    line = DraftLine("draft", OPTIONS, lambda token: token == END)
-    line.extend([1])
-    line.propose(4, ())
-    assert line.next_span(8) is not None
-    assert line.computed(DraftedToken(END, 1.0))
-    assert line.next_span(8) is None
-    assert line.propose(4, ()).tokens == (END,)
-    line.propose(4, [END])
-    assert line.next_span(8) is not None, "a client may ignore end tokens"
+    sequence = DraftSequence("draft", OPTIONS, lambda token: token == END)
+    sequence.extend([1])
+    sequence.propose(4, ())
+    assert sequence.next_span(8) is not None
+    assert sequence.computed(DraftedToken(END, 1.0))
+    assert sequence.next_span(8) is None
+    assert sequence.propose(4, ()).tokens == (END,)
+    sequence.propose(4, [END])
+    assert sequence.next_span(8) is not None, "a client may ignore end tokens"
 
 
 def test_too_few_tokens_are_not_offered() -> None:
     machine = Machine(replace(OPTIONS, draft_min=3))
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(4, ())
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(4, ())
     machine.run(most=2)
-    assert machine.line.propose(4, ()) == EMPTY
-    assert len(machine.line.propose(2, ()).tokens) == 2, "whoever asks for fewer gets fewer"
-    machine.line.propose(4, ())
+    assert machine.sequence.propose(4, ()) == EMPTY
+    assert len(machine.sequence.propose(2, ()).tokens) == 2, "whoever asks for fewer gets fewer"
+    machine.sequence.propose(4, ())
     assert machine.run(most=1) == 1
-    assert len(machine.line.propose(4, ()).tokens) == 3
+    assert len(machine.sequence.propose(4, ()).tokens) == 3
 
 
 def test_it_tells_of_each_token_that_was_missed_and_of_no_other() -> None:
     machine = Machine()
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(2, ())
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(2, ())
     assert machine.run() == 2
-    assert len(machine.line.tokens) == 3 + 4
-    machine.line.propose(2, ())
+    assert len(machine.sequence.tokens) == 3 + 4
+    machine.sequence.propose(2, ())
     assert machine.run() == 0
 
 
 def test_the_context_ends() -> None:
     machine = Machine(replace(OPTIONS, ctx_size=5))
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(4, ())
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(4, ())
     machine.run()
-    assert len(machine.line.propose(4, ()).tokens) == 3, "the token behind the last position is known too"
-    assert machine.line.num_cached == 5
-    machine.line.extend([1, 1, 1, 1])
-    machine.line.propose(4, ())
+    assert len(machine.sequence.propose(4, ()).tokens) == 3, "the token behind the last position is known too"
+    assert machine.sequence.num_cached == 5
+    machine.sequence.extend([1, 1, 1, 1])
+    machine.sequence.propose(4, ())
     assert machine.run() == 0
     assert len(machine.cache) <= 5
 
 
 def test_rows_of_another_session_are_taken_over() -> None:
     machine = Machine(cache=[1, 2])
-    machine.line.extend([1, 2, 3])
-    machine.line.propose(1, ())
-    machine.line.adopt(2)
+    machine.sequence.extend([1, 2, 3])
+    machine.sequence.propose(1, ())
+    machine.sequence.adopt(2)
     machine.run(most=1)
     assert machine.num_computed == 1
-    assert list(machine.line.propose(1, ()).tokens) == continued([1, 2, 3], 1)
+    assert list(machine.sequence.propose(1, ()).tokens) == continued([1, 2, 3], 1)
 
 
 def test_a_result_that_nobody_asked_for() -> None:
     with pytest.raises(RuntimeError, match="without a span"):
-        Machine().line.computed()
+        Machine().sequence.computed()
 
 
 @given(
@@ -270,42 +270,42 @@ def test_a_result_that_nobody_asked_for() -> None:
 )
 def test_whatever_happens_it_says_what_the_model_says(steps: list[tuple[str, int]]) -> None:
     machine = Machine(replace(OPTIONS, ctx_size=512))
-    line = machine.line
+    sequence = machine.sequence
     committed = [1, 2, 3]
-    line.extend(committed)
+    sequence.extend(committed)
     flying: list[int] = []
     for step, number in steps:
         match step:
             case "accept" if flying:
                 count = min(number, len(flying))
-                line.extend(flying[:count])
+                sequence.extend(flying[:count])
                 committed += flying[:count]
                 flying = flying[count:]
             case "reject":
-                line.extend([5 + number])
+                sequence.extend([5 + number])
                 committed.append(5 + number)
                 flying = []
             case "propose":
-                line.propose(number, flying)
+                sequence.propose(number, flying)
             case "fly":
-                flying += line.propose(number, flying).tokens
+                flying += sequence.propose(number, flying).tokens
             case "strange":
                 flying += [number] * number
-                line.propose(1, flying)
+                sequence.propose(1, flying)
             case "run":
                 machine.run(max_rows=3, most=number)
             case "interrupt":
-                if (span := line.next_span(2)) is not None:
-                    line.extend([number])
+                if (span := sequence.next_span(2)) is not None:
+                    sequence.extend([number])
                     committed.append(number)
                     flying = []
                     machine.cache[span.start :] = span.tokens
-                    line.computed(says(machine.cache) if span.is_drafting else None)
-        assert line.tokens[: len(committed)] == committed
-        assert machine.cache[: line.num_cached] == line.tokens[: line.num_cached]
-    line.propose(4, flying)
+                    sequence.computed(says(machine.cache) if span.is_drafting else None)
+        assert sequence.tokens[: len(committed)] == committed
+        assert machine.cache[: sequence.num_cached] == sequence.tokens[: sequence.num_cached]
+    sequence.propose(4, flying)
     machine.run()
     text = committed + flying
-    proposal = line.propose(4, flying)
+    proposal = sequence.propose(4, flying)
     assert list(proposal.tokens) == continued(text, 4)
     assert proposal.confidences == tuple(0.5 + token / 10 for token in proposal.tokens)

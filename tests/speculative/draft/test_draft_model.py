@@ -16,7 +16,7 @@ from speculative.draft.context import DraftOptions, DraftUnusable
 from speculative.draft.model import DraftModel
 from speculative.proposer import EMPTY
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.draft_models import greedy, greedy_alone, running_draft, wait_for
 from tests.support.tiny_models import N_VOCAB, TinyModel
 
@@ -139,7 +139,7 @@ def test_noise_shared_with_the_target_makes_them_agree(
 ) -> None:
     """Published as drafter-invariance: the same noise at the same position picks the same token, mostly."""
     prompt = encoded(tokenizer, "Write a short poem about the sea.\n\n")
-    sampler = Sampler(Sampling(temperature=0.8, seed=5))
+    sampler = Sampler(SamplingParams(temperature=0.8, seed=5))
     answer: list[int] = []
     target = StageRuntime(smollm2_path, RuntimeOptions(ctx_size=512))
     for _ in range(64):
@@ -150,7 +150,7 @@ def test_noise_shared_with_the_target_makes_them_agree(
     agreed = {}
     with running_draft(q4_0, OPTIONS) as model:
         for seed in (5, 6):
-            proposer = model.open(Sampler(Sampling(temperature=0.8, seed=seed)).sample)
+            proposer = model.open(Sampler(SamplingParams(temperature=0.8, seed=seed)).sample)
             proposer.extend(prompt)
             hits = 0
             for token in answer:
@@ -243,7 +243,7 @@ def test_ids_that_the_target_does_not_know_are_never_proposed(tiny: Path) -> Non
 def test_a_choice_knows_what_came_before(tiny: Path) -> None:
     """As the target's penalties do, so that the draft agrees with it."""
     prompt = [5, 6, 7, 5, 6]
-    sampler = Sampler(Sampling(frequency_penalty=2.0, repetition_penalty=1.5), len(prompt))
+    sampler = Sampler(SamplingParams(frequency_penalty=2.0, repetition_penalty=1.5), len(prompt))
     histories: list[list[int]] = []
 
     def choose(logits: NDArray[np.float32], position: int, before: Sequence[int]) -> int:

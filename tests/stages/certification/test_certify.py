@@ -33,17 +33,17 @@ MODELS = [
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.architecture}-{model.is_tied}")
 def test_every_cut_of_tiny_models_is_bit_equal(model: TinyModel, tmp_path: Path) -> None:
-    certificate = certify(model.write(tmp_path / "model.gguf"), None, CertifyOptions(n_prompt=20, n_decode=5))
-    assert certificate.architecture == model.architecture
-    assert [result.cut for result in certificate.cuts] == [1, 2, 3, 4, 5]
-    for result in certificate.cuts:
+    report = certify(model.write(tmp_path / "model.gguf"), None, CertifyOptions(n_prompt=20, n_decode=5))
+    assert report.architecture == model.architecture
+    assert [result.cut for result in report.cuts] == [1, 2, 3, 4, 5]
+    for result in report.cuts:
         prefill, decode, chunks, spans = (phase.difference for phase in result.phases)
         assert prefill == Difference(n_rows=20, n_tokens=20, n_equal_tokens=20)
         assert decode == Difference(n_rows=5, n_tokens=5, n_equal_tokens=5)
         assert chunks == Difference(n_rows=80, n_tokens=4, n_equal_tokens=4)
         assert spans == Difference(n_rows=11, n_tokens=11, n_equal_tokens=11)
-    assert certificate.together == Difference(n_tokens=40, n_equal_tokens=40)
-    assert certificate.is_exact
+    assert report.together == Difference(n_tokens=40, n_equal_tokens=40)
+    assert report.is_exact
 
 
 @pytest.mark.model
@@ -60,9 +60,9 @@ def test_every_cut_of_tiny_models_is_bit_equal(model: TinyModel, tmp_path: Path)
 def test_real_models_are_bit_equal_where_it_is_tricky(
     model: str, cuts: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:
-    certificate = certify(request.getfixturevalue(model), cuts)
-    assert tuple(result.cut for result in certificate.cuts) == cuts
-    assert certificate.is_exact
+    report = certify(request.getfixturevalue(model), cuts)
+    assert tuple(result.cut for result in report.cuts) == cuts
+    assert report.is_exact
 
 
 @pytest.mark.model
@@ -72,9 +72,9 @@ def test_real_models_are_bit_equal_where_it_is_tricky(
 def test_every_cut_of_real_models_is_bit_equal(
     model: str, n_layers: int, request: pytest.FixtureRequest
 ) -> None:
-    certificate = certify(request.getfixturevalue(model))
-    assert [result.cut for result in certificate.cuts] == list(range(1, n_layers))
-    assert [result.cut for result in certificate.cuts if not result.difference.is_bit_equal] == []
+    report = certify(request.getfixturevalue(model))
+    assert [result.cut for result in report.cuts] == list(range(1, n_layers))
+    assert [result.cut for result in report.cuts if not result.difference.is_bit_equal] == []
 
 
 def logits_of_chain(stages: list[Path], tokens: tuple[int, ...]) -> NDArray[np.float32]:
@@ -132,9 +132,9 @@ def test_a_model_that_llama_cpp_does_not_load(tmp_path: Path) -> None:
 @pytest.mark.model
 def test_what_smaller_wire_types_cost(smollm2_path: Path) -> None:
     options = CertifyOptions(n_prompt=12, n_decode=4, wires=(HiddenType.F16, HiddenType.Q8))
-    certificate = certify(smollm2_path, [15], options)
-    assert certificate.is_exact  # of float32, whatever the others cost
-    (result,) = certificate.cuts
+    report = certify(smollm2_path, [15], options)
+    assert report.is_exact  # of float32, whatever the others cost
+    (result,) = report.cuts
     assert [loss.hidden_type for loss in result.wire_losses] == ["f16", "q8"]
     for loss in result.wire_losses:
         assert loss.n_tokens == 16

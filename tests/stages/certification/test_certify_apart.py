@@ -10,7 +10,7 @@ import pytest
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
 from stages.certification.certify import CertifyOptions, certify
-from stages.certification.isolated import certify_apart
+from stages.certification.isolated import certify_isolated
 from tests.support.tiny_models import TinyModel
 
 SMALL = CertifyOptions(n_prompt=10, n_decode=3)
@@ -33,7 +33,7 @@ def children() -> set[int]:
 def test_the_same_certificate_as_in_this_process(tmp_path: Path, temporary_folder: Path) -> None:
     source = TinyModel("llama").write(tmp_path / "model.gguf")
     calls: list[tuple[int, int]] = []
-    apart = certify_apart(source, [2, 4], SMALL, progress=lambda done, total: calls.append((done, total)))
+    apart = certify_isolated(source, [2, 4], SMALL, progress=lambda done, total: calls.append((done, total)))
     assert apart == certify(source, [2, 4], SMALL)
     assert calls[-1] == (len(calls), len(calls))
     assert list(temporary_folder.iterdir()) == []
@@ -43,7 +43,7 @@ def test_errors_come_back_whole(tmp_path: Path, temporary_folder: Path) -> None:
     path = tmp_path / "other.gguf"
     path.write_bytes(b"text")
     with pytest.raises(InvalidModel, match=r"other\.gguf is not a GGUF file"):
-        certify_apart(path)
+        certify_isolated(path)
     assert list(temporary_folder.iterdir()) == []
 
 
@@ -53,7 +53,7 @@ def test_llama_cpp_aborts(tmp_path: Path, temporary_folder: Path) -> None:
     source = TinyModel("gemma2", n_layers=2, is_tied=True).write(tmp_path / "gemma2.gguf", arrays=pattern)
     before = children()
     with pytest.raises(UncuttableModel, match=r"aborts on gemma2\.gguf, whole or cut: .*is_swa_any"):
-        certify_apart(source, [1], SMALL)
+        certify_isolated(source, [1], SMALL)
     assert children() == before
     assert list(temporary_folder.iterdir()) == []
 
@@ -64,7 +64,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, temporary_folder: Path) ->
     timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        certify_apart(source)
+        certify_isolated(source)
     timer.join()
     assert children() == before
     assert list(temporary_folder.iterdir()) == []

@@ -21,17 +21,17 @@ RECURRENT = {"mamba2", "falcon-h1", "qwen3next", "nemotron_h", "granitehybrid"}
 def test_every_cut_is_bit_equal(name: str, tmp_path: Path) -> None:
     """Prefill, decode, chunks past the window, spans after going back; alone and all cuts at once."""
     family = TINY_FAMILIES[name]
-    certificate = certify(family.write(tmp_path / "model.gguf"), None, SHORT)
-    assert tuple(result.cut for result in certificate.cuts) == family.cuts
-    assert [result.cut for result in certificate.cuts if not result.difference.is_bit_equal] == []
-    assert certificate.is_known
-    for result in certificate.cuts:
+    report = certify(family.write(tmp_path / "model.gguf"), None, SHORT)
+    assert tuple(result.cut for result in report.cuts) == family.cuts
+    assert [result.cut for result in report.cuts if not result.difference.is_bit_equal] == []
+    assert report.is_known
+    for result in report.cuts:
         phases = {phase.phase: phase.difference for phase in result.phases}
         assert phases["prefill"] == Difference(n_rows=20, n_tokens=20, n_equal_tokens=20)
         assert phases["decode"].n_tokens == 4
         assert phases["chunks"].n_rows >= 80
         assert phases["spans"].n_tokens == (0 if name in RECURRENT else 11)
-    together = certificate.together
+    together = report.together
     assert (together is None) == (len(family.cuts) == 1)
     assert together is None or (together.is_bit_equal and together.n_tokens >= 28)
 
@@ -39,9 +39,9 @@ def test_every_cut_is_bit_equal(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["gemma2", "granite"])
 def test_llamas_near_relatives_are_bit_equal(architecture: str, tmp_path: Path) -> None:
     model = TinyModel(architecture, is_tied=architecture == "gemma2").write(tmp_path / "model.gguf")
-    certificate = certify(model, None, SHORT)
-    assert [result.cut for result in certificate.cuts] == [1, 2, 3, 4, 5]
-    assert certificate.is_exact
+    report = certify(model, None, SHORT)
+    assert [result.cut for result in report.cuts] == [1, 2, 3, 4, 5]
+    assert report.is_exact
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ def test_recipes_name_the_file_of_each_piece(parts: list[Path], tmp_path: Path) 
 
 @pytest.mark.model
 def test_llama_cpp_takes_parts_as_well(parts: list[Path], tmp_path: Path) -> None:
-    certificate = certify(parts[0], [3], CertifyOptions(n_prompt=8, n_decode=2))
-    assert certificate.is_exact
+    report = certify(parts[0], [3], CertifyOptions(n_prompt=8, n_decode=2))
+    assert report.is_exact
     assert Tokenizer(parts[0]).n_vocab == 320
     draft = tmp_path / "draft.gguf"
     requantise(parts[0], "Q4_0", draft)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stages.host.crash_log import telling_line
+from stages.host.crash_log import crash_line
 
 ABORTED = """:actor_name:StageActor
 ggml/src/ggml-cpu/ops.cpp:12: GGML_ASSERT(n > 0) failed
@@ -16,22 +16,22 @@ Fatal Python error: Aborted
 Stack (most recent call first):
 """
 READER = """
-from stages.host.crash_log import WordReader
-print(WordReader().last_words({pid}))
+from stages.host.crash_log import CrashLogReader
+print(CrashLogReader().crash_message({pid}))
 """
 
 
 def test_what_llama_cpp_says_comes_before_what_python_says() -> None:
-    assert telling_line(ABORTED) == "ggml/src/ggml-cpu/ops.cpp:12: GGML_ASSERT(n > 0) failed"
-    assert telling_line(ABORTED.replace("GGML_ASSERT", "")) == "Fatal Python error: Aborted"
+    assert crash_line(ABORTED) == "ggml/src/ggml-cpu/ops.cpp:12: GGML_ASSERT(n > 0) failed"
+    assert crash_line(ABORTED.replace("GGML_ASSERT", "")) == "Fatal Python error: Aborted"
 
 
 def test_a_process_that_was_killed_says_nothing() -> None:
-    assert telling_line(":actor_name:StageActor\n") is None
+    assert crash_line(":actor_name:StageActor\n") is None
 
 
 def test_a_line_is_not_longer_than_a_person_reads() -> None:
-    assert len(telling_line("GGML_ASSERT(" + "x" * 10_000) or "") == 200
+    assert len(crash_line("GGML_ASSERT(" + "x" * 10_000) or "") == 200
 
 
 def test_the_words_lie_beside_those_of_whoever_reads_them(tmp_path: Path) -> None:

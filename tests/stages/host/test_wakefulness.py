@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.host.cpu_latency import DEVICE, Wakefulness
+from stages.host.cpu_latency import DEVICE, CpuLatencyRequest
 
 FILES = Path("/proc/self/fd")
 
@@ -21,35 +21,35 @@ def open_files() -> set[str]:
 def test_holds_the_device_open_only_while_asked(tmp_path: Path) -> None:
     device = tmp_path / "latency"
     device.touch()
-    wakefulness = Wakefulness(device)
-    assert not wakefulness.is_held
+    cpu_latency = CpuLatencyRequest(device)
+    assert not cpu_latency.is_held
 
-    wakefulness.update(2)
-    wakefulness.update(2)
-    assert wakefulness.is_held
+    cpu_latency.update(2)
+    cpu_latency.update(2)
+    assert cpu_latency.is_held
     assert str(device) in open_files()
     assert struct.unpack("=i", device.read_bytes()) == (0,)
 
-    wakefulness.update(0)
-    wakefulness.update(0)
-    assert not wakefulness.is_held
+    cpu_latency.update(0)
+    cpu_latency.update(0)
+    assert not cpu_latency.is_held
     assert str(device) not in open_files()
 
 
 def test_a_host_without_the_device_works_as_before(tmp_path: Path) -> None:
-    wakefulness = Wakefulness(tmp_path / "absent")
-    wakefulness.update(2)
-    assert not wakefulness.is_held
-    wakefulness.update(0)
+    cpu_latency = CpuLatencyRequest(tmp_path / "absent")
+    cpu_latency.update(2)
+    assert not cpu_latency.is_held
+    cpu_latency.update(0)
 
 
 @pytest.mark.skipif(not os.access(DEVICE, os.W_OK), reason=f"this user may not write {DEVICE}")
 def test_the_kernel_takes_the_request() -> None:
-    wakefulness = Wakefulness()
-    wakefulness.update(2)
+    cpu_latency = CpuLatencyRequest()
+    cpu_latency.update(2)
     try:
-        assert wakefulness.is_held
+        assert cpu_latency.is_held
         with DEVICE.open("rb") as device:
             assert struct.unpack("=i", device.read(4)) == (0,)
     finally:
-        wakefulness.update(0)
+        cpu_latency.update(0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spanmesh_proto.errors import UncuttableModel
-from stages.graph_boundary import Handover
+from stages.graph_boundary import GraphBoundary
 from stages.layers import LayerRange
 from stages.runtime import hidden_tap
 from stages.runtime import stage_runtime as runtime_module
@@ -41,7 +41,7 @@ def hidden_states(path: Path) -> list[NDArray[np.float32]]:
 
 
 def test_is_compiled_where_the_tests_run() -> None:
-    assert isinstance(make_stop_tap(3, Handover(8), 4), StopTap)
+    assert isinstance(make_stop_tap(3, GraphBoundary(8), 4), StopTap)
 
 
 def test_gives_the_very_rows_that_python_would(
@@ -104,6 +104,6 @@ def test_python_takes_over_where_nothing_was_compiled(monkeypatch: pytest.Monkey
     hidden_tap._compiled.cache_clear()
     monkeypatch.setattr(hidden_tap, "_EXTENSION", "stages._absent")
     try:
-        assert isinstance(make_stop_tap(3, Handover(8), 4), LayerTap)
+        assert isinstance(make_stop_tap(3, GraphBoundary(8), 4), LayerTap)
     finally:
         hidden_tap._compiled.cache_clear()

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidRequest, InvalidWindow
 from stages.sampling.logprobs import from_wire, to_wire, token_logprobs
-from stages.sampling.sampler import MAX_BIASES, LogitAdjustment, Sampler, Sampling
-from stages.sampling.session_spec import Opening
-from stages.sampling.verifier import Judge, TokenRecord
+from stages.sampling.sampler import MAX_BIASES, LogitAdjustment, Sampler, SamplingParams
+from stages.sampling.session_spec import SessionSpec
+from stages.sampling.verifier import TokenRecord, WindowVerifier
 
 N_VOCAB = 24
 tokens = st.lists(st.integers(0, N_VOCAB - 1), max_size=40)
 rows = st.lists(st.floats(-20, 20, width=32), min_size=N_VOCAB, max_size=N_VOCAB)
 samplings = st.builds(
-    Sampling,
+    SamplingParams,
     frequency_penalty=st.sampled_from([0.0, -2.0, 0.3, 2.0]),
     presence_penalty=st.sampled_from([0.0, -1.5, 0.7]),
     repetition_penalty=st.sampled_from([1.0, 0.5, 1.3, 10.0]),
@@ -29,7 +29,9 @@ samplings = st.builds(
 )
 
 
-def by_definition(row: list[float], before: list[int], num_prompt: int, sampling: Sampling) -> list[float]:
+def by_definition(
+    row: list[float], before: list[int], num_prompt: int, sampling: SamplingParams
+) -> list[float]:
     counts = Counter(before[num_prompt:])
     recent = set(before[-sampling.repetition_window :] if sampling.repetition_window else before)
     adjusted = []
@@ -46,7 +48,7 @@ def by_definition(row: list[float], before: list[int], num_prompt: int, sampling
 
 @given(rows, tokens, st.integers(0, 40), samplings)
 def test_a_row_is_adjusted_as_defined(
-    row: list[float], before: list[int], num_prompt: int, sampling: Sampling
+    row: list[float], before: list[int], num_prompt: int, sampling: SamplingParams
 ) -> None:
     logits = np.array(row, np.float32)
     adjusted = LogitAdjustment(sampling, num_prompt).apply(logits, before)
@@ -56,7 +58,7 @@ def test_a_row_is_adjusted_as_defined(
 
 def test_nothing_to_adjust_costs_no_copy() -> None:
     row = np.zeros(4, np.float32)
-    assert LogitAdjustment(Sampling(repetition_window=5)).apply(row, [1, 1]) is row
+    assert LogitAdjustment(SamplingParams(repetition_window=5)).apply(row, [1, 1]) is row
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -64,7 +66,7 @@ def test_a_bias_of_100_bans_and_forces(temperature: float) -> None:
     row = np.linspace(-15, 25, N_VOCAB, dtype=np.float32)
 
     def drawn(bias: float) -> set[int]:
-        sampling = Sampling(temperature, logit_bias=((N_VOCAB - 1, bias),))
+        sampling = SamplingParams(temperature, logit_bias=((N_VOCAB - 1, bias),))
         return {Sampler(sampling).sample(row[::-1] if bias > 0 else row, place) for place in range(200)}
 
     assert drawn(100) == {N_VOCAB - 1}
@@ -95,17 +97,17 @@ def test_a_record_grows() -> None:
 def test_a_row_counts_the_tokens_before_it_and_a_rejected_one_leaves_nothing() -> None:
     """Every row likes 1 best, then 2, then 3; each that was said once falls behind."""
     row = np.array([0, 3, 2.5, 2.2, 0], np.float32)
-    judge = Judge(Sampling(presence_penalty=2.0), num_prompt=2)
-    assert judge.judge([], [1], 0).tokens == []
-    assert judge.judge([row], [2], 1).tokens == [1]  # the prompt does not count
+    verifier = WindowVerifier(SamplingParams(presence_penalty=2.0), num_prompt=2)
+    assert verifier.verify([], [1], 0).tokens == []
+    assert verifier.verify([row], [2], 1).tokens == [1]  # the prompt does not count
     # Proposed 2 and 3 as foreseen, then 3 again, where 1 comes: the last row is not even looked at.
-    assert judge.judge([row] * 5, [1, 2, 3, 3, 4], 2).tokens == [2, 3, 1]
+    assert verifier.verify([row] * 5, [1, 2, 3, 3, 4], 2).tokens == [2, 3, 1]
     # Had the proposed 3 and 4 stayed, or 2 and 3 been counted twice, the next ones would be others.
-    assert judge.judge([row], [1], 5).tokens == [1]
-    again = Judge(Sampling(frequency_penalty=1.0), num_prompt=2)
-    again.judge([], [1, 2], 0)
+    assert verifier.verify([row], [1], 5).tokens == [1]
+    again = WindowVerifier(SamplingParams(frequency_penalty=1.0), num_prompt=2)
+    again.verify([], [1, 2], 0)
     for _ in range(3):
-        assert again.judge([row] * 3, [1, 2, 4], 2).tokens == [2, 3]
+        assert again.verify([row] * 3, [1, 2, 4], 2).tokens == [2, 3]
 
 
 def test_logprobs_are_those_of_the_models_own_distribution() -> None:
@@ -120,22 +122,21 @@ def test_logprobs_are_those_of_the_models_own_distribution() -> None:
     )
     assert token_logprobs(row, 11, 0).top == ()
 
-    judge = Judge(Sampling(logit_bias=((11, 100.0),)), num_top_logprobs=2)
-    draws = judge.judge([row, row, row], [5, 11, 12], 0)
-    assert draws.tokens == [11, 11]
-    assert [each.logprob for each in draws.logprobs] == [got.logprob] * 2
-    (back,) = from_wire(to_wire(draws.logprobs[:1]))
+    verifier = WindowVerifier(SamplingParams(logit_bias=((11, 100.0),)), num_top_logprobs=2)
+    sampled = verifier.verify([row, row, row], [5, 11, 12], 0)
+    assert sampled.tokens == [11, 11]
+    assert [each.logprob for each in sampled.logprobs] == [got.logprob] * 2
+    (back,) = from_wire(to_wire(sampled.logprobs[:1]))
     assert back.logprob == pytest.approx(got.logprob)
     assert [token for token, _ in back.top] == [7, 9]
 
 
 @given(samplings, st.none() | st.integers(0, 20), st.integers(0, 2**31))
-def test_an_opening_arrives_as_it_was_sent(sampling: Sampling, num_top: int | None, num_prompt: int) -> None:
-    opening = Opening(3, 1, sampling, num_prompt, num_top)
-    assert (
-        Opening.from_wire(type(opening.to_wire()).FromString(opening.to_wire().SerializeToString()))
-        == opening
-    )
+def test_an_opening_arrives_as_it_was_sent(
+    sampling: SamplingParams, num_top: int | None, num_prompt: int
+) -> None:
+    spec = SessionSpec(3, 1, sampling, num_prompt, num_top)
+    assert SessionSpec.from_wire(type(spec.to_wire()).FromString(spec.to_wire().SerializeToString())) == spec
 
 
 @pytest.mark.parametrize(
@@ -155,14 +156,14 @@ def test_an_opening_arrives_as_it_was_sent(sampling: Sampling, num_top: int | No
 )
 def test_settings_out_of_range_are_refused_by_name(fields: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        Sampling(**fields)  # type: ignore[arg-type]
+        SamplingParams(**fields)  # type: ignore[arg-type]
     assert caught.value.param == next(iter(fields))
 
 
 def test_biased_ids_must_exist() -> None:
-    Sampling(logit_bias=((9, 1.0),)).require_vocabulary(10)
+    SamplingParams(logit_bias=((9, 1.0),)).require_vocabulary(10)
     for wrong in (-1, 10):
         with pytest.raises(InvalidRequest, match=rf"token id {wrong}: this model's ids go from 0 to 9"):
-            Sampling(logit_bias=((wrong, 1.0),)).require_vocabulary(10)
+            SamplingParams(logit_bias=((wrong, 1.0),)).require_vocabulary(10)
     with pytest.raises(InvalidRequest, match="top_logprobs is 21"):
-        Opening(1, 0, num_top_logprobs=21)
+        SessionSpec(1, 0, num_top_logprobs=21)

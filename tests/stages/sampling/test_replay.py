@@ -15,7 +15,7 @@ from speculative.controller import ControllerOptions
 from speculative.lookup_proposers import NgramProposer
 from speculative.proposer import Proposer
 from stages.sampling.logprobs import TokenLogprobs, token_logprobs
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from tests.support.fake_stage import FakeRuntime, plain_answer
 from tests.support.proposers import Oracle, Parrot, SlowOracle
 from tests.support.repairable_ring import NUM_STAGES, Deaths, RepairableRing, serving
@@ -79,9 +79,9 @@ async def read(ring: RepairableRing, request: GenerationRequest) -> list[Committ
     depth=st.none() | st.integers(1, 6),
     sampling=st.sampled_from(
         [
-            Sampling(),
-            Sampling(1.0, seed=5),
-            Sampling(0.8, seed=4, repetition_penalty=1.5, presence_penalty=0.7, repetition_window=20),
+            SamplingParams(),
+            SamplingParams(1.0, seed=5),
+            SamplingParams(0.8, seed=4, repetition_penalty=1.5, presence_penalty=0.7, repetition_window=20),
         ]
     ),
     most_sent_rows=st.sampled_from([0, 30, 80, 1000]),
@@ -96,7 +96,7 @@ def test_one_text_whenever_stages_die(
     errs: list[bool],
     width: int | None,
     depth: int | None,
-    sampling: Sampling,
+    sampling: SamplingParams,
     most_sent_rows: int,
     news_s: float | None,
 ) -> None:
@@ -142,8 +142,8 @@ async def test_sessions_behind_one_that_begins_anew_in_its_replay_have_their_tur
         running = [coordinator.generate(request) for request in requests]
         said = [list((await anext(parts)).tokens) for parts in running]
         coordinator.pause("stages move")
-        path = ring.running[-1].service._path
-        begin = path._slots.begin
+        engine = ring.running[-1].service._engine
+        begin = engine._slots.begin
 
         def fail_once(slot: int, source: int, cached: Sequence[int], num_resumed: int) -> None:
             if cached and not failed:
@@ -151,7 +151,7 @@ async def test_sessions_behind_one_that_begins_anew_in_its_replay_have_their_tur
                 raise PrefixMismatch("it is not there")
             begin(slot, source, cached, num_resumed)
 
-        path._slots.begin = fail_once  # type: ignore[method-assign]
+        engine._slots.begin = fail_once  # type: ignore[method-assign]
         async with asyncio.timeout(20):
             await ring.repair()
             for parts, tokens in zip(running, said, strict=True):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from spanmesh_proto.errors import InvalidRequest, StageFailed
 from stages.sampling.gumbel import position_key, race_all, race_among
-from stages.sampling.sampler import Sampler, Sampling, candidate_ids, nucleus_size, top_ids
+from stages.sampling.sampler import Sampler, SamplingParams, candidate_ids, nucleus_size, top_ids
 
 Row = NDArray[np.float32]
 
@@ -35,11 +35,11 @@ def probabilities(row: Row, temperature: float = 1.0) -> NDArray[np.float64]:
     return share
 
 
-def candidates(row: Row, sampling: Sampling) -> list[int]:
+def candidates(row: Row, sampling: SamplingParams) -> list[int]:
     return [int(token) for token in candidate_ids(row, scale(row, sampling.temperature), sampling)]
 
 
-def candidates_by_definition(row: Row, sampling: Sampling) -> list[int]:
+def candidates_by_definition(row: Row, sampling: SamplingParams) -> list[int]:
     """The filters one after the other, in plain Python."""
     ranked = sorted(range(row.size), key=lambda token: (-row[token], token))
     if sampling.top_k:
@@ -59,11 +59,11 @@ def candidates_by_definition(row: Row, sampling: Sampling) -> list[int]:
 class TestGreedy:
     @given(rows)
     def test_takes_the_largest_logit_and_the_lowest_id_on_ties(self, row: Row) -> None:
-        assert Sampler(Sampling()).sample(row, 5) == row.tolist().index(row.max())
+        assert Sampler(SamplingParams()).sample(row, 5) == row.tolist().index(row.max())
 
     def test_filters_and_seed_change_nothing(self) -> None:
         row = np.array([1, 3, 2, 3], dtype=np.float32)
-        assert Sampler(Sampling(top_k=2, top_p=0.1, min_p=0.5, seed=9)).sample(row, 0) == 1
+        assert Sampler(SamplingParams(top_k=2, top_p=0.1, min_p=0.5, seed=9)).sample(row, 0) == 1
 
 
 class TestFilters:
@@ -72,43 +72,45 @@ class TestFilters:
     @pytest.mark.parametrize(
         ("sampling", "kept"),
         [
-            (Sampling(1.0), [0, 1, 2, 3, 4]),
-            (Sampling(1.0, top_k=2), [1, 4]),
-            (Sampling(1.0, top_k=99), [0, 1, 2, 3, 4]),
-            (Sampling(1.0, top_p=0.64), [1, 4]),  # 0.4 + 0.25 = 0.65 reaches it
-            (Sampling(1.0, top_p=0.66), [1, 3, 4]),
-            (Sampling(1.0, top_p=1e-6), [1]),
-            (Sampling(1.0, min_p=0.45), [1, 3, 4]),  # at least 0.45 * 0.4 = 0.18
-            (Sampling(1.0, min_p=0.55), [1, 4]),
-            (Sampling(1.0, min_p=1.0), [1]),
+            (SamplingParams(1.0), [0, 1, 2, 3, 4]),
+            (SamplingParams(1.0, top_k=2), [1, 4]),
+            (SamplingParams(1.0, top_k=99), [0, 1, 2, 3, 4]),
+            (SamplingParams(1.0, top_p=0.64), [1, 4]),  # 0.4 + 0.25 = 0.65 reaches it
+            (SamplingParams(1.0, top_p=0.66), [1, 3, 4]),
+            (SamplingParams(1.0, top_p=1e-6), [1]),
+            (SamplingParams(1.0, min_p=0.45), [1, 3, 4]),  # at least 0.45 * 0.4 = 0.18
+            (SamplingParams(1.0, min_p=0.55), [1, 4]),
+            (SamplingParams(1.0, min_p=1.0), [1]),
             # Of the best three, 0.85 in all, 0.4 + 0.25 is 0.76: top-p scales what top-k left up to 1.
-            (Sampling(1.0, top_k=3, top_p=0.75), [1, 4]),
-            (Sampling(1.0, top_p=0.75), [1, 3, 4]),
+            (SamplingParams(1.0, top_k=3, top_p=0.75), [1, 4]),
+            (SamplingParams(1.0, top_p=0.75), [1, 3, 4]),
             # At temperature 2 probabilities go by their square roots: 0.4 has 0.30 of the mass, not 0.4.
-            (Sampling(2.0, top_p=0.35), [1, 4]),
-            (Sampling(1.0, top_p=0.35), [1]),
-            (Sampling(0.5, min_p=0.3), [1, 4]),  # squares: 0.16, 0.0625, 0.04
+            (SamplingParams(2.0, top_p=0.35), [1, 4]),
+            (SamplingParams(1.0, top_p=0.35), [1]),
+            (SamplingParams(0.5, min_p=0.3), [1, 4]),  # squares: 0.16, 0.0625, 0.04
         ],
     )
-    def test_cases_worked_by_hand(self, sampling: Sampling, kept: list[int]) -> None:
+    def test_cases_worked_by_hand(self, sampling: SamplingParams, kept: list[int]) -> None:
         assert candidates(self.row, sampling) == kept
 
     @given(
         rows,
         st.builds(
-            Sampling,
+            SamplingParams,
             temperature=temperatures,
             top_k=st.integers(0, 400),
             top_p=st.sampled_from([1e-3, 0.21, 0.5, 0.77, 0.9, 0.95, 1.0]),
             min_p=st.sampled_from([0.0, 1e-4, 0.07, 0.33, 0.9]),
         ),
     )
-    def test_candidates_are_those_of_the_definition(self, row: Row, sampling: Sampling) -> None:
+    def test_candidates_are_those_of_the_definition(self, row: Row, sampling: SamplingParams) -> None:
         # Sums in another order may differ in the last bit: only then may a token on the edge come or go.
         got, want = candidates(row, sampling), candidates_by_definition(row, sampling)
         if got != want:
             nudged = [
-                candidates_by_definition(row, Sampling(sampling.temperature, sampling.top_k, top_p, min_p))
+                candidates_by_definition(
+                    row, SamplingParams(sampling.temperature, sampling.top_k, top_p, min_p)
+                )
                 for top_p in (sampling.top_p * (1 - 1e-12), min(1.0, sampling.top_p * (1 + 1e-12)))
                 for min_p in (sampling.min_p * (1 - 1e-12), min(1.0, sampling.min_p * (1 + 1e-12)))
             ]
@@ -149,14 +151,15 @@ class TestDraw:
         self, row: Row, temperature: float, seed: int
     ) -> None:
         """The noise of a token does not depend on which others are left."""
-        free = Sampler(Sampling(temperature, seed=seed)).sample(row, 3)
+        free = Sampler(SamplingParams(temperature, seed=seed)).sample(row, 3)
         rank = sorted(range(row.size), key=lambda token: (-row[token], token)).index(free)
-        assert Sampler(Sampling(temperature, top_k=rank + 1, seed=seed)).sample(row, 3) == free
+        assert Sampler(SamplingParams(temperature, top_k=rank + 1, seed=seed)).sample(row, 3) == free
 
     @given(
-        rows, st.builds(Sampling, temperature=temperatures, top_k=st.integers(0, 9), seed=st.integers(0, 99))
+        rows,
+        st.builds(SamplingParams, temperature=temperatures, top_k=st.integers(0, 9), seed=st.integers(0, 99)),
     )
-    def test_a_row_drawn_again_gives_the_same_token(self, row: Row, sampling: Sampling) -> None:
+    def test_a_row_drawn_again_gives_the_same_token(self, row: Row, sampling: SamplingParams) -> None:
         sampler = Sampler(sampling)
         first = sampler.sample(row, 8)
         assert [sampler.sample(row, position) for position in (7, 8, 9)][1] == first
@@ -164,22 +167,22 @@ class TestDraw:
 
     @given(rows, temperatures, st.integers(0, 99))
     def test_minus_infinity_is_never_drawn(self, row: Row, temperature: float, seed: int) -> None:
-        assert math.isfinite(row[Sampler(Sampling(temperature, seed=seed)).sample(row, 0)])
+        assert math.isfinite(row[Sampler(SamplingParams(temperature, seed=seed)).sample(row, 0)])
 
     def test_a_temperature_near_zero_is_greedy(self) -> None:
         row = np.array([0.5, 2.0, 1.999], dtype=np.float32)
-        assert {Sampler(Sampling(1e-38, seed=seed)).sample(row, 0) for seed in range(50)} == {1}
+        assert {Sampler(SamplingParams(1e-38, seed=seed)).sample(row, 0) for seed in range(50)} == {1}
 
 
-LEFT: dict[str, tuple[Sampling, Callable[[NDArray[np.float64]], NDArray[np.bool_]]]] = {
-    "no filter": (Sampling(1.0), lambda p: p > 0),
-    "hot": (Sampling(1.5), lambda p: p > 0),
-    "top-k": (Sampling(1.0, top_k=5), lambda p: p >= np.sort(p)[-5]),
+LEFT: dict[str, tuple[SamplingParams, Callable[[NDArray[np.float64]], NDArray[np.bool_]]]] = {
+    "no filter": (SamplingParams(1.0), lambda p: p > 0),
+    "hot": (SamplingParams(1.5), lambda p: p > 0),
+    "top-k": (SamplingParams(1.0, top_k=5), lambda p: p >= np.sort(p)[-5]),
     "top-p": (
-        Sampling(0.8, top_p=0.7),
+        SamplingParams(0.8, top_p=0.7),
         lambda p: p >= np.sort(p)[::-1][(np.cumsum(np.sort(p)[::-1]) < 0.7).sum()],
     ),
-    "min-p": (Sampling(1.0, min_p=0.2), lambda p: p >= 0.2 * p.max()),
+    "min-p": (SamplingParams(1.0, min_p=0.2), lambda p: p >= 0.2 * p.max()),
 }
 
 
@@ -207,7 +210,7 @@ def test_tokens_come_as_often_as_their_probabilities_say(case: str, over: str) -
     drawn = np.zeros(row.size)
     for draw in range(n_draws):
         position, seed = (draw, 77) if over == "positions" else (77, draw)
-        settings = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed)
+        settings = SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed)
         drawn[Sampler(settings).sample(row, position)] += 1
 
     assert drawn[wanted == 0].sum() == 0
@@ -235,12 +238,12 @@ class TestBadInput:
     )  # fmt: skip
     def test_a_value_out_of_range_is_refused_by_name(self, field: str, value: float) -> None:
         with pytest.raises(InvalidRequest, match=rf"^{field} is .*: it must be ") as caught:
-            Sampling(**{field: value})  # type: ignore[arg-type]
+            SamplingParams(**{field: value})  # type: ignore[arg-type]
         assert caught.value.param == field
 
     def test_the_bounds_themselves_are_allowed(self) -> None:
-        Sampling(0.0, 0, 1.0, 0.0, 0)
-        Sampling(100.0, 10**9, 1e-9, 1.0, 2**64 - 1)
+        SamplingParams(0.0, 0, 1.0, 0.0, 0)
+        SamplingParams(100.0, 10**9, 1e-9, 1.0, 2**64 - 1)
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     @pytest.mark.parametrize(
@@ -250,4 +253,4 @@ class TestBadInput:
     )
     def test_logits_that_are_not_numbers_fail_the_stage(self, temperature: float, row: list[float]) -> None:
         with pytest.raises(StageFailed, match=r"position 12 peak at (nan|inf|-inf)"):
-            Sampler(Sampling(temperature)).sample(np.array(row, dtype=np.float32), 12)
+            Sampler(SamplingParams(temperature)).sample(np.array(row, dtype=np.float32), 12)

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spanmesh_proto.errors import InvalidWindow
-from stages.sampling.sampler import Sampler, Sampling
+from stages.sampling.sampler import Sampler, SamplingParams
 from stages.sampling.verifier import verify
 
-GREEDY = Sampler(Sampling())
+GREEDY = Sampler(SamplingParams())
 N_VOCAB = 10
 
 
@@ -55,7 +55,7 @@ def test_the_text_is_the_same_with_any_proposer(
     seed: int, temperature: float, guesses: list[list[int]], knows: list[bool]
 ) -> None:
     """Whether it guesses at random or knows the future: every proposer leaves the text of plain decoding."""
-    sampler = Sampler(Sampling(temperature, seed=seed))
+    sampler = Sampler(SamplingParams(temperature, seed=seed))
 
     def plain(history: tuple[int, ...], count: int) -> tuple[int, ...]:
         for _ in range(count):

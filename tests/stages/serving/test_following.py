@@ -13,10 +13,10 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError, UncuttableModel
 from stages.layers import ranges_from_cuts
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 from stages.sampling.session_spec import Resumed
-from stages.sampling.verifier import Judge
-from stages.serving.kv_cache import Marks, SentRows, StageSlots
+from stages.sampling.verifier import WindowVerifier
+from stages.serving.kv_cache import KvSlots, ReplicationCursor, SentHiddenStates
 from stages.serving.kv_replication import pause_s
 from stages.serving.sessions import SessionTable
 from stages.slicing.model_facts import read_model_facts
@@ -28,20 +28,21 @@ from tests.support.ring_harness import RunningStage, collect
 OPTIONS = CoordinatorOptions(128, 4, FakeRuntime.max_rows, 64)
 
 
-async def until_told(ring: RepairableRing, num_positions: int) -> None:
+async def until_sent(ring: RepairableRing, num_positions: int) -> None:
     """All copies have been told so much of every session that runs, and that it is this session's."""
 
-    def is_told(copy: RunningStage, session: int, slot: int) -> bool:
-        path = copy.service._path
+    def is_told(replica: RunningStage, session: int, slot: int) -> bool:
+        engine = replica.service._engine
         # An earlier session may have left as many positions in the slot.
         return (
-            path._sessions._latest.get(slot) == session and path._slots._tokens.length(slot) >= num_positions
+            engine._sessions._latest.get(slot) == session
+            and engine._slots._tokens.length(slot) >= num_positions
         )
 
     while True:
-        slots = ring.running[0].service._path._sessions.slots.items()
-        copies = [copy for copy in ring.copies if copy is not None]
-        if slots and all(is_told(copy, session, slot) for copy in copies for session, slot in slots):
+        slots = ring.running[0].service._engine._sessions.slots.items()
+        copies = [replica for replica in ring.copies if replica is not None]
+        if slots and all(is_told(replica, session, slot) for replica in copies for session, slot in slots):
             return
         await asyncio.sleep(0.002)
 
@@ -59,7 +60,7 @@ async def test_what_a_copy_was_told_is_not_computed_again(lost: int) -> None:
         undisturbed, _ = await collect(coordinator, request)
         parts = coordinator.generate(request)
         said = list((await anext(parts)).tokens)
-        await until_told(ring, len(request.prompt))
+        await until_sent(ring, len(request.prompt))
         num_before = len(said)
         before = list(rows)
         await ring.kill(lost)
@@ -80,17 +81,17 @@ async def test_a_copy_goes_on_following_where_it_left_off() -> None:
         undisturbed, _ = await collect(coordinator, request)
         parts = coordinator.generate(request)
         said = list((await anext(parts)).tokens)
-        await until_told(ring, len(request.prompt))
+        await until_sent(ring, len(request.prompt))
         taken: list[tuple[int, int]] = []
         copies = [copy for copy in ring.copies if copy is not None]
         for copy in copies:
-            slots = copy.service._path._slots
+            slots = copy.service._engine._slots
 
-            def take(news: wire.SlotRows, slots: StageSlots = slots) -> None:
-                taken.append((news.start, len(news.tokens)))
-                StageSlots.take(slots, news)
+            def take(update: wire.SlotRows, slots: KvSlots = slots) -> None:
+                taken.append((update.start, len(update.tokens)))
+                KvSlots.apply_update(slots, update)
 
-            slots.take = take  # type: ignore[method-assign]
+            slots.apply_update = take  # type: ignore[method-assign]
         coordinator.pause("the ring is made anew")
         await ring.repair()
         async for part in parts:
@@ -105,19 +106,21 @@ def test_a_session_goes_on_in_a_slot_that_was_told_to_be_its_own() -> None:
     def resumed(session: int) -> int:
         table = SessionTable(2)
         table.adopt(0, 5)
-        return table.open(6, 0, Judge(Sampling()), Resumed(session, 9)).num_resumed
+        return table.open(6, 0, WindowVerifier(SamplingParams()), Resumed(session, 9)).num_resumed
 
     assert resumed(5) == 9
     assert resumed(4) == 0, "another session's"
     table = SessionTable(2)
     table.adopt(0, 5)
     table.forget()
-    assert table.open(6, 0, Judge(Sampling()), Resumed(5, 9)).num_resumed == 0, "another coordinator's"
+    assert table.open(6, 0, WindowVerifier(SamplingParams()), Resumed(5, 9)).num_resumed == 0, (
+        "another coordinator's"
+    )
 
 
-def slots_of(num_rows: int = 0) -> StageSlots:
+def slots_of(num_rows: int = 0) -> KvSlots:
     runtime = FakeRuntime(0, 3)
-    slots = StageSlots(runtime, SentRows(4, 1000))  # type: ignore[arg-type]  # a fake has all that is used
+    slots = KvSlots(runtime, SentHiddenStates(4, 1000))  # type: ignore[arg-type]  # a fake has all that is used
     if num_rows:
         span = Span(1, 0, list(range(1, num_rows + 1)))
         runtime.decode([span])
@@ -126,20 +129,20 @@ def slots_of(num_rows: int = 0) -> StageSlots:
     return slots
 
 
-def followed(stage: StageSlots, *held: wire.HeldSlot) -> Marks:
-    marks = Marks(4)
-    stage.follow(marks, held)
-    return marks
+def followed(stage: KvSlots, *held: wire.HeldSlot) -> ReplicationCursor:
+    cursor = ReplicationCursor(4)
+    stage.attach_cursor(cursor, held)
+    return cursor
 
 
 def test_news_are_what_has_changed() -> None:
     stage, copy = slots_of(9), slots_of()
-    marks = followed(stage)
+    cursor = followed(stage)
 
     def tell(session: int = 5) -> list[tuple[int, list[int], int]]:
-        news = stage.news(1, session, marks, 4)
+        news = stage.updates(1, session, cursor, 4)
         for one in news:
-            copy.take(one)
+            copy.apply_update(one)
             assert copy._tokens.tokens(1)[one.start :].tolist() == list(one.tokens)
         return [(one.start, list(one.tokens), len(one.sent)) for one in news]
 
@@ -152,13 +155,13 @@ def test_news_are_what_has_changed() -> None:
     assert tell(session=7) == [(4, [], 0)]
     assert stage.held(0) == copy.held(0) != []
     assert stage.held() == []
-    assert followed(stage, *copy.held(0)).told == [0, 4, 0, 0]
+    assert followed(stage, *copy.held(0)).num_sent == [0, 4, 0, 0]
     other = wire.HeldSlot(slot=1, num_positions=4, tokens_sha256=bytes(32))
-    assert followed(stage, other).told == [0, 0, 0, 0]
-    assert followed(stage, wire.HeldSlot(slot=1, num_positions=5)).told == [0, 0, 0, 0]
-    assert followed(stage, wire.HeldSlot(slot=9, num_positions=1)).told == [0, 0, 0, 0]
+    assert followed(stage, other).num_sent == [0, 0, 0, 0]
+    assert followed(stage, wire.HeldSlot(slot=1, num_positions=5)).num_sent == [0, 0, 0, 0]
+    assert followed(stage, wire.HeldSlot(slot=9, num_positions=1)).num_sent == [0, 0, 0, 0]
     stage.begin(2, 1, (1, 2, 3), 0)
-    assert [one.start for one in stage.news(2, 7, marks, 4)] == [0]
+    assert [one.start for one in stage.updates(2, 7, cursor, 4)] == [0]
 
 
 @pytest.mark.parametrize(
@@ -176,16 +179,16 @@ def test_news_are_what_has_changed() -> None:
 )
 def test_news_that_cannot_be_meant_are_refused(change: dict[str, object]) -> None:
     stage, copy = slots_of(3), slots_of()
-    (news,) = stage.news(1, 5, followed(stage), 4)
+    (news,) = stage.updates(1, 5, followed(stage), 4)
     changed = wire.SlotRows(
         **{"slot": 1, "session": 5, "start": 0, "tokens": news.tokens, "kv": news.kv, **change}  # type: ignore[arg-type]
     )
     if change == {"tokens": []}:
-        copy.take(changed)
+        copy.apply_update(changed)
         assert copy.held(0) == [], "only the session is another"
         return
     with pytest.raises((ProtocolError, UncuttableModel)):
-        copy.take(changed)
+        copy.apply_update(changed)
     assert copy.held(0) == []
 
 
@@ -194,14 +197,14 @@ async def test_a_copy_of_another_ring_is_told_nothing() -> None:
     await ring.fill()
     stage, copy = ring.running[0], ring.copies[1]
     assert copy is not None
-    followed = copy.service._follower
+    followed = copy.service._replication_sink
     assert followed is not None
     for mesh_id, mesh_key in (("another ring", ring.mesh_key), (ring.mesh_id, "another key")):
         await copy.service.follow(stage.address.address, "", mesh_id, mesh_key, 0)
-        follower = copy.service._follower
-        assert follower is not None
+        replication_sink = copy.service._replication_sink
+        assert replication_sink is not None
         async with asyncio.timeout(10):
-            while not follower.is_over:  # noqa: ASYNC110
+            while not replication_sink.is_over:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert followed.is_over
     await copy.service.follow(stage.address.address, "", ring.mesh_id, ring.mesh_key, 3)
@@ -224,14 +227,14 @@ async def test_a_copy_that_cannot_take_what_there_is_is_not_told_again_and_again
             num_tried += 1
             raise UncuttableModel("kept in another form")
 
-        copy.service._path._slots.take = refuse  # type: ignore[method-assign,assignment]
+        copy.service._engine._slots.apply_update = refuse  # type: ignore[method-assign,assignment]
         answer = asyncio.create_task(collect(coordinator, request))
-        follower = copy.service._follower
-        assert follower is not None
-        while not follower.is_over:  # noqa: ASYNC110
+        replication_sink = copy.service._replication_sink
+        assert replication_sink is not None
+        while not replication_sink.is_over:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         await copy.service.follow(stage.address.address, "", ring.mesh_id, ring.mesh_key, 0)
-        assert copy.service._follower is follower
+        assert copy.service._replication_sink is replication_sink
         assert (await answer)[0] == undisturbed
         await ring.kill(1)
         assert (await collect(coordinator, request))[0] == undisturbed
@@ -262,7 +265,7 @@ async def test_real_stages_go_on_from_what_their_copies_were_told(
 ) -> None:
     ring, coordinator = real_ring
     requests = [
-        GenerationRequest(tuple(range(100, 100 + length)), 40, sampling=Sampling(0.8, seed=length))
+        GenerationRequest(tuple(range(100, 100 + length)), 40, sampling=SamplingParams(0.8, seed=length))
         for length in (20, 90, 150)
     ]
     undisturbed = [(await collect(coordinator, request))[0] for request in requests]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.serving.kv_cache import LEAST_SENT_BYTES, SentRows, room_for_sent_rows
+from stages.serving.kv_cache import LEAST_SENT_BYTES, SentHiddenStates, max_sent_bytes
 
 NUM_SLOTS = 3
 ROW_BYTES = 4
@@ -32,7 +32,7 @@ steps = st.lists(
 def test_rows_are_found_as_they_left_or_not_at_all(
     steps: list[tuple[str, int, int, bytes]], most_bytes: int
 ) -> None:
-    sent = SentRows(NUM_SLOTS, most_bytes)
+    sent = SentHiddenStates(NUM_SLOTS, most_bytes)
     # What left for each slot, by position, up to where it was cut off.
     truth: list[list[bytes]] = [[] for _ in range(NUM_SLOTS)]
     for kind, slot, number, data in steps:
@@ -58,7 +58,7 @@ def test_rows_are_found_as_they_left_or_not_at_all(
 
 
 def test_whoever_sent_last_is_kept_and_the_others_make_room() -> None:
-    sent = SentRows(NUM_SLOTS, 4 * ROW_BYTES)
+    sent = SentHiddenStates(NUM_SLOTS, 4 * ROW_BYTES)
     for slot, byte in ((0, b"a"), (1, b"b"), (2, b"c"), (0, b"d"), (1, b"e")):
         sent.keep(slot, 1 if byte in b"de" else 0, byte * ROW_BYTES, ROW_BYTES)
     assert sent.find(2, 0, 1, ROW_BYTES) is None
@@ -67,7 +67,7 @@ def test_whoever_sent_last_is_kept_and_the_others_make_room() -> None:
 
 
 def test_rows_of_another_wire_type_are_no_use() -> None:
-    sent = SentRows(1, 1000)
+    sent = SentHiddenStates(1, 1000)
     sent.keep(0, 0, b"abcdefgh", 4)
     assert sent.find(0, 0, 2, 2) is None
     assert sent.find(0, 0, 2, 4) == b"abcdefgh"
@@ -77,5 +77,5 @@ def test_rows_of_another_wire_type_are_no_use() -> None:
 
 
 def test_there_is_room_for_a_share_of_the_cache() -> None:
-    assert room_for_sent_rows(0) == LEAST_SENT_BYTES
-    assert room_for_sent_rows(64 * LEAST_SENT_BYTES) == 2 * LEAST_SENT_BYTES
+    assert max_sent_bytes(0) == LEAST_SENT_BYTES
+    assert max_sent_bytes(64 * LEAST_SENT_BYTES) == 2 * LEAST_SENT_BYTES

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.serving.scheduler import WindowQueue, run_around
+from stages.serving.scheduler import WindowScheduler, run_around
 from tests.stages.serving.test_stage_sessions import window
 
 
@@ -28,23 +28,23 @@ def test_a_run_is_of_neighbours_with_equally_many_rows_and_divides_alike_for_all
         assert rows_of.get(run.stop) != rows_of[slot]
 
 
-def taken_from(queue: WindowQueue) -> list[int]:
-    work = queue.take()
+def taken_from(scheduler: WindowScheduler) -> list[int]:
+    work = scheduler.take()
     assert work is not None
     return [each.span.slot for each in work.windows]
 
 
 def test_neighbours_are_taken_with_the_one_that_waited_longest() -> None:
-    queue = WindowQueue(64, lambda _session, _epoch: True, takes_runs=True)
+    scheduler = WindowScheduler(64, lambda _session, _epoch: True, takes_runs=True)
     for slot in (5, 1, 7, 4, 2, 6):
-        queue.put(window(slot, 1))
-    assert taken_from(queue) == [4, 5, 6, 7]
-    queue.put(window(3, 1))
-    assert taken_from(queue) == [1, 2, 3]
+        scheduler.put(window(slot, 1))
+    assert taken_from(scheduler) == [4, 5, 6, 7]
+    scheduler.put(window(3, 1))
+    assert taken_from(scheduler) == [1, 2, 3]
 
 
 def test_no_more_are_taken_than_any_of_them_allows() -> None:
-    queue = WindowQueue(64, lambda _session, _epoch: True, takes_runs=True)
+    scheduler = WindowScheduler(64, lambda _session, _epoch: True, takes_runs=True)
     for slot in (3, 2, 1, 0):
-        queue.put(window(slot, 1, most_together=3 if slot else 2))
-    assert [taken_from(queue) for _ in range(2)] == [[2, 3], [0, 1]]
+        scheduler.put(window(slot, 1, most_together=3 if slot else 2))
+    assert [taken_from(scheduler) for _ in range(2)] == [[2, 3], [0, 1]]

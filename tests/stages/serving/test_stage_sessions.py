@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from spanmesh_proto.errors import InvalidWindow, UnknownSession
 from stages.runtime.stage_runtime import Span
-from stages.sampling.sampler import Sampling
+from stages.sampling.sampler import SamplingParams
 from stages.sampling.session_spec import Resumed
-from stages.sampling.verifier import Judge
-from stages.serving.scheduler import Begun, Passed, QueuedWindow, WindowQueue
+from stages.sampling.verifier import WindowVerifier
+from stages.serving.scheduler import QueueBarrier, QueuedWindow, SlotAssigned, WindowScheduler
 from stages.serving.sessions import SessionTable
 
 
@@ -27,13 +27,13 @@ def window(
 ) -> QueuedWindow:
     num_outputs = rows if num_outputs is None else num_outputs
     span = Span(slot=session, start=start, tokens=[1] * rows, num_outputs=num_outputs)
-    return QueuedWindow(session, epoch, id, span, Judge(Sampling()), (), 0, most_together)
+    return QueuedWindow(session, epoch, id, span, WindowVerifier(SamplingParams()), (), 0, most_together)
 
 
 def test_a_slot_given_to_a_new_session_ends_the_old_one() -> None:
     table = SessionTable(num_slots=2)
-    table.open(1, 0, Judge(Sampling()))
-    table.open(2, 0, Judge(Sampling()))
+    table.open(1, 0, WindowVerifier(SamplingParams()))
+    table.open(2, 0, WindowVerifier(SamplingParams()))
     assert not table.is_live(1, 0)
     assert table.admit(1, 0) is None
     late_close = table.close(1)
@@ -43,31 +43,33 @@ def test_a_slot_given_to_a_new_session_ends_the_old_one() -> None:
 
 def test_a_session_goes_on_with_its_own_slot_only() -> None:
     table = SessionTable(num_slots=2)
-    table.open(1, 0, Judge(Sampling()))
-    table.open(2, 1, Judge(Sampling()))
+    table.open(1, 0, WindowVerifier(SamplingParams()))
+    table.open(2, 1, WindowVerifier(SamplingParams()))
     table.close_all()
-    assert table.open(3, 0, Judge(Sampling()), Resumed(1, 40)).num_resumed == 40
-    assert table.open(4, 1, Judge(Sampling()), Resumed(1, 40)).num_resumed == 0
-    assert table.open(5, 1, Judge(Sampling()), Resumed(2, 40)).num_resumed == 0, "4 was there since"
+    assert table.open(3, 0, WindowVerifier(SamplingParams()), Resumed(1, 40)).num_resumed == 40
+    assert table.open(4, 1, WindowVerifier(SamplingParams()), Resumed(1, 40)).num_resumed == 0
+    assert table.open(5, 1, WindowVerifier(SamplingParams()), Resumed(2, 40)).num_resumed == 0, (
+        "4 was there since"
+    )
     table.forget()
-    assert table.open(6, 0, Judge(Sampling()), Resumed(3, 40)).num_resumed == 0
+    assert table.open(6, 0, WindowVerifier(SamplingParams()), Resumed(3, 40)).num_resumed == 0
 
 
 def test_a_session_that_was_closed_before_it_was_opened_is_over_at_once() -> None:
     table = SessionTable(num_slots=2)
-    table.open(1, 0, Judge(Sampling()))
+    table.open(1, 0, WindowVerifier(SamplingParams()))
     assert table.close(2) is None
-    table.open(2, 0, Judge(Sampling()))
+    table.open(2, 0, WindowVerifier(SamplingParams()))
     assert not table.is_open(1), "its slot is another's"
     assert not table.is_open(2)
     assert len(table) == 0
     assert table.admit(2, 0) is None
-    table.open(3, 0, Judge(Sampling()))
+    table.open(3, 0, WindowVerifier(SamplingParams()))
     assert table.slots == {3: 0}
     # The next coordinator's ids begin at 1 again.
     table.forget()
     assert len(table) == 0
-    table.open(2, 0, Judge(Sampling()))
+    table.open(2, 0, WindowVerifier(SamplingParams()))
     assert table.slots == {2: 0}
     with pytest.raises(UnknownSession, match="session 3"):
         table.admit(3, 0)
@@ -75,7 +77,7 @@ def test_a_session_that_was_closed_before_it_was_opened_is_over_at_once() -> Non
 
 def test_windows_of_an_older_epoch_are_void() -> None:
     table = SessionTable(num_slots=1)
-    table.open(1, 0, Judge(Sampling()))
+    table.open(1, 0, WindowVerifier(SamplingParams()))
     assert table.admit(1, 3) is not None
     assert table.admit(1, 2) is None
     table.cancel(1, 5)
@@ -90,7 +92,7 @@ def test_unknown_sessions_and_slots_are_named() -> None:
     with pytest.raises(UnknownSession, match="session 7"):
         table.admit(7, 0)
     with pytest.raises(InvalidWindow, match="slot 1 of 1"):
-        table.open(1, 1, Judge(Sampling()))
+        table.open(1, 1, WindowVerifier(SamplingParams()))
     table.cancel(7, 3)
     assert len(table) == 0
 
@@ -104,7 +106,7 @@ def test_a_slot_never_has_two_owners(steps: list[tuple[str, int, int]]) -> None:
     for kind, pick, slot in steps:
         if kind == "open":
             fresh += 1
-            table.open(fresh, slot, Judge(Sampling()))
+            table.open(fresh, slot, WindowVerifier(SamplingParams()))
             evicted = owner.get(slot)
             if evicted is not None:
                 assert not table.is_live(evicted, 0)
@@ -128,12 +130,12 @@ def test_batches_keep_order_and_fit(
     max_rows: int,
     takes_runs: bool,  # noqa: FBT001
 ) -> None:
-    queue = WindowQueue(max_rows, lambda _session, _epoch: True, takes_runs=takes_runs)
+    scheduler = WindowScheduler(max_rows, lambda _session, _epoch: True, takes_runs=takes_runs)
     for index, (session, rows, is_verified) in enumerate(arrivals):
-        queue.put(window(session, rows, id=index, num_outputs=rows if is_verified else 0))
+        scheduler.put(window(session, rows, id=index, num_outputs=rows if is_verified else 0))
     seen: dict[int, list[int]] = {}
-    while len(queue):
-        work = queue.take()
+    while len(scheduler):
+        work = scheduler.take()
         assert work is not None
         assert work.windows
         assert sum(len(w.span.tokens) for w in work.windows) <= max_rows
@@ -148,102 +150,102 @@ def chunk(session: int, id: int) -> QueuedWindow:
     return window(session, 20, id=id, num_outputs=0)
 
 
-def taken(queue: WindowQueue) -> list[tuple[int, int]]:
-    work = queue.take()
+def taken(scheduler: WindowScheduler) -> list[tuple[int, int]]:
+    work = scheduler.take()
     assert work is not None
     return [(each.session, each.id) for each in work.windows]
 
 
 def test_chunks_of_a_prompt_and_others_take_turns() -> None:
-    queue = WindowQueue(64, lambda _session, _epoch: True)
+    scheduler = WindowScheduler(64, lambda _session, _epoch: True)
     for number in range(3):
-        queue.put(chunk(1, number))
-    assert taken(queue) == [(1, 0)]
+        scheduler.put(chunk(1, number))
+    assert taken(scheduler) == [(1, 0)]
     # Three sessions came while it was computed. They wait for no second chunk, and that for nobody else.
     for session in (2, 3, 4):
-        queue.put(window(session, 2))
-    assert taken(queue) == [(2, 0), (3, 0), (4, 0)]
-    queue.put(window(2, 2, id=1))
-    assert taken(queue) == [(1, 1)]
-    assert taken(queue) == [(2, 1)]
+        scheduler.put(window(session, 2))
+    assert taken(scheduler) == [(2, 0), (3, 0), (4, 0)]
+    scheduler.put(window(2, 2, id=1))
+    assert taken(scheduler) == [(1, 1)]
+    assert taken(scheduler) == [(2, 1)]
     # Of two prompts in a row, each chunk is a batch of its own.
-    queue.put(chunk(5, 0))
-    assert [taken(queue), taken(queue)] == [[(1, 2)], [(5, 0)]]
+    scheduler.put(chunk(5, 0))
+    assert [taken(scheduler), taken(scheduler)] == [[(1, 2)], [(5, 0)]]
 
 
 def test_a_short_prompt_goes_before_long_ones_but_not_for_ever() -> None:
-    queue = WindowQueue(64, lambda _session, _epoch: True)
-    queue.put(chunk(1, 0))
-    queue.put(chunk(2, 0))
+    scheduler = WindowScheduler(64, lambda _session, _epoch: True)
+    scheduler.put(chunk(1, 0))
+    scheduler.put(chunk(2, 0))
     for session in range(3, 11):
-        queue.put(window(session, 4, num_outputs=1))
-    order = [taken(queue)[0][0] for _ in range(10)]
+        scheduler.put(window(session, 4, num_outputs=1))
+    order = [taken(scheduler)[0][0] for _ in range(10)]
     assert order == [3, 4, 5, 6, 1, 7, 8, 9, 10, 2]
 
 
 def test_groups_stay_as_small_as_they_were_told_and_a_chunk_waits_for_all_of_them() -> None:
-    queue = WindowQueue(64, lambda _session, _epoch: True)
-    queue.put(chunk(9, 0))
-    queue.put(chunk(9, 1))
-    assert taken(queue) == [(9, 0)]
+    scheduler = WindowScheduler(64, lambda _session, _epoch: True)
+    scheduler.put(chunk(9, 0))
+    scheduler.put(chunk(9, 1))
+    assert taken(scheduler) == [(9, 0)]
     for session in range(5):
-        queue.put(window(session, 1, most_together=2))
-    groups = [taken(queue) for _ in range(4)]
+        scheduler.put(window(session, 1, most_together=2))
+    groups = [taken(scheduler) for _ in range(4)]
     assert groups == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0)], [(9, 1)]]
 
 
-def taken_with_changes(queue: WindowQueue) -> tuple[list[int], list[tuple[int, int]]]:
-    work = queue.take()
+def taken_with_changes(scheduler: WindowScheduler) -> tuple[list[int], list[tuple[int, int]]]:
+    work = scheduler.take()
     assert work is not None
-    begun = [change.session for change in work.changes if isinstance(change, Begun)]
+    begun = [change.session for change in work.changes if isinstance(change, SlotAssigned)]
     return begun, [(each.session, each.id) for each in work.windows]
 
 
 def test_a_slot_is_copied_once_what_is_copied_is_computed() -> None:
-    queue = WindowQueue(64, lambda _session, _epoch: True)
-    queue.change(Begun(1, 1, 1, ()))
-    queue.put(chunk(1, 0))
-    queue.put(window(1, 10, id=1, start=20, num_outputs=1))
-    queue.put(window(1, 2, id=2, start=30))
+    scheduler = WindowScheduler(64, lambda _session, _epoch: True)
+    scheduler.change(SlotAssigned(1, 1, 1, ()))
+    scheduler.put(chunk(1, 0))
+    scheduler.put(window(1, 10, id=1, start=20, num_outputs=1))
+    scheduler.put(window(1, 2, id=2, start=30))
     # These begin with the first 25 positions of session 1, of which none is computed yet. Here the second has
     # them itself, but a stage behind this one may not.
     for session in (2, 3):
-        queue.change(Begun(session, 1, session, (1,) * 25, num_resumed=40 * (session == 3)))
-        queue.put(window(session, 2, start=25))
-    queue.change(Begun(4, 4, 4, ()))
-    queue.put(window(4, 2))
-    queue.put(window(5, 2))
-    assert taken_with_changes(queue) == ([1], [(5, 0)])
-    assert taken_with_changes(queue) == ([], [(1, 0)])
-    assert taken_with_changes(queue) == ([], [(1, 1)])
-    assert taken_with_changes(queue) == ([2, 3, 4], [(1, 2), (2, 0), (3, 0), (4, 0)])
-    assert len(queue) == 0
+        scheduler.change(SlotAssigned(session, 1, session, (1,) * 25, num_resumed=40 * (session == 3)))
+        scheduler.put(window(session, 2, start=25))
+    scheduler.change(SlotAssigned(4, 4, 4, ()))
+    scheduler.put(window(4, 2))
+    scheduler.put(window(5, 2))
+    assert taken_with_changes(scheduler) == ([1], [(5, 0)])
+    assert taken_with_changes(scheduler) == ([], [(1, 0)])
+    assert taken_with_changes(scheduler) == ([], [(1, 1)])
+    assert taken_with_changes(scheduler) == ([2, 3, 4], [(1, 2), (2, 0), (3, 0), (4, 0)])
+    assert len(scheduler) == 0
 
 
 def test_nobody_waits_for_what_will_never_be_computed() -> None:
     void: set[int] = set()
-    queue = WindowQueue(64, lambda session, _epoch: session not in void)
-    queue.put(chunk(1, 0))
-    queue.change(Begun(2, 1, 2, (1,) * 10))
-    queue.put(window(2, 1, start=10))
+    scheduler = WindowScheduler(64, lambda session, _epoch: session not in void)
+    scheduler.put(chunk(1, 0))
+    scheduler.change(SlotAssigned(2, 1, 2, (1,) * 10))
+    scheduler.put(window(2, 1, start=10))
     void.add(1)
-    assert taken_with_changes(queue) == ([2], [(2, 0)])
+    assert taken_with_changes(scheduler) == ([2], [(2, 0)])
 
 
 def test_windows_of_a_session_that_ended_while_its_slot_waited_are_not_computed_in_the_next_one_s() -> None:
     void: set[int] = set()
-    queue = WindowQueue(64, lambda session, _epoch: session not in void)
-    queue.put(chunk(1, 0))
-    queue.put(window(1, 20, id=1, start=20, num_outputs=1))
-    assert taken(queue) == [(1, 0)]
+    scheduler = WindowScheduler(64, lambda session, _epoch: session not in void)
+    scheduler.put(chunk(1, 0))
+    scheduler.put(window(1, 20, id=1, start=20, num_outputs=1))
+    assert taken(scheduler) == [(1, 0)]
     # Both copy what session 1 is still to compute, one after the other into the same slot.
     for session in (2, 3):
-        queue.change(Begun(session, 1, 2, (1,) * 25))
-        queue.put(window(session, 2, start=25))
-    assert taken(queue) == [(1, 1)]
+        scheduler.change(SlotAssigned(session, 1, 2, (1,) * 25))
+        scheduler.put(window(session, 2, start=25))
+    assert taken(scheduler) == [(1, 1)]
     void.add(2)
-    assert taken_with_changes(queue) == ([2, 3], [(3, 0)])
-    assert queue.num_dropped == 1
+    assert taken_with_changes(scheduler) == ([2, 3], [(3, 0)])
+    assert scheduler.num_dropped == 1
 
 
 @given(
@@ -256,34 +258,34 @@ def test_windows_of_a_session_that_ended_while_its_slot_waited_are_not_computed_
     )
 )
 def test_changes_come_in_order_behind_what_they_copy(steps: list[tuple[str, int, int, int]]) -> None:
-    queue = WindowQueue(64, lambda _session, _epoch: True)
+    scheduler = WindowScheduler(64, lambda _session, _epoch: True)
     # Of each step, those that must come before it.
     before: dict[int, set[int]] = {}
     windows: dict[int, tuple[int, int]] = {}
     changes: list[int] = []
     for number, (kind, session, other, start) in enumerate(steps):
         if kind == "window":
-            queue.put(window(session, other, id=number, start=start, num_outputs=number % 2))
+            scheduler.put(window(session, other, id=number, start=start, num_outputs=number % 2))
             before[number] = {each for each in windows if windows[each][0] == session}
             before[number] |= {each for each in changes if steps[each][1] == session}
             windows[number] = (session, start)
         else:
-            queue.change(Begun(session, other, session, (1,) * start, number % 50))
+            scheduler.change(SlotAssigned(session, other, session, (1,) * start, number % 50))
             before[number] = set(changes)
             if other != session:
                 before[number] |= {
                     each for each, (whose, at) in windows.items() if whose == other and at < start
                 }
             changes.append(number)
-    queue.change(Passed(lambda: None))
-    queue.put(window(9, 1, id=len(steps)))
+    scheduler.change(QueueBarrier(lambda: None))
+    scheduler.put(window(9, 1, id=len(steps)))
     done: set[int] = set()
     begun = iter(changes)
     while len(done) <= len(steps):
-        work = queue.take()
+        work = scheduler.take()
         assert work is not None
         for change in work.changes:
-            if isinstance(change, Begun):
+            if isinstance(change, SlotAssigned):
                 number = next(begun)
                 assert change.session == steps[number][1]
                 assert before[number] <= done
@@ -295,35 +297,35 @@ def test_changes_come_in_order_behind_what_they_copy(steps: list[tuple[str, int,
 
 def test_a_void_chunk_holds_nobody_up() -> None:
     void: set[int] = set()
-    queue = WindowQueue(64, lambda session, _epoch: session not in void)
-    queue.put(window(2, 1))
-    queue.put(chunk(1, 0))
-    assert taken(queue) == [(2, 0)]
+    scheduler = WindowScheduler(64, lambda session, _epoch: session not in void)
+    scheduler.put(window(2, 1))
+    scheduler.put(chunk(1, 0))
+    assert taken(scheduler) == [(2, 0)]
     void.add(1)
-    queue.put(window(2, 1, id=1))
-    assert taken(queue) == [(2, 1)]
-    assert (len(queue), queue.num_dropped) == (0, 1)
+    scheduler.put(window(2, 1, id=1))
+    assert taken(scheduler) == [(2, 1)]
+    assert (len(scheduler), scheduler.num_dropped) == (0, 1)
 
 
 def test_void_windows_are_dropped_before_computing() -> None:
     table = SessionTable(num_slots=2)
-    table.open(0, 0, Judge(Sampling()))
-    table.open(1, 1, Judge(Sampling()))
-    queue = WindowQueue(8, table.is_live)
-    queue.put(window(0, 2, epoch=0))
-    queue.put(window(1, 2, epoch=0))
+    table.open(0, 0, WindowVerifier(SamplingParams()))
+    table.open(1, 1, WindowVerifier(SamplingParams()))
+    scheduler = WindowScheduler(8, table.is_live)
+    scheduler.put(window(0, 2, epoch=0))
+    scheduler.put(window(1, 2, epoch=0))
     table.cancel(0, 1)
-    work = queue.take()
+    work = scheduler.take()
     assert work is not None
     assert [w.session for w in work.windows] == [1]
-    assert queue.num_dropped == 1
+    assert scheduler.num_dropped == 1
 
 
 def test_close_wakes_a_waiting_taker() -> None:
-    queue = WindowQueue(8, lambda _session, _epoch: True)
+    scheduler = WindowScheduler(8, lambda _session, _epoch: True)
     results: list[object] = []
-    taker = threading.Thread(target=lambda: results.append(queue.take()))
+    taker = threading.Thread(target=lambda: results.append(scheduler.take()))
     taker.start()
-    queue.close()
+    scheduler.close()
     taker.join(timeout=5)
     assert results == [None]

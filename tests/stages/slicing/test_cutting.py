@@ -253,7 +253,7 @@ def test_an_unknown_family_is_refused_if_cutting_changes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In this process, where the family can be made unknown.
-    monkeypatch.setattr(isolated, "certify_apart", certify)
+    monkeypatch.setattr(isolated, "certify_isolated", certify)
     monkeypatch.delitem(registry.FAMILIES, "granite")
     # Granite scales its embedding, and llama.cpp does so again with the hidden states of the stage before.
     source = TinyModel("granite").write(tmp_path / "granite.gguf")

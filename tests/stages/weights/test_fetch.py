@@ -27,7 +27,7 @@ from stages.weights import fetch
 from stages.weights.assembly import SentPieces, note_path
 from stages.weights.fetch import FetchSource, RateLimit, fetch_stage
 from stages.weights.stage_cache import StageCache
-from stages.weights.store import CACHE_BYTES, MODELS, Keeping, StageStore, read_keeping
+from stages.weights.store import CACHE_BYTES, MODELS, StageStore, StorageOptions, read_storage_options
 from tests.mesh.cluster.test_membership import head
 from tests.support.tiny_models import TinyModel
 
@@ -93,10 +93,10 @@ async def test_a_stage_travels_whole_though_the_head_has_no_file_of_it(
     seen: list[tuple[int, int]] = []
     async with head(tmp_path) as side:
         recipe = side.cache.describe(model, LAYERS)
-        brought = await fetch_stage(store, recipe.sha256, side.source, progress=lambda *at: seen.append(at))
-    assert brought.path.read_bytes() == cut_bytes(model)
-    assert brought.transfer.head_bytes == recipe.weight_bytes
-    assert brought.transfer.reused_bytes == 0
+        fetched = await fetch_stage(store, recipe.sha256, side.source, progress=lambda *at: seen.append(at))
+    assert fetched.path.read_bytes() == cut_bytes(model)
+    assert fetched.transfer.head_bytes == recipe.weight_bytes
+    assert fetched.transfer.reused_bytes == 0
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (recipe.weight_bytes, recipe.weight_bytes)
     # Nothing was written at the head but hashes.
@@ -111,9 +111,9 @@ async def test_the_head_s_own_stage_is_copied_from_the_model(
     recipe = cache.describe(model, LAYERS)
     store.keep(recipe)
     nobody = FetchSource("127.0.0.1:1", b"", "", cache.known_files(model))
-    brought = await fetch_stage(store, recipe.sha256, nobody)
-    assert brought.path.read_bytes() == cut_bytes(model)
-    assert brought.transfer.moved_bytes == 0
+    fetched = await fetch_stage(store, recipe.sha256, nobody)
+    assert fetched.path.read_bytes() == cut_bytes(model)
+    assert fetched.transfer.moved_bytes == 0
 
 
 async def test_a_model_that_was_changed_since_it_was_hashed_is_not_copied(
@@ -134,10 +134,10 @@ async def test_only_layers_that_change_hands_are_sent(tmp_path: Path, model: Pat
         await fetch_stage(store, before.sha256, side.source)
         store.settle(before.sha256)
         after = side.cache.describe(model, LayerRange(1, 5))
-        brought = await fetch_stage(store, after.sha256, side.source)
-    assert brought.transfer.head_bytes == layer_bytes(after, range(3, 5))
-    assert brought.transfer.reused_bytes == after.weight_bytes - layer_bytes(after, range(3, 5))
-    assert brought.path.read_bytes() == cut_bytes(model)
+        fetched = await fetch_stage(store, after.sha256, side.source)
+    assert fetched.transfer.head_bytes == layer_bytes(after, range(3, 5))
+    assert fetched.transfer.reused_bytes == after.weight_bytes - layer_bytes(after, range(3, 5))
+    assert fetched.path.read_bytes() == cut_bytes(model)
 
 
 async def test_many_pieces_are_asked_for_little_by_little(
@@ -150,11 +150,11 @@ async def test_many_pieces_are_asked_for_little_by_little(
         store.settle(before.sha256)
         after = side.cache.describe(model, LAYERS)
         with capture_logs() as logs:
-            brought = await fetch_stage(store, after.sha256, side.source)
+            fetched = await fetch_stage(store, after.sha256, side.source)
     # What the host has lies between what it lacks: layer 1 and layers 3 and 4 at least.
     assert sum(entry["event"] == "stage_sent" for entry in logs) > 1
-    assert brought.transfer.head_bytes == layer_bytes(after, range(1, 5)) - layer_bytes(after, range(2, 3))
-    assert brought.path.read_bytes() == cut_bytes(model)
+    assert fetched.transfer.head_bytes == layer_bytes(after, range(1, 5)) - layer_bytes(after, range(2, 3))
+    assert fetched.path.read_bytes() == cut_bytes(model)
 
 
 async def test_a_host_s_own_copy_of_the_model_is_taken_where_it_is_the_same(
@@ -171,9 +171,9 @@ async def test_a_host_s_own_copy_of_the_model_is_taken_where_it_is_the_same(
         # One byte of it is another: that piece alone is sent.
         damaged = recipe.pieces[7]
         flip(copy, damaged.file_offset + 3)
-        brought = await fetch_stage(store, recipe.sha256, side.source, keeping=Keeping(models=own))
-    assert brought.path.read_bytes() == cut_bytes(model)
-    assert brought.transfer.head_bytes == damaged.num_bytes
+        fetched = await fetch_stage(store, recipe.sha256, side.source, storage=StorageOptions(models=own))
+    assert fetched.path.read_bytes() == cut_bytes(model)
+    assert fetched.transfer.head_bytes == damaged.num_bytes
 
 
 async def test_a_transfer_that_is_killed_goes_on_where_it_was(
@@ -203,10 +203,10 @@ async def test_a_transfer_that_is_killed_goes_on_where_it_was(
         claimed = [index for index, flag in enumerate(note.read_bytes()) if flag]
         assert claimed
         flip(store.partial(recipe.sha256), recipe.pieces[claimed[-1]].at)
-        brought = await fetch_stage(store, recipe.sha256, side.source)
-        sent_bytes = brought.transfer.head_bytes
-    assert brought.path.read_bytes() == cut_bytes(model)
-    assert brought.transfer.wrong_pieces == 1
+        fetched = await fetch_stage(store, recipe.sha256, side.source)
+        sent_bytes = fetched.transfer.head_bytes
+    assert fetched.path.read_bytes() == cut_bytes(model)
+    assert fetched.transfer.wrong_pieces == 1
     claimed_bytes = sum(recipe.pieces[index].num_bytes for index in claimed[:-1])
     assert sent_bytes == recipe_bytes - claimed_bytes
 
@@ -252,11 +252,11 @@ async def test_a_byte_that_turns_on_the_way_is_noticed_and_its_piece_sent_again(
         piece = recipe.pieces[9]
         num_harmed = harm_sent_bytes(side, monkeypatch, piece.at + 5, num_times=1)
         with capture_logs() as logs:
-            brought = await fetch_stage(store, recipe.sha256, side.source)
+            fetched = await fetch_stage(store, recipe.sha256, side.source)
     assert num_harmed() == 1
-    assert brought.path.read_bytes() == cut_bytes(model)
-    assert brought.transfer.head_bytes == recipe.weight_bytes + piece.num_bytes
-    assert brought.transfer.wrong_pieces == 1
+    assert fetched.path.read_bytes() == cut_bytes(model)
+    assert fetched.transfer.head_bytes == recipe.weight_bytes + piece.num_bytes
+    assert fetched.transfer.wrong_pieces == 1
     assert [entry["tensor"] for entry in logs if entry["event"] == "piece_damaged"] == [piece.tensor]
 
 
@@ -303,9 +303,9 @@ async def test_a_damaged_stage_gets_only_its_damaged_piece_anew(
         store.settle(recipe.sha256)
         flip(path, recipe.pieces[3].at)
         assert store.find(recipe.sha256) is None
-        brought = await fetch_stage(store, recipe.sha256, side.source)
-    assert brought.transfer.head_bytes == recipe.pieces[3].num_bytes
-    assert brought.path.read_bytes() == cut_bytes(model)
+        fetched = await fetch_stage(store, recipe.sha256, side.source)
+    assert fetched.transfer.head_bytes == recipe.pieces[3].num_bytes
+    assert fetched.path.read_bytes() == cut_bytes(model)
 
 
 @pytest.mark.parametrize("place", ["header", "zeros", "size"])
@@ -320,8 +320,8 @@ async def test_damage_outside_the_pieces_is_noticed_as_well(
         else:
             flip(path, 40 if place == "header" else next(recipe.zeros())[0])
         assert store.find(recipe.sha256) is None
-        brought = await fetch_stage(store, recipe.sha256, side.source)
-    assert brought.path.read_bytes() == cut_bytes(model)
+        fetched = await fetch_stage(store, recipe.sha256, side.source)
+    assert fetched.path.read_bytes() == cut_bytes(model)
 
 
 async def test_two_fetches_of_one_stage_at_once_both_end_well(
@@ -331,7 +331,7 @@ async def test_two_fetches_of_one_stage_at_once_both_end_well(
         recipe = side.cache.describe(model, LAYERS)
         both = await asyncio.gather(*(fetch_stage(store, recipe.sha256, side.source) for _ in range(2)))
     assert both[0].path == both[1].path
-    assert sum(brought.transfer.head_bytes for brought in both) == recipe.weight_bytes
+    assert sum(fetched.transfer.head_bytes for fetched in both) == recipe.weight_bytes
     assert both[0].path.read_bytes() == cut_bytes(model)
 
 
@@ -376,25 +376,25 @@ async def test_a_head_that_is_gone_is_named(store: StageStore) -> None:
 async def test_the_cache_keeps_to_its_limit(tmp_path: Path, model: Path, store: StageStore) -> None:
     async with head(tmp_path) as side:
         recipes = [side.cache.describe(model, LayerRange(at, at + 1)) for at in range(1, 5)]
-        limit = Keeping(cache_bytes=int(2.5 * max(recipe.size_bytes for recipe in recipes)))
+        limit = StorageOptions(cache_bytes=int(2.5 * max(recipe.size_bytes for recipe in recipes)))
         for recipe in recipes:
-            await fetch_stage(store, recipe.sha256, side.source, keeping=limit)
+            await fetch_stage(store, recipe.sha256, side.source, storage=limit)
             store.settle(recipe.sha256)
             await asyncio.sleep(0.01)
         assert {stage.sha256 for stage in store.stages()} == {recipe.sha256 for recipe in recipes[2:]}
         with pytest.raises(ModelError, match="raise --cache-size"):
-            await fetch_stage(store, recipes[0].sha256, side.source, keeping=Keeping(cache_bytes=1000))
+            await fetch_stage(store, recipes[0].sha256, side.source, storage=StorageOptions(cache_bytes=1000))
 
 
 def test_what_a_host_s_user_says_reaches_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (MODELS, CACHE_BYTES):
         monkeypatch.delenv(name, raising=False)
-    assert read_keeping() == Keeping()
-    said = Keeping(tmp_path, 5_000)
+    assert read_storage_options() == StorageOptions()
+    said = StorageOptions(tmp_path, 5_000)
     monkeypatch.setenv(MODELS, "")  # to be put back afterwards
     monkeypatch.setenv(CACHE_BYTES, "")
     said.to_environment()
-    assert read_keeping() == said
+    assert read_storage_options() == said
     # Who says nothing leaves it as it is.
-    Keeping().to_environment()
-    assert read_keeping() == said
+    StorageOptions().to_environment()
+    assert read_storage_options() == said

@@ -159,7 +159,7 @@ def test_cutting_at_the_same_time(source: Path, tmp_path: Path) -> None:
 def test_a_refused_family_leaves_no_stage(
     cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolated, "certify_apart", certify)
+    monkeypatch.setattr(isolated, "certify_isolated", certify)
     monkeypatch.delitem(registry.FAMILIES, "granite")
     source = TinyModel("granite").write(tmp_path / "model.gguf")
     for _ in range(2):
