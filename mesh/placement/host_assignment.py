@@ -5,7 +5,7 @@ Two searches by dynamic programming, each over what distinguishes hosts and not 
 - which sets of hosts can hold all layers in any order at all. Hosts that have room for the same stages are
   interchangeable there, so a set is no more than a number of hosts of each class (Held and Karp's programme
   over sets, 1962, with multisets); what such a set reaches is computed for all sets of one size at once.
-- how the layers are shared out among hosts in one order, see `mesh.placement.stage_table.StageTable.balance`.
+- the share of layers of each host in one order, see `mesh.placement.layer_balancing.StageTable.balance`.
 
 What the first finds is tried with the second, fast hosts first, and the fastest of that is the answer.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mesh.placement.host_capacity import HostCapacity
-    from mesh.placement.stage_table import StageTable
+    from mesh.placement.layer_balancing import StageTable
     from stages.layers import LayerRange
 
 # Sets of hosts of which the fastest is taken.

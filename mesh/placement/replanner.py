@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mesh.placement.host_assignment import assign_all, never
+from mesh.placement.layer_balancing import StageTable
 from mesh.placement.planner import StagePlacement, plan
 from mesh.placement.stage_sizes import memory_on
-from mesh.placement.stage_table import StageTable
 from spanmesh_proto.errors import ModelDoesNotFit, NotEnoughHosts
 from stages.units import format_size
 

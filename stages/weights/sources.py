@@ -13,7 +13,7 @@ from spanmesh_proto.errors import InvalidModel, ModelError
 from stages.gguf.file_io import Region, UnreadableError, copy_region
 from stages.weights.assembly import SentPieces
 from stages.weights.hashing import FileStamp
-from stages.weights.http import read_range
+from stages.weights.http_download import read_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -16,7 +16,7 @@ from mesh.hub import HubLibrary, HubReference, RepoFile, choose, parse_reference
 from spanmesh_proto.errors import HubUnavailable, InvalidModel, ModelError
 from stages.certification.isolated import cut_stage
 from stages.layers import LayerRange
-from stages.weights import http
+from stages.weights import http_download
 from stages.weights.fetch import fetch_stage
 from stages.weights.sources import HubFile
 from stages.weights.stage_cache import StageCache
@@ -41,10 +41,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.setattr(http, "_FIRST_PAUSE_S", 0.01)
+        monkeypatch.setattr(http_download, "_FIRST_PAUSE_S", 0.01)
         monkeypatch.setattr("mesh.hub._FIRST_PAUSE_S", 0.01)
         # Small enough that a tiny model has several.
-        monkeypatch.setattr(http, "_BLOCK_BYTES", 2**14)
+        monkeypatch.setattr(http_download, "_BLOCK_BYTES", 2**14)
         files = TinyModel("llama").write(tmp_path / "tiny-Q8_0.gguf")
         other = TinyModel("llama", seed=2).write(tmp_path / "tiny-Q4_K_M.gguf")
         running.files = {"tiny-Q8_0.gguf": files.read_bytes(), "tiny-Q4_K_M.gguf": other.read_bytes()}
@@ -163,7 +163,9 @@ def test_a_hub_that_gets_busy_half_way_keeps_what_came(hub: Hub, library: HubLib
     path = library._root / "direct.gguf"
     file = next(file for file in repository.files if "Q8_0" in file.name)
     with pytest.raises(HubUnavailable, match=r"429\), 5 times in a row; .* what came so far stays"):
-        http.download(repository.url(file), file.size_bytes, file.sha256, path, on_bytes=lambda _count: None)
+        http_download.download(
+            repository.url(file), file.size_bytes, file.sha256, path, on_bytes=lambda _count: None
+        )
 
 
 def test_a_hub_that_does_not_answer_is_not_needed_for_what_is_here(
