@@ -140,9 +140,9 @@ async def test_a_client_that_hangs_up_ends_its_run(tokenizer: Tokenizer) -> None
 async def test_the_command_says_where_bandwidths_are_measured(
     tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if it ran on another machine.
-    monkeypatch.setattr(auth, "is_loopback", lambda _host: False)
     async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring(NEAR)) as api:
+        # As if the command ran on another machine.
+        monkeypatch.setattr(auth, "is_loopback", lambda _host: False)
         assert await asyncio.to_thread(run, ["bench", "net", "--url", api.url]) == 1
         said = capsys.readouterr().err
         assert "error: bandwidths are measured (bulk_bytes) from the head's own machine only" in said
