@@ -124,7 +124,7 @@ class Messages:
         self.said = Said()
         self._members = members
 
-    def let_go(self, name: str, _state: str) -> None:
+    def dismiss(self, name: str, _state: str) -> None:
         self.said.let_go.append(name)
         self._members.remove(name)
 
