@@ -63,6 +63,6 @@ async def page_mesh(
             is_whole=lambda: engine.is_ready,
             refusal=lambda: engine.refusal,
             stage_counts=lambda: stage_counts(engine),
-            departures=lambda: mesh.host_draining,
+            host_admin=lambda: mesh.host_draining,
         ) as api:
             yield PageMesh(api, mesh, state)

@@ -209,7 +209,7 @@ class Orders:
 
 async def test_hosts_are_sent_away_by_name(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
     orders = Orders()
-    async with running_api(ScriptedEngine([]), tokenizer, departures=lambda: orders) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, host_admin=lambda: orders) as api:
         for command in ("drain", "evict"):
             for query in ("", "?host=", "?host=nobody"):
                 refused = await api.http.post(f"/mesh/{command}{query}")

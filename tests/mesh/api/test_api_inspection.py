@@ -43,7 +43,7 @@ class Inspection:
 
 async def test_orders_arrive_as_they_were_sent(tokenizer: Tokenizer) -> None:
     inspection = Inspection()
-    async with running_api(ScriptedEngine([]), tokenizer, look_into_hosts=lambda: inspection) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, host_inspection=lambda: inspection) as api:
         body = {"hosts": [{"host": "attic", "orders": [ORDER]}, {"host": "attic", "orders": [ORDER]}]}
         answer = await api.http.post("/mesh/rehearse", json=body)
         assert answer.json() == {"hosts": [{"host": "attic", "timings": [], "failure": "no"}]}
@@ -74,7 +74,7 @@ async def test_orders_arrive_as_they_were_sent(tokenizer: Tokenizer) -> None:
 async def test_what_cannot_be_is_refused_by_name(
     change: dict[str, Any], param: str, tokenizer: Tokenizer
 ) -> None:
-    async with running_api(ScriptedEngine([]), tokenizer, look_into_hosts=Inspection) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, host_inspection=Inspection) as api:
         answer = await api.http.post("/mesh/rehearse", json=change)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
@@ -86,7 +86,7 @@ async def test_nobody_is_looked_into_before_the_mesh_is_up(tokenizer: Tokenizer)
 
 
 async def test_only_the_heads_own_machine_may_ask(tokenizer: Tokenizer) -> None:
-    async with running_api(ScriptedEngine([]), tokenizer, look_into_hosts=Inspection) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, host_inspection=Inspection) as api:
         app = httpx.ASGITransport(app=_app_of(tokenizer), client=("10.0.0.66", 5))
         async with httpx.AsyncClient(transport=app, base_url="http://127.0.0.1") as elsewhere:
             for path in ("/mesh/examine", "/mesh/rehearse"):

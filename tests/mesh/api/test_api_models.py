@@ -191,7 +191,7 @@ async def test_the_commands_load_and_unload(
 ) -> None:
     orders = Orders()
     monkeypatch.chdir(tmp_path)
-    async with running_api(ScriptedEngine([]), tokenizer, model_orders=lambda: orders) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, model_admin=lambda: orders) as api:
 
         async def mesh(*arguments: str) -> tuple[int, str]:
             code = await asyncio.to_thread(run, [*arguments, "--url", api.url])
@@ -221,7 +221,7 @@ async def test_the_commands_load_and_unload(
 
 async def test_wrong_orders_are_refused_with_the_field(tokenizer: Tokenizer) -> None:
     orders = Orders()
-    async with running_api(ScriptedEngine([]), tokenizer, model_orders=lambda: orders) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, model_admin=lambda: orders) as api:
         for fields, param in (
             ({}, "model"),
             ({"model": "tiny.gguf"}, "model"),
