@@ -22,7 +22,7 @@ BULK_BYTES = 90_000_000
 # Every line but the last two is a host's process; a daemon leaves its parent's session, as Ray's do.
 OWNER = """
 import json, sys, time
-from mesh.lab import Lab
+from mesh.lab.network import Lab
 lab = Lab(2, 1.0)
 lab.__enter__()
 lab.run(0, ["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])
