@@ -181,6 +181,8 @@ class WindowScheduler:
         self._waiting: deque[QueuedWindow] = deque()
         self._changes: list[Change] = []
         self._pending: deque[_Pending] = deque()
+        # Windows of all of these: other threads ask for the length, and must not walk what the taker changes.
+        self._num_pending_windows = 0
         # Windows that are still to be taken before the next chunk.
         self._num_before_chunk: int | None = None
         # Chunks taken since the one that waits longest came to be that.
@@ -189,8 +191,8 @@ class WindowScheduler:
         self.num_dropped = 0
 
     def __len__(self) -> int:
-        num_held = sum(len(pending.windows) for pending in self._pending)
-        return len(self._waiting) + num_held + self._arrivals.qsize()
+        """Number of windows that wait, for any thread: one that moves at this moment may be missed."""
+        return len(self._waiting) + self._num_pending_windows + self._arrivals.qsize()
 
     def put(self, window: QueuedWindow) -> None:
         """Append a window."""
@@ -223,7 +225,9 @@ class WindowScheduler:
         if arrival is None:
             self._is_closed = True
         elif isinstance(arrival, QueuedWindow):
-            self._queue_of(arrival.session).append(arrival)
+            windows = self._queue_of(arrival.session)
+            windows.append(arrival)
+            self._num_pending_windows += windows is not self._waiting
         else:
             self._pending.append(_Pending(arrival))
             self._release_changes()
@@ -241,6 +245,7 @@ class WindowScheduler:
             pending = self._pending.popleft()
             self._changes.append(pending.change)
             if pending.windows:
+                self._num_pending_windows -= len(pending.windows)
                 self._waiting += pending.windows
                 # Of a session that is over by now, whose slot the next change gives to another.
                 self._drop_void()

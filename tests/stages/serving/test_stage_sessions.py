@@ -1,5 +1,6 @@
 """The stage's session table and window queue: pure rules, checked as rules."""
 
+import sys
 import threading
 
 import pytest
@@ -329,3 +330,37 @@ def test_close_wakes_a_waiting_taker() -> None:
     scheduler.close()
     taker.join(timeout=5)
     assert results == [None]
+
+
+def test_the_length_can_be_asked_while_another_thread_takes() -> None:
+    """As a stage's event loop does for each window that arrives, to refuse one too many."""
+    scheduler = WindowScheduler(64, lambda _session, _epoch: True)
+    num_rounds, num_taken = 200, 0
+    lengths: set[int] = set()
+
+    def take_all() -> None:
+        nonlocal num_taken
+        while (work := scheduler.take()) is not None:
+            num_taken += len(work.windows)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        taker = threading.Thread(target=take_all)
+        taker.start()
+        for number in range(num_rounds):
+            scheduler.put(window(1, 4, start=0, id=number))
+            # Sessions that begin with what this window brings, and windows of theirs that wait with them.
+            for session in (2, 3):
+                scheduler.change(SlotAssigned(session, 1, session, (1,) * 4))
+                scheduler.put(window(session, 1, start=4, id=number))
+            lengths.update(len(scheduler) for _ in range(4))
+        while len(scheduler):
+            pass
+        scheduler.close()
+        taker.join(20)
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert num_taken == 3 * num_rounds
+    assert max(lengths) > 0
+    assert len(scheduler) == 0
