@@ -4,15 +4,9 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 ROOMS = ("docs", "examples", "mesh", "proto", "speculative", "stages", "tests")
-# The page describes the tree after the modules have moved and the classes have their new names. Until then
-# these are in it: a file, since a folder may stay with what was compiled, and a class.
-FORMER_FILE = ROOT / "mesh" / "commands" / "serve.py"
-FORMER_CLASS = "Fleet"
 
 
 def quoted() -> list[str]:
@@ -42,13 +36,9 @@ def test_the_page_names_many() -> None:
     assert {"GenerationRequest", "Pipeline", "RingRepair", "Supervisor", "WindowVerifier"} <= classes()
 
 
-@pytest.mark.skipif(FORMER_FILE.exists(), reason="the modules have not moved yet")
 def test_every_path_that_the_page_names_exists() -> None:
     assert {path for path in paths() if not (ROOT / path).exists()} == set()
 
 
 def test_every_class_that_the_page_names_exists() -> None:
-    defined = defined_classes()
-    if FORMER_CLASS in defined:
-        pytest.skip("the classes do not have their new names yet")
-    assert classes() - defined == set()
+    assert classes() - defined_classes() == set()
