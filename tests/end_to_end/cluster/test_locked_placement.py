@@ -8,7 +8,7 @@ import pytest
 
 from mesh.placement.topology import LockedStage, Topology
 from spanmesh_proto.errors import ClusterError, StageFailed
-from tests.mesh.serve.test_tending import answer, some_way
+from tests.mesh.serve.test_supervisor import answer, some_way
 from tests.support.serve_harness import PARTS, host, serving
 
 if TYPE_CHECKING:

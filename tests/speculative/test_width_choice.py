@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculative.cost_model import Timing, best_rate, row_price
-from tests.speculative.test_timing import outcome
+from tests.speculative.test_ring_timing import outcome
 
 LINEAR = {1: 4.0, 2: 8.0, 4: 16.0, 8: 32.0, 17: 68.0}
 FLAT = {1: 4.0, 2: 4.1, 4: 4.2, 8: 4.5, 17: 5.0}
