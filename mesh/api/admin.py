@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import math
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import structlog
 from fastapi import APIRouter
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response
 
 from mesh.api.auth import require_own_machine
-from mesh.api.backend import backend_of, backends_of
+from mesh.api.backend import HostAdmin, HostInspection, ModelAdmin, backend_of, backends_of
 from mesh.api.errors import json_response
+from mesh.api.load_request import LoadRequest
 from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.openapi import Anything, answers, takes
 from mesh.api.request_parsing import read_body
 from mesh.api.streaming import ClientGoneError, cancel_on_disconnect
 from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError
-from stages.runtime.kv_types import KV_TYPES
-
-if TYPE_CHECKING:
-    from mesh.api.backend import HostAdmin, HostInspection, ModelAdmin
-
 
 router = APIRouter()
 
@@ -56,7 +52,7 @@ async def evict(request: Request) -> Response:
 def _host_admin(request: Request) -> HostAdmin:
     """What carries it out. A key that opens the API from elsewhere does not open this."""
     require_own_machine(request, "hosts are sent away")
-    departures = backend_of(request).host_admin()
+    departures = backend_of(request).api.host_admin()
     if departures is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
     return departures
@@ -96,7 +92,7 @@ def _parameter(name: str, least: int, most: int) -> dict[str, Any]:
 async def measure_links(request: Request) -> Response:
     """Round trips, and bandwidth if `bulk_bytes` are to be sent, as `mesh bench net` shows them."""
     backend = backend_of(request)
-    runs = backend.link_runs
+    runs = backend.api.link_runs
     if runs is None:
         raise ClusterError("there are no hosts here whose links could be measured")
     probes = _number(request, "probes", _PROBES, 1, MAX_PROBES)
@@ -106,7 +102,7 @@ async def measure_links(request: Request) -> Response:
     if probes > MAX_PROBES_OF_ANY_KEY:
         require_own_machine(request, f"more than {MAX_PROBES_OF_ANY_KEY} probes are sent")
     try:
-        found = await cancel_on_disconnect(runs.run(probes, bulk_bytes), request.receive, backend.closing)
+        found = await cancel_on_disconnect(runs.run(probes, bulk_bytes), request.receive, backend.api.closing)
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
@@ -120,53 +116,6 @@ def _number(request: Request, name: str, default: int, least: int, most: int) ->
             f"{name} is {text[:_MAX_DIGITS]!r}; it must be a number from {least} to {most}", param=name
         )
     return int(text)
-
-
-_MOST_CHARS: Final = 4096
-_MOST_LAYERS: Final = 4096
-
-
-def _known(kv_type: str) -> str:
-    if kv_type not in KV_TYPES:
-        raise ValueError(f"must be one of {', '.join(KV_TYPES)}")
-    return kv_type
-
-
-_KvType = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": list(KV_TYPES)})]
-_Path = Annotated[str, Field(min_length=1, max_length=_MOST_CHARS)]
-
-
-class LoadBody(BaseModel):
-    """What `mesh load` asks for. The fields are the options of that command, which tells what they mean."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
-
-    model: _Path = Field(description="A GGUF file on the head's host, by its whole path.")
-    name: str | None = Field(None, max_length=128, description="What clients are to call it.")
-    ctx_size: int | None = Field(None, ge=16, le=2**31)
-    parallel: int = Field(4, ge=1, le=64)
-    kv_type: _KvType = "f16"
-    wire: Literal["f32", "f16", "q8", "auto"] = "f32"
-    max_waiting: int = Field(64, ge=1, le=2**20)
-    exact: bool = False
-    stages: int | None = Field(None, ge=1, le=_MOST_LAYERS)
-    split: list[Annotated[int, Field(ge=1, le=_MOST_LAYERS)]] | None = Field(
-        None, min_length=1, max_length=_MOST_LAYERS
-    )
-    threads: int | None = Field(None, ge=1, le=1024)
-    speculate: Literal["auto", "off", "ngram", "draft", "replay"] = "auto"
-    draft_path: _Path | None = None
-    draft_max: int = Field(8, ge=1, le=1024)
-    draft_min: int = Field(1, ge=1, le=1024)
-    p_min: float = Field(0.0, ge=0, le=1)
-    draft_threads: int = Field(1, ge=1, le=1024)
-    draft_gpu_layers: int = Field(-1, ge=-1, le=_MOST_LAYERS)
-    draft_kv_type: _KvType = "f16"
-    keeps_history: bool = False
-    width: int | None = Field(None, ge=0, le=1024)
-    depth: int | None = Field(None, ge=1, le=1024)
-    cancels: bool = True
-    replay_path: _Path | None = None
 
 
 _WAIT_S: Final = 30.0
@@ -187,19 +136,21 @@ _UNLOAD: Final[dict[str, Any]] = {
     "/mesh/load",
     response_model=None,
     responses=answers(Anything, 413),
-    openapi_extra=takes(LoadBody),
+    openapi_extra=takes(LoadRequest),
 )
 async def load(request: Request) -> Response:
     """Serve a model beside those that are served; answers when it does, or with why it cannot."""
     model_admin, backends = _model_admin(request), backends_of(request)
-    body = await read_body(request, LoadBody, backends.unknown_fields, context_length=backends.context_length)
+    body = await read_body(
+        request, LoadRequest, backends.unknown_fields, context_length=backends.context_length
+    )
     paths = {"model": body.model, "draft_path": body.draft_path, "replay_path": body.replay_path}
     for param, path in paths.items():
         if path is not None and not PurePath(path).is_absolute():
             raise InvalidRequest(f"{param} is {path!r}: give the whole path of the file", param=param)
     if body.stages is not None and body.split is not None:
         raise InvalidRequest("split says how many stages there are: leave out stages", param="stages")
-    return json_response(dict(await model_admin.load(body.model_dump())))
+    return json_response(dict(await model_admin.load(body)))
 
 
 @router.post("/mesh/unload", response_model=None, responses=answers(Anything, 404), openapi_extra=_UNLOAD)
@@ -215,7 +166,7 @@ async def unload(request: Request) -> Response:
 def _model_admin(request: Request) -> ModelAdmin:
     """What carries it out. A key that opens the API from elsewhere does not open this."""
     require_own_machine(request, "models are loaded and unloaded")
-    model_admin = backends_of(request).first.model_admin()
+    model_admin = backends_of(request).first.api.model_admin()
     if model_admin is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
     return model_admin
@@ -291,7 +242,7 @@ async def rehearse(request: Request) -> Response:
     """Have hosts time stages of a model that they do not hold, with blank weights, for `mesh plan`."""
     backend, inspection = backend_of(request), _inspection(request)
     body = await read_body(
-        request, RehearsalBody, backend.unknown_fields, context_length=backend.engine.context_length
+        request, RehearsalBody, backend.api.unknown_fields, context_length=backend.engine.context_length
     )
     wanted: dict[str, list[dict[str, Any]]] = {}
     for each in body.hosts:
@@ -308,7 +259,7 @@ async def examine(request: Request) -> Response:
 def _inspection(request: Request) -> HostInspection:
     """What carries it out: processes start on hosts for it, so a key from elsewhere does not open this."""
     require_own_machine(request, "hosts are inspected")
-    inspection = backend_of(request).inspection()
+    inspection = backend_of(request).api.inspection()
     if inspection is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
     return inspection

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mesh.api.request_parsing import UnknownFields
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from mesh.api.load_request import LoadRequest
     from mesh.engine import Engine
     from mesh.text.chat_template import ChatTemplate
     from mesh.text.tokenizer import Tokenizer
@@ -45,7 +48,7 @@ class HostAdmin(Protocol):
 class ModelAdmin(Protocol):
     """What loads models beside the first; see `mesh.serve.model_registry.ModelRegistry`."""
 
-    async def load(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def load(self, load_request: LoadRequest) -> Mapping[str, Any]:
         """Serve a model beside those that are served."""
 
     async def unload(self, name: str, wait_s: float) -> Mapping[str, Any]:
@@ -62,75 +65,6 @@ class HostInspection(Protocol):
 
     async def examine(self) -> Sequence[Mapping[str, Any]]:
         """Have every host look at itself."""
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One served model.
-
-    Attributes:
-        engine: Answers token ids with token ids.
-        tokenizer: The model's own.
-        chat_template: The model's own, or what stands in for it.
-        model_id: The id that clients see; they may also say `default`.
-        created: When the model was loaded, Unix seconds.
-        fingerprint: What runs here, for clients that compare answers.
-        status: What `/mesh/status` answers.
-        ready: Whether requests can be answered yet.
-        is_whole: Whether they can be answered at once. While a lost stage is replaced they wait, and may
-            still be refused.
-        refusal: Why none are answered for now, if somebody knows.
-        now_s: Unix seconds.
-        num_slots: Answers that it makes at once, or None if that is not known.
-        steady_s: A steady clock, in seconds.
-        random_bits: Random numbers of so many bits: ids and seeds.
-        ping_interval_s: A stream that has been silent this long sends a comment.
-        stage_counts: What the stages themselves count, in order; none where there are none.
-        link_runs: Measures the links between hosts; None without hosts.
-        host_admin: Gives what sends hosts away; None while, or where, there are none.
-        inspection: Gives what looks into hosts; likewise.
-        model_admin: Gives what loads models beside the first; likewise.
-        statistics: Of requests, for `/metrics`.
-        closing: Set when the server shuts down; open answers end at once.
-        unknown_fields: Which field names were logged.
-        responses: Those that are kept for later requests.
-    """
-
-    engine: Engine
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate
-    model_id: str
-    created: int
-    fingerprint: str
-    status: Callable[[], Mapping[str, Any]]
-    ready: Callable[[], bool]
-    now_s: Callable[[], float]
-    random_bits: Callable[[int], int]
-    ping_interval_s: float
-    num_slots: int | None = None
-    steady_s: Callable[[], float] = time.monotonic
-    is_whole: Callable[[], bool] = lambda: True
-    refusal: Callable[[], MeshError | None] = lambda: None
-    stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
-    link_runs: LinkRuns | None = None
-    host_admin: Callable[[], HostAdmin | None] = lambda: None
-    inspection: Callable[[], HostInspection | None] = lambda: None
-    model_admin: Callable[[], ModelAdmin | None] = lambda: None
-    statistics: RequestStatistics = field(default_factory=RequestStatistics)
-    closing: asyncio.Event = field(default_factory=asyncio.Event)
-    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
-    responses: ResponseStore = field(default_factory=ResponseStore)
-
-    def require_ready(self) -> None:
-        """Check that requests can be answered.
-
-        Raises:
-            ClusterError: While the model is loading, or hosts for it are missing.
-        """
-        if (refusal := self.refusal()) is not None:
-            raise refusal
-        if not self.ready():
-            raise ClusterError("the model is still loading: try again in a moment", retry_after_s=2)
 
 
 class LinkRuns:
@@ -167,6 +101,96 @@ class LinkRuns:
             self._is_running = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class ApiContext:
+    """Clocks, hooks into the mesh and stored responses: what all models of one API server share.
+
+    Attributes:
+        now_s: Wall clock, Unix seconds.
+        steady_s: Monotonic clock in seconds, for durations and limits per minute.
+        random_bits: Returns a random integer of the given number of bits: ids, and seeds that requests leave
+            out.
+        ping_interval_s: A stream that has been silent for this long sends a comment.
+        link_runs: Measures the links between hosts for `/mesh/links`; None without hosts.
+        host_admin: Returns the implementation of `/mesh/drain` and `/mesh/evict`; None while there is none.
+        inspection: Returns the implementation of `/mesh/rehearse` and `/mesh/examine`, likewise.
+        model_admin: Returns the implementation of `/mesh/load` and `/mesh/unload`, likewise.
+        closing: Set when the server shuts down; open answers end at once.
+        unknown_fields: Names of unknown request fields that were logged.
+        responses: Responses stored for later requests.
+        fingerprint: `system_fingerprint` of answers.
+    """
+
+    now_s: Callable[[], float] = time.time
+    steady_s: Callable[[], float] = time.monotonic
+    random_bits: Callable[[int], int] = secrets.randbits
+    ping_interval_s: float = 1.0
+    link_runs: LinkRuns | None = None
+    host_admin: Callable[[], HostAdmin | None] = lambda: None
+    inspection: Callable[[], HostInspection | None] = lambda: None
+    model_admin: Callable[[], ModelAdmin | None] = lambda: None
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    fingerprint: str = field(default_factory=lambda: f"spanmesh-{version('spanmesh')}")
+
+
+@dataclass(kw_only=True, eq=False)
+class Backend:
+    """One served model, as the endpoints use it.
+
+    Attributes:
+        api: Shared by all models of the server.
+        engine: Generates token ids from token ids; need not be started before `ready`. Its requests are
+            counted in `statistics`.
+        tokenizer: Tokenizer of the model.
+        chat_template: Chat template of the model, or a default where the model has none.
+        model_id: Model name in requests and answers; `default` names the first model as well.
+        created: When the model was loaded, Unix seconds.
+        status: Body of `/mesh/status`, JSON-serialisable.
+        ready: Whether requests can be answered; until then they get 503.
+        is_whole: Whether requests are answered at once. While a lost stage is replaced they wait, and may
+            still be refused.
+        refusal: Error for all requests, if it is known that they cannot be answered for now.
+        num_slots: Number of concurrent answers. None if it is not known: API keys without a concurrency
+            limit of their own then have no limit.
+        stage_counts: Counters of the stages, in ring order; None without stages.
+        statistics: Request statistics for `/metrics`.
+    """
+
+    api: ApiContext
+    engine: Engine
+    tokenizer: Tokenizer
+    model_id: str
+    created: int
+    status: Callable[[], Mapping[str, Any]]
+    ready: Callable[[], bool]
+    is_whole: Callable[[], bool] = lambda: True
+    refusal: Callable[[], MeshError | None] = lambda: None
+    num_slots: int | None = None
+    stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None = None
+    statistics: RequestStatistics = field(default_factory=RequestStatistics)
+    chat_template: ChatTemplate = field(init=False)
+
+    def __post_init__(self) -> None:
+        now_s = self.api.now_s
+        self.engine = ObservedEngine(self.engine, self.statistics, self.api.steady_s)
+        self.chat_template = chat_template_of(
+            self.tokenizer, now=lambda: datetime.fromtimestamp(now_s()).astimezone()
+        )
+
+    def require_ready(self) -> None:
+        """Check that requests can be answered.
+
+        Raises:
+            ClusterError: While the model is loading, or hosts for it are missing.
+        """
+        if (refusal := self.refusal()) is not None:
+            raise refusal
+        if not self.ready():
+            raise ClusterError("the model is still loading: try again in a moment", retry_after_s=2)
+
+
 class Backends:
     """One for each model, the first of which is there for as long as the server.
 
@@ -190,7 +214,7 @@ class Backends:
     @property
     def unknown_fields(self) -> UnknownFields:
         """Which field names were logged, whichever model they were for."""
-        return self.first.unknown_fields
+        return self.first.api.unknown_fields
 
     def add(self, backend: Backend) -> None:
         """Answer for one more.
@@ -250,49 +274,3 @@ def backends_of(request: Request) -> Backends:
 def backend_of(request: Request) -> Backend:
     """The first one, for what concerns the mesh as a whole."""
     return backends_of(request).first
-
-
-def backend_beside(
-    first: Backend,
-    *,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    model_id: str,
-    num_slots: int | None = None,
-    status: Callable[[], Mapping[str, Any]],
-    ready: Callable[[], bool],
-    is_whole: Callable[[], bool],
-    refusal: Callable[[], MeshError | None],
-    stage_counts: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] | None,
-) -> Backend:
-    """A backend for another model of the same server. What clients left there is shared by all.
-
-    Args:
-        first: Of the server.
-        engine: See `create_app`; so with the rest.
-        tokenizer: Likewise.
-        model_id: The id that clients see.
-        num_slots: See `create_app`.
-        status: Likewise.
-        ready: Likewise.
-        is_whole: Likewise.
-        refusal: Likewise.
-        stage_counts: Likewise.
-    """
-    now_s = first.now_s
-    statistics = RequestStatistics()
-    return replace(
-        first,
-        engine=ObservedEngine(engine, statistics, first.steady_s),
-        tokenizer=tokenizer,
-        chat_template=chat_template_of(tokenizer, now=lambda: datetime.fromtimestamp(now_s()).astimezone()),
-        model_id=model_id,
-        num_slots=num_slots,
-        created=int(now_s()),
-        status=status,
-        ready=ready,
-        is_whole=is_whole,
-        refusal=refusal,
-        stage_counts=stage_counts,
-        statistics=statistics,
-    )

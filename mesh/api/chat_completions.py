@@ -94,7 +94,7 @@ class ChatFormat:
 
     def __init__(self, backend: Backend) -> None:
         self._tokenizer = backend.tokenizer
-        self._new_call_id = CallIds(backend.random_bits, backend.chat_template.call_format)
+        self._new_call_id = CallIds(backend.api.random_bits, backend.chat_template.call_format)
 
     def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         """What is known of some tokens."""

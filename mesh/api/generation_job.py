@@ -194,7 +194,7 @@ def make_job(
         prompt=tuple(prompt),
         max_tokens=min(wanted, room),
         end_tokens=frozenset() if body.ignore_eos else backend.tokenizer.end_tokens,
-        sampling=sampling_of(body, backend.tokenizer.n_vocab, backend.random_bits),
+        sampling=sampling_of(body, backend.tokenizer.n_vocab, backend.api.random_bits),
         speculation=SpeculationLimits() if body.speculation is None else body.speculation.as_limits(),
         prediction=encode_prediction(backend.tokenizer, body.prediction, context_length),
         client=client,

@@ -283,7 +283,7 @@ async def serve_api(
         await server.accepting.wait()
         yield f"http://{join_address(bound_host, bound_port)}"
     finally:
-        app.state.backends.first.closing.set()
+        app.state.backends.first.api.closing.set()
         server.should_exit = True
         await running
 

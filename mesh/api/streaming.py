@@ -220,21 +220,21 @@ async def respond(
     backend, num_at_once = metered(request.scope, backend, jobs, most_at_once=_MAX_JOBS_AT_ONCE)
     writer = ResponseWriter(
         endpoint_format=endpoint_format,
-        answer_id=f"{endpoint_format.id_prefix}{backend.random_bits(_ID_BITS):032x}",
-        created=int(backend.now_s()),
+        answer_id=f"{endpoint_format.id_prefix}{backend.api.random_bits(_ID_BITS):032x}",
+        created=int(backend.api.now_s()),
         model=backend.model_id,
-        fingerprint=backend.fingerprint,
+        fingerprint=backend.api.fingerprint,
         null_usage=body.includes_usage,
     )
     if body.stream:
         stream = _Stream(backend, writer, jobs, num_at_once, includes_usage=body.includes_usage)
         return EventStream(
-            stream.produce, backend.closing, backend.ping_interval_s, is_whole=backend.is_whole
+            stream.produce, backend.api.closing, backend.api.ping_interval_s, is_whole=backend.is_whole
         )
     choice_group = ChoiceGroup(backend, jobs)
     work = _run_all([_whole_answer(choice_group, index) for index in range(len(jobs))], num_at_once)
     try:
-        answers = await cancel_on_disconnect(work, request.receive, backend.closing)
+        answers = await cancel_on_disconnect(work, request.receive, backend.api.closing)
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)

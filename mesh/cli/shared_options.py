@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from mesh.cli.option_types import LayerCounts, MemorySize, read_first_key
+from mesh.util import session_defaults
 from mesh.util.child_environment import API_KEY
+from speculative.draft import defaults as draft_defaults
 from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ _SPECULATION_OPTIONS: Final = (
     ),
     click.option(
         "--draft-max",
-        default=8,
+        default=draft_defaults.DRAFT_MAX,
         show_default=True,
         metavar="N",
         type=click.IntRange(1),
@@ -46,7 +48,7 @@ _SPECULATION_OPTIONS: Final = (
     ),
     click.option(
         "--draft-min",
-        default=1,
+        default=draft_defaults.DRAFT_MIN,
         show_default=True,
         metavar="N",
         type=click.IntRange(1),
@@ -54,7 +56,7 @@ _SPECULATION_OPTIONS: Final = (
     ),
     click.option(
         "--p-min",
-        default=0.0,
+        default=draft_defaults.P_MIN,
         show_default=True,
         metavar="P",
         type=click.FloatRange(0.0, 1.0),
@@ -62,7 +64,7 @@ _SPECULATION_OPTIONS: Final = (
     ),
     click.option(
         "--draft-threads",
-        default=1,
+        default=draft_defaults.NUM_THREADS,
         show_default=True,
         metavar="N",
         type=click.IntRange(1),
@@ -70,7 +72,7 @@ _SPECULATION_OPTIONS: Final = (
     ),
     click.option(
         "--draft-gpu-layers",
-        default=-1,
+        default=draft_defaults.NUM_GPU_LAYERS,
         show_default=True,
         metavar="N",
         type=click.IntRange(-1),
@@ -78,7 +80,7 @@ _SPECULATION_OPTIONS: Final = (
     ),
     click.option(
         "--draft-kv-type",
-        default="f16",
+        default=draft_defaults.KV_TYPE,
         show_default=True,
         type=click.Choice(list(KV_TYPES)),
         help="Format of its KV cache.",
@@ -154,7 +156,7 @@ _ONE_MODEL_OPTIONS: Final = (
     ),
     click.option(
         "--parallel",
-        default=4,
+        default=session_defaults.NUM_SLOTS,
         show_default=True,
         metavar="N",
         type=click.IntRange(1, 64),
@@ -162,14 +164,14 @@ _ONE_MODEL_OPTIONS: Final = (
     ),
     click.option(
         "--kv-type",
-        default="f16",
+        default=session_defaults.KV_TYPE,
         show_default=True,
         type=click.Choice(list(KV_TYPES)),
         help="Format of the KV caches; q8_0 takes half as much memory as f16.",
     ),
     click.option(
         "--wire",
-        default="f32",
+        default=session_defaults.WIRE,
         show_default=True,
         type=click.Choice(["f32", "f16", "q8", "auto"]),
         help="How hidden states travel: exact, in half as many bytes, in about a quarter, or as each link "
@@ -177,7 +179,7 @@ _ONE_MODEL_OPTIONS: Final = (
     ),
     click.option(
         "--max-waiting",
-        default=64,
+        default=session_defaults.MAX_WAITING,
         show_default=True,
         metavar="N",
         type=click.IntRange(1),

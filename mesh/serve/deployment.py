@@ -206,8 +206,6 @@ class ModelDeployment:
                 clock_s=time.monotonic,
                 are_wanted=self._options.topology is None,
             )
-            state.pipeline = pipeline
-            state.host_draining = self._host_draining
             state.engine.coordinator = coordinator
             self._announce("serving")
             on_served()

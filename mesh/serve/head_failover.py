@@ -180,7 +180,7 @@ def head_state(head: Head, first: ServedModel, others: Iterable[ServedModel], te
         copies=_saved_replicas(first.pipeline),
         models=tuple(
             SavedModel(
-                model.load_request.as_dict(),
+                model.load_request.model_dump(),
                 model.setup,
                 _saved_stages(model.pipeline),
                 _saved_replicas(model.pipeline),

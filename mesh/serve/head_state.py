@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 
 import structlog
 
+from mesh.api.load_request import LoadRequest
 from mesh.cluster.ray_node import RayNodeRecord
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError
@@ -86,7 +87,7 @@ class SavedModel:
     """A model that was loaded beside the first.
 
     Attributes:
-        order: What was asked for, see `mesh.serve.load_request`.
+        order: Fields of its `LoadRequest`.
         setup: See `SavedRing`.
         stages: Likewise.
         copies: Likewise.
@@ -96,6 +97,15 @@ class SavedModel:
     setup: str
     stages: tuple[SavedStage, ...] = ()
     copies: tuple[SavedStage, ...] = ()
+
+    @property
+    def load_request(self) -> LoadRequest:
+        """Options that the model was loaded with.
+
+        Raises:
+            ValueError: If another version of this software wrote them, and they are no options of this one.
+        """
+        return LoadRequest.model_validate(self.order)
 
 
 @dataclass(frozen=True)
@@ -222,6 +232,8 @@ def _from_json(fields: Any) -> HeadState:
         raise ValueError("written by another version")
     fields["ray"] = RayNodeRecord(**fields["ray"])
     fields["models"] = tuple(SavedModel(**_with_stages(model)) for model in fields.get("models", ()))
+    for model in fields["models"]:
+        _ = model.load_request
     return HeadState(**_with_stages(fields))
 
 

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from mesh.api.app import create_app
+from mesh.api.backend import ApiContext, Backends, LinkRuns
 from mesh.api.http_server import serve_api
 from mesh.cluster.discovery import announced, head_found
 from mesh.metrics.tracing import closing, open_tracer
@@ -20,8 +21,8 @@ from mesh.serve.host_inspection import Inspection
 from mesh.serve.model_registry import ApiModelRegistry, ModelRegistry
 from mesh.serve.options import fitted_to
 from mesh.serve.proposers import open_proposers
-from mesh.serve.served_model import new_model
-from mesh.serve.status import measured_links, print_join_line, print_served, stage_counts
+from mesh.serve.served_model import backend_of, new_model
+from mesh.serve.status import HeadParts, MeshState, measured_links, print_join_line, print_served
 from mesh.util.tasks import first_of
 from spanmesh_proto.errors import ClusterError
 from stages.gguf.reader import model_name
@@ -30,10 +31,6 @@ from stages.weights.stage_cache import StageCache
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastapi import FastAPI
-
-    from mesh.api.backend import ModelAdmin
-    from mesh.metrics.tracing import RequestTracer
     from mesh.serve.failures import Incidents
     from mesh.serve.head_state import HeadStateWriter
     from mesh.serve.options import ServeOptions
@@ -57,11 +54,11 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
     """
     options = fitted_to(options, known.model)
     first = new_model(model_name(options.model), options, known)
-    model_admin: list[ModelAdmin] = []
     cache = StageCache()
     tracer = open_tracer()
-    app = _app(first, lambda: model_admin[0] if model_admin else None, tracer)
-    await asyncio.to_thread(app.state.backends.first.chat_template.try_out)
+    backends = Backends(backend_of(first, _api_context(first.state)))
+    await asyncio.to_thread(backends.first.chat_template.try_out)
+    app = create_app(backends, api_keys=known.api_keys, cors_origins=options.cors_origins, tracer=tracer)
     with (
         closing(tracer),
         open_proposers(options, known) as proposers,
@@ -76,14 +73,13 @@ async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Inte
                 first,
                 head,
                 cache,
-                ApiModelRegistry(app.state.backends),
+                ApiModelRegistry(backends),
                 state_writer=state_writer,
                 proposers=proposers,
             )
 
             def on_served() -> None:
                 mesh.models.first_serves()
-                model_admin.append(mesh.models)
                 print_served(options, first.state, url, head)
 
             await mesh.run(on_served)
@@ -127,18 +123,6 @@ class _Mesh:
             clock_s=time.monotonic,
             until_written=state_writer.written,
         )
-        # The first account is the first model's.
-        self._deployment = ModelDeployment(
-            first,
-            head,
-            cache,
-            allocations,
-            host_draining,
-            proposers=proposers,
-            former=head.former,
-            term=state_writer.term,
-            before_planning=lambda: self.models.settled(),  # noqa: PLW0108 - there are none yet
-        )
         self.models = ModelRegistry(
             first,
             head,
@@ -151,11 +135,28 @@ class _Mesh:
             can_adopt=head.former is not None,
             until_written=state_writer.written,
         )
-        state = first.state
-        state.state_writer = state_writer
-        state.members, state.survey, state.allocations = head.members, head.survey, allocations
-        state.inspection = Inspection(
-            head.driver, head.members, lambda: (pipeline for pipeline, _incidents in self._pipelines())
+        # Opens the first of all allocations: the first model's precede those of models loaded later.
+        self._deployment = ModelDeployment(
+            first,
+            head,
+            cache,
+            allocations,
+            host_draining,
+            proposers=proposers,
+            former=head.former,
+            term=state_writer.term,
+            before_planning=self.models.settled,
+        )
+        first.state.head = HeadParts(
+            members=head.members,
+            survey=head.survey,
+            allocations=allocations,
+            inspection=Inspection(
+                head.driver, head.members, lambda: (pipeline for pipeline, _incidents in self._pipelines())
+            ),
+            host_draining=host_draining,
+            models=self.models,
+            state_writer=state_writer,
         )
 
     async def run(self, on_served: Callable[[], None]) -> None:
@@ -184,28 +185,17 @@ class _Mesh:
         self._head.write_token(self._head.token)
 
 
-def _app(
-    first: ServedModel, model_admin: Callable[[], ModelAdmin | None], tracer: RequestTracer | None
-) -> FastAPI:
-    options, engine, state = first.options, first.engine, first.state
-    return create_app(
-        engine=engine,
-        tokenizer=first.known.tokenizer,
-        model_id=first.name,
-        created=int(time.time()),
-        num_slots=first.known.workload.num_slots,
-        api_keys=first.known.api_keys,
-        cors_origins=options.cors_origins,
-        status=state.as_dict,
-        ready=lambda: engine.coordinator is not None,
-        is_whole=lambda: engine.is_ready,
-        refusal=lambda: engine.refusal,
-        stage_counts=lambda: stage_counts(engine),
-        measure_links=lambda num_probes, bulk_bytes: measured_links(state, num_probes, bulk_bytes),
-        host_admin=lambda: state.host_draining,
-        host_inspection=lambda: state.inspection,
-        model_admin=model_admin,
-        tracer=tracer,
+def _api_context(state: MeshState) -> ApiContext:
+    """Hooks into the mesh for the API; without effect until the head is open and the first model served."""
+
+    def served_head() -> HeadParts | None:
+        return state.head if state.is_serving else None
+
+    return ApiContext(
+        link_runs=LinkRuns(lambda num_probes, bulk_bytes: measured_links(state, num_probes, bulk_bytes)),
+        host_admin=lambda: None if (head := served_head()) is None else head.host_draining,
+        inspection=lambda: None if state.head is None else state.head.inspection,
+        model_admin=lambda: None if (head := served_head()) is None else head.models,
     )
 
 

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import structlog
 
-from mesh.api.backend import backend_beside
 from mesh.serve.deployment import ModelDeployment
-from mesh.serve.load_request import parse_load_request
-from mesh.serve.options import fitted_to
+from mesh.serve.options import fitted_to, options_of_load
 from mesh.serve.preflight import check_model
 from mesh.serve.proposers import open_proposers
-from mesh.serve.served_model import drained, new_model
-from mesh.serve.status import stage_counts
+from mesh.serve.served_model import backend_of, drained, new_model
 from mesh.util.tasks import entered_in_thread
 from spanmesh_proto.errors import (
     ClusterError,
@@ -29,14 +26,14 @@ from spanmesh_proto.errors import (
 from stages.cancellable_work import CancellableWork
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from mesh.api.backend import Backends
+    from mesh.api.load_request import LoadRequest
     from mesh.serve.allocations import HostAllocations
     from mesh.serve.head import Head
     from mesh.serve.head_state import SavedModel
     from mesh.serve.host_draining import HostDraining
-    from mesh.serve.load_request import LoadRequest
     from mesh.serve.preflight import Preflight
     from mesh.serve.served_model import ServedModel
     from stages.weights.stage_cache import StageCache
@@ -146,15 +143,15 @@ class ModelRegistry:
     async def settled(self) -> None:
         """Wait until it is known of each former model whether its stages live on: they hold memory."""
         for saved in self._former:
-            slot = self._slots.get(parse_load_request(saved.order).served_name)
+            slot = self._slots.get(saved.load_request.served_name)
             if slot is not None:
                 await slot.has_decided.wait()
 
-    async def load(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    async def load(self, load_request: LoadRequest) -> dict[str, Any]:
         """Serve a model beside those that are served; returns when it answers, and will after a crash.
 
         Args:
-            fields: Of a `LoadRequest`, checked by the API.
+            load_request: Options of the model.
 
         Returns:
             Where its stages are; fit for JSON.
@@ -170,7 +167,6 @@ class ModelRegistry:
             raise ClusterError(
                 "the first model is still loading: try again in a moment", retry_after_s=_RETRY_AFTER_S
             )
-        load_request = parse_load_request(dict(fields))
         slot = self._begin(_Slot(load_request))
         # Whoever asked may hang up: it goes on all the same.
         await asyncio.shield(slot.settled)
@@ -238,9 +234,7 @@ class ModelRegistry:
         return slot
 
     def _restore(self, saved: SavedModel) -> None:
-        slot = _Slot(
-            parse_load_request(saved.order), is_restored=True, former=saved if self._can_adopt else None
-        )
+        slot = _Slot(saved.load_request, is_restored=True, former=saved if self._can_adopt else None)
         try:
             self._begin(slot)
         except MeshError as error:
@@ -279,7 +273,7 @@ class ModelRegistry:
     async def _serve_once(self, name: str, slot: _Slot) -> None:
         """Load it and keep it whole until that fails."""
         load_request = slot.load_request
-        options = load_request.options(self._first.options)
+        options = options_of_load(load_request, self._first.options)
         known = await self._known(slot)
         options = fitted_to(options, known.model)
         slot.model = model = new_model(
@@ -305,7 +299,7 @@ class ModelRegistry:
 
     async def _known(self, slot: _Slot) -> Preflight:
         """What can be found out before any work; in a thread, since other models answer meanwhile."""
-        options, first = slot.load_request.options(self._first.options), self._first.known
+        options, first = options_of_load(slot.load_request, self._first.options), self._first.known
         own = self._head.own
         taken_bytes = self._allocations.held_bytes(own)
         try:
@@ -359,19 +353,7 @@ class ApiModelRegistry:
 
     async def add(self, model: ServedModel) -> None:
         """From now on requests that name the model reach it; while it loads they get 503."""
-        engine = model.engine
-        backend = backend_beside(
-            self._backends.first,
-            engine=engine,
-            tokenizer=model.known.tokenizer,
-            model_id=model.name,
-            num_slots=model.known.workload.num_slots,
-            status=model.state.as_dict,
-            ready=lambda: engine.coordinator is not None,
-            is_whole=lambda: engine.is_ready,
-            refusal=lambda: engine.refusal,
-            stage_counts=lambda: stage_counts(engine),
-        )
+        backend = backend_of(model, self._backends.first.api)
         await asyncio.to_thread(backend.chat_template.try_out)
         self._backends.add(backend)
 

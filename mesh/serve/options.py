@@ -11,11 +11,13 @@ import structlog
 
 from spanmesh_proto.errors import ClusterError
 from speculative.controller import ControllerOptions
+from speculative.draft import defaults
 from speculative.draft.context import DraftOptions
 from stages.runtime.kv_types import KV_TYPES
 from stages.transport.hidden_codec import HiddenType
 
 if TYPE_CHECKING:
+    from mesh.api.load_request import LoadRequest
     from mesh.engine import SpeculationMode
     from mesh.placement.topology import Topology
     from stages.slicing.model_facts import ModelFacts
@@ -56,12 +58,12 @@ class SpeculationOptions:
     depth: int | None = None
     cancels: bool = True
     draft_path: Path | None = None
-    draft_max: int = 8
-    draft_min: int = 1
-    p_min: float = 0.0
-    draft_threads: int = 1
-    draft_gpu_layers: int = -1
-    draft_kv_type: str = "f16"
+    draft_max: int = defaults.DRAFT_MAX
+    draft_min: int = defaults.DRAFT_MIN
+    p_min: float = defaults.P_MIN
+    draft_threads: int = defaults.NUM_THREADS
+    draft_gpu_layers: int = defaults.NUM_GPU_LAYERS
+    draft_kv_type: str = defaults.KV_TYPE
     replay_path: Path | None = None
     keeps_history: bool = False
 
@@ -267,3 +269,47 @@ def fitted_to(options: ServeOptions, model: ModelFacts) -> ServeOptions:
         raise ClusterError(f"--speculate {mode}: {reason}; leave it out", param="--speculate")
     log.info("speculation_off", model=model.name, reason=reason)
     return replace(options, speculation=replace(options.speculation, mode="off"))
+
+
+def options_of_load(request: LoadRequest, head: ServeOptions) -> ServeOptions:
+    """Options of a model that is loaded beside the first, as `mesh serve` would have them.
+
+    Args:
+        request: Options of the model.
+        head: Options of `mesh serve`; those of the head and its host apply to all models.
+
+    Raises:
+        ClusterError: If options contradict one another.
+    """
+    return replace(
+        head,
+        model=Path(request.model),
+        num_hosts=0,
+        num_stages=request.stages,
+        split=None if request.split is None else tuple(request.split),
+        topology=None,
+        ctx_size=request.ctx_size,
+        num_slots=request.parallel,
+        kv_type=request.kv_type,
+        max_waiting=request.max_waiting,
+        speculation=SpeculationOptions(
+            mode=request.speculate,
+            width=request.width,
+            depth=request.depth,
+            cancels=request.cancels,
+            draft_path=None if request.draft_path is None else Path(request.draft_path),
+            draft_max=request.draft_max,
+            draft_min=request.draft_min,
+            p_min=request.p_min,
+            draft_threads=request.draft_threads,
+            draft_gpu_layers=request.draft_gpu_layers,
+            draft_kv_type=request.draft_kv_type,
+            replay_path=None if request.replay_path is None else Path(request.replay_path),
+            keeps_history=request.keeps_history,
+        ),
+        is_exact=request.exact,
+        wire=None if request.wire == "auto" else HiddenType(request.wire),
+        # Bit equality was measured on processors only.
+        gpu_layers=None if request.exact else head.gpu_layers,
+        weights=WeightsOptions(head.weights.transfer_bytes_per_s),
+    )

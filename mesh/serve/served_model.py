@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mesh.api.backend import Backend
 from mesh.coordinator.coordinator import PendingEngine
 from mesh.serve.head_state import setup_of
 from mesh.serve.pipeline import Pipeline
 from mesh.serve.stage_factory import Transfers
-from mesh.serve.status import MeshState
+from mesh.serve.status import MeshState, stage_counts
 from spanmesh_proto.errors import ModelNotFound, StageFailed
 
 if TYPE_CHECKING:
-    from mesh.serve.load_request import LoadRequest
+    from mesh.api.backend import ApiContext
+    from mesh.api.load_request import LoadRequest
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
 
@@ -64,16 +66,38 @@ def new_model(
         load_request: What `mesh load` asked for, if it did.
         transfers: Notes what is brought to hosts; new unless given.
     """
-    engine = PendingEngine(known.workload.ctx_size)
+    engine, pipeline = PendingEngine(known.workload.ctx_size), Pipeline()
     state = MeshState(
         known.model,
         engine,
+        pipeline,
         numeric_mode="exact" if options.is_exact else "fast",
         speculation_mode=options.speculation.mode,
         transfers=transfers or Transfers(),
     )
-    return ServedModel(
-        name, options, known, engine, state, Pipeline(), setup_of(options, known), load_request
+    return ServedModel(name, options, known, engine, state, pipeline, setup_of(options, known), load_request)
+
+
+def backend_of(model: ServedModel, api: ApiContext) -> Backend:
+    """Backend of the API for a model.
+
+    Args:
+        model: Its engine may not answer yet.
+        api: Shared by all models of the server.
+    """
+    engine = model.engine
+    return Backend(
+        api=api,
+        engine=engine,
+        tokenizer=model.known.tokenizer,
+        model_id=model.name,
+        created=int(api.now_s()),
+        status=model.state.as_dict,
+        ready=lambda: model.state.is_serving,
+        is_whole=lambda: engine.is_ready,
+        refusal=lambda: engine.refusal,
+        num_slots=model.known.workload.num_slots,
+        stage_counts=lambda: stage_counts(engine),
     )
 
 

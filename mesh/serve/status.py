@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -30,6 +30,7 @@ from stages.gguf.reader import model_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mesh.api.backend import ModelAdmin
     from mesh.cluster.link_survey import LinkSurvey
     from mesh.cluster.members import Member, Members
     from mesh.coordinator.coordinator import PendingEngine
@@ -49,43 +50,62 @@ if TYPE_CHECKING:
     from stages.weights.assembly import Transfer
 
 
-@dataclass
-class MeshState:
-    """Filled in as `mesh serve` goes along.
+@dataclass(frozen=True)
+class HeadParts:
+    """Parts of an open head that the API reads.
 
     Attributes:
-        model: What is served.
-        engine: Answers, once it can.
-        phase: What is going on, in a few words.
-        members: Hosts, once the head is open.
-        plan: Who holds what, once that is known.
+        members: Hosts of the mesh.
+        survey: Measures the links between hosts.
+        allocations: Memory and threads that all models hold of the hosts.
+        inspection: Measures hosts and stages on request.
+        host_draining: Hosts that are to leave.
+        models: Models served beside the first.
+        state_writer: Head state on disk, for the next head.
+    """
+
+    members: Members
+    survey: LinkSurvey
+    allocations: HostAllocations
+    inspection: Inspection
+    host_draining: HostDraining
+    models: ModelAdmin
+    state_writer: HeadStateWriter
+
+
+@dataclass
+class MeshState:
+    """State of one served model and, for the first one, of the head: body of `/mesh/status`.
+
+    Attributes:
+        model: Facts of the model's GGUF file.
+        engine: Engine of the API; answers once the ring is connected.
+        pipeline: Stages and replicas of the model.
         numeric_mode: `fast` or `exact`.
-        speculation_mode: Who may propose.
-        survey: Measures the links between hosts, once the head is open.
-        incidents: What went wrong lately.
-        pipeline: Stages and copies, once requests are answered.
-        host_draining: Hosts that are to leave, likewise.
-        inspection: Looks into hosts, once the head is open.
-        transfers: What was brought to hosts.
-        allocations: What all models hold of the hosts, once the head is open.
-        state_writer: What is written down for a next head, likewise.
+        speculation_mode: Proposers that are allowed.
+        transfers: Weights sent to hosts.
+        incidents: Recent failures.
+        phase: Current step, in a few words.
+        plan: Stage placement, once it is known.
+        head: Parts of the head, once it is open; None for all models but the first.
     """
 
     model: ModelFacts
     engine: PendingEngine
-    phase: str = "starting"
-    members: Members | None = None
-    plan: Plan | None = None
-    numeric_mode: str = "fast"
-    speculation_mode: SpeculationMode = "off"
-    survey: LinkSurvey | None = None
-    incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
-    pipeline: Pipeline | None = None
-    host_draining: HostDraining | None = None
-    inspection: Inspection | None = None
+    pipeline: Pipeline
+    _: KW_ONLY
+    numeric_mode: str
+    speculation_mode: SpeculationMode
     transfers: Transfers = field(default_factory=Transfers)
-    allocations: HostAllocations | None = None
-    state_writer: HeadStateWriter | None = None
+    incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
+    phase: str = "starting"
+    plan: Plan | None = None
+    head: HeadParts | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the ring was connected; stays true while a lost stage is replaced."""
+        return self.engine.coordinator is not None
 
     def note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
         """Who holds what from now on."""
@@ -115,10 +135,10 @@ class MeshState:
                     self.transfers.of(member.name),
                     self._held_bytes(member),
                 )
-                for member in self.members or ()
+                for member in (() if self.head is None else self.head.members)
             ],
             # Why a next head would not know all that this one does; null while it would.
-            "state_not_written": None if self.state_writer is None else self.state_writer.failure,
+            "state_not_written": None if self.head is None else self.head.state_writer.failure,
             **self.incidents.as_dict(),
         }
         if coordinator is None:
@@ -132,13 +152,10 @@ class MeshState:
         return status
 
     def _held_bytes(self, member: Member) -> int:
-        return 0 if self.allocations is None else self.allocations.held_bytes(member)
+        return 0 if self.head is None else self.head.allocations.held_bytes(member)
 
     def _replicas_on(self, member: Member) -> list[str]:
-        if self.allocations is not None:
-            return self.allocations.replicas_on(member.name)
-        replicas = () if self.pipeline is None else self.pipeline.replica_list()
-        return [str(replica.layers) for replica in replicas if replica.host == member.name]
+        return [] if self.head is None else self.head.allocations.replicas_on(member.name)
 
 
 def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_bytes: int) -> dict[str, Any]:
@@ -211,14 +228,14 @@ async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> 
     Raises:
         ClusterError: If the mesh is not up yet.
     """
-    if state.survey is None:
+    if state.head is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
     hidden_bytes = state.model.hidden_width * HIDDEN_VALUE_BYTES
-    links = await state.survey.measure(LinkProbeOptions(hidden_bytes, num_probes, bulk_bytes))
+    links = await state.head.survey.measure(LinkProbeOptions(hidden_bytes, num_probes, bulk_bytes))
     stages = () if state.plan is None else state.plan.stages
-    head, hosts = state.survey.head, [stage.host for stage in stages]
+    head, hosts = state.head.survey.head, [stage.host for stage in stages]
     found = await plan_in_thread(lambda _: round_times(hosts, head, links))
-    wires = _wires(state, links) if bulk_bytes else ()
+    wires = _wires(state, state.head.members, links) if bulk_bytes else ()
     for wire in wires:
         if wire.is_bottleneck:
             log.info("wire_proposed", option=f"--wire {wire.proposed}", **wire.as_dict())
@@ -232,13 +249,13 @@ async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> 
     }
 
 
-def _wires(state: MeshState, links: Links) -> tuple[WireChoice, ...]:
+def _wires(state: MeshState, members: Members, links: Links) -> tuple[WireChoice, ...]:
     """What those links ask for that hidden states cross."""
     if state.plan is None:
         return ()
     # How long a row takes does not depend on the caches.
     sizes = StageSizes(state.model, Workload(ctx_size=1, num_slots=1))
-    speeds = {member.name: member.facts.speed_gb_per_s for member in state.members or ()}
+    speeds = {member.name: member.facts.speed_gb_per_s for member in members}
     choices = planned_wires(state.plan, sizes, speeds, links)
     return tuple(choice for choice in choices if choice is not None)
 

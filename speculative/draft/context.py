@@ -14,6 +14,8 @@ import llama_cpp
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
+from speculative.draft import defaults
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
@@ -45,14 +47,14 @@ class DraftOptions:
         ValueError: If a value is out of its range; the text names it.
     """
 
-    draft_max: int = 8
-    draft_min: int = 1
-    p_min: float = 0.0
+    draft_max: int = defaults.DRAFT_MAX
+    draft_min: int = defaults.DRAFT_MIN
+    p_min: float = defaults.P_MIN
     ctx_size: int = 4096
     num_sessions: int = 1
-    num_threads: int = 1
-    num_gpu_layers: int = -1
-    kv_type: str = "f16"
+    num_threads: int = defaults.NUM_THREADS
+    num_gpu_layers: int = defaults.NUM_GPU_LAYERS
+    kv_type: str = defaults.KV_TYPE
     niceness: int = 0
 
     def __post_init__(self) -> None:

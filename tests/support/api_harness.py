@@ -3,17 +3,18 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 
 from mesh.api.api_keys import ApiKeys
 from mesh.api.app import create_app
-from mesh.api.backend import Backends
+from mesh.api.backend import ApiContext, Backend, Backends
 from mesh.api.http_server import serve_api
 from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
 from mesh.text.tokenizer import Tokenizer
@@ -33,6 +34,26 @@ class Api:
     backends: Backends | None = None
 
 
+def app_of(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    *,
+    keys: ApiKeys | None = None,
+    cors_origins: Sequence[str] = (),
+    **given: Any,
+) -> FastAPI:
+    """An app with one model; `given` are fields of `Backend` and of `ApiContext`."""
+    shared = {each.name: given.pop(each.name) for each in fields(ApiContext) if each.name in given}
+    backend = backend_of(engine, tokenizer, api=ApiContext(**shared), **given)
+    return create_app(Backends(backend), api_keys=keys, cors_origins=cors_origins)
+
+
+def backend_of(engine: Engine, tokenizer: Tokenizer, *, api: ApiContext, **given: Any) -> Backend:
+    """A backend that is ready, unless `given`, fields of `Backend`, say otherwise."""
+    defaults = {"model_id": MODEL, "created": 1_700_000_000, "status": dict, "ready": lambda: True}
+    return Backend(api=api, engine=engine, tokenizer=tokenizer, **{**defaults, **given})
+
+
 @asynccontextmanager
 async def running_api(
     engine: Engine,
@@ -45,16 +66,12 @@ async def running_api(
     patience_s: float = 60.0,
     **hosts: Any,
 ) -> AsyncIterator[Api]:
-    """Serve `engine` on a free port; `hosts` are what `create_app` takes of a mesh's hosts."""
-    app = create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        model_id=MODEL,
-        created=1_700_000_000,
-        api_keys=keys,
-        ready=ready,
-        ping_interval_s=ping_interval_s,
-        **{"status": lambda: {"hosts": 3}, **hosts},
+    """Serve `engine` on a free port; `hosts` are fields of `Backend` and of `ApiContext`."""
+    app = app_of(
+        engine,
+        tokenizer,
+        keys=keys,
+        **{"status": lambda: {"hosts": 3}, "ready": ready, "ping_interval_s": ping_interval_s, **hosts},
     )
     async with (
         serve_api(app, "127.0.0.1", 0, max_connections=max_connections, patience_s=patience_s) as url,

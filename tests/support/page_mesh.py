@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 from mesh.coordinator.coordinator import PendingEngine
+from mesh.serve.allocations import HostAllocations
+from mesh.serve.pipeline import Pipeline
 from mesh.serve.proposers import Proposers
 from mesh.serve.status import MeshState, stage_counts
 from mesh.text.tokenizer import Tokenizer
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.api.api_keys import ApiKeys
+    from mesh.serve.status import HeadParts
     from tests.support.api_harness import Api
     from tests.support.serve_harness import Serving
 
@@ -44,13 +48,21 @@ async def page_mesh(
 ) -> AsyncIterator[PageMesh]:
     """Three stages on the first three hosts; the others stand by."""
     facts, engine = read_model_facts(model), PendingEngine(WORKLOAD.ctx_size)
-    state = MeshState(facts, engine, numeric_mode="exact", speculation_mode="ngram")
+    state = MeshState(facts, engine, Pipeline(), numeric_mode="exact", speculation_mode="ngram")
 
     def say(phase: str) -> None:
         state.phase = phase
 
     async with serving(model, dict.fromkeys(hosts, 9.0), make_proposers=Proposers("ngram"), say=say) as mesh:
-        state.members, state.incidents, state.pipeline = mesh.members, mesh.incidents, mesh.pipeline
+        allocations = HostAllocations(lambda _member: False)
+        allocations.open("page", mesh.pipeline)
+        state.incidents, state.pipeline = mesh.incidents, mesh.pipeline
+        state.head = cast(
+            "HeadParts",
+            SimpleNamespace(
+                members=mesh.members, allocations=allocations, state_writer=SimpleNamespace(failure=None)
+            ),
+        )
         engine.coordinator, state.phase = mesh.coordinator, "serving"
         for stage in mesh.pipeline.stages:
             mesh.members.update(stage.placement.host, layers=str(stage.placement.layers))

@@ -84,7 +84,7 @@ async def create_response(request: Request) -> Response:
 @router.get("/v1/responses/{response_id}", response_model=None, responses=answers(ResponseAnswer, 404))
 async def get_response(request: Request, response_id: str) -> Response:
     """One that is kept: of this API key's latest, unless it was sent with `store: false`."""
-    stored = backend_of(request).responses.get(client_of(request.scope), response_id)
+    stored = backend_of(request).api.responses.get(client_of(request.scope), response_id)
     if stored is None:
         raise _unknown(response_id)
     return json_response(stored.response)
@@ -93,7 +93,7 @@ async def get_response(request: Request, response_id: str) -> Response:
 @router.delete("/v1/responses/{response_id}", response_model=None, responses=answers(Deleted, 404))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget one that is kept."""
-    if not backend_of(request).responses.remove(client_of(request.scope), response_id):
+    if not backend_of(request).api.responses.remove(client_of(request.scope), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -101,7 +101,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
     messages: list[Mapping[str, Any]] = []
     if body.previous_response_id is not None:
-        stored = backend.responses.get(client, body.previous_response_id)
+        stored = backend.api.responses.get(client, body.previous_response_id)
         if stored is None:
             raise InvalidRequest(
                 f"the response {body.previous_response_id!r} is not kept here, or not any more: send the"

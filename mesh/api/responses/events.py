@@ -220,14 +220,14 @@ async def respond(request: Request, backend: Backend, body: ResponsesBody, turn:
     if body.stream:
         return EventStream(
             builder.produce,
-            backend.closing,
-            backend.ping_interval_s,
+            backend.api.closing,
+            backend.api.ping_interval_s,
             is_whole=backend.is_whole,
             done=b"",
             format_error=builder.failed,
         )
     try:
-        response = await cancel_on_disconnect(builder.whole(), request.receive, backend.closing)
+        response = await cancel_on_disconnect(builder.whole(), request.receive, backend.api.closing)
     except ClientGoneError:
         log.info("client_gone")
         return Response(status_code=CLIENT_GONE_STATUS)
@@ -243,7 +243,9 @@ class _ResponseBuilder:
         self._keeps = body.store is not False
         self._num_events = 0
         self._base = self._base_of(body)
-        self._output = Output(self._new_id, CallIds(backend.random_bits, backend.chat_template.call_format))
+        self._output = Output(
+            self._new_id, CallIds(backend.api.random_bits, backend.chat_template.call_format)
+        )
 
     async def whole(self) -> dict[str, Any]:
         """The response in one piece."""
@@ -300,7 +302,7 @@ class _ResponseBuilder:
         is_cut = part.finish == "length"
         response = self._response(
             "incomplete" if is_cut else "completed",
-            completed_at=int(self._backend.now_s()),
+            completed_at=int(self._backend.api.now_s()),
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             output=self._output.items,
             usage={
@@ -314,7 +316,7 @@ class _ResponseBuilder:
         )
         if self._keeps:
             messages = [*self._turn.messages, *messages_of(self._output.items)]
-            self._backend.responses.put(
+            self._backend.api.responses.put(
                 job.request.client, response["id"], StoredResponse(messages, response)
             )
         return response
@@ -329,7 +331,7 @@ class _ResponseBuilder:
         return {
             "id": self._new_id("resp_"),
             "object": "response",
-            "created_at": int(self._backend.now_s()),
+            "created_at": int(self._backend.api.now_s()),
             "model": self._backend.model_id,
             "error": None,
             "incomplete_details": None,
@@ -349,4 +351,4 @@ class _ResponseBuilder:
         return data
 
     def _new_id(self, beginning: str) -> str:
-        return f"{beginning}{self._backend.random_bits(_ID_BITS):032x}"
+        return f"{beginning}{self._backend.api.random_bits(_ID_BITS):032x}"

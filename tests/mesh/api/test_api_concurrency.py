@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mesh.api.api_keys import ApiKeys, KeyRecord, add_key, digest_of
-from mesh.api.backend import backend_beside
 from mesh.engine import Committed, GenerationStats
 from spanmesh_proto.errors import Overloaded, StageFailed
 from tests.support import api_harness
-from tests.support.api_harness import KEY, Api, ScriptedEngine, running_api
+from tests.support.api_harness import KEY, Api, ScriptedEngine, backend_of, running_api
 from tests.support.raw_client import RawClient, request_bytes
 from tests.support.ring_api import CHAT, running_ring_api
 
@@ -160,18 +159,7 @@ async def test_each_model_has_slots_of_its_own_and_a_number_counts_for_all(token
 
 def beside(api: Api, engine: GatedEngine, tokenizer: Tokenizer, *, num_slots: int) -> Any:
     assert api.backends is not None
-    return backend_beside(
-        api.backends.first,
-        engine=engine,
-        tokenizer=tokenizer,
-        model_id="other",
-        num_slots=num_slots,
-        status=dict,
-        ready=lambda: True,
-        is_whole=lambda: True,
-        refusal=lambda: None,
-        stage_counts=None,
-    )
+    return backend_of(engine, tokenizer, api=api.backends.first.api, model_id="other", num_slots=num_slots)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -15,14 +15,13 @@ from starlette.routing import BaseRoute, Route
 from structlog.testing import capture_logs
 
 from mesh.api.api_keys import ApiKeys
-from mesh.api.app import create_app
 from mesh.api.auth import check_origins
 from mesh.api.middleware import is_own_origin, names_this_machine
 from mesh.api.web_ui import page_files
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import MeshError
 from tests.support import api_harness
-from tests.support.api_harness import KEY, Api, ScriptedEngine, running_api
+from tests.support.api_harness import KEY, Api, ScriptedEngine, app_of, running_api
 from tests.support.raw_client import RawClient, request_bytes
 
 pytestmark = pytest.mark.model
@@ -42,16 +41,7 @@ def keys() -> ApiKeys:
 
 @pytest.fixture
 def app(tokenizer: Tokenizer, keys: ApiKeys) -> FastAPI:
-    return create_app(
-        engine=ScriptedEngine([(300,)]),
-        tokenizer=tokenizer,
-        model_id="smollm2",
-        created=1,
-        api_keys=keys,
-        status=dict,
-        ready=lambda: True,
-        cors_origins=[ORIGIN],
-    )
+    return app_of(ScriptedEngine([(300,)]), tokenizer, keys=keys, cors_origins=[ORIGIN])
 
 
 def paths_of(routes: Sequence[BaseRoute]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mesh.api import auth
+from mesh.api.backend import LinkRuns
 from mesh.cli.main import run
 from mesh.placement.links import Link
 from mesh.placement.wire_types import WireChoice
@@ -53,7 +54,7 @@ async def test_the_status_has_what_the_stages_count_themselves(tokenizer: Tokeni
 
 
 async def test_links_are_measured_as_asked_for(tokenizer: Tokenizer) -> None:
-    async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring(NEAR)) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, link_runs=LinkRuns(measuring(NEAR))) as api:
         found = (await api.http.post("/mesh/links?probes=7&bulk_bytes=5")).json()
         assert found["asked"] == [7, 5]
         for query in (
@@ -79,7 +80,7 @@ async def test_links_are_measured_as_asked_for(tokenizer: Tokenizer) -> None:
     ],
 )
 async def test_from_elsewhere_only_a_few_probes_are_sent(tokenizer: Tokenizer, query: str, says: str) -> None:
-    async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring(NEAR)) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, link_runs=LinkRuns(measuring(NEAR))) as api:
         elsewhere = {"X-Forwarded-For": "10.0.0.66"}
         refused = await api.http.post(f"/mesh/links?{query}", headers=elsewhere)
         assert refused.status_code == 401
@@ -109,7 +110,7 @@ class Slow:
 
 async def test_one_client_at_a_time_measures(tokenizer: Tokenizer) -> None:
     slow = Slow()
-    async with running_api(ScriptedEngine([]), tokenizer, measure_links=slow) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, link_runs=LinkRuns(slow)) as api:
         first = asyncio.create_task(api.http.post("/mesh/links"))
         await slow.begun.wait()
         refused = await api.http.post("/mesh/links")
@@ -124,7 +125,7 @@ async def test_one_client_at_a_time_measures(tokenizer: Tokenizer) -> None:
 
 async def test_a_client_that_hangs_up_ends_its_run(tokenizer: Tokenizer) -> None:
     slow = Slow()
-    async with running_api(ScriptedEngine([]), tokenizer, measure_links=slow) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, link_runs=LinkRuns(slow)) as api:
         client = await RawClient.connect(api)
         await client.send(request_bytes({}, "/mesh/links?probes=50&bulk_bytes=5"))
         await slow.begun.wait()
@@ -140,7 +141,7 @@ async def test_a_client_that_hangs_up_ends_its_run(tokenizer: Tokenizer) -> None
 async def test_the_command_says_where_bandwidths_are_measured(
     tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring(NEAR)) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, link_runs=LinkRuns(measuring(NEAR))) as api:
         # As if the command ran on another machine.
         monkeypatch.setattr(auth, "is_loopback", lambda _host: False)
         assert await asyncio.to_thread(run, ["bench", "net", "--url", api.url]) == 1
@@ -153,7 +154,7 @@ async def test_the_command_shows_every_link_and_the_better_order(
     tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring(NEAR, GONE)) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, link_runs=LinkRuns(measuring(NEAR, GONE))) as api:
         # One link could not be measured: that is a failure, and the others are shown.
         assert await asyncio.to_thread(run, ["bench", "net", "--url", api.url]) == 1
         said = capsys.readouterr().out
@@ -176,7 +177,7 @@ async def test_the_command_shows_every_link_and_the_better_order(
 async def test_without_joined_hosts_there_is_nothing_to_show(
     tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with running_api(ScriptedEngine([]), tokenizer, measure_links=measuring()) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, link_runs=LinkRuns(measuring())) as api:
         assert await asyncio.to_thread(run, ["bench", "net", "--url", api.url]) == 0
         assert "no other host has joined" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ from stages.host.profile_request import ProfileRequest
 from stages.layers import LayerRange
 from stages.slicing.source_model import read_source
 from stages.slicing.stage_writer import BlankStage, blank_stage
-from tests.support.api_harness import ScriptedEngine, running_api, tokenizer
+from tests.support.api_harness import ScriptedEngine, app_of, running_api, tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class Inspection:
 
 async def test_orders_arrive_as_they_were_sent(tokenizer: Tokenizer) -> None:
     inspection = Inspection()
-    async with running_api(ScriptedEngine([]), tokenizer, host_inspection=lambda: inspection) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, inspection=lambda: inspection) as api:
         body = {"hosts": [{"host": "attic", "orders": [ORDER]}, {"host": "attic", "orders": [ORDER]}]}
         answer = await api.http.post("/mesh/rehearse", json=body)
         assert answer.json() == {"hosts": [{"host": "attic", "timings": [], "failure": "no"}]}
@@ -74,7 +74,7 @@ async def test_orders_arrive_as_they_were_sent(tokenizer: Tokenizer) -> None:
 async def test_what_cannot_be_is_refused_by_name(
     change: dict[str, Any], param: str, tokenizer: Tokenizer
 ) -> None:
-    async with running_api(ScriptedEngine([]), tokenizer, host_inspection=Inspection) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, inspection=Inspection) as api:
         answer = await api.http.post("/mesh/rehearse", json=change)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
@@ -86,7 +86,7 @@ async def test_nobody_is_looked_into_before_the_mesh_is_up(tokenizer: Tokenizer)
 
 
 async def test_only_the_heads_own_machine_may_ask(tokenizer: Tokenizer) -> None:
-    async with running_api(ScriptedEngine([]), tokenizer, host_inspection=Inspection) as api:
+    async with running_api(ScriptedEngine([]), tokenizer, inspection=Inspection) as api:
         app = httpx.ASGITransport(app=_app_of(tokenizer), client=("10.0.0.66", 5))
         async with httpx.AsyncClient(transport=app, base_url="http://127.0.0.1") as elsewhere:
             for path in ("/mesh/examine", "/mesh/rehearse"):
@@ -97,18 +97,7 @@ async def test_only_the_heads_own_machine_may_ask(tokenizer: Tokenizer) -> None:
 
 
 def _app_of(tokenizer: Tokenizer) -> Any:
-    from mesh.api.app import create_app  # noqa: PLC0415
-
-    return create_app(
-        engine=ScriptedEngine([]),
-        tokenizer=tokenizer,
-        model_id="m",
-        created=0,
-        api_keys=None,
-        status=dict,
-        ready=lambda: True,
-        host_inspection=Inspection,
-    )
+    return app_of(ScriptedEngine([]), tokenizer, inspection=Inspection)
 
 
 def test_a_blank_stage_is_the_header_of_the_real_one_and_a_hole(smollm2_path: Path, tmp_path: Path) -> None:

@@ -11,18 +11,27 @@ import openai
 import pytest
 
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
-from mesh.api.app import create_app
-from mesh.api.backend import Backends, backend_beside
 from mesh.api.http_server import serve_api
 from mesh.cli.main import run
 from spanmesh_proto.errors import ModelDoesNotFit, ModelNotFound
 from tests.mesh.metrics.test_metrics import samples_of
-from tests.support.api_harness import KEY, MODEL, Api, ScriptedEngine, running_api, tokenizer
+from tests.support.api_harness import (
+    KEY,
+    MODEL,
+    Api,
+    ScriptedEngine,
+    app_of,
+    backend_of,
+    running_api,
+    tokenizer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
+    from mesh.api.backend import Backends
+    from mesh.api.load_request import LoadRequest
     from mesh.text.tokenizer import Tokenizer
 
 __all__ = ["tokenizer"]
@@ -38,28 +47,22 @@ async def two_models(
     tokenizer: Tokenizer, *, ready: bool = True, keys: ApiKeys | None = None, **hosts: Any
 ) -> AsyncIterator[tuple[Api, Backends]]:
     """The first says 300, the other 400 and has a longer context."""
-    app = create_app(
-        engine=ScriptedEngine([(300,)]),
-        tokenizer=tokenizer,
-        model_id=MODEL,
-        created=1_700_000_000,
-        api_keys=keys,
+    app = app_of(
+        ScriptedEngine([(300,)]),
+        tokenizer,
+        keys=keys,
         status=lambda: {"ready": True, "phase": "serving", "stages": [], "hosts": []},
-        ready=lambda: True,
         **hosts,
     )
     backends: Backends = app.state.backends
     backends.add(
-        backend_beside(
-            backends.first,
-            engine=ScriptedEngine([(400,)], context_length=128),
-            tokenizer=tokenizer,
+        backend_of(
+            ScriptedEngine([(400,)], context_length=128),
+            tokenizer,
+            api=backends.first.api,
             model_id=OTHER,
             status=lambda: {"ready": ready, "phase": "loading", "stages": [], "repairs": REPAIRS},
             ready=lambda: ready,
-            is_whole=lambda: True,
-            refusal=lambda: None,
-            stage_counts=None,
         )
     )
     async with (
@@ -172,7 +175,8 @@ class Orders:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    async def load(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def load(self, load_request: LoadRequest) -> Mapping[str, Any]:
+        fields = load_request.model_dump()
         self.asked.append(fields)
         if "huge" in fields["model"]:
             raise ModelDoesNotFit("huge does not fit: it needs 9.0 GiB; free are 1.0 GiB on a")

@@ -11,9 +11,8 @@ import pytest
 import pytest_asyncio
 
 from mesh.api.api_keys import ApiKeys, KeyRecord, digest_of
-from mesh.api.backend import backend_beside
 from mesh.text.tokenizer import Tokenizer
-from tests.support.api_harness import KEY, ScriptedEngine, running_api
+from tests.support.api_harness import KEY, ScriptedEngine, backend_of, running_api
 from tests.support.browser import CHROMIUM, Page, browser_page
 from tests.support.page_mesh import PageMesh, page_mesh
 
@@ -382,16 +381,12 @@ async def test_another_model_can_be_chosen_where_there_is_one(browser: Page, smo
         await browser.until(state_is("Ready"))
         assert await browser.js("document.querySelector('#models').hidden")
         api.backends.add(
-            backend_beside(
-                api.backends.first,
-                engine=ScriptedEngine([(400,)]),
-                tokenizer=tokenizer,
+            backend_of(
+                ScriptedEngine([(400,)]),
+                tokenizer,
+                api=api.backends.first.api,
                 model_id="tiny",
                 status=lambda: status | {"model": {"context": 32}},
-                ready=lambda: True,
-                is_whole=lambda: True,
-                refusal=lambda: None,
-                stage_counts=None,
             )
         )
         await browser.until("!document.querySelector('#models').hidden")

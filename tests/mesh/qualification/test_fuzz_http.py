@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from mesh.api.app import create_app
 from mesh.cli.main import run
 from mesh.qualification.fuzz.http_fuzz import HttpCase, HttpCases, Reply, exchange, fault_of, is_whole
 from mesh.qualification.fuzz.mutations import SchemaValues, damaged_value, json_text
 from mesh.text.tokenizer import Tokenizer
 from tests.support import api_harness
-from tests.support.api_harness import ScriptedEngine
+from tests.support.api_harness import ScriptedEngine, app_of
 
 pytestmark = pytest.mark.model
 
@@ -39,17 +38,7 @@ class Document(dict[str, Any]):
 
 @pytest.fixture(scope="module")
 def document(tokenizer: Tokenizer) -> Document:
-    return Document(
-        create_app(
-            engine=ScriptedEngine([]),
-            tokenizer=tokenizer,
-            model_id="m",
-            created=1,
-            api_keys=None,
-            status=dict,
-            ready=lambda: True,
-        ).openapi()
-    )
+    return Document(app_of(ScriptedEngine([]), tokenizer).openapi())
 
 
 @given(seed=st.integers(0, 2**32))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from mesh.api.load_request import LoadRequest
 from mesh.cluster.ray_node import RayNodeRecord
 from mesh.serve.head_failover import kill_unrecorded_actors
 from mesh.serve.head_state import (
@@ -18,7 +19,6 @@ from mesh.serve.head_state import (
     default_state_path,
     fingerprint,
 )
-from mesh.serve.load_request import LoadRequest, parse_load_request
 from spanmesh_proto.errors import InvalidRequest, StageFailed
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ STATE = HeadState(
     copies=(SavedStage("stage-2", "c", "c.1", 0, 10, 1, "f32", None),),
     models=(
         SavedModel(
-            LoadRequest("/models/tiny.gguf", ctx_size=512).as_dict(),
+            LoadRequest.model_validate({"model": "/models/tiny.gguf", "ctx_size": 512}).model_dump(),
             fingerprint(model="tiny"),
             stages=(SavedStage("stage-3", "b", "b.2", 0, 6, 1, "f32", "10.0.0.2:4001"),),
         ),
@@ -114,12 +114,17 @@ def test_what_nobody_wrote_down_is_ended() -> None:
 
 
 def test_an_order_is_the_same_behind_json() -> None:
-    load_request = LoadRequest(
-        "/models/tiny-00001-of-00002.gguf", split=(2, 4), exact=True, draft_path="/d.gguf"
+    load_request = LoadRequest.model_validate(
+        {
+            "model": "/models/tiny-00001-of-00002.gguf",
+            "split": [2, 4],
+            "exact": True,
+            "draft_path": "/d.gguf",
+        }
     )
-    assert parse_load_request(json.loads(json.dumps(load_request.as_dict()))) == load_request
+    assert LoadRequest.model_validate(json.loads(json.dumps(load_request.model_dump()))) == load_request
     assert load_request.served_name == "tiny"
-    assert dataclasses.replace(load_request, name="acme/tiny:Q4").served_name == "acme/tiny:Q4"
+    assert load_request.model_copy(update={"name": "acme/tiny:Q4"}).served_name == "acme/tiny:Q4"
     for name in ("default", "", "a b", "x" * 129, "-x"):
         with pytest.raises(InvalidRequest, match="choose one with --name"):
-            _ = dataclasses.replace(load_request, name=name).served_name
+            _ = load_request.model_copy(update={"name": name}).served_name

@@ -1,0 +1,13 @@
+"""Default options of a draft model: for its context, the head's options, the API and the command line."""
+
+from __future__ import annotations
+
+from typing import Final
+
+DRAFT_MAX: Final = 8
+DRAFT_MIN: Final = 1
+P_MIN: Final = 0.0
+NUM_THREADS: Final = 1
+# All layers.
+NUM_GPU_LAYERS: Final = -1
+KV_TYPE: Final = "f16"
