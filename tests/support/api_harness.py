@@ -17,6 +17,7 @@ from mesh.api.app import create_app
 from mesh.api.backend import ApiContext, Backend, Backends
 from mesh.api.http_server import serve_api
 from mesh.engine import Committed, Engine, GenerationRequest, GenerationStats
+from mesh.metrics.tracing import RequestTracer
 from mesh.text.tokenizer import Tokenizer
 from stages.sampling.logprobs import TokenLogprobs
 
@@ -40,12 +41,13 @@ def app_of(
     *,
     keys: ApiKeys | None = None,
     cors_origins: Sequence[str] = (),
+    tracer: RequestTracer | None = None,
     **given: Any,
 ) -> FastAPI:
     """An app with one model; `given` are fields of `Backend` and of `ApiContext`."""
     shared = {each.name: given.pop(each.name) for each in fields(ApiContext) if each.name in given}
     backend = backend_of(engine, tokenizer, api=ApiContext(**shared), **given)
-    return create_app(Backends(backend), api_keys=keys, cors_origins=cors_origins)
+    return create_app(Backends(backend), api_keys=keys, cors_origins=cors_origins, tracer=tracer)
 
 
 def backend_of(engine: Engine, tokenizer: Tokenizer, *, api: ApiContext, **given: Any) -> Backend:
@@ -66,7 +68,7 @@ async def running_api(
     patience_s: float = 60.0,
     **hosts: Any,
 ) -> AsyncIterator[Api]:
-    """Serve `engine` on a free port; `hosts` are fields of `Backend` and of `ApiContext`."""
+    """Serve `engine` on a free port; `hosts` are arguments of `app_of`."""
     app = app_of(
         engine,
         tokenizer,
