@@ -1,1 +1,1 @@
-"""Membership, certificates, links and Ray nodes of the hosts of a mesh."""
+"""Cluster: membership, certificates, links and Ray nodes of the hosts of a mesh."""

@@ -19,9 +19,9 @@ _ANY_PORT: Final = 9
 
 
 def primary_address(*towards: str) -> str:
-    """The IP address of this host that packets to another would come from; loopback if there is no route.
+    """The IP address from which this host sends packets to another; loopback if there is no route.
 
-    Connecting a datagram socket only asks the routing table: nothing is sent.
+    Connecting a datagram socket only queries the routing table: nothing is sent.
 
     Args:
         towards: IP addresses or names of the other host, the preferred one first; by default one beyond the
@@ -39,13 +39,13 @@ def primary_address(*towards: str) -> str:
 
 
 def advertised(text: str) -> str:
-    """An address of this host as the user writes it, in the one form by which hosts know each other.
+    """An address of this host as the operator writes it, in canonical form.
 
     Args:
         text: A name, which stays as it is, or an IP address; one of IPv6 with or without brackets.
 
     Raises:
-        ClusterError: If other hosts cannot mean this one by it.
+        ClusterError: If other hosts cannot reach this one by it.
     """
     try:
         address = ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
@@ -66,7 +66,7 @@ def advertised(text: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address means this machine, and no other can reach it by that."""
+    """Whether a name or an address means this machine to itself only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -84,16 +84,16 @@ def free_port(host: str) -> int:
 
 
 def check_port_free(host: str, port: int, option: str) -> None:
-    """Find out before any long work whether `host:port` can be listened on.
+    """Check before any long work that `host:port` can be listened on.
 
     Args:
         host: Address to bind.
         port: TCP port; 0 is always free.
-        option: What the user would change, for the message.
+        option: Option to name in the message.
 
     Raises:
         PortInUse: If another process listens there.
-        ClusterError: If `host` is no address of this machine, or the port is forbidden to us.
+        ClusterError: If `host` is no address of this machine, or the port needs privileges.
     """
     try:
         _bound(host, port).close()
@@ -108,7 +108,7 @@ def _bound(host: str, port: int) -> socket.socket:
         raise ClusterError(f"{host!r} is not an address: {error.strerror}") from error
     listener = socket.socket(family, kind, protocol)
     try:
-        # As servers do; without it a port that was left a minute ago would count as taken.
+        # As servers do; without it a port counts as taken for a minute after its last use.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
     except OSError as error:

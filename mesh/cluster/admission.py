@@ -1,4 +1,4 @@
-"""Admission of hosts: token, versions and evicted names."""
+"""Admission of hosts: check of token and versions, and evicted names."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_secret(given: str, token: JoinToken) -> None:
-    """Compare in constant time.
+    """Check a secret, in constant time.
 
     Raises:
-        InvalidJoinToken: If it is another secret.
+        InvalidJoinToken: If it is not the token's.
     """
     if not hmac.compare_digest(given.encode(), token.secret.encode()):
         raise InvalidJoinToken(
@@ -29,18 +29,18 @@ def check_secret(given: str, token: JoinToken) -> None:
 
 
 def check_report(report: wire.HostReport, token: JoinToken, head: Versions, now_s: float) -> None:
-    """Refuse a host that has no right to join, or that could not work with the head.
+    """Check that a host may join, and that it can work with the head.
 
     Args:
-        report: The host's first report.
-        token: What the head gave out.
-        head: Versions at the head.
+        report: First report of the host.
+        token: Current join token.
+        head: Versions of the head.
         now_s: Unix time at the head.
 
     Raises:
         InvalidJoinToken: If the secret is wrong or the token expired.
         ProtocolVersionMismatch: If the two speak different protocol versions.
-        JoinError: If Ray or Python differ: Ray connects no two versions.
+        JoinError: If the versions of Ray or Python differ, which Ray does not support.
     """
     check_secret(report.secret, token)
     token.check_expiry(now_s)
@@ -69,13 +69,13 @@ def _minor(version: str) -> list[str]:
 
 
 class AdmissionControl:
-    """Keeps the join token, and the names of hosts that were evicted.
+    """Current join token, and names of evicted hosts.
 
     Args:
-        token: What the head gives out first.
+        token: First token.
 
     Attributes:
-        token: What it gives out now.
+        token: Current token.
     """
 
     def __init__(self, token: JoinToken) -> None:
@@ -83,15 +83,15 @@ class AdmissionControl:
         self._evicted: set[str] = set()
 
     def check(self, report: wire.HostReport, head: Versions, now_s: float) -> None:
-        """Refuse a host that has no right to join, or that could not work with the head.
+        """Check that a host may join, and that it can work with the head.
 
         Args:
-            report: The host's first report.
-            head: Versions at the head.
+            report: First report of the host.
+            head: Versions of the head.
             now_s: Unix time at the head.
 
         Raises:
-            InvalidJoinToken: If the token is not the one of now, expired, or the host was evicted.
+            InvalidJoinToken: If the token is not the current one or expired, or the host was evicted.
             JoinError: See `check_report`.
         """
         if report.name in self._evicted:
@@ -99,23 +99,23 @@ class AdmissionControl:
         check_report(report, self.token, head, now_s)
 
     def check_secret(self, secret: str) -> None:
-        """Refuse who does not know the secret of now.
+        """Check a secret against the current one.
 
         Raises:
-            InvalidJoinToken: If it is another.
+            InvalidJoinToken: If it differs.
         """
         check_secret(secret, self.token)
 
     def evict(self, name: str) -> None:
-        """Never let in a host of this name again, nor anybody with the token that it was given."""
+        """Refuse hosts of this name from now on, and replace the token."""
         self._evicted.add(name)
         self.token = replace(self.token, secret=secrets.token_urlsafe(32))
 
     def is_evicted(self, name: str) -> bool:
-        """Whether a host of this name was shown out."""
+        """Whether a host of this name was evicted."""
         return name in self._evicted
 
 
 def eviction(name: str) -> InvalidJoinToken:
-    """What an evicted host is told."""
+    """Error for an evicted host."""
     return InvalidJoinToken(f"host {name} was evicted from the mesh, and its join token is no longer good")

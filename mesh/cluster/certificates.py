@@ -1,7 +1,4 @@
-"""Certificates of a mesh: authority, head and hosts, and their renewal.
-
-It is the mesh's certificate authority, too: see `mesh.cluster.certificates`.
-"""
+"""Certificates of a mesh: its authority, identities of head and hosts, and their renewal."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-# As long as any mesh: it cannot be renewed without another join token.
+# Longer than any mesh runs: it cannot be renewed without another join token.
 _LIFETIME: Final = dt.timedelta(days=3650)
 CLOCK_SKEW: Final = dt.timedelta(days=1)
 
@@ -41,8 +38,8 @@ class Certificate:
     """A certificate with its private key, both PEM.
 
     Attributes:
-        certificate_pem: Goes to every peer.
-        private_key_pem: Stays on the head's host.
+        certificate_pem: Sent to every peer.
+        private_key_pem: Never leaves the head's host.
     """
 
     certificate_pem: bytes
@@ -55,10 +52,10 @@ class Certificate:
 
 
 def make_certificate(now: dt.datetime) -> Certificate:
-    """A new P-256 key and a certificate for `SERVER_NAME`, good for ten years.
+    """A new P-256 key and a certificate for `SERVER_NAME`, valid for ten years.
 
     Args:
-        now: Aware time of making; a day earlier counts too, for hosts whose clock is behind.
+        now: Current time, aware; validity begins a day earlier, for hosts whose clock is behind.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SERVER_NAME)])
@@ -88,14 +85,14 @@ def fingerprint_of(certificate_pem: bytes) -> bytes:
 
 
 def server_credentials(certificate: Certificate) -> grpc.ServerCredentials:
-    """For the port of the membership service."""
+    """TLS credentials of the membership service's port."""
     return grpc.ssl_server_credentials([(certificate.private_key_pem, certificate.certificate_pem)])
 
 
 async def fetch_pinned_certificate(address: str, fingerprint: bytes, *, timeout_s: float) -> bytes:
-    """The PEM certificate that the server at `address` presents, if it is the one expected.
+    """The PEM certificate of the server at `address`, if it is the expected one.
 
-    Nothing but the TLS handshake crosses the wire: no secret is at stake yet.
+    Only the TLS handshake crosses the wire, so no secret is exposed.
 
     Args:
         address: `host:port`.
@@ -103,12 +100,12 @@ async def fetch_pinned_certificate(address: str, fingerprint: bytes, *, timeout_
         timeout_s: For connecting and the handshake together.
 
     Raises:
-        HostUnreachable: If nothing answers there in time, or what answers does not speak TLS.
+        HostUnreachable: If nothing answers there in time, or the answer is not TLS.
         InvalidJoinToken: If the server presents another certificate.
     """
     host, port = split_address(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # The fingerprint below decides, not a chain of authorities.
+    # The pinned fingerprint decides, not a chain of authorities.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -135,8 +132,8 @@ async def fetch_pinned_certificate(address: str, fingerprint: bytes, *, timeout_
 
 log = structlog.get_logger()
 
-# Of a certificate. A host's is renewed when two thirds of that are over, a stage's when its ring is connected
-# the next time after that.
+# Lifetime of a certificate. A host's is renewed when two thirds of it are over, a stage's when its ring is
+# connected the next time after that.
 LIFETIME: Final = dt.timedelta(days=30)
 _MAX_REQUEST_BYTES: Final = 4096
 
@@ -146,12 +143,12 @@ def _now() -> dt.datetime:
 
 
 class Authority:
-    """Signs the keys of admitted hosts. Its own key is the head's, and like it never travels.
+    """Certificate authority of a mesh: signs the keys of admitted hosts. Its own key never leaves the head.
 
     Args:
-        certificate: The head's, with its key.
-        lifetime: Of the certificates that it signs.
-        clock: Aware time.
+        certificate: Certificate of the head, with its key.
+        lifetime: Lifetime of the certificates that it signs.
+        clock: Returns the current time, aware.
     """
 
     def __init__(
@@ -170,28 +167,28 @@ class Authority:
         self.certificate_pem = certificate.certificate_pem
 
     def sign(self, request_pem: bytes, host: str, address: str) -> bytes:
-        """A certificate for a key that was made elsewhere.
+        """Sign a key that a host generated.
 
         Args:
-            request_pem: PKCS #10, of a P-256 key. Whatever names or extensions it asks for are ignored.
-            host: The host's name, as it was admitted.
-            address: IP address or host name where the others reach it.
+            request_pem: PKCS #10, of a P-256 key. Names and extensions in it are ignored.
+            host: Name of the host, as admitted.
+            address: IP address or host name for the other hosts.
 
         Returns:
             The certificate, PEM.
 
         Raises:
-            JoinError: If the request is none, or is not signed with its own key.
+            JoinError: If the request is malformed, or is not signed with its own key.
         """
         return self._sign(request_pem, host, address, self._clock() + self._lifetime)
 
     def is_due(self, certificate_pem: bytes) -> bool:
-        """Whether two thirds of the life of a certificate that it signed are over."""
+        """Whether two thirds of the lifetime of a certificate that it signed are over."""
         until = x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc
         return until - self._clock() < self._lifetime / 3
 
     def sign_for_ray(self, request_pem: bytes, host: str, address: str) -> bytes:
-        """The same for Ray's processes, which read it once: good as long as the authority.
+        """Sign a key of Ray's processes, which read the certificate once: valid as long as the authority's.
 
         Raises:
             JoinError: As for `sign`.
@@ -199,11 +196,11 @@ class Authority:
         return self._sign(request_pem, host, address, self._certificate.not_valid_after_utc)
 
     def own_identity(self, hosts: Sequence[str], address: str) -> Identity:
-        """For the head's own process, which holds the authority's key anyway: good as long as that is.
+        """Identity of the head's own process, valid as long as the authority's certificate.
 
         Args:
-            hosts: What the head's host is called.
-            address: Where the others reach it.
+            hosts: Names of the head's host.
+            address: Its address for other hosts.
         """
         key = NewKey()
         certificate = self._issue(key.public_key, hosts, address, self._certificate.not_valid_after_utc)
@@ -266,22 +263,22 @@ def _general_name(address: str) -> x509.GeneralName:
 
 
 def renewal_in_s(certificate_pem: bytes, now: dt.datetime) -> float:
-    """Seconds until two thirds of what is left of a certificate's life are over.
+    """Seconds until two thirds of the rest of a certificate's lifetime are over.
 
     Args:
-        certificate_pem: Fresh from the head.
-        now: Aware time. However wrong this clock is, the head is not asked more than once a second.
+        certificate_pem: Just received from the head.
+        now: Current time, aware. With any clock error the result is a second at least.
     """
     left = x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc - now
     return max(left.total_seconds() * 2 / 3, 1.0)
 
 
 class HostCertificate:
-    """Keys are made here, the head certifies them, the latest certificate counts. For one event loop.
+    """Certificate of this host: generates keys, and keeps the latest certificate. For one event loop.
 
     Args:
-        authority_pem: The head's certificate, which the join token pins.
-        clock: Aware time.
+        authority_pem: Certificate of the head, which the join token pins.
+        clock: Returns the current time, aware.
     """
 
     def __init__(self, authority_pem: bytes, *, clock: Callable[[], dt.datetime] = _now) -> None:
@@ -292,31 +289,31 @@ class HostCertificate:
         self._taken = asyncio.Event()
 
     def request_pem(self) -> bytes:
-        """A request for a key made just now."""
+        """A certificate request for a new key."""
         self._key = NewKey()
         self._taken.clear()
         return self._key.request_pem()
 
     def take(self, certificate_pem: bytes) -> None:
-        """What came of the latest request."""
+        """Store the certificate for the latest request."""
         self._identity = self.with_certificate(certificate_pem)
         self._taken.set()
 
     def with_certificate(self, certificate_pem: bytes) -> Identity:
-        """The key of the latest request with another certificate that was made for it."""
+        """Identity of the latest request's key with another certificate for it."""
         return self._key.identity(certificate_pem, self._authority_pem)
 
     def identity(self) -> Identity:
-        """What to show peers from now on.
+        """Identity for new connections.
 
         Raises:
-            MeshError: If nothing was taken yet.
+            MeshError: If there is no certificate yet.
         """
         if self._identity is None:
             raise MeshError("this host has no certificate yet")
         return self._identity
 
     async def due(self) -> None:
-        """Return when there is a certificate and it is time to ask for the next one."""
+        """Return when there is a certificate and it is due for renewal."""
         await self._taken.wait()
         await asyncio.sleep(renewal_in_s(self.identity().certificate_pem, self._clock()))

@@ -1,6 +1,6 @@
 """Child process that lists GPUs and measures their speed.
 
-Run as a program: JSON on standard output, a list of `Gpu`s; see `mesh.cluster.host_facts`.
+Run as a program; prints a JSON list of `Gpu`s. See `mesh.cluster.host_facts`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from stages.runtime.memory import free_memory_bytes
 
 
 def gpus_here() -> tuple[Gpu, ...]:
-    """Looked at by this process, which holds memory of theirs from now on."""
+    """GPUs as llama.cpp lists them; this process holds memory of theirs from now on."""
     found = []
     for device in layer_devices():
-        # One that does not tell has what the host has.
+        # A device that does not report its memory has the host's.
         tells = device.total_bytes > 0
         found.append(
             Gpu(

@@ -1,8 +1,8 @@
 """Discovery of heads by mDNS.
 
-What is announced anybody may know: a name, an address, versions, and the beginning of the certificate's hash,
-by which the owner of a join token recognises its head. Whoever answers must then prove to be it, as always:
-an announcement admits nobody and is believed by nobody.
+An announcement is public: a name, an address, versions, and the beginning of the certificate's hash, by which
+the owner of a join token recognises its head. The answering head must prove its identity as always: an
+announcement admits no host and is not trusted.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from mesh.cluster.join_token import JoinToken
 
 SERVICE: Final = "_spanmesh._tcp.local."
-# Of the certificate's sha256, in hex: enough to tell heads apart, which is all that it is for.
+# Hex digits of the certificate's sha256: enough to tell heads apart.
 _FINGERPRINT_CHARS: Final = 16
 _POLL_S: Final = 3.0
 _MOST_HEADS: Final = 64
-# What mDNS calls a service has at most 63 bytes, with a dot and the fingerprint behind the host's name.
+# mDNS limits a service name to 63 bytes, of which a dot and the fingerprint follow the host's name.
 _NAME_CHARS: Final = 63 - 1 - _FINGERPRINT_CHARS
 
 
 @dataclass(frozen=True)
 class HeadFound:
-    """A head as it announces itself.
+    """A head as announced.
 
     Attributes:
-        name: Of its host.
+        name: Name of its host.
         address: `host:port` of its membership service.
         fingerprint: The first digits of its certificate's sha256, hex.
         software: Version of spanmesh.
@@ -55,12 +55,12 @@ class HeadFound:
 
 
 def head_found(name: str, token: JoinToken) -> HeadFound:
-    """What a head announces; nothing of it is secret."""
+    """The announcement of a head; none of it is secret."""
     return HeadFound(name, token.addresses[0], token.fingerprint.hex()[:_FINGERPRINT_CHARS])
 
 
 def with_found(token: JoinToken, heads: Sequence[HeadFound]) -> JoinToken:
-    """The token with every address at which its own head announces itself, before those that it has."""
+    """The token with all announced addresses of its head before its own ones."""
     mine = token.fingerprint.hex()[:_FINGERPRINT_CHARS]
     found = [head.address for head in heads if head.fingerprint == mine]
     return replace(token, addresses=tuple(dict.fromkeys((*found, *token.addresses))))
@@ -71,11 +71,11 @@ async def announced(head: HeadFound, *, is_wanted: bool) -> AsyncIterator[None]:
     """Announce a head while in the block.
 
     Args:
-        head: It.
-        is_wanted: Nothing is done if not.
+        head: The announcement.
+        is_wanted: Whether to announce at all.
 
     Raises:
-        ClusterError: If it cannot be announced: the package is missing, or there is no such address here.
+        ClusterError: If the package for mDNS is missing, or the address is none of this host.
     """
     if not is_wanted:
         yield
@@ -114,11 +114,11 @@ async def announced(head: HeadFound, *, is_wanted: bool) -> AsyncIterator[None]:
 async def discover_heads(
     *, seconds: float = _POLL_S, interfaces: Sequence[str] | None = None
 ) -> tuple[HeadFound, ...]:
-    """Who announces itself within some seconds, in the order of their names.
+    """Announced heads within some seconds, sorted by name.
 
     Args:
-        seconds: How long to listen.
-        interfaces: Addresses of this host to listen at; all unless given.
+        seconds: Listening time.
+        interfaces: Addresses of this host to listen on; all unless given.
 
     Raises:
         ClusterError: If mDNS cannot be used here.
@@ -142,7 +142,7 @@ async def discover_heads(
         await browser.async_cancel()
         infos = []
         for name in sorted(names):
-            # Anybody may announce anything, names that are none included.
+            # Announcements are untrusted, malformed names included.
             with contextlib.suppress(zeroconf.Error):
                 infos.append(zeroconf.asyncio.AsyncServiceInfo(SERVICE, name))
         await asyncio.gather(*(info.async_request(service.zeroconf, 1000) for info in infos))
@@ -153,7 +153,7 @@ async def discover_heads(
 
 
 def _head(info: Any) -> HeadFound | None:
-    """None if what was announced makes no sense: anybody may announce anything."""
+    """None if the announcement, which is untrusted, is malformed."""
     try:
         told = {key.decode(): value.decode() for key, value in info.properties.items() if value is not None}
         check_name(told["name"])

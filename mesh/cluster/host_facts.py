@@ -21,17 +21,17 @@ from spanmesh_proto.errors import ClusterError
 from stages.runtime.llama_libraries import may_have_layer_devices
 from stages.runtime.memory import free_memory_bytes
 
-# A process that looks at GPUs takes memory of them until it ends, so `mesh join`, which stays, has it done by
-# another.
-# A GPU's driver may take its time to start.
+# A process that lists GPUs holds memory of theirs until it ends, so `mesh join`, which keeps running, starts
+# another process for it.
+# Drivers of GPUs can be slow to start.
 _TIMEOUT_S: Final = 120.0
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """What GPUs llama.cpp finds here; at once where it was built without any.
+    """GPUs that llama.cpp finds here; at once where it was built without support for any.
 
     Raises:
-        ClusterError: If the process that looks fails, with its last words.
+        ClusterError: If the listing process fails; with the end of its error output.
     """
     if not may_have_layer_devices():
         return ()
@@ -57,14 +57,14 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-# What a Ray node's own processes take; they are yet to start when facts are read.
+# Memory of a Ray node's own processes, which start after the facts are read.
 _NODE_BYTES: Final = 320 * 2**20
 _PROBE_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True)
 class Versions:
-    """What must agree, or be known, when hosts work together."""
+    """Versions that must agree among hosts, or are of interest to the operator."""
 
     software: str
     llama_cpp: str
@@ -75,16 +75,16 @@ class Versions:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One host, as the planner and the operator see it.
+    """Memory, speed, GPUs and versions of one host, for the planner and the operator.
 
     Attributes:
-        memory_bytes: What the mesh may use of it.
-        num_threads: Threads for computing; they spin, so no more than cores.
-        speed_gb_per_s: How fast its memory is read. Decoding reads every weight for every token, so this is
-            what decides its share of the layers.
-        versions: Of the software on it.
-        gpus: What GPUs llama.cpp finds on it, if layers may go there.
-        gpu_layers: How many layers of each stage they are to hold; None for as many as find room, see
+        memory_bytes: Memory for the mesh.
+        num_threads: Compute threads; they spin, so no more than cores.
+        speed_gb_per_s: Memory read speed. Decoding reads every weight for every token, so this decides the
+            host's number of layers.
+        versions: Versions of its software.
+        gpus: GPUs that llama.cpp finds, if layers may go there.
+        gpu_layers: Layers of each stage on GPUs; None for as many as fit, see
             `mesh.placement.host_capacity`.
     """
 
@@ -96,11 +96,11 @@ class HostFacts:
     gpu_layers: int | None = None
 
     def capacity(self, name: str, *, draft_bytes: int = 0) -> HostCapacity:
-        """As the planner sees it.
+        """Capacity for the planner.
 
         Args:
-            name: Of the host.
-            draft_bytes: What a draft model takes of it; nobody knows where, so it counts everywhere.
+            name: Name of the host.
+            draft_bytes: Memory of a draft model; where it is is unknown, so it counts everywhere.
         """
         gpus = tuple(replace(gpu, free_bytes=max(0, gpu.free_bytes - draft_bytes)) for gpu in self.gpus)
         return HostCapacity(
@@ -116,12 +116,12 @@ class HostFacts:
 def read_host_facts(
     *, memory_bytes: int | None = None, num_threads: int | None = None, gpu_layers: int | None = None
 ) -> HostFacts:
-    """Facts of this host; takes about half a second, and some more where there are GPUs.
+    """Facts of this host; takes about half a second, and more with GPUs.
 
     Args:
-        memory_bytes: What the user allows, instead of all that is free now and that Ray will not take.
-        num_threads: What the user allows, instead of all physical cores that this process may run on.
-        gpu_layers: What the user wants of each stage on GPUs; None for as much as there is room for.
+        memory_bytes: Requested memory, instead of all that is free now less Ray's own.
+        num_threads: Requested threads, instead of all physical cores that this process may run on.
+        gpu_layers: Requested layers of each stage on GPUs; None for as many as fit.
 
     Raises:
         ClusterError: If its speed cannot be measured, or layers are to go to a GPU and there is none.
@@ -140,13 +140,13 @@ def read_host_facts(
 
 
 def default_num_threads() -> int:
-    """Physical cores, as far as this process may use them: hyper-threads only get in each other's way."""
+    """Physical cores that this process may use: hyper-threads slow one another down."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(psutil.cpu_count(logical=False) or usable, usable))
 
 
 def read_versions() -> Versions:
-    """Versions of what runs here, read from package metadata: nothing is imported for it."""
+    """Versions of the installed software, from package metadata, without imports."""
     return Versions(
         software=SOFTWARE_VERSION,
         llama_cpp=importlib.metadata.version("llama-cpp-python"),
@@ -170,9 +170,9 @@ def parse_size(text: str) -> int:
 
 
 def measure_speed_gb_per_s(num_threads: int) -> float:
-    """How fast `num_threads` threads together read memory; see `memory_speed`.
+    """Speed at which `num_threads` threads together read memory; see `memory_speed`.
 
-    Measured in a process of its own, which takes numpy away with it: this one may stay for weeks.
+    Measured in a process of its own, which imports numpy: this one may run for weeks without.
 
     Raises:
         ClusterError: If that process fails.

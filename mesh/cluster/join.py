@@ -1,4 +1,4 @@
-"""Joining: membership of this host, its Ray node, and rejoining with backoff."""
+"""Joining a mesh: membership of this host, its Ray node, and rejoining with backoff."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ log = structlog.get_logger()
 
 
 class Node(Protocol):
-    """What is needed of a Ray node; see `RayNode`."""
+    """The used part of a Ray node; see `RayNode`."""
 
     @property
     def is_running(self) -> bool:
-        """Whether its first process lives."""
+        """Whether its first process runs."""
 
     async def wait_ready(self) -> str:
         """Wait until it is part of its cluster."""
@@ -51,10 +51,10 @@ class Node(Protocol):
 
 
 class LocalHost:
-    """What stays when a stay ends.
+    """State of this host that outlives a membership.
 
     Args:
-        options: What the user says.
+        options: Options of `mesh join`.
         start_node: Starts a Ray node.
     """
 
@@ -67,12 +67,12 @@ class LocalHost:
         self._access: RayAccess | None = None
 
     async def member(self, head_address: str) -> Member:
-        """This host as it introduces itself.
+        """This host as it reports itself.
 
-        Memory is read while no node of ours takes any: beside a loaded stage less of it is free.
+        Free memory is read while no stage is loaded here, as a loaded one reduces it.
 
         Args:
-            head_address: Where the head was found.
+            head_address: Address of the head that answered.
         """
         options = self._options
         if self._node is None or not self._node.is_running or self._facts is None:
@@ -92,21 +92,21 @@ class LocalHost:
         )
 
     def node(self, member: Member, access: RayAccess) -> Node | None:
-        """The node that belongs to this cluster: the one that runs, or a new one.
+        """The Ray node for this cluster: the running one, or a new one.
 
         Args:
-            member: This host as it was admitted.
-            access: Where the cluster is.
+            member: This host as admitted.
+            access: Address and token of the cluster.
 
         Returns:
-            None if the one that runs belongs to another cluster: it is ended, and the host is to join anew.
+            None if the running node belongs to another cluster: it is ended, and the host has to join again.
         """
         if self._node is not None and self._access != access:
             log.info("ray_is_another", was=self._access and self._access.address, now=access.address)
             self.close()
             return None
         if self._node is None:
-            # Here, in the main thread: the node dies with the thread that starts it.
+            # In the main thread: the kernel ends the node with the thread that starts it.
             self._node = self._start_node(
                 RayNodeConfig(
                     member.address,
@@ -120,27 +120,27 @@ class LocalHost:
         return self._node
 
     def close(self) -> None:
-        """End the node, and all that runs on it."""
+        """End the node, and all processes on it."""
         if self._node is not None:
             self._node.stop()
             self._node = None
 
 
-# Moving layers means to bring them to another host: that may take minutes, but not for ever.
+# Bound for moving layers to another host, which may take minutes.
 _LEAVE_S: Final = 600.0
 
 
 class MembershipSession:
-    """Joins once.
+    """One membership of this host, from joining to leaving.
 
     Args:
-        token: Of the mesh.
+        token: Join token.
         local_host: This host.
-        interruption: Asks to leave.
+        interruption: Signal handler that asks to leave.
 
     Attributes:
-        was_admitted: Whether the head took this host in.
-        was_ready: Whether this host was a member, with a Ray node that ran.
+        was_admitted: Whether the head admitted this host.
+        was_ready: Whether this host was a member with a running Ray node.
     """
 
     def __init__(self, token: JoinToken, local_host: LocalHost, interruption: Interruption) -> None:
@@ -152,7 +152,7 @@ class MembershipSession:
         self.was_ready = False
 
     async def run(self) -> None:
-        """Return when the head has let this host go, or when it has asked to leave and the head is gone.
+        """Return when the head has released this host, or when it has asked to leave and the head is gone.
 
         Raises:
             JoinError: If the head refuses this host, or is gone.
@@ -207,15 +207,15 @@ async def _listen(membership: Membership) -> None:
 
 
 _FIRST_S: Final = 0.5
-# A try is one connection: a price worth paying for being back seconds after the head is.
+# A try costs one connection only, so the host is back seconds after the head.
 _MOST_S: Final = 2.0
 
 
 def backoff_s(jitter: Callable[[], float]) -> Iterator[float]:
-    """Pauses between tries, in seconds: each about twice as long as the one before, up to two seconds.
+    """Pauses between tries, in seconds: each about twice as long as the one before, at most two seconds.
 
     Args:
-        jitter: From 0 to 1. Each pause is between a half and three halves of what it would be without.
+        jitter: Random numbers from 0 to 1. Each pause is multiplied by a half to three halves.
     """
     pause_s = _FIRST_S
     while True:
@@ -224,26 +224,26 @@ def backoff_s(jitter: Callable[[], float]) -> Iterator[float]:
 
 
 def may_pass(error: MeshError) -> bool:
-    """Whether what ended a stay may be over after a while.
+    """Whether joining again may help after an error that ended a membership.
 
-    A head that is away may come back; one that still believes this host to be there under its name finds out;
-    a Ray node can be started again. But a token that is refused now is refused for good, and so is a version.
+    A head that is away may come back; a head that still lists this host under its name will notice; a Ray
+    node can be started again. A refused token or version stays refused.
     """
     return type(error) in {JoinError, HostUnreachable} or isinstance(error, ClusterError)
 
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """What the user says.
+    """Options of `mesh join`.
 
     Attributes:
         token: The join token's text.
-        name: What to call this host.
-        advertise: Address where the others reach it, or None for the one that leads to the head.
-        memory_bytes: What the mesh may use, or None for all that is free.
-        num_threads: Threads for computing, or None for one per core.
-        give_up_after_s: How long to look for a head that was there once.
-        gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see
+        name: Name of this host.
+        advertise: Address of this host for the others, or None for the one that routes to the head.
+        memory_bytes: Memory for the mesh, or None for all that is free.
+        num_threads: Compute threads, or None for one per core.
+        give_up_after_s: Longest search for a head that was reached before, in seconds.
+        gpu_layers: Layers of each stage on this host's GPUs; None for as many as fit, see
             `mesh.placement.host_capacity`.
     """
 
@@ -263,23 +263,24 @@ async def join_mesh(
     start_node: Callable[[RayNodeConfig], Node] = RayNode.start,
     jitter: Callable[[], float] = random.random,
 ) -> None:
-    """Join, and stay until the head closes the mesh or lets this host go.
+    """Join, and stay a member until the head closes the mesh or releases this host.
 
-    Whatever ends a stay before that, such as a network that is away for a while, is waited out: the host
-    joins again, with the Ray node that it has if that still runs.
+    Any other end of a membership, such as a network failure, is waited out: the host joins again, with its
+    Ray node if that still runs.
 
     Args:
-        options: What the user says.
-        interruption: Its first signal asks the head to move what is here; its second leaves at once.
+        options: Options of `mesh join`.
+        interruption: Its first signal asks the head to move the layers of this host; its second leaves at
+            once.
         start_node: Starts this host's Ray node, in the main thread.
-        jitter: From 0 to 1, so that hosts that lost their head do not all come back at the same instant.
+        jitter: Random numbers from 0 to 1, so that hosts that lost their head do not all come back at once.
 
     Raises:
         InvalidJoinToken: If the token is malformed, wrong or expired, or this host was evicted.
         HostUnreachable: If the head cannot be reached, from the start or for `give_up_after_s`, or cannot
             reach this host.
         JoinError: If the head refuses this host.
-        ClusterError: If Ray does not start, however often it is tried.
+        ClusterError: If Ray fails to start in all attempts.
     """
     token = decode(options.token)
     check_name(options.name)

@@ -24,13 +24,13 @@ _FINGERPRINT_BYTES: Final = 32
 
 @dataclass(frozen=True)
 class JoinToken:
-    """What a host must know to join, and nothing that it can find out itself.
+    """Address, secret and fingerprint that a host needs to join.
 
     Attributes:
-        addresses: Where the head's membership service listens, `host:port`, the best first.
-        secret: Proof that whoever joins was given the token.
+        addresses: Addresses of the membership service, `host:port`, the best first.
+        secret: Proof of possession of the token.
         fingerprint: sha256 of the head's certificate in DER form, 32 bytes.
-        expires_at_s: Unix time from which the head turns the token away.
+        expires_at_s: Expiry, Unix seconds.
     """
 
     addresses: tuple[str, ...]
@@ -39,13 +39,13 @@ class JoinToken:
     expires_at_s: int
 
     def check_expiry(self, now_s: float) -> None:
-        """Raise if the token is no longer good.
+        """Check that the token is valid.
 
         Args:
             now_s: Unix time.
 
         Raises:
-            InvalidJoinToken: Saying when it expired.
+            InvalidJoinToken: With the time of its expiry.
         """
         if now_s >= self.expires_at_s:
             when = datetime.fromtimestamp(self.expires_at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -61,10 +61,10 @@ def encode(token: JoinToken) -> str:
 
 
 def decode(text: str) -> JoinToken:
-    """The token that `encode` wrote; surrounding white space does not matter.
+    """The token from its text; surrounding white space is ignored.
 
     Raises:
-        InvalidJoinToken: If the text is no token, is cut short, or is of another version.
+        InvalidJoinToken: If the text is malformed, truncated, or of another version.
     """
     word = text.strip()
     if not word:

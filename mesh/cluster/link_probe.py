@@ -39,15 +39,15 @@ MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 
 
 def echo_key(secret: str) -> str:
-    """What a caller must know: made from the join token's secret, which it does not give away."""
+    """Key of the echo service, derived from the join token's secret, which it does not reveal."""
     return hashlib.sha256(f"spanmesh echo {secret}".encode()).hexdigest()
 
 
 class EchoService(rpc.EchoServicer):
-    """Sends back as many bytes as were asked for.
+    """Echo service: replies with as many bytes as requested.
 
     Args:
-        handshakes: Is told of each call.
+        handshakes: Records each call.
     """
 
     def __init__(self, handshakes: HandshakeMonitor) -> None:
@@ -58,7 +58,7 @@ class EchoService(rpc.EchoServicer):
         request_iterator: AsyncIterator[wire.Probe],
         context: grpc.aio.ServicerContext[wire.Probe, wire.Probe],
     ) -> AsyncIterator[wire.Probe]:
-        """Each probe is answered once, in order."""
+        """Reply to each probe once, in order."""
         self._handshakes.called(context.peer())
         async for probe in request_iterator:
             if probe.answer_bytes > MAX_ANSWER_BYTES:
@@ -69,11 +69,11 @@ class EchoService(rpc.EchoServicer):
 
 
 class EchoServer:
-    """The service on a free port, for those who know the key.
+    """Echo service on a free port, for callers with the key.
 
     Args:
-        secret: The join token's.
-        identity: What this host shows; asked at each connection.
+        secret: Secret of the join token.
+        identity: Returns the TLS identity of this host, at each connection.
     """
 
     def __init__(self, secret: str, identity: Callable[[], Identity]) -> None:
@@ -106,7 +106,7 @@ class EchoServer:
 
 
 SMALL_BYTES: Final = 64
-# The first round trips open the connection and find the other end asleep.
+# The first round trips open the connection and wake the other end.
 _NUM_WARM_UP: Final = 3
 _CHUNK_BYTES: Final = 512 * 1024
 _CONNECT_TIMEOUT_S: Final = 3.0
@@ -115,18 +115,18 @@ _CONNECT_TIMEOUT_S: Final = 3.0
 async def measure_link(
     source: str, target: str, address: str, options: LinkProbeOptions, *, secret: str, identity: Identity
 ) -> Link:
-    """Round trips over one held-open stream, as windows take it, then much data at once.
+    """Measure round trips over one open stream, as windows use it, then bandwidth.
 
     Args:
         source: Name of this host.
-        target: Name of the other.
+        target: Name of the other host.
         address: `host:port` of its echo service.
-        options: What is to be measured.
-        secret: The join token's.
-        identity: What this host shows the other.
+        options: Options of the measurement.
+        secret: Secret of the join token.
+        identity: TLS identity of this host.
 
     Returns:
-        What was measured; a link that cannot be measured says why.
+        The measured link; with the reason if it cannot be measured.
     """
     try:
         async with (
@@ -141,7 +141,7 @@ async def measure_link(
             hidden_ms = await _round_trips(call, options.hidden_bytes, options.num_probes)
             rate = None
             if options.bulk_bytes:
-                # The first time TCP is still finding out how much the wire takes.
+                # In the first transfer TCP still grows its window.
                 await _bulk_s(call, options.bulk_bytes)
                 wire_s = await _bulk_s(call, options.bulk_bytes) - min(small_ms) / 1e3
                 rate = options.bulk_bytes / max(wire_s, 1e-6)
@@ -156,7 +156,7 @@ async def measure_link(
 
 
 async def _round_trips(call: Bounce, num_bytes: int, count: int) -> list[float]:
-    """In milliseconds; the answers are small."""
+    """Round trip times in milliseconds; replies are small."""
     probe = wire.Probe(payload=bytes(num_bytes), answer_bytes=SMALL_BYTES)
     times_ms = []
     for _ in range(count):
@@ -188,7 +188,7 @@ async def _bulk_s(call: Bounce, num_bytes: int) -> float:
 
 
 async def _write(call: Bounce, probe: wire.Probe) -> None:
-    # A call that is over refuses to be written to; why it is over comes out when it is read.
+    # Writing to a call that has ended fails; its reason is reported by the reader.
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(probe)
 
@@ -199,12 +199,12 @@ async def _answer(call: Bounce) -> None:
 
 
 def order_of(id: int, targets: Mapping[str, str], options: LinkProbeOptions) -> membership_wire.LinkOrder:
-    """What the head asks a host for.
+    """The order of the head for a host.
 
     Args:
-        id: To tell the answer from others of the same host.
+        id: Distinguishes the report from others of the same host.
         targets: Addresses of echo services, by host.
-        options: What is to be measured of each.
+        options: Options of the measurement.
     """
     return membership_wire.LinkOrder(
         id=id,
@@ -218,13 +218,13 @@ def order_of(id: int, targets: Mapping[str, str], options: LinkProbeOptions) -> 
 async def carry_out(
     order: membership_wire.LinkOrder, source: str, secret: str, identity: Identity
 ) -> membership_wire.LinkReport:
-    """Measure what is ordered from this host, one link after the other.
+    """Measure the links of an order, one after the other.
 
     Args:
-        order: The head's.
+        order: Order of the head.
         source: Name of this host.
-        secret: The join token's.
-        identity: What this host shows the others.
+        secret: Secret of the join token.
+        identity: TLS identity of this host.
     """
     options = LinkProbeOptions(order.hidden_bytes, order.num_probes, order.bulk_bytes)
     links = [
@@ -247,7 +247,7 @@ async def carry_out(
 
 
 def links_of(source: str, report: membership_wire.LinkReport) -> list[Link]:
-    """What a host measured."""
+    """Links that a host measured."""
     return [
         Link(
             source,

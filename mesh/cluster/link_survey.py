@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# For the way to a host and back, beyond what its links may take.
+# Time for the way to a host and back, beyond that of its links.
 _REPORT_S: Final = 5.0
 
 
 class LinkSurvey:
-    """Measures all links. One survey runs at a time.
+    """Measurement of all links. One survey runs at a time.
 
     Args:
-        own: The head's host, with its echo service.
+        own: Host of the head, with its echo service.
         members: Hosts; the head's own may be among them.
-        service: Reaches the others.
-        secret: The join token's.
-        identity: What this host shows the others.
+        service: Membership service for the others.
+        secret: Secret of the join token.
+        identity: TLS identity of this host.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LinkSurvey:
 
     @property
     def head(self) -> str:
-        """What the head's host is called; a joined host may have its name if the head itself is no member."""
+        """Name of the head's host; distinct from a joined host's with the same name."""
         own = self._own
         is_taken = any(
             other.name == own.name and other.ray_node_name != own.ray_node_name for other in self._members
@@ -57,15 +57,15 @@ class LinkSurvey:
         return f"{own.name} (head)" if is_taken else own.name
 
     async def measure(self, options: LinkProbeOptions) -> Links:
-        """Of every host to every other, the head's among them.
+        """Links from every host to every other, the head's included.
 
-        Round trips are measured by all hosts at the same time, one link of each at a time. If much data is to
-        be sent, one host measures after the other: two transfers over one wire would share it. Each link is
-        an order of its own, so that no further one is measured once this is cancelled.
+        Round trips are measured by all hosts at the same time, one link of each at a time. Bandwidths are
+        measured by one host after the other, as two transfers over one wire would share it. Each link is an
+        order of its own, so that a cancelled survey starts no further one.
         """
         async with self._turn:
             hosts = {member.name: member for member in self._members}
-            # The head's own entry among the members, if there is one, knows nothing of its echo service.
+            # The head's entry among the members, if there is one, has no echo service.
             hosts[self.head] = replace(self._own, name=self.head)
             if options.bulk_bytes:
                 measured = [await self._from(member, hosts, options) for member in hosts.values()]
@@ -77,7 +77,7 @@ class LinkSurvey:
 
     async def _from(self, member: Member, hosts: dict[str, Member], options: LinkProbeOptions) -> list[Link]:
         if not member.echo_port:
-            # It runs a version that knows nothing of this.
+            # It runs a version without this service.
             return []
         found: list[Link] = []
         for other in hosts.values():

@@ -24,13 +24,13 @@ class Member:
     """One host of the mesh.
 
     Attributes:
-        name: Its name; no two members share it.
-        address: IP address or host name where the other members reach it.
-        facts: What it brings.
+        name: Its name, unique among the members.
+        address: IP address or host name for the other members.
+        facts: Memory, speed, GPUs and versions.
         ray_node_name: Name of its Ray node, see `RayNodeConfig`.
         is_ready: Whether its Ray node runs, so that a stage can be placed there.
-        layers: What it holds, for messages; empty while it holds nothing.
-        echo_port: Where its echo service listens; 0 if it has none.
+        layers: Layers that it holds, for messages; empty if none.
+        echo_port: Port of its echo service; 0 if it has none.
         is_leaving: Whether it is to leave as soon as its layers have moved.
     """
 
@@ -45,7 +45,7 @@ class Member:
 
 
 def check_name(name: str) -> None:
-    """Refuse names that would not survive as a Ray node's name or in a table.
+    """Check that a name is fit for Ray nodes and tables.
 
     Raises:
         JoinError: If it is not 1 to 63 letters, digits, dots, dashes and underscores.
@@ -59,7 +59,7 @@ def check_name(name: str) -> None:
 
 
 class Members:
-    """The members, in the order in which they came. Lives in one event loop."""
+    """Members in the order of joining. For one event loop."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Member] = {}
@@ -84,7 +84,7 @@ class Members:
         """Add a member.
 
         Raises:
-            JoinError: If another member has its name, or the name is none.
+            JoinError: If another member has its name, or the name is invalid.
         """
         check_name(member.name)
         other = self._by_name.get(member.name)
@@ -106,7 +106,7 @@ class Members:
         echo_port: int | None = None,
         is_leaving: bool | None = None,
     ) -> None:
-        """Note what changed about a member; does nothing if it has left."""
+        """Update a member; no effect if it has left."""
         member = self._by_name.get(name)
         if member is None:
             return
@@ -122,7 +122,7 @@ class Members:
         self._notify()
 
     def remove(self, name: str) -> None:
-        """Drop a member; does nothing if it has left."""
+        """Remove a member; no effect if it has left."""
         if self._by_name.pop(name, None) is not None:
             self._notify()
 
@@ -133,7 +133,7 @@ class Members:
     async def change_within(self, timeout_s: float) -> None:
         """Return at the next change, or when the time is over.
 
-        Cancelling it always works: `asyncio.wait_for` of Python 3.11 forgets a cancellation that comes at the
+        Cancellation always works: `asyncio.wait_for` of Python 3.11 loses a cancellation that comes at the
         same moment as the change.
         """
         with contextlib.suppress(TimeoutError):
@@ -141,6 +141,6 @@ class Members:
                 await self.changed()
 
     def _notify(self) -> None:
-        # Wake whoever waits now; the next one waits for the next change.
+        # Wakes current waiters only; later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mesh.cluster.join_token import JoinToken
     from mesh.cluster.members import Member
 
-# Together below the 5 s in which a join that cannot work must say so; the head dials back within 2 s of the
+# Together below the 5 s within which a join that cannot work must fail; the head dials back within 2 s of the
 # second.
 _CONNECT_TIMEOUT_S: Final = 1.8
 _ANSWER_TIMEOUT_S: Final = 2.8
@@ -35,17 +35,17 @@ _ANSWER_TIMEOUT_S: Final = 2.8
 
 @dataclass(frozen=True)
 class HeadEndpoint:
-    """The head as found: the address that answered, and its certificate."""
+    """The head: the address that answered, and its certificate."""
 
     address: str
     certificate_pem: bytes
 
 
 async def find_head(token: JoinToken) -> HeadEndpoint:
-    """Try all addresses of the token at once; the first that proves to be the head wins.
+    """Connect to all addresses of the token at once; the first that proves to be the head is taken.
 
     Raises:
-        InvalidJoinToken: If a server answers that is not the one of the token.
+        InvalidJoinToken: If a server answers with another certificate.
         HostUnreachable: If none answers in time.
     """
     attempts = [asyncio.create_task(_try(address, token.fingerprint)) for address in token.addresses]
@@ -60,7 +60,7 @@ async def find_head(token: JoinToken) -> HeadEndpoint:
         for attempt in attempts:
             attempt.cancel()
         await asyncio.gather(*attempts, return_exceptions=True)
-    # One that answered and was refused says more than those that did not answer.
+    # The error of an address that answered and was refused is more specific than a timeout.
     raise next((failure for failure in failures if not isinstance(failure, HostUnreachable)), failures[0])
 
 
@@ -70,11 +70,11 @@ async def _try(address: str, fingerprint: bytes) -> HeadEndpoint:
 
 
 class Membership:
-    """This host's place in the mesh. Use as an async context manager; leaving it leaves the mesh.
+    """Membership of this host. An async context manager; leaving it leaves the mesh.
 
     Args:
-        head: Where to join.
-        secret: From the join token.
+        head: Address and certificate of the head.
+        secret: Secret of the join token.
         member: This host.
     """
 
@@ -110,16 +110,16 @@ class Membership:
             await self._echo.stop()
 
     async def join(self) -> RayAccess:
-        """Ask to be admitted.
+        """Ask for admission.
 
         Returns:
-            Where to find Ray.
+            Address and token of the Ray cluster.
 
         Raises:
             InvalidJoinToken: If the head does not accept the secret, or the token expired.
             ProtocolVersionMismatch: If the two speak different versions.
             HostUnreachable: If either cannot reach the other.
-            JoinError: For any other reason that the head gives.
+            JoinError: For any other reason of the head.
         """
         check_port = await self._check.open(self._member.address)
         report = report_of(
@@ -157,7 +157,7 @@ class Membership:
         return RayAccess(answer.ray_address, answer.ray_token, ray_identity)
 
     async def report_ready(self) -> None:
-        """Tell the head that this host's Ray node runs."""
+        """Report that this host's Ray node runs."""
         await self._write(
             wire.HostReport(name=self._member.name, ray_is_running=True, echo_port=self._echo_port)
         )
@@ -167,12 +167,12 @@ class Membership:
         await self._write(wire.HostReport(name=self._member.name, is_leaving=True))
 
     async def states(self) -> AsyncIterator[str]:
-        """What the head has to say, until it closes the mesh.
+        """Announcements of the head, until it closes the mesh.
 
-        Meanwhile links are measured as it wants, and certificates taken.
+        Meanwhile links are measured on its orders, and certificates renewed.
 
         Raises:
-            HostUnreachable: If the head is gone without a goodbye.
+            HostUnreachable: If the connection to the head is lost.
         """
         while True:
             report = await self._read()
@@ -207,7 +207,7 @@ class Membership:
         return self._call
 
     async def _write(self, report: wire.HostReport) -> None:
-        # A call that is over refuses to be written to; why it is over comes out when it is read.
+        # Writing to a call that has ended fails; its reason is reported by the reader.
         # gRPC takes one message after the other, not two at a time.
         async with self._writing:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):

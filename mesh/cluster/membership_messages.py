@@ -14,7 +14,7 @@ from spanmesh_proto import membership_pb2 as wire
 def report_of(
     member: Member, *, secret: str, check_port: int, check_nonce: bytes, certificate_request: bytes
 ) -> wire.HostReport:
-    """What a host sends when it asks to join."""
+    """First report of a joining host."""
     facts = member.facts
     return wire.HostReport(
         protocol_version=PROTOCOL_VERSION,
@@ -49,7 +49,7 @@ def report_of(
 
 
 def member_of(report: wire.HostReport) -> Member:
-    """The host that a report describes."""
+    """The member that a report describes."""
     return Member(
         name=report.name,
         address=report.address,
@@ -84,16 +84,16 @@ def member_of(report: wire.HostReport) -> Member:
 _PING_MS: Final = 2_000
 _ANSWER_MS: Final = 2_000
 
-# Both ends ask; whoever hears nothing ends the stream within 4 s. gRPC answers in threads of its own, so a
-# process that is merely busy is not taken for one that is gone.
+# Both ends ping: an end that hears nothing closes the stream within 4 s. gRPC replies in threads of its own,
+# so a process that is merely busy is not taken for lost.
 KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", _PING_MS),
     ("grpc.keepalive_timeout_ms", _ANSWER_MS),
-    # gRPC sends no more pings than this without data in between; 0 is as many as there are.
+    # gRPC limits pings without data in between to this number; 0 is no limit.
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-# How often a host may ping the head without being taken for a nuisance.
+# Pings of a host within this interval are not treated as abuse.
 SERVER_PINGS: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_MS // 2),

@@ -1,4 +1,4 @@
-"""Membership service of the head."""
+"""Membership service of the head: joins, leaves, announcements and stage files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 _REPORT_TIMEOUT_S: Final = 2.0
 _DIAL_BACK_TIMEOUT_S: Final = 2.0
 _DISMISSAL_TIMEOUT_S: Final = 1.0
-# Numbers of orders that measure nothing; those of real ones count from 1.
+# Ids of orders that only ping a host; those of link measurements count from 1.
 _FIRST_PING_ID: Final = 2**32
 _SIZES: Final = (("grpc.max_receive_message_length", MAX_REQUEST_BYTES),)
 _OPTIONS: Final = tuple(
@@ -50,13 +50,12 @@ _OPTIONS: Final = tuple(
 
 @dataclass(frozen=True)
 class RayAccess:
-    """What a host needs to add its Ray node to the head's.
+    """Access of a host's Ray node to the head's.
 
     Attributes:
         address: `host:port`.
-        token: Ray's token.
-        identity: What this host's Ray processes show the others, a new one whenever the host joins; None if
-            they speak plain text.
+        token: Ray's auth token.
+        identity: TLS identity of this host's Ray processes, new at each join; None for plain text.
     """
 
     address: str
@@ -66,12 +65,12 @@ class RayAccess:
 
 @dataclass(frozen=True)
 class _AdmittedHost:
-    """A host that was let in.
+    """A host that was admitted.
 
     Attributes:
         member: The host.
-        certificate: For its links, PEM.
-        ray_certificate: For its Ray node, PEM; empty if Ray's processes speak plain text.
+        certificate: Certificate for its links, PEM.
+        ray_certificate: Certificate for its Ray node, PEM; empty for plain text.
     """
 
     member: Member
@@ -80,20 +79,20 @@ class _AdmittedHost:
 
 
 class MembershipService(rpc.MembershipServicer):
-    """Lives in the event loop that uses it.
+    """Membership service, in the event loop that uses it.
 
     Args:
-        token: What the head gave out; its secret admits.
-        ray: Where admitted hosts find Ray.
+        token: Join token; its secret admits hosts.
+        ray: Address and token of the Ray cluster.
         members: Kept up to date.
-        cache: Whose stages `FetchStage` sends.
-        versions: Of the head.
-        authority: Certifies the keys of admitted hosts.
-        clock_s: Unix time.
-        rate: How fast stages are sent, to all hosts together; None: as fast as they take them.
+        cache: Stage files that `FetchStage` sends.
+        versions: Versions of the head.
+        authority: Signs the keys of admitted hosts.
+        clock_s: Wall clock, Unix seconds.
+        rate: Bandwidth for stage files, to all hosts together; None for no limit.
 
     Attributes:
-        link_secret: What members prove to one another's echo service.
+        link_secret: Secret of the members' echo services.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class MembershipService(rpc.MembershipServicer):
         rate: RateLimit | None = None,
     ) -> None:
         self._admission = AdmissionControl(token)
-        # Hosts that came before and after an eviction probe each other's links: they need one secret.
+        # Hosts admitted before and after an eviction measure their links: they need a common secret.
         self.link_secret = token.secret
         self._ray = ray
         self._members = members
@@ -123,36 +122,36 @@ class MembershipService(rpc.MembershipServicer):
 
     @property
     def token(self) -> JoinToken:
-        """What admits now."""
+        """Current join token."""
         return self._admission.token
 
     def listens_at(self, address: str) -> None:
-        """Note where the service is reached, for the token."""
+        """Set the address of the service, for the token."""
         self._admission.token = replace(self._admission.token, addresses=(address,))
 
     async def answers(self, name: str, timeout_s: float) -> bool:
-        """Whether a host is a member and its `mesh join` answers in time."""
+        """Whether a host is a member and its `mesh join` replies in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                # It measures no link, and says so at once.
+                # It measures no link, and replies at once.
                 await self.ask_links(name, wire.LinkOrder(id=next(self._ping_ids)))
         except (HostUnreachable, TimeoutError):
             return False
         return True
 
     def dismiss(self, name: str, state: str) -> None:
-        """Tell a host to leave for good; does nothing if it has left.
+        """Ask a host to leave for good; no effect if it has left.
 
         Args:
             name: The host.
-            state: Why, for its log.
+            state: Reason, for its log.
         """
         outbox = self._outboxes.get(name)
         if outbox is not None:
             outbox.put_nowait(wire.HeadReport(is_closing=True, state=state))
 
     def evict(self, name: str) -> None:
-        """Cut a host off, never admit it again, and replace the join token's secret.
+        """Disconnect a host, refuse it from now on, and replace the join token's secret.
 
         Raises:
             JoinError: If it is no member, or the head itself.
@@ -165,7 +164,7 @@ class MembershipService(rpc.MembershipServicer):
         log.warning("host_evicted", host=name)
 
     async def ask_links(self, name: str, order: wire.LinkOrder) -> wire.LinkReport:
-        """Have a host measure links.
+        """Order a host to measure links.
 
         Raises:
             HostUnreachable: If it is no member, or leaves in the meantime.
@@ -182,18 +181,18 @@ class MembershipService(rpc.MembershipServicer):
             del self._orders[name, order.id]
 
     def announce(self, name: str, state: str) -> None:
-        """Tell one host what is going on, for its log; does nothing if it has left."""
+        """Send a host the current state, for its log; no effect if it has left."""
         outbox = self._outboxes.get(name)
         if outbox is not None:
             outbox.put_nowait(wire.HeadReport(state=state))
 
     def announce_to_all(self, state: str) -> None:
-        """Tell every host what is going on, for its log."""
+        """Send every host the current state, for its log."""
         for name in self._outboxes:
             self.announce(name, state)
 
     async def dismiss_all(self) -> None:
-        """Send every host home, and wait a moment until they have left."""
+        """Ask every host to leave, and wait briefly until they have left."""
         for outbox in self._outboxes.values():
             outbox.put_nowait(wire.HeadReport(is_closing=True, state="the head closed the mesh"))
         with contextlib.suppress(TimeoutError):
@@ -206,7 +205,7 @@ class MembershipService(rpc.MembershipServicer):
         request_iterator: AsyncIterator[wire.HostReport],
         context: grpc.aio.ServicerContext[wire.HostReport, wire.HeadReport],
     ) -> AsyncIterator[wire.HeadReport]:
-        """One host, for as long as it stays."""
+        """Membership of one host, until it leaves."""
         reports = aiter(request_iterator)
         try:
             admitted = await self._admit(reports)
@@ -362,19 +361,19 @@ class MembershipServer:
         return bound
 
     async def stop(self) -> None:
-        """Say goodbye to the hosts and stop."""
+        """Release the hosts and stop."""
         await self._service.dismiss_all()
         await self.kill()
 
     async def kill(self) -> None:
-        """Stop without a word."""
+        """Stop without notice to the hosts."""
         await self._server.stop(grace=0)
 
 
 async def _until_done(
     outbox: asyncio.Queue[wire.HeadReport], listener: asyncio.Task[None]
 ) -> AsyncIterator[wire.HeadReport]:
-    """What comes out of `outbox`, until the host hangs up or is told goodbye."""
+    """Items of `outbox`, until the host disconnects or is released."""
     while True:
         waiting = asyncio.ensure_future(outbox.get())
         try:

@@ -18,10 +18,10 @@ _PROBE_ROUNDS: Final = 5
 
 
 def memory_speed_gb_per_s(num_threads: int) -> float:
-    """How fast `num_threads` threads together read memory, the best of several rounds.
+    """Speed at which `num_threads` threads together read memory, the best of several rounds.
 
-    Each thread sums a block of its own (numpy lets go of the interpreter lock meanwhile); other work on the
-    host can only make a round slower, hence the best.
+    Each thread sums a block of its own (numpy releases the interpreter lock meanwhile). Other work on the
+    host can only slow a round down, hence the best.
     """
     num_words = _PROBE_BYTES // num_threads // 8
     blocks = [np.ones(num_words, dtype=np.uint64) for _ in range(num_threads)]

@@ -1,7 +1,6 @@
-"""Child process that runs `ray start` and dies with its parent.
+"""Child process that runs `ray start` and ends with its parent.
 
-Setting this up between fork and exec would run Python code in a forked copy of a process with threads, which
-may hang.
+Setting this up between fork and exec would run Python code in a forked process with threads, which may hang.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel end this process when its parent ends, however it ends. Linux only.
+    """Let the kernel end this process when its parent ends. Linux only.
 
     Args:
-        parent_pid: Who that is; if it is gone already, this process exits.
+        parent_pid: Process id of the parent; if it has ended already, this process exits.
     """
     if sys.platform != "linux":
         return

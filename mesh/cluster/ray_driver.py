@@ -1,4 +1,4 @@
-"""Ray driver: actors on named hosts, created, found and ended."""
+"""Ray driver: creates, finds and ends actors on named hosts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CONNECTION_LOST: Final = "connection error code 2"
 
 
 def exit_detail(text: str) -> str:
-    """Why an actor's process is gone.
+    """Reason for the end of an actor's process.
 
     Args:
-        text: Of Ray's `RayActorError`, several lines with advice.
+        text: Text of Ray's `RayActorError`, several lines with advice.
 
     Returns:
-        One line. Where Ray has only seen the process's socket close, it says what that can mean.
+        One line. Where Ray only saw a socket close, it lists the possible causes.
     """
     if "node has died" in text or "node was terminated" in text:
         return "its host's Ray node ended"
@@ -42,7 +42,7 @@ def exit_detail(text: str) -> str:
 
 
 def exited_pid(text: str) -> int | None:
-    """The process that a `RayActorError` names."""
+    """The process id that a `RayActorError` names."""
     found = _PID.search(text)
     return int(found[1]) if found else None
 
@@ -52,13 +52,13 @@ _POLL_S: Final = 0.2
 
 
 class RayDriver:
-    """A connection to Ray. One in a process.
+    """The connection to Ray. One per process.
 
     Args:
-        node: This host's Ray node.
-        address: The cluster's address, `host:port`.
-        are_kept: Whether actors live on when this process has ended without `kill`, for another driver to
-            `find`; without, they end with it.
+        node: Ray node of this host.
+        address: Address of the cluster, `host:port`.
+        are_kept: Whether actors outlive this process, for another driver to `find`; otherwise they end with
+            it.
     """
 
     def __init__(self, node: RayNode, address: str, *, are_kept: bool = False) -> None:
@@ -81,16 +81,16 @@ class RayDriver:
     async def create(
         self, kind: type, *arguments: object, ray_node_name: str, name: str | None = None
     ) -> Any:
-        """Start an actor on one node, and nowhere else.
+        """Start an actor on one node.
 
         Args:
-            kind: The actor's class; importable on every host.
-            arguments: For its constructor.
+            kind: Class of the actor; importable on every host.
+            arguments: Arguments of its constructor.
             ray_node_name: Name of the node's `RayNodeConfig`.
-            name: By which it can be found; no other actor of the mesh has it.
+            name: Name by which it can be found, unique in the mesh.
 
         Returns:
-            Ray's handle.
+            Ray's handle of the actor.
 
         Raises:
             ClusterError: If the node is not part of the cluster.
@@ -99,14 +99,14 @@ class RayDriver:
 
         node_id = await self._node_id(ray_node_name)
         place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-        # No CPU: how many threads compute is our plan's business, not Ray's.
+        # No CPU: the plan decides how many threads compute, not Ray.
         remote = self._ray.remote(kind).options(
             num_cpus=0, max_restarts=0, scheduling_strategy=place, name=name, lifetime=self._lifetime
         )
         return remote.remote(*arguments)
 
     def find(self, name: str) -> Any:
-        """Ray's handle of an actor that this driver, or one before it, has created.
+        """Ray's handle of an actor that this driver or an earlier one created.
 
         Raises:
             StageFailed: If it has ended.
@@ -117,7 +117,7 @@ class RayDriver:
             raise StageFailed(f"the process {name} has ended") from None
 
     def names(self) -> list[str]:
-        """Those of all actors that live and were given one, by this driver or one before it."""
+        """Names of all running actors, of this driver or an earlier one."""
         from ray.util import list_named_actors  # noqa: PLC0415
 
         return [str(name) for name in list_named_actors()]
@@ -127,7 +127,7 @@ class RayDriver:
         self._ray.kill(actor, no_restart=True)
 
     def close(self) -> None:
-        """Disconnect; actors that still live end, unless they are kept."""
+        """Disconnect; running actors end, unless they are kept."""
         self._ray.shutdown()
 
     async def _node_id(self, ray_node_name: str) -> str:
@@ -141,14 +141,14 @@ class RayDriver:
 
 
 async def result_of(call: Awaitable[Any], who: str) -> Any:
-    """What an actor's method returns.
+    """Result of an actor's method.
 
     Args:
-        call: Ray's reference.
-        who: The actor, for messages.
+        call: Ray's object reference.
+        who: Description of the actor, for messages.
 
     Raises:
-        MeshError: What the method raised, if it is ours.
+        MeshError: The error of the method, if it is a `MeshError`.
         StageFailed: If it raised anything else, or the actor's process is gone.
     """
     from ray.exceptions import RayActorError, RayError, RayTaskError  # noqa: PLC0415
@@ -167,6 +167,6 @@ async def result_of(call: Awaitable[Any], who: str) -> Any:
 
 
 def _gist(error: Exception) -> str:
-    """The telling line of one of Ray's long texts: the last of a traceback, the first of anything else."""
+    """The significant line of one of Ray's long texts: the last of a traceback, else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1] if any(line.startswith(("File ", "Traceback")) for line in lines) else lines[0]

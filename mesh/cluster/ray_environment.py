@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from stages.transport.channels import Identity
 
 
-# Ray's processes take them from files only. They lie in the node's folder, which is this user's alone and
-# goes with the node.
+# Ray's processes read them from files only. The node's folder is readable by this user only and removed with
+# the node.
 _MODE: Final = 0o600
 
 
 class RayTlsFiles:
-    """Three files.
+    """Key, certificate and authority of a Ray node, as files.
 
     Args:
-        folder: Of the node; nobody else can enter it.
+        folder: Private folder of the node.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +33,7 @@ class RayTlsFiles:
 
     @property
     def exist(self) -> bool:
-        """Whether this node speaks TLS."""
+        """Whether this node uses TLS."""
         return self._key.exists()
 
     def write(self, identity: Identity) -> None:
@@ -47,7 +47,7 @@ class RayTlsFiles:
                 file.write(content)
 
     def environment(self) -> dict[str, str]:
-        """What tells Ray of them."""
+        """Environment variables for Ray."""
         return {
             "RAY_USE_TLS": "1",
             "RAY_TLS_SERVER_CERT": str(self._certificate),
@@ -57,7 +57,8 @@ class RayTlsFiles:
 
 
 PARENT_PID: Final = "SPANMESH_PARENT_PID"
-# For a node that may outlive its starter: the file that its owner locks, and for how long nobody may.
+# For a node that may outlive its starter: the file that its owner locks, and the longest time without an
+# owner.
 OWNER_PATH: Final = "SPANMESH_OWNER_PATH"
 LINGER_S: Final = "SPANMESH_LINGER_S"
 
@@ -65,23 +66,23 @@ _SETTINGS: Final = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    # Weights are mapped files: a full memory is normal, not a reason to kill a stage.
+    # Weights are mapped files: a full memory is normal, not a reason to end a stage.
     "RAY_memory_monitor_refresh_ms": "0",
-    # A stage asks Ray for no GPU, llama.cpp finds it by itself: leave it visible.
+    # A stage requests no GPU from Ray, llama.cpp finds it by itself: keep it visible.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Stages answer people: they do not stand back behind every other process of their host.
+    # Stages serve interactive requests: their priority is normal.
     "RAY_worker_niceness": "0",
-    # Objects that cross Python patch releases do so unharmed.
+    # Serialised objects are compatible among Python's patch releases.
     "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
 }
 
 
 def ray_environment(token_path: Path) -> dict[str, str]:
-    """Variables for every process that is to talk to the mesh's Ray.
+    """Environment variables of processes that connect to the mesh's Ray.
 
     Args:
-        token_path: File with Ray's token, readable by this user only. If this host's key and certificates lie
-            beside it, Ray's processes speak TLS with each other and nothing else.
+        token_path: File with Ray's token, readable by this user only. If this host's key and certificates are
+            beside it, Ray's processes use TLS.
     """
     settings = {**_SETTINGS, "RAY_AUTH_TOKEN_PATH": str(token_path)}
     files = RayTlsFiles(token_path.parent)
@@ -89,22 +90,22 @@ def ray_environment(token_path: Path) -> dict[str, str]:
 
 
 def become_driver(token_path: Path) -> None:
-    """Set up this process to connect to the mesh's Ray; to be called before Ray is imported."""
+    """Set up this process to connect to the mesh's Ray, before Ray is imported."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
     os.environ.update(ray_environment(token_path))
 
 
 def child_environment(token_path: Path, owner_path: Path, linger_s: float) -> dict[str, str]:
-    """The whole environment of a Ray node's first process, our child.
+    """Environment of a Ray node's first process, our child.
 
-    What the user has set up for another Ray does not reach ours, nor does a key that opens an API. Stages
-    inherit from it how they allocate, unless the user knows better.
+    Without the operator's settings for another Ray, and without API keys. Stages inherit settings of the
+    memory allocator from it, unless the operator set others.
 
     Args:
         token_path: File with Ray's token, readable by this user only.
-        owner_path: File that the owner of the node holds a lock on.
-        linger_s: How long the node lives without an owner; 0: no longer than this process.
+        owner_path: File that the owner of the node keeps locked.
+        linger_s: Time for which the node runs without an owner; 0: it ends with this process.
     """
     inherited = {
         name: value for name, value in inherited_environment().items() if not name.startswith("RAY_")

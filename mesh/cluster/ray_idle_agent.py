@@ -1,19 +1,19 @@
-"""Child process that stands in for an agent of Ray.
+"""Child process in place of an agent of Ray.
 
-Ray's own are there for its dashboard, its metrics and its runtime environments, none of which a mesh uses,
-and import all of Ray for it: 50 MB each, on every host. The raylet asks no more of them than to live as long
-as it does, and to write their ports into its session's folder.
+Ray's own agents serve its dashboard, metrics and runtime environments, none of which a mesh uses, and import
+all of Ray: 50 MB each, on every host. The raylet only requires that they run as long as it does, and that
+they write their ports into its session's folder.
 
-A program that imports next to nothing: it runs without the packages of its environment.
+The program imports next to nothing: it runs without the packages of its environment.
 """
 
 import os
 import sys
 from collections.abc import Mapping, Sequence
 
-# What Ray's own agents write for a service that there is not.
+# What Ray's own agents write for a service that does not exist.
 _NO_PORT = "-1"
-# By the end of the path of the program that is stood in for.
+# By the end of the path of the replaced program.
 _PORTS = {
     "dashboard/agent.py": ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"),
     "runtime_env/agent/main.py": ("runtime_env_agent_port",),
@@ -21,13 +21,13 @@ _PORTS = {
 
 
 def port_names(program: str) -> tuple[str, ...]:
-    """The ports that the raylet waits to hear of.
+    """Names of the ports that the raylet waits for.
 
     Args:
-        program: Path of the agent's own program.
+        program: Path of the replaced program.
 
     Raises:
-        ValueError: If it is none of a Ray node's agents.
+        ValueError: If it is no agent of a Ray node.
     """
     for ending, names in _PORTS.items():
         if program.endswith(ending):
@@ -36,28 +36,28 @@ def port_names(program: str) -> tuple[str, ...]:
 
 
 def options_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Those written `--name=value`, by name."""
+    """Options written as `--name=value`, by name."""
     pairs = (argument[2:].partition("=") for argument in arguments if argument.startswith("--"))
     return {name: value for name, equals, value in pairs if equals}
 
 
 def report_ports(program: str, options: Mapping[str, str]) -> None:
-    """Write that the agent has none.
+    """Write that the agent has no ports.
 
     Args:
-        program: Path of the agent's own program.
-        options: What Ray tells that program.
+        program: Path of the replaced program.
+        options: Options that Ray passes to it.
     """
     for name in port_names(program):
         path = f"{options['session-dir']}/{name}_{options['node-id']}"
-        # The raylet reads a file as soon as it is there.
+        # The raylet reads the file as soon as it exists.
         with open(f"{path}.partial", "w", encoding="ascii") as file:  # noqa: PTH123 - pathlib would double it all
             file.write(_NO_PORT)
         os.replace(f"{path}.partial", path)  # noqa: PTH105
 
 
 def main() -> None:
-    """`idle_agent.py PROGRAM --name=value…`: tell the ports, then wait for the raylet's end."""
+    """`idle_agent.py PROGRAM --name=value…`: write the ports, then wait for the raylet's end."""
     report_ports(sys.argv[1], options_of(sys.argv[2:]))
     # The raylet holds the other end of this pipe.
     while os.read(sys.stdin.fileno(), 1):

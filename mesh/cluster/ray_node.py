@@ -1,6 +1,6 @@
-"""Ray node of this host: start, adoption and stop.
+"""Ray node of this host: start, adoption by the next head, and stop.
 
-The head's may outlive its starter, so that stages go on while `mesh serve` is started again, which adopts it.
+The head's may outlive its starter, so that stages keep running while `mesh serve` is started again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _LOCK: Final = "lock"
 
 
 class PrivateFolder:
-    """Removed by `close`, or, if its owner was killed, by the next one that is made.
+    """Private folder: removed by `close`, or, if its owner was killed, when the next one is created.
 
-    Its owner holds a lock in it, which the kernel gives up with the owner; unlike a process id that says the
-    truth among containers as well.
+    Its owner holds a lock in it, which the kernel releases with the owner; unlike a process id, that works
+    across containers.
 
     Args:
-        prefix: Of its name.
+        prefix: Beginning of its name.
 
     Attributes:
         path: The folder.
@@ -49,19 +49,19 @@ class PrivateFolder:
     """
 
     def __init__(self, prefix: str) -> None:
-        # Sockets are to go into it, and their paths end at 107 characters: no long TMPDIR.
-        root = Path("/tmp")  # noqa: S108 - mkdtemp makes a folder that nobody else can enter
+        # Sockets go into it, and their paths end at 107 characters: no long TMPDIR.
+        root = Path("/tmp")  # noqa: S108 - mkdtemp makes a folder that no other user can enter
         if not root.is_dir():
             root = Path(tempfile.gettempdir())
         for left in root.glob(f"{prefix}*"):
             _remove_if_abandoned(left)
-        # Made with mode 0700, or not at all if there is anything of that name.
+        # Created with mode 0700, or not at all if the name exists.
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         self.lock = _open_lock(self.path, os.O_CREAT | os.O_EXCL)
         fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
-        """Remove the folder and all that is in it."""
+        """Remove the folder and its content."""
         if self.lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock)
@@ -85,7 +85,7 @@ class PrivateFolder:
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    # Not ours, not there any more, or in use: none of it is our business.
+    # Of another user, gone, or in use: left alone.
     with contextlib.suppress(OSError, ClusterError):
         lock = _open_lock(path)
         try:
@@ -96,18 +96,18 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _open_lock(path: Path, flags: int = 0) -> int:
-    """The lock of a folder, without following any link: anybody may put what they like into `/tmp`.
+    """Open the lock of a folder, without following links: `/tmp` is writable by all users.
 
     Args:
-        path: The folder.
-        flags: To open it with, besides.
+        path: Path of the folder.
+        flags: Further flags for opening it.
 
     Returns:
-        A descriptor to read and write.
+        Descriptor for reading and writing.
 
     Raises:
-        OSError: If one of the two is not there, or a link.
-        ClusterError: If others have made the folder, or may enter it, or the lock is no file.
+        OSError: If folder or lock is missing, or a link.
+        ClusterError: If another user owns the folder or may enter it, or the lock is no file.
     """
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -117,7 +117,7 @@ def _open_lock(path: Path, flags: int = 0) -> int:
                 f"{path} is not private to this user (it is user {found.st_uid}'s, with mode "
                 f"{stat.S_IMODE(found.st_mode):o}): remove it"
             )
-        # Opening a pipe would wait for its other end.
+        # Opening a pipe would block until its other end is opened.
         lock = os.open(_LOCK, flags | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
     finally:
         os.close(folder)
@@ -131,7 +131,7 @@ log = structlog.get_logger()
 
 _OBJECT_STORE_BYTES: Final = 80_000_000
 _START_TIMEOUT_S: Final = 60.0
-# Ray gives a node 30 s to be listed in its cluster, no more and no less: too short on a busy machine.
+# Ray waits 30 s for a node to be listed in its cluster, without an option: too short on a busy machine.
 MOST_STARTS: Final = 3
 _POLL_S: Final = 0.1
 _WATCH_S: Final = 0.5
@@ -141,16 +141,15 @@ _KILL_TIMEOUT_S: Final = 10.0
 
 @dataclass(frozen=True)
 class RayNodeConfig:
-    """One Ray node.
+    """Configuration of a Ray node.
 
     Attributes:
-        address: IP address of this host, as the others reach it.
-        name: Its name in the cluster; no two nodes of a mesh share it.
-        token: Ray's token.
+        address: IP address of this host for the others.
+        name: Its name in the cluster, unique in the mesh.
+        token: Ray's auth token.
         head_address: `host:port` of the cluster to join, or None to start one.
-        linger_s: How long the node lives on when its owner is gone without having stopped it; Linux only.
-        identity: What its processes show those of other nodes, for its address; None speaks plain text, as do
-            all nodes of such a mesh.
+        linger_s: Time for which the node runs on after its owner ended without stopping it; Linux only.
+        identity: TLS identity of its processes; None for plain text, as for all nodes of such a mesh.
     """
 
     address: str
@@ -163,14 +162,14 @@ class RayNodeConfig:
 
 @dataclass(frozen=True)
 class RayNodeRecord:
-    """What another process must know to adopt a node.
+    """Record of a node, by which another process can adopt it.
 
     Attributes:
         address: IP address of this host.
         name: Its name in the cluster.
-        folder: Where its files are.
-        pid: Its first process.
-        started_s: When that one was started, Unix time: ids are used again.
+        folder: Folder of its files.
+        pid: Process id of its first process.
+        started_s: Start time of that process, Unix seconds: process ids are used again.
     """
 
     address: str
@@ -181,15 +180,15 @@ class RayNodeRecord:
 
 
 def new_ray_token() -> str:
-    """A token that nobody can guess."""
+    """A random token."""
     return secrets.token_hex(32)
 
 
 class _NodeFolder:
-    """The files of a node, and the lock that says that this process owns it.
+    """Files of a node, and the lock by which this process owns it.
 
     Args:
-        folder: Of this process or of the one that owned the node before.
+        folder: Folder of this process, or of the former owner.
 
     Raises:
         BlockingIOError: If another process owns the node.
@@ -212,18 +211,18 @@ class _NodeFolder:
 
 
 class RayNode:
-    """The Ray processes of this host, owned by this process; see `start` and `adopt`.
+    """Ray processes of this host, owned by this process; see `start` and `adopt`.
 
     `stop`, or at the latest the end of this process (and `linger_s`), ends every process of the node.
 
     Args:
         address: IP address of this host.
         name: Its name in the cluster.
-        folder: Where its files are.
+        folder: Folder of its files.
         first: Its first process.
 
     Attributes:
-        ray_dir: Where Ray keeps its sockets and logs.
+        ray_dir: Folder of Ray's sockets and logs.
         token_path: File with Ray's token, readable by this user only.
     """
 
@@ -256,19 +255,19 @@ class RayNode:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C in the terminal is for us; we end Ray when its turn has come.
+                # Ctrl-C in the terminal is handled here; Ray is ended afterwards.
                 start_new_session=True,
-                # The folder is in use as long as the node runs.
+                # The folder counts as in use as long as the node runs.
                 pass_fds=[folder.lock],
             )
         return cls(config.address, config.name, folder, first)
 
     @classmethod
     def adopt(cls, record: RayNodeRecord) -> Self:
-        """Own a node whose starter is gone.
+        """Own a node whose former owner has ended.
 
         Raises:
-            ClusterError: If it is gone too, or somebody owns it.
+            ClusterError: If it has ended too, or has an owner.
         """
         try:
             first = psutil.Process(record.pid)
@@ -283,7 +282,7 @@ class RayNode:
 
     @property
     def record(self) -> RayNodeRecord:
-        """For whoever may adopt it."""
+        """Record for adoption."""
         return RayNodeRecord(
             self._address,
             self._name,
@@ -294,17 +293,17 @@ class RayNode:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether its processes speak TLS."""
+        """Whether its processes use TLS."""
         return RayTlsFiles(self._folder.path).exist
 
     @property
     def is_running(self) -> bool:
-        """Whether its first process lives; that one ends when another of the node's processes does."""
+        """Whether its first process runs; that one ends when another of the node's processes does."""
         return _is_alive(self._first)
 
     @property
     def crash_message(self) -> str:
-        """The last line that its processes have said."""
+        """The last line of its processes' output."""
         lines = [line.strip() for line in self._folder.log_path.read_text(errors="replace").splitlines()]
         words = [line for line in lines if line]
         return words[-1] if words else "it said nothing"
@@ -321,10 +320,10 @@ class RayNode:
             The cluster's address, `host:port`.
 
         Raises:
-            ClusterError: If Ray gave up or is not ready in time; with its last words.
+            ClusterError: If Ray gave up or is not ready in time; with the end of its output.
         """
         started_s = time.monotonic()
-        # Ray writes this file when all of the node's processes run and the cluster knows the node.
+        # Ray writes this file when all of the node's processes run and the cluster lists the node.
         ready_path = self.ray_dir / "ray_current_cluster"
         while not (address := _text_of(ready_path)):
             if not self.is_running:
@@ -338,7 +337,7 @@ class RayNode:
         return address
 
     def stop(self) -> None:
-        """End every process of the node and remove its files; takes a few seconds, the first time."""
+        """End every process of the node and remove its files; takes a few seconds at the first call."""
         atexit.unregister(self.stop)
         if self._folder.path.exists():
             self._end_processes()
@@ -347,7 +346,7 @@ class RayNode:
     def _end_processes(self) -> None:
         self._descendants.update(self._processes())
         if self.is_running:
-            # Ray's own way first: it takes its children along.
+            # Ray's own way first: it ends its children as well.
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._first.terminate()
             with contextlib.suppress(psutil.TimeoutExpired):
@@ -364,8 +363,8 @@ class RayNode:
             log.error("ray_processes_left", pids=[process.pid for process in left])
 
     def _processes(self) -> list[psutil.Process]:
-        """Processes of the node that live, by session and by descent, so also those without a parent."""
-        # The first one as this object knows it: only then is it reaped here, and known to have been.
+        """Running processes of the node, by session and by descent, orphans included."""
+        # The first one as this object knows it: only then can its exit status be read here.
         found = {self._first, *self._descendants}
         with contextlib.suppress(psutil.NoSuchProcess):
             found.update(self._first.children(recursive=True))
@@ -399,7 +398,7 @@ def _arguments(config: RayNodeConfig, ray_dir: Path) -> list[str]:
 
 
 def _text_of(path: Path) -> str:
-    """What a file holds so far that another process may be writing."""
+    """Content of a file that another process may still be writing."""
     try:
         return path.read_text().strip()
     except FileNotFoundError:

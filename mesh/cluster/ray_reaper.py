@@ -1,11 +1,11 @@
-"""Child process that keeps Ray's daemons and ends them.
+"""Child process that supervises Ray's daemons and ends them.
 
 `ray start --block` does the same with all of Ray imported, in 80 MB on every host. This needs a tenth: it is
 the reaper of its descendants (prctl(2), PR_SET_CHILD_SUBREAPER), so that Ray's processes become its children
-when the command that started them has ended, and none of them can get away.
+when the command that started them has ended.
 
-A node may outlive its owner for a while. The owner holds a lock on a file, which the kernel gives
-up with the owner, however that ends; whoever takes the lock in time is the new owner.
+A node may outlive its owner for a while. The owner holds a lock on a file, which the kernel releases when the
+owner ends; a process that takes the lock in time is the new owner.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGCHLD)
 _GRACE_S: Final = 2.0
-# Between two looks whether somebody owns the node.
+# Interval of the checks of the node's ownership.
 _POLL_S: Final = 0.5
 
 
 class Ownership:
-    """Whether somebody owns the node, or did a short while ago.
+    """Whether the node has an owner, or had one recently.
 
     Args:
-        path: The file that an owner locks.
-        linger_s: How long nobody may.
+        path: File that the owner locks.
+        linger_s: Longest time without an owner, in seconds.
     """
 
     def __init__(self, path: Path, linger_s: float) -> None:
@@ -43,10 +43,10 @@ class Ownership:
         self._ownerless_since_s: float | None = None
 
     def is_over(self, now_s: float) -> bool:
-        """Whether nobody has owned the node for too long, as far as one who looks often can tell.
+        """Whether the node has been without an owner for too long, as seen at regular checks.
 
         Args:
-            now_s: Seconds of any steady clock.
+            now_s: Monotonic clock, seconds.
         """
         if is_locked(self._path):
             self._ownerless_since_s = None
@@ -57,7 +57,7 @@ class Ownership:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether some process holds a lock on the file; if it is gone, none does."""
+    """Whether a process holds a lock on the file; False if the file is gone."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -71,18 +71,19 @@ def is_locked(path: Path) -> bool:
 def keep(command: Sequence[str], needed: str, ownership: Ownership | None = None) -> int:
     """Run a command that leaves daemons behind; return when one of them has ended, or on SIGTERM.
 
-    Whatever descends from this process has been ended then.
+    All descendants of this process have been ended then.
 
     Args:
         command: Program and arguments. Its daemons run when it ends.
-        needed: Name of a daemon that is among them; if it has died by then, it may have left no trace.
-        ownership: Ends it, too; without, only SIGTERM does.
+        needed: Name of a daemon among them; one that ended before the command leaves no other trace.
+        ownership: Ends it as well; without, only SIGTERM does.
 
     Returns:
         The command's exit status if it failed; 0 after SIGTERM; 1 if a daemon ended by itself.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # Waited for below, so that none comes between two looks. The command itself is to hear them.
+    # Received with sigwait below, so that none comes between two checks. The command itself gets them
+    # unblocked.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     starter = os.posix_spawn(command[0], list(command), os.environ, setsigmask=())
     try:
@@ -115,7 +116,7 @@ def _watch(starter: int, needed: str, ownership: Ownership | None) -> int:
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """Children that have ended, with exit status, negative for a signal; each is let go when asked for."""
+    """Children that have ended, with exit status, negative for a signal; each is reaped when yielded."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -137,7 +138,7 @@ def _children() -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                # The name in brackets may hold anything; state and parent follow it.
+                # The name in brackets may contain any character; state and parent follow it.
                 parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
             except OSError:
                 continue
@@ -168,7 +169,7 @@ def _end_all() -> None:
 
 def _signal_children(number: signal.Signals) -> None:
     for pid in _children():
-        # They are ours and not yet waited for, so the id cannot have become somebody else's.
+        # Unreaped children of this process, so the id cannot belong to another process.
         os.kill(pid, number)
 
 

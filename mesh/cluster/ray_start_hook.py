@@ -1,7 +1,7 @@
 """Start hook of Ray: leaves out its agents and dashboard.
 
-Ray's command line has no option against them. Its agents take 100 MB on every host; the dashboard and the
-server for Ray Client, which also takes a fixed port, 150 MB more on the head.
+Ray's command line has no option for that. Its agents take 100 MB on every host; the dashboard and the server
+for Ray Client, which also takes a fixed port, 150 MB more on the head.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mesh.cluster import ray_idle_agent
 if TYPE_CHECKING:
     from types import ModuleType
 
-# How Ray starts its processes is its own affair: with another release it starts all, until that was tried.
+# The hook depends on Ray's internals: with an untested release it has no effect.
 _TRIED_RELEASE: Final = "2.60."
 _AGENTS: Final = ("dashboard_agent", "runtime_env_agent")
 
@@ -23,8 +23,8 @@ def leave_out(ray_params: Any, head: bool) -> None:  # noqa: FBT001 - Ray's sign
     """Ray's start hook.
 
     Args:
-        ray_params: What the node is started with.
-        head: Whether the cluster starts with it.
+        ray_params: Parameters of the node.
+        head: Whether it is the head of the cluster.
     """
     if head:
         ray_params.ray_client_server_port = None
@@ -36,10 +36,10 @@ def leave_out(ray_params: Any, head: bool) -> None:  # noqa: FBT001 - Ray's sign
 
 
 def start_less(services: ModuleType) -> None:
-    """Have Ray start idle agents, see `ray_idle_agent`, and no dashboard.
+    """Make Ray start idle agents, see `ray_idle_agent`, and no dashboard.
 
     Args:
-        services: Ray's module that starts processes.
+        services: Module of Ray that starts processes.
     """
     command_of = services._build_python_executable_command_memory_profileable  # noqa: SLF001
 

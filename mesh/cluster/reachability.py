@@ -14,7 +14,7 @@ NONCE_BYTES: Final = 16
 
 
 class CheckListener:
-    """On the joining host: says its nonce to whoever connects, until closed."""
+    """On the joining host: sends its nonce to each connection, until closed."""
 
     def __init__(self) -> None:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
@@ -47,13 +47,13 @@ class CheckListener:
 
 
 async def check_reachable_back(address: str, port: int, nonce: bytes, *, timeout_s: float) -> None:
-    """At the head: dial the joining host where it says that it can be reached.
+    """At the head: connect to the joining host at its advertised address.
 
     Args:
-        address: What the host advertises.
-        port: Where its `CheckListener` listens.
-        nonce: What it must answer, so that no other machine passes for it.
-        timeout_s: For all of it.
+        address: Address that the host advertises.
+        port: Port of its `CheckListener`.
+        nonce: Expected answer, so that another machine at the address is detected.
+        timeout_s: For the whole check.
 
     Raises:
         HostUnreachable: Naming the address that was tried.

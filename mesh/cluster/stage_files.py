@@ -1,4 +1,4 @@
-"""Transfer of recipes and pieces of stage files from the head."""
+"""Stage files: sends recipes and pieces of stage files to hosts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _CHUNK_BYTES: Final = 1024 * 1024
 
 
 class Reader(Protocol):
-    """Bytes of one thing; see `stages.weights.stage_cache`."""
+    """Open recipe or stage file; see `stages.weights.stage_cache`."""
 
     size_bytes: int
 
     def read(self, at: int, count: int) -> bytes:
-        """Up to `count` bytes from `at` on; none at the end."""
+        """Up to `count` bytes from `at` on; empty at the end."""
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the file."""
 
 
 class _Text:
@@ -38,15 +38,15 @@ class _Text:
         return self._data[at : at + count]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class StageSender:
-    """Reads what hosts ask for.
+    """Opens and sends what hosts request.
 
     Args:
-        cache: Knows the stages.
-        rate: Of all that is sent.
+        cache: Stage files.
+        rate: Bandwidth of all transfers together.
     """
 
     def __init__(self, cache: StageCache, rate: RateLimit) -> None:
@@ -54,10 +54,10 @@ class StageSender:
         self._rate = rate
 
     def open(self, request: wire.FetchRequest) -> Reader:
-        """What a request is about.
+        """Open what a request names.
 
         Raises:
-            ModelError: If there is no such stage, or its model was changed or is not kept here.
+            ModelError: If there is no such stage, or its model was changed or is not on this host.
         """
         if request.recipe:
             recipe = self._cache.recipe(request.sha256)
@@ -70,7 +70,7 @@ class StageSender:
         raise InvalidModel(f"the head has no stage {request.sha256[:12]}; start `mesh serve` again")
 
     async def send(self, request: wire.FetchRequest, reader: Reader) -> AsyncIterator[bytes]:
-        """The bytes that a request wants, as fast as the rate allows.
+        """The requested bytes, within the bandwidth.
 
         Raises:
             InvalidModel: If the model cannot be read any more.

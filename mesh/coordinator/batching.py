@@ -1,10 +1,10 @@
 """Sizes of prefill chunks and of groups of sessions.
 
-If a stage takes all that wait for it, sessions end up in one batch that walks from stage to stage, and all
-stages but one have nothing to do. In groups they follow one another through the pipeline, like the
-micro-batches of GPipe (Huang et al. 2019). Larger groups make better batches, where a stage computes several
-rows in the time of one; more groups keep more stages busy, and the wires between them. What that is worth
-follows from measured times.
+If every session that waits at a stage joins its batch, all sessions end up in one batch that walks from stage
+to stage, while the other stages are idle. In groups the sessions follow one another through the pipeline,
+like the micro-batches of GPipe (Huang et al. 2019). Larger groups make better batches, where a stage computes
+several rows in the time of one; more groups keep more stages, and the wires between them, busy. Measured
+times decide.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 # A batch costs messages and wake-ups that no stage's clock sees: of nearly equal groups the larger wins.
 _NEARLY: Final = 0.95
-# Windows between two looks.
+# Windows between two decisions.
 _LOOK_EVERY: Final = 32
 
 
 class Grouping:
-    """What the sessions of a coordinator learn together about batches.
+    """Group size: shared estimate of the batch and network times of all sessions of a coordinator.
 
     Args:
         num_stages: Stages of the pipeline.
@@ -47,17 +47,17 @@ class Grouping:
         return self._most_together
 
     def set_num_sessions(self, num_sessions: int) -> None:
-        """Note how many sessions run."""
+        """Set the number of running sessions."""
         self._num_sessions = max(1, num_sessions)
         self._look()
 
     def learn(self, num_rows: int, stages: Sequence[StageMeasure], elapsed_ms: float) -> None:
-        """Take the times of a window that was not a part of a prompt.
+        """Record the times of a decoding window.
 
         Args:
             num_rows: Rows of the window.
-            stages: What each stage took for the batch that it was in.
-            elapsed_ms: From sending it to its verdict.
+            stages: Time of each stage for the batch that the window was in.
+            elapsed_ms: Time from sending the window to its verdict.
         """
         spent_ms = 0.0
         for table, stage in zip(self._tables, stages, strict=False):
@@ -75,40 +75,40 @@ class Grouping:
         self._most_together = max(number for number, rate in enumerate(rates, 1) if rate >= enough)
 
     def _windows_per_ms(self, together: int) -> float:
-        """What groups of that size let through: what the slowest stage can, or what comes round in time."""
+        """Throughput with groups of that size: bound by the slowest stage or by the round trip."""
         num_rows = max(1, round(together * self._rows_per_window))
         times_ms = [table.ms(num_rows) for table in self._tables]
         known_ms = [each_ms for each_ms in times_ms if each_ms]
         if len(known_ms) < len(times_ms):
-            # Nothing is known: as many groups as stages.
+            # Without measurements: as many groups as stages.
             return float(together <= max(1, -(-self._num_sessions // len(self._tables))))
         return min(together / max(known_ms), self._num_sessions / (sum(known_ms) + self._network_ms))
 
 
-# Alone, a prompt is cut so that every stage has a chunk to compute most of the time: the pipeline fills and
-# drains once for each prompt, and what that wastes shrinks with the chunks. Among others a chunk is also what
-# their next tokens wait for, at each stage, so there it is as long as they can bear. Chunked prefill: Agrawal
-# et al. 2023 (Sarathi).
+# Alone, a prompt is cut so that every stage has a chunk to compute most of the time: the pipeline fills and #
+# drains once for each prompt, and that loss shrinks with the chunks. Among other sessions their next tokens
+# wait # for a chunk at each stage, so chunks are as long as the bound on that delay allows. Chunked prefill:
+# Agrawal # et al. 2023 (Sarathi).
 # Chunks of one prompt for each stage: a stage then idles for at most a fifth of the prefill.
 _CHUNKS_PER_STAGE: Final = 4
-# From so many rows on llama.cpp's attention on CPUs works in tiles: behind a long text that halves the time.
+# From this many rows llama.cpp's attention on CPUs computes in tiles: half the time behind a long text.
 _FEWEST_ROWS_ALONE: Final = 64
 _ROWS_UNMEASURED: Final = 16
-# While others decode, a chunk at every stage may add so many times what a token of theirs takes undisturbed.
+# While others decode, chunks may multiply the time of their tokens by this, compared with no prefill.
 _MOST_DELAY: Final = 2.0
 _MOST_IN_FLIGHT: Final = 16
 _WEIGHT: Final = 0.25
 
 
 class PrefillPace:
-    """What the sessions of a coordinator learn together about chunks.
+    """Prefill chunk size: shared estimate of the times of all sessions of a coordinator.
 
     Args:
         num_stages: Stages of the pipeline.
         max_rows: Most rows of one window.
 
     Attributes:
-        num_decoding: Sessions whose prompt is done.
+        num_decoding: Sessions past their prompt.
     """
 
     def __init__(self, num_stages: int, max_rows: int) -> None:
@@ -124,9 +124,8 @@ class PrefillPace:
 
         Args:
             num_tokens: Tokens of the whole prompt that were not cached when it began.
-            is_replay: Whether somebody whose answer stands still waits for it. Those whose answers go on
-                again already can bear more than among each other: together they wait least if all is
-                computed soon.
+            is_replay: Whether an answer stands still until the replay ends. Sessions that already continue
+                can wait longer than for each other's prompts: total waiting is least if all is computed soon.
         """
         if self.num_decoding and not is_replay:
             return self._rows_among_others()
@@ -137,25 +136,25 @@ class PrefillPace:
         return math.ceil(num_tokens / num_chunks)
 
     def num_in_flight(self, rows: int) -> int:
-        """How many chunks of so many rows keep every stage busy."""
+        """Number of chunks of this size that keep every stage busy."""
         fill = self._num_stages + 1
         if self._row_ms and self._network_ms:
             fill += math.ceil(self._network_ms / (self._row_ms * rows))
         return min(fill, _MOST_IN_FLIGHT)
 
     def learn_chunk(self, stages: Sequence[StageMeasure], elapsed_ms: float) -> None:
-        """Take the times of a chunk.
+        """Record the times of a chunk.
 
         Args:
-            stages: What each stage took for it.
-            elapsed_ms: From sending it to its verdict.
+            stages: Time of each stage for it.
+            elapsed_ms: Time from sending it to its verdict.
         """
         if stages:
             self._learn_network(stages, elapsed_ms)
             self._row_ms = _mean(self._row_ms, max(stage.compute_ms / stage.num_rows for stage in stages))
 
     def learn_window(self, stages: Sequence[StageMeasure], elapsed_ms: float) -> None:
-        """Take the times of a window that was not a part of a prompt, as of a chunk."""
+        """Record the times of a decoding window; arguments as for `learn_chunk`."""
         if stages:
             network_ms = self._learn_network(stages, elapsed_ms)
             undisturbed_ms = network_ms + sum(stage.compute_ms for stage in stages)

@@ -1,4 +1,4 @@
-"""Coordinator: the engine over a ring of stages, also before the ring is ready."""
+"""Coordinator: engine over a ring of stages, and the engine that stands in until the ring is connected."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 
 def check_request(request: GenerationRequest, options: CoordinatorOptions) -> None:
-    """Check that it can be answered.
+    """Check that a request can be answered.
 
     Raises:
-        InvalidRequest: If the prompt is empty, no token is wanted, a biased token does not exist, or grammars
-            are out of reach.
+        InvalidRequest: If the prompt is empty, no token is wanted, a biased token does not exist, or the
+            vocabulary for a grammar is missing.
         ContextLengthExceeded: If prompt + 1 exceeds the context.
     """
     if not request.prompt:
@@ -67,26 +67,26 @@ def check_request(request: GenerationRequest, options: CoordinatorOptions) -> No
 
 log = structlog.get_logger()
 
-# Of a process that dies, all streams end within this.
+# When a process dies, all of its streams end within this time.
 _GATHER_S: Final = 0.05
 
 
 class Coordinator:
-    """Holds no layers: opens sessions, ships windows, commits verdicts. Implements `mesh.engine.Engine`.
+    """Engine of a ring: opens sessions, sends windows, commits verdicts. Implements `mesh.engine.Engine`.
 
-    When the ring breaks, sessions keep prompt and answer so far and wait; `broken` tells whoever places the
-    lost layers again, and `reconnect` has every session replay in the new ring and go on. Their readers
-    notice a pause.
+    Holds no layers. When the ring breaks, sessions keep their prompt and answer so far and wait. `broken`
+    reports the loss to recovery, and `reconnect` replays every session in the new ring. Clients notice a
+    pause.
 
     Args:
-        stages: Where the stages serve, in pipeline order.
-        options: How sessions run.
-        mesh_id: Which ring they belong to.
-        mesh_key: Shared by all stages and the coordinator.
-        make_proposers: Gives each request its proposers, cheapest first, or none for plain decoding.
+        stages: Addresses of the stages, in pipeline order.
+        options: Limits of sessions.
+        mesh_id: Identifier of the ring.
+        mesh_key: Key shared by all stages and the coordinator.
+        make_proposers: Returns the proposers for a request, cheapest first; none for plain decoding.
         clock_s: Monotonic, seconds.
-        identity: What it shows the stages; None if all are in its own process.
-        term: Of this coordinator: higher than that of any which had the stages before.
+        identity: TLS identity shown to the stages; None if all run in this process.
+        term: Term of this coordinator: higher than that of any earlier coordinator of these stages.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class Coordinator:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have a slot, or wait for one."""
+        """Requests that hold a slot or wait for one."""
         return self._slots.num_busy + self._slots.num_waiting
 
     @property
     def refusal(self) -> StageFailed | None:
-        """Why requests are turned away at once, if they are; while the ring is repaired they wait."""
+        """Error for new requests while they are refused at once; during a recovery they wait instead."""
         return self._request_gate.refusal
 
     async def start(self) -> None:
@@ -159,17 +159,17 @@ class Coordinator:
         await self._ring.close()
 
     async def broken(self) -> RingLoss:
-        """Wait until the ring breaks; returns at once while it is broken. Sessions are suspended by then."""
+        """Wait until the ring breaks; returns at once while it is broken. Its sessions are suspended then."""
         while True:
             await self._broken.wait()
-            # Who else is gone?
+            # Other stages may be lost together with the first.
             await asyncio.sleep(_GATHER_S)
             if (loss := self._ring.loss) is not None:
                 self._ring.stop_monitoring()
                 return loss
 
     def pause(self, reason: str) -> None:
-        """Suspend every session until `reconnect`: stages of a whole ring are about to be wired anew.
+        """Suspend every session until `reconnect`, to rewire a ring that is not broken.
 
         Args:
             reason: For the log.
@@ -180,12 +180,12 @@ class Coordinator:
             self._suspend()
 
     async def reconnect(self, stages: Sequence[StageAddress], mesh_id: str, mesh_key: str) -> None:
-        """Open a new ring in place of the old one; every session replays in it and goes on.
+        """Open a new ring in place of the old one and replay every session in it.
 
         Args:
-            stages: Where its stages serve, in pipeline order; perhaps more or fewer than before.
-            mesh_id: Which ring they belong to.
-            mesh_key: Shared by all of them and the coordinator.
+            stages: Addresses of its stages, in pipeline order; the number may differ.
+            mesh_id: Identifier of the new ring.
+            mesh_key: Key shared by its stages and the coordinator.
 
         Raises:
             HostUnreachable: Naming the address that does not answer. Sessions stay suspended; try again.
@@ -213,8 +213,8 @@ class Coordinator:
         Raises:
             InvalidRequest: If the prompt is empty, no token is wanted, or a biased token does not exist.
             ContextLengthExceeded: If prompt + 1 exceeds the context.
-            Overloaded: If the waiting line has no place for it.
-            StageFailed: If a stage failed, or the ring is broken for longer than new requests wait.
+            Overloaded: If the waiting queue is full.
+            StageFailed: If a stage failed, or the ring stays broken for longer than new requests wait.
         """
         check_request(request, self._options)
         async with contextlib.AsyncExitStack() as stack:
@@ -227,7 +227,7 @@ class Coordinator:
                 session.start(request.prompt)
                 prefix_cache.expect(slot, client, request.prompt[: prefix_match.num_cached])
                 part = await session.next_part()
-                # Others may begin with the same prompt while this one still runs.
+                # Other sessions may begin with the same prompt while this one runs.
                 prefix_cache.keep(slot, client, session.computed[: len(request.prompt)])
                 yield part
                 while part.finish is None:
@@ -244,7 +244,7 @@ class Coordinator:
                 self._past = self._past.merge(session.telemetry.report())
 
     def status(self) -> dict[str, Any]:
-        """For `mesh status`: stages with their mean times, sessions, speculation."""
+        """Status for `mesh status`: stages with their mean times, sessions, speculation."""
         loss = self._ring.loss
         refusal = self._request_gate.refusal
         return {
@@ -266,7 +266,7 @@ class Coordinator:
         }
 
     async def stage_stats(self) -> list[wire.StageStats]:
-        """What every stage counts itself, in order.
+        """Counters of every stage, in pipeline order.
 
         Raises:
             TimeoutError: If one does not answer in time.
@@ -322,30 +322,30 @@ class Coordinator:
 
         def on_sent() -> None:
             if not session.is_over:
-                # The last may be still to be sent.
+                # The last token may be still to be sent.
                 self._slots.prefix_cache.expect(session.slot, session.request.client, session.tokens[:-1])
             on_replayed()
 
         prefix_match = self._match_again(session)
         session_id = next(self._session_ids)
-        # Before it sends: it counts among those that share what stages can compute.
+        # Before it sends: it counts among the sessions that share the stages.
         self._sessions[session_id] = session
         session.replay(session_id, prefix_match, self._active_ring, on_sent, is_suspect=is_suspect)
 
     def _match_again(self, session: Session) -> PrefixMatch:
-        """What a session begins with in a new ring: what it shares with those that replay before it."""
+        """Cached prefix of a session in a new ring: what it shares with sessions that replay before it."""
         request = session.request
         tokens = session.tokens if request.uses_cache and not session.is_over else ()
         return self._slots.prefix_cache.match(tokens, request.client, {session.slot})
 
     async def _admit(self, stack: contextlib.AsyncExitStack, request: GenerationRequest) -> PrefixMatch:
-        """Wait for the ring to be whole, and for a slot, which is held until the stack unwinds."""
+        """Wait for a connected ring and for a slot, which is held until the stack unwinds."""
         prompt = request.prompt if request.uses_cache else ()
         async with self._request_gate.patience():
             await self._request_gate.opened()
             prefix_match = await stack.enter_async_context(self._slots.hold(prompt, request.client))
             if not self._request_gate.is_open:
-                # The ring broke while it waited for the slot: what was there will be gone.
+                # The ring broke while the session waited for the slot: what the slot held is lost.
                 await self._request_gate.opened()
                 prefix_match = replace(prefix_match, source_slot=prefix_match.slot, num_cached=0)
         return prefix_match
@@ -378,11 +378,11 @@ class Coordinator:
             self._speculators.shared.add_plain(outcome)
 
     def _num_moving(self) -> int:
-        """Sessions that send windows: one that waits for its reader takes nothing from the others."""
+        """Sessions that send windows: one that waits for its reader uses no stage."""
         return sum(not session.is_paused for session in self._sessions.values())
 
     def _report(self) -> SpeculationReport:
-        """What speculation did so far, in the sessions that run as well."""
+        """Speculation statistics, running sessions included."""
         report = self._past
         for session in self._sessions.values():
             report = report.merge(session.telemetry.report())
@@ -397,7 +397,7 @@ class Coordinator:
             try:
                 session.on_verdict(verdict)
             except Exception as error:
-                # The stream of verdicts serves all sessions: none may end it.
+                # The stream of verdicts serves all sessions: an error of one must not end it.
                 log.exception("session_failed", session=session.id)
                 session.fail(StageFailed(f"the coordinator failed on a verdict: {error!r}"))
         self._active_ring.count(verdict.times)
@@ -406,24 +406,24 @@ class Coordinator:
         error = from_code(failure.code, f"stage {stage_index}: {failure.message}")
         session = self._sessions.get(failure.session)
         if session is None:
-            # Its session is over, so it is not known whose slot the stage has emptied.
+            # The session has ended, so it is unknown which slot the stage emptied.
             self._slots.prefix_cache.forget_all()
         elif session.on_failure(failure.epoch, error):
             try:
                 self._begin_anew(session, error)
             except Exception as raised:
-                # The stream of failures serves all sessions, too.
+                # The stream of failures serves all sessions as well.
                 log.exception("session_failed", session=session.id)
                 session.fail(StageFailed(f"the coordinator failed to begin a session anew: {raised!r}"))
 
     def _begin_anew(self, session: Session, error: MeshError) -> None:
-        """Have a session replay in the same ring, with nothing cached."""
+        """Replay a session in the same ring, with nothing cached."""
         is_mismatch = isinstance(error, PrefixMismatch)
         self._num_prefix_mismatches += is_mismatch
         event = "prefix_mismatch" if is_mismatch else "session_begins_anew"
         log.warning(event, session=session.id, slot=session.slot, reason=error.message)
         self._slots.prefix_cache.forget_all()
-        # Others may wait for their turn to replay until this one has.
+        # Other sessions may wait for this one in the order of replays.
         pending = session.suspend()
         self._ring.close_session(session.id)
         self._replay(session, pending.on_replayed, is_suspect=pending.is_suspect)
@@ -448,14 +448,14 @@ def _session_spec(session: int, prefix_match: PrefixMatch, request: GenerationRe
 
 
 class PendingEngine:
-    """Passes requests to the coordinator once it is there. Implements `mesh.engine.Engine`.
+    """Engine of a model from its start on: passes requests to the coordinator once the ring is connected.
 
     Args:
-        context_length: Positions of one session.
+        context_length: Positions of one session, prompt and answer together.
 
     Attributes:
         coordinator: None until the ring is connected.
-        ended: Why it answers no more, once the model was unloaded.
+        ended: Error for all requests, once the model was unloaded.
     """
 
     def __init__(self, context_length: int) -> None:
@@ -470,7 +470,7 @@ class PendingEngine:
 
     @property
     def refusal(self) -> MeshError | None:
-        """Why no request is answered for now, if the mesh was given up until hosts join."""
+        """Error for all requests while the model cannot be served until hosts join."""
         return None if self.coordinator is None else self.coordinator.refusal
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:

@@ -1,10 +1,10 @@
-"""Generation: the state machine of committed tokens and windows in flight.
+"""Generation: state machine of committed tokens and windows in flight.
 
-Windows fly one behind the other, as in PipeInfer (Butler et al. 2024), but by absolute positions: each
+Windows follow one another in flight, as in PipeInfer (Butler et al. 2024), but by absolute positions: each
 starts where the one before it stops. Verdicts are judged in the order of the windows. The first token of the
-oldest window is always committed: a window sent while nothing flies starts with the latest committed token,
-and a window behind another one stays only if that one's free prediction is the token that it starts with.
-Otherwise all that flies is void, and the next window starts with the token that was drawn instead.
+oldest window is always committed: a window sent while none is in flight starts with the latest committed
+token, and a window behind another one stays valid only if that one's free prediction is its first token.
+Otherwise all windows in flight are void, and the next one starts with the sampled token.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """A span of tokens to compute.
+    """Window before it is sent: a span of tokens to compute.
 
     Attributes:
         start: Absolute position of the first token.
-        tokens: Part of the prompt; or a committed token, then proposed ones; or, of a window that flies
-            behind another one, proposed ones alone.
-        num_verified: How many of the last rows the tail samples.
-        proposal: The proposed ones among the tokens: always the last.
+        tokens: Part of the prompt; or a committed token followed by proposed ones; or, in a window behind
+            another one, proposed ones only.
+        num_verified: Number of last rows that the tail samples.
+        proposal: Proposed tokens of the window: always its last.
         is_prompt: Whether it is part of the prompt.
     """
 
@@ -55,13 +55,13 @@ class WindowPlan:
 
 @dataclass(frozen=True)
 class Step:
-    """What a verdict came to.
+    """Result of one verdict.
 
     Attributes:
         window: The window that was judged.
-        judgement: Which tokens joined the answer, and how far the window held.
-        finish: Why the answer is over, or None.
-        voided: Windows behind it that are worth nothing now, oldest first.
+        judgement: Committed tokens, and how much of the window was accepted.
+        finish: Reason why the answer ended, or None.
+        voided: Windows behind it that are void now, oldest first.
     """
 
     window: WindowPlan
@@ -71,22 +71,22 @@ class Step:
 
     @property
     def is_unread_next(self) -> bool:
-        """Whether the window held, but the one behind it starts with another token than was drawn."""
+        """Whether the window was accepted, but the next one starts with another token than was sampled."""
         return bool(self.voided) and self.finish is None and not self.judgement.is_rejected
 
 
 class Generation:
-    """Keeps count of committed tokens and of windows in flight, and from them makes windows.
+    """Committed tokens and windows in flight of one session; makes its windows.
 
     Args:
-        request: What to continue.
+        request: Request of the session.
         context_length: Positions that the session may use.
         max_rows: Most rows of one window.
-        num_cached: How many of the prompt's tokens the stages hold already; not the last.
+        num_cached: Prompt tokens that the stages already hold; less than all.
 
     Attributes:
         request: As given.
-        num_cached: As given, or as `skip` was told after a `rewind`.
+        num_cached: As given, or as passed to `skip` after a `rewind`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Generation:
         self._max_rows = max_rows
         self._max_tokens = min(request.max_tokens, context_length - len(request.prompt))
         self._committed: list[int] = []
-        # What comes before the first decoded token: the prompt, in a replay the answer so far as well.
+        # Tokens before the first decoded one: the prompt, and in a replay the answer so far.
         self._prefix = request.prompt
         self._num_prefilled = num_cached
         self._num_computed = 0
@@ -107,7 +107,7 @@ class Generation:
 
     @property
     def position(self) -> int:
-        """Prompt and committed tokens so far."""
+        """Number of prompt and committed tokens."""
         return len(self.request.prompt) + len(self._committed)
 
     @property
@@ -117,30 +117,30 @@ class Generation:
 
     @property
     def computed(self) -> tuple[int, ...]:
-        """The tokens, from position 0 on, that every stage holds by a verdict since the latest `Open`."""
+        """First tokens that every stage holds by a verdict since the latest `Open`."""
         return self.tokens[: self._num_computed]
 
     @property
     def num_resumable(self) -> int:
-        """After `rewind`: first positions that all stages held before it, or were believed to."""
+        """After `rewind`: first positions that all stages held before it, or were expected to."""
         return self._num_resumable
 
     @property
     def num_in_flight(self) -> int:
-        """Windows under way, prefill chunks too."""
+        """Windows in flight, prefill chunks included."""
         return len(self._in_flight)
 
     @property
     def ahead(self) -> tuple[int, ...]:
-        """Proposed tokens in flight, from behind the committed ones on."""
+        """Proposed tokens in flight, behind the committed ones."""
         tokens = tuple(token for window in self._in_flight for token in window.proposal.tokens)
-        # The first token of the oldest window is committed, wherever it came from.
+        # The first token of the oldest window is always committed.
         return tokens[1:] if self._in_flight and self._in_flight[0].is_behind else tokens
 
     @property
     def room(self) -> int:
-        """Most proposed tokens that a window sent now has room for; below 1 there is none."""
-        # The window's last row gives one token more than were proposed.
+        """Most proposed tokens of a window sent now; below 1 for none."""
+        # The last row of a window yields one token more than were proposed.
         wanted = self._max_tokens - len(self._committed) - len(self.ahead) - 1
         return min(wanted, self._max_rows - (not self._in_flight))
 
@@ -151,7 +151,7 @@ class Generation:
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens of the prompt that were not cached, sent or not."""
+        """Prompt tokens that were not cached, sent or not."""
         return len(self._prefix) - self.num_cached
 
     def prefill(self, num_rows: int) -> WindowPlan:

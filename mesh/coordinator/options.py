@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """How sessions run.
+    """Options of a coordinator: limits of its sessions, liveness and recovery.
 
     Attributes:
-        context_length: Positions of one session.
-        num_slots: Sessions at once.
+        context_length: Positions of one session, prompt and answer together.
+        num_slots: Concurrent sessions.
         max_rows: Most rows of one window.
-        n_vocab: Token ids are below this.
+        n_vocab: Number of token ids.
         max_waiting: Requests that may wait for a slot; at least 1.
-        controller: Limits of speculation, and switches that take parts of it away.
-        can_trim: Whether sessions can go back to an earlier position. Where they cannot, nothing is
-            proposed, a session goes on with what a slot holds only if it wants all of it, and replays
-        compute everything.
-        cancels: Whether stages are told at once of windows that a rejection voided; without, they learn it
-            from the next window.
-        repair_wait_s: How long a new request waits for a broken ring to be whole again, in seconds.
-        most_crashes: A session that was alone under way at so many crashes of stages in a row, at the same
-            place, is not tried again.
-        ping_interval_s: Between two questions to each stage whether it lives, in seconds.
-        ping_timeout_s: A stage that leaves them unanswered for longer is lost.
-        token_texts: Gives the vocabulary, which a tail needs to follow a grammar; None refuses grammars.
+        controller: Limits of speculation, and fixed widths and depths.
+        can_trim: Whether sessions can go back to an earlier position. Where they cannot, nothing is proposed,
+            a session continues what a slot holds only if its prompt begins with all of it, and replays
+            compute everything.
+        cancels: Whether stages are told at once of windows that a rejection voided; otherwise the next window
+            tells them.
+        repair_wait_s: Longest time that a new request waits for a broken ring, in seconds.
+        most_crashes: Number of stage crashes in a row, at the same position and with no other session in
+            flight, after which a session is ended.
+        ping_interval_s: Interval of the pings to each stage, in seconds.
+        ping_timeout_s: Silence after which a stage counts as lost, in seconds.
+        token_texts: Returns the vocabulary, which a tail needs for grammars; None refuses grammars.
     """
 
     context_length: int

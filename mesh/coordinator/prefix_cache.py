@@ -1,4 +1,4 @@
-"""Prefix cache: what slots hold, and the longest shared prefix."""
+"""Prefix cache: token ids held by each slot, and the longest shared prefix of a prompt."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# Fewer tokens are computed as quickly as they are found again.
+# Below this many, computing tokens is as quick as copying them.
 _WORTHWHILE: Final = 8
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """Where a session begins.
+    """Slot of a session, and the cached prefix of its prompt.
 
     Attributes:
-        slot: Its own.
-        source_slot: The slot that holds the first tokens of its prompt.
-        num_cached: How many those are.
+        slot: Slot of the session.
+        source_slot: Slot that holds the first tokens of its prompt.
+        num_cached: Number of those tokens.
     """
 
     slot: int
@@ -41,16 +41,16 @@ class _CachedPrefix:
 class PrefixCache:
     """Token ids whose positions every stage has in its KV cache, slot by slot.
 
-    What a slot is known to hold is what a verdict has confirmed since the slot's latest `Open`: until then
-    its session may be given up with nothing computed. What it is expected to hold counts as well while its
-    session runs. Stages compare tokens before they use a slot: what was expected in vain costs time only.
+    A slot is known to hold what verdicts have confirmed since its latest `Open`: before, its session may be
+    given up with nothing computed. Of a running session also counts what it is expected to hold. Stages
+    compare token ids before they use a slot, so a wrong expectation costs time only.
 
-    A client is given its own only: how long an answer takes to begin tells what is cached.
+    Prefixes are shared only within one client, because the time to the first token shows what is cached.
 
     Args:
-        num_slots: Slots that there are.
-        can_trim: Whether a slot can go back to fewer positions than it holds. If not, a session begins with
-            what a free slot holds only if that is all of it.
+        num_slots: Number of slots.
+        can_trim: Whether a slot can go back to fewer positions than it holds. If not, a session continues a
+            free slot only if its prompt begins with all that the slot holds.
     """
 
     def __init__(self, num_slots: int, *, can_trim: bool = True) -> None:
@@ -61,17 +61,17 @@ class PrefixCache:
         self._num_uses = 0
 
     def match(self, prompt: Sequence[int], client: str | None, free: Collection[int]) -> PrefixMatch:
-        """Choose a slot for a session, and what of other slots it begins with.
+        """Choose a slot for a session, and the cached prefix that it begins with.
 
         The last token of the prompt is always left to compute: its row gives the first token of the answer.
-        A free slot that shares most of what it holds is taken over. From any other, be it in use, the common
-        part is copied into the free slot that was used least recently. The slot that is chosen holds nothing
-        that is known from now on.
+        A free slot that shares most of what it holds is reused. From any other slot, in use or free, the
+        common prefix is copied into the free slot that was used least recently. From now on the chosen slot
+        counts as empty.
 
         Args:
             prompt: Token ids.
-            client: Whose it is.
-            free: Slots that no session has: at least one.
+            client: Client of the session.
+            free: Slots without a session, at least one.
         """
         wanted = np.asarray(prompt[:-1], np.int64)
         common = {
@@ -97,34 +97,34 @@ class PrefixCache:
         return PrefixMatch(slot, source, num_cached)
 
     def expect(self, slot: int, client: str | None, tokens: Sequence[int]) -> None:
-        """Note what a running session's slot will hold by the time that anything sent from now on arrives.
+        """Record what a running session's slot will hold when anything sent from now on arrives.
 
         Args:
-            slot: The session's: counts until the next `keep` or `forget`.
-            client: Whose it is.
-            tokens: Ids, from position 0 on, of which everything has been sent.
+            slot: Slot of the session; valid until the next `keep` or `forget`.
+            client: Client of the session.
+            tokens: Token ids from position 0 on, all of them sent.
         """
         self._expected[slot] = self._used_now(client, tokens)
 
     def keep(self, slot: int, client: str | None, tokens: Sequence[int]) -> None:
-        """Note what verdicts have confirmed since the slot's latest `Open`.
+        """Record what verdicts have confirmed since the slot's latest `Open`.
 
         Args:
             slot: The slot.
-            client: Whose it is.
-            tokens: Ids that every stage has computed, from position 0 on.
+            client: Client of the session.
+            tokens: Token ids from position 0 on, computed by every stage.
         """
         self.forget(slot)
         if tokens:
             self._cached[slot] = self._used_now(client, tokens)
 
     def forget(self, slot: int) -> None:
-        """Note that it is not known what the slot holds."""
+        """Record that the content of the slot is unknown."""
         self._cached.pop(slot, None)
         self._expected.pop(slot, None)
 
     def forget_all(self) -> None:
-        """Note that it is not known what any slot holds."""
+        """Record that the content of every slot is unknown."""
         self._cached.clear()
         self._expected.clear()
 

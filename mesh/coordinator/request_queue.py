@@ -1,4 +1,4 @@
-"""Request queue: slots, fairness among clients, and waiting while the ring is down."""
+"""Request queue: slots, fairness among clients, and the gate that holds requests while the ring is down."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Item = TypeVar("Item")
 
 
 class FairQueue(Generic[Item]):
-    """A bounded line in which clients take turns (round robin, as in fair queueing: Nagle, RFC 970).
+    """A bounded queue in which clients take turns (round robin, as in fair queueing: Nagle, RFC 970).
 
-    Among one client's own, first come is first served. A client that begins to wait has its turn after one
-    of each client that waited before, however many those have in the line.
+    Requests of one client are served in the order of arrival. A client that begins to wait has its turn after
+    one request of each client that waited before, however many requests those have in the queue.
 
-    A client that has nobody in the line may always put one there, so no other can keep it out. Beyond that
-    the line holds so many, and of those each client at most its share: the whole line while it waits alone,
-    half of it while two wait. Whoever holds more when another comes loses nobody; it may add none.
+    A client with no request in the queue may always add one, so no client can keep another out. Beyond that
+    the queue is bounded, and each client to its share: the whole queue while it waits alone, half of it while
+    two wait. A client above its share when another one comes keeps its requests, but may not add any.
 
     Args:
-        most: Requests that may wait, as long as each client has but one of them: at least 1.
+        most: Requests that may wait, as long as each client has no more than one of them: at least 1.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # In the order of their next turns.
+        # In the order of the clients' next turns.
         self._waiting: dict[str | None, deque[Item]] = {}
         self._num_waiting = 0
 
@@ -45,21 +45,21 @@ class FairQueue(Generic[Item]):
         return self._num_waiting
 
     def num_of(self, client: str | None) -> int:
-        """How many of a client's wait."""
+        """Number of waiting requests of a client."""
         return len(self._waiting.get(client, ()))
 
     def has_room(self, client: str | None) -> bool:
-        """Whether one more of a client's may wait."""
+        """Whether a client may add a request."""
         own = self.num_of(client)
         return not own or (self._num_waiting < self._most and own < self._most // len(self._waiting))
 
     def add(self, client: str | None, item: Item) -> None:
-        """Put a request behind the client's others."""
+        """Add a request behind the client's others."""
         self._waiting.setdefault(client, deque()).append(item)
         self._num_waiting += 1
 
     def next(self) -> Item | None:
-        """Take out whose turn it is; None if nobody waits."""
+        """Remove and return the next request; None if there is none."""
         if not self._waiting:
             return None
         client = next(iter(self._waiting))
@@ -71,7 +71,7 @@ class FairQueue(Generic[Item]):
         return item
 
     def discard(self, client: str | None, item: Item) -> None:
-        """Take out one that does not want its turn any more; nothing happens if it just had it."""
+        """Remove a request that is not waited for any more; no effect if it has just been taken."""
         own = self._waiting.get(client)
         if own is None or item not in own:
             return
@@ -81,19 +81,19 @@ class FairQueue(Generic[Item]):
             del self._waiting[client]
 
 
-# Of each new time in the moving mean: what counts are the latest dozen or so.
+# Weight of each new time in the moving mean: about the latest dozen count.
 _WEIGHT: Final = 1 / 8
-# Until a slot was given back for the first time.
+# Estimate until the first slot is given back.
 _UNKNOWN_S: Final = 5
 _LEAST_S: Final = 1
 _MOST_S: Final = 60
 
 
 class HoldTimes:
-    """A moving mean of how long sessions keep their slots.
+    """Moving mean of the time for which sessions hold their slots.
 
     Args:
-        num_slots: Sessions that run at once.
+        num_slots: Concurrent sessions.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -101,14 +101,14 @@ class HoldTimes:
         self._mean_s: float | None = None
 
     def add(self, held_s: float) -> None:
-        """A slot was given back after so long."""
+        """Record for how long a slot was held."""
         self._mean_s = held_s if self._mean_s is None else self._mean_s + _WEIGHT * (held_s - self._mean_s)
 
     def retry_after_s(self, place: int) -> int:
-        """Whole seconds until whoever stands there in the line has its turn, 1 to 60.
+        """Estimated time until a request at this place of the queue has a slot: whole seconds, 1 to 60.
 
         Args:
-            place: From 1 on.
+            place: Place in the queue, from 1 on.
         """
         if self._mean_s is None:
             return _UNKNOWN_S
@@ -116,19 +116,19 @@ class HoldTimes:
 
 
 class SlotPool:
-    """A fixed number of slots and a bounded line in front of them.
+    """A fixed number of slots and a bounded queue for them.
 
-    A slot owns the KV cache of a whole context at every stage, so slots are the budget of tokens as well:
-    a prompt that leaves room for one more token in a context fits once it has a slot.
+    A slot owns the KV cache of a whole context at every stage, so slots are the token budget as well: a
+    prompt that leaves room for one token in a context fits into any slot.
 
     Args:
-        num_slots: Sessions that run at once.
+        num_slots: Concurrent sessions.
         max_waiting: Requests that may wait; see `FairQueue`.
-        clock_s: Monotonic, seconds.
+        clock_s: Monotonic clock, seconds.
         can_trim: See `PrefixCache`.
 
     Attributes:
-        prefix_cache: What the slots hold.
+        prefix_cache: Content of the slots.
     """
 
     def __init__(
@@ -143,24 +143,24 @@ class SlotPool:
 
     @property
     def num_busy(self) -> int:
-        """Slots in use."""
+        """Slots with a session."""
         return self._num_slots - len(self._free)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the line."""
+        """Requests in the queue."""
         return len(self._queue)
 
     @contextlib.asynccontextmanager
     async def hold(self, prompt: Sequence[int] = (), client: str | None = None) -> AsyncIterator[PrefixMatch]:
-        """A slot for the length of the `with` block, and what of the prompt the slots hold already.
+        """A slot for the `with` block, and the cached prefix of the prompt.
 
         Args:
-            prompt: Token ids; none to begin with nothing.
-            client: Whose request it is; those of different clients take turns.
+            prompt: Token ids; empty to begin without a prefix.
+            client: Client of the request; clients take turns.
 
         Raises:
-            Overloaded: If the line has no place for it.
+            Overloaded: If the queue is full.
         """
         free = await self._acquire(client)
         prefix_match = self.prefix_cache.match(prompt, client, free)
@@ -173,7 +173,7 @@ class SlotPool:
             self._release(prefix_match.slot)
 
     async def _acquire(self, client: str | None) -> set[int]:
-        """Slots of which one may be taken, before anything else is awaited."""
+        """Free slots, of which one is reserved for the caller until its next await."""
         if self._free:
             return self._free
         if not self._queue.has_room(client):
@@ -208,15 +208,15 @@ class SlotPool:
 
 
 _RETRY_AFTER_S: Final = 5
-# Once repairing was given up.
+# After recovery was given up.
 _RETRY_LATER_S: Final = 10
 
 
 class RequestGate:
-    """Lets requests in, holds them up for a while, or turns them away. Begins open.
+    """Gate for new requests: open, on hold during a recovery, or shut with an error. Begins open.
 
     Args:
-        patience_s: How long a request waits at most, in seconds, since it came or since the ring broke.
+        patience_s: Longest time that a request waits, in seconds, from its arrival or the loss of the ring.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -233,40 +233,40 @@ class RequestGate:
 
     @property
     def refusal(self) -> StageFailed | None:
-        """Why requests are turned away at once, if they are; one to raise."""
+        """The error for new requests while they are refused at once."""
         if self._refusal is None:
             return None
         return StageFailed(self._refusal.message, retry_after_s=self._refusal.retry_after_s or _RETRY_LATER_S)
 
     def open(self) -> None:
-        """Let everybody in."""
+        """Let all requests begin."""
         self._refusal = None
         self._opening.set()
         self._limit(None)
 
     def hold(self) -> None:
-        """Let nobody in for now, and nobody wait longer than the patience allows. A shut gate stays so."""
+        """Hold requests for at most the patience; a gate that is shut stays shut."""
         if self.is_open:
             self._opening.clear()
             self._limit(self._patience_s)
 
     def shut(self, refusal: MeshError) -> None:
-        """Turn everybody away, those who wait as well."""
+        """Refuse all requests, waiting ones included."""
         self._refusal = refusal
         self._opening.clear()
         self._limit(0.0)
 
     async def opened(self) -> None:
-        """Wait until the gate is open; within `patience` only."""
+        """Wait until the gate is open; only within `patience`."""
         while not self.is_open:
             await self._opening.wait()
 
     @contextlib.asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
-        """A block in which a request waits: for the gate, and for whatever else stands before its beginning.
+        """Context in which a request may wait, for the gate and for a slot.
 
         Raises:
-            StageFailed: If the gate is closed for too long meanwhile, or for good.
+            StageFailed: If the gate stays closed for too long, or is shut.
         """
         self._raise_refusal()
         try:

@@ -1,4 +1,4 @@
-"""Ring: all streams to the stages, their liveness and their loss."""
+"""Ring: streams to all stages, their liveness and their loss."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from stages.transport.channels import Identity
 
 
-# A failure detector by heartbeats (Chandra and Toueg 1996). Too eager, it takes a busy stage for a dead one:
-# so a coordinator that was late itself holds that against nobody.
+# A failure detector by heartbeats (Chandra and Toueg 1996). Time in which the coordinator itself was late is
+# not counted, so that a busy machine does not lose living stages.
 class LivenessMonitor:
-    """Counts for each stage the time in which it could have been heard and was not.
+    """Silence of each stage, in time during which it could have been heard.
 
     Args:
         num_stages: Stages of the pipeline.
-        interval_s: Between two questions to each stage, in seconds.
-        timeout_s: A stage that is silent for longer is lost.
+        interval_s: Interval of the pings to each stage, in seconds.
+        timeout_s: Silence after which a stage is lost, in seconds.
     """
 
     def __init__(self, num_stages: int, interval_s: float, timeout_s: float) -> None:
@@ -41,19 +41,19 @@ class LivenessMonitor:
         self._silent_s = [0.0] * num_stages
 
     def note_reply(self, stage: int) -> None:
-        """A stage answered."""
+        """Record a reply of a stage."""
         self._silent_s[stage] = 0.0
 
     def note_all(self) -> None:
-        """A window came back: every stage computed it."""
+        """Record a verdict: every stage computed its window."""
         self._silent_s = [0.0] * len(self._silent_s)
 
     def tick(self, elapsed_s: float) -> tuple[int, ...]:
-        """Note that an interval is over; returns the stages that are lost.
+        """Record the end of an interval; returns the stages that are lost.
 
         Args:
-            elapsed_s: What it took. Of a longer one only the interval counts: what came meanwhile lies
-                unread, and shows before the next.
+            elapsed_s: Its length. Of a longer one only the interval counts: replies that came meanwhile are
+                still unread, and are recorded before the next tick.
         """
         counted_s = min(elapsed_s, self._interval_s)
         self._silent_s = [silent_s + counted_s for silent_s in self._silent_s]
@@ -62,16 +62,16 @@ class LivenessMonitor:
 
 @dataclass(frozen=True)
 class RingLoss:
-    """Why a ring is broken, and where to look first.
+    """Loss of a ring: its reason, and the stages to examine first.
 
     Attributes:
-        reason: One line for a person.
-        suspects: Indices of stages that may be gone, in order: those whose streams ended, those that did not
-            answer, and those to which the stage before them lost its link. One of them may live and be
-            unreachable from there only; a stage that is not among them answered a moment ago.
-        is_crash: Whether a stage's own streams ended, as they do when its process dies. A stage that merely
-            fell silent is frozen or cut off.
-        silent: Those of the suspects that have left every question unanswered until the time-out.
+        reason: One line for the operator.
+        suspects: Indices of stages that may be lost, in order: those whose streams ended, those that did not
+            answer, and those to which the stage before lost its link. A suspect may be alive and unreachable
+            from there only; a stage that is no suspect answered just before.
+        is_crash: Whether a stage's own streams ended, as they do when its process ends. A stage that only
+            fell silent is frozen or disconnected.
+        silent: Suspects that left every ping unanswered until the timeout.
     """
 
     reason: str
@@ -85,13 +85,13 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class StageAddress:
-    """Where a stage serves.
+    """Address and layers of a stage.
 
     Attributes:
         host: Name of the host.
         address: `ip:port`.
-        layers: What it holds.
-        wire: How its hidden states travel to the next stage; means nothing at the tail. For the status.
+        layers: Layers of the stage.
+        wire: Format of its hidden states on the wire to the next stage, for the status; unused at the tail.
     """
 
     host: str
@@ -102,14 +102,14 @@ class StageAddress:
 
 @dataclass(frozen=True)
 class RingTerms:
-    """What a coordinator and the stages of one ring agree on.
+    """Identity, term and liveness settings shared by the coordinator and the stages of one ring.
 
     Attributes:
-        mesh_id: Which ring this is.
-        mesh_key: Shared by all its stages and the coordinator.
-        term: Of the coordinator; stages refuse one whose term is lower than they have seen.
-        ping_interval_s: Between two questions to each stage whether it lives, in seconds.
-        ping_timeout_s: A stage that leaves them unanswered for longer is lost.
+        mesh_id: Identifier of the ring.
+        mesh_key: Key shared by all its stages and the coordinator.
+        term: Term of the coordinator; stages refuse a lower one than they have seen.
+        ping_interval_s: Interval of the pings to each stage, in seconds.
+        ping_timeout_s: Silence after which a stage is lost, in seconds.
     """
 
     mesh_id: str
@@ -120,20 +120,20 @@ class RingTerms:
 
 
 class Ring:
-    """Windows into stage 0, verdicts from the tail, control to every stage.
+    """Streams of one ring: windows into stage 0, verdicts from the tail, control to every stage.
 
     A stage is lost when one of its streams ends, when the stage before it loses its link to it, or when it
     does not answer for too long, whichever comes first.
 
     Args:
-        stages: In pipeline order.
-        terms: What the stages were told, too.
+        stages: Addresses of the stages, in pipeline order.
+        terms: Settings shared with the stages.
         on_verdict: Called with each verdict.
         on_failure: Called with (stage index, failure of a window).
-        on_lost: Called once, when the first stage is lost; `loss` then says more.
-        clock_s: Monotonic, seconds.
-        identity: What the coordinator shows the stages; None if all are in its own process.
-        token_texts: Gives the vocabulary, when a session first has a grammar.
+        on_lost: Called once, when the first stage is lost; `loss` then has the details.
+        clock_s: Monotonic clock, seconds.
+        identity: TLS identity of the coordinator; None if all stages are in its process.
+        token_texts: Returns the vocabulary, sent when a session first has a grammar.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Ring:
 
     @property
     def loss(self) -> RingLoss | None:
-        """What is known of its end so far; None while it is whole."""
+        """Loss of the ring as far as it is known; None while it is whole."""
         if not self._suspects:
             return None
         return RingLoss(
@@ -215,14 +215,14 @@ class Ring:
         )
 
     async def open(self) -> None:
-        """Connect to every stage and check that together they are the whole model, in order.
+        """Connect to every stage and check that together they hold the whole model, in order.
 
         Raises:
             HostUnreachable: Naming the address that does not answer.
             ProtocolError: If a stage speaks another version or holds other layers than planned.
             StageFailed: If a stage was lost at once.
         """
-        # Each takes round trips: all at once they take as long as one.
+        # Each connection takes several round trips: made together they take the time of one.
         controls = [asyncio.ensure_future(control.open()) for control in self._controls]
         others = [asyncio.ensure_future(self._verdicts.open()), asyncio.ensure_future(self._link.open())]
         try:
@@ -241,25 +241,25 @@ class Ring:
         """Start a session at every stage, ahead of its first window."""
         if session.grammar and self._token_texts is not None:
             self._link.send(self._token_texts().message)
-            self._token_texts = None  # told once is enough
+            self._token_texts = None  # sent once
         self._link.send(session)
 
     def send(self, window: wire.Window) -> None:
-        """Ship a window."""
+        """Send a window."""
         self._link.send(window)
 
     def cancel(self, session: int, epoch: int) -> None:
-        """Void the session's windows below `epoch`, everywhere at once."""
+        """Void the session's windows below `epoch`, at all stages at once."""
         for control in self._controls:
             control.cancel(session, epoch)
 
     def close_session(self, session: int) -> None:
-        """End a session, everywhere at once."""
+        """End a session, at all stages at once."""
         for control in self._controls:
             control.close_session(session)
 
     async def stats(self) -> list[wire.StageStats]:
-        """Every stage's counts, in order.
+        """Counters of every stage, in pipeline order.
 
         Raises:
             TimeoutError: If a stage does not answer in time.
@@ -269,27 +269,27 @@ class Ring:
 
     @property
     def clocks(self) -> list[ClockOffset]:
-        """Every stage's, in order."""
+        """Clock offsets of the stages, in pipeline order."""
         return [control.clock for control in self._controls]
 
     @property
     def num_sent_bytes(self) -> int:
-        """Sent to the first stage."""
+        """Bytes sent to the first stage."""
         return self._link.num_sent_bytes
 
     @property
     def num_received_bytes(self) -> int:
-        """Of verdicts, from the tail."""
+        """Bytes of verdicts received from the tail."""
         return self._verdicts.num_received_bytes
 
     def stop_monitoring(self) -> None:
-        """Look for losses no more: its stages are about to leave it."""
+        """Stop the detection of losses, before stages leave the ring."""
         self._is_unmonitored = True
         if self._watch is not None:
             self._watch.cancel()
 
     async def close(self) -> None:
-        """End all streams."""
+        """Close all streams."""
         self.stop_monitoring()
         if self._watch is not None:
             with contextlib.suppress(asyncio.CancelledError):
@@ -300,7 +300,7 @@ class Ring:
         await asyncio.gather(*(control.close(is_lost=is_lost) for control in self._controls))
 
     async def _listen(self) -> None:
-        """Ask every stage, again and again, whether it lives."""
+        """Ping every stage at each interval."""
         interval_s = self._terms.ping_interval_s
         while True:
             since_s = self._clock_s()
@@ -326,7 +326,7 @@ class Ring:
         if failure.session:
             self._on_failure(index, failure)
         else:
-            # It has lost its link: the stage behind it is gone, or the network between them.
+            # The stage has lost its link: the next stage is gone, or the network between them.
             self._lost(index + 1, from_code(failure.code, f"stage {index}: {failure.message}"))
 
     def _lost(self, index: int, reason: MeshError, *, is_crash: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of one ring: totals and the parts of a round trip."""
+"""Statistics of one ring: totals, and the parts of a round trip."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class RoundTrips:
-    """Times of windows that decode, summed; chunks of prompts, which are far larger, are left out.
+    """Round trips of decoding windows, as sums over their parts; prefill chunks, far larger, are left out.
 
-    There is one hop more than there are stages: into the first, from one to the next, and from the tail back.
-    Together with waiting and computing they are the whole round trip.
+    There is one hop more than there are stages: into the first, between neighbours, and from the tail back.
+    Hops, waiting and computing add up to the round trip.
 
     Args:
         num_stages: Stages of the ring.
@@ -37,13 +37,13 @@ class RoundTrips:
         sent_us: int,
         arrived_us: int,
     ) -> None:
-        """A verdict came.
+        """Record a verdict.
 
         Args:
-            times: What each stage says.
-            offsets_us: What each stage's clock shows beyond the coordinator's; None where nobody knows.
+            times: Times measured by each stage.
+            offsets_us: Clock offset of each stage from the coordinator; None where it is unknown.
             sent_us: When the window left, by the coordinator's clock.
-            arrived_us: When the verdict came.
+            arrived_us: When the verdict came, by the coordinator's clock.
         """
         if len(times) != len(self._queue_us) or len(offsets_us) != len(times):
             return
@@ -52,7 +52,7 @@ class RoundTrips:
         for time, offset_us in zip(times, offsets_us, strict=True):
             if offset_us is None or not (time.num_rows and time.arrived_us):
                 return
-            # Clocks are known to a fraction of a hop only: what one hop lacks is its neighbour's.
+            # Clock offsets have an error of a fraction of a hop: what one hop lacks, its neighbour has.
             there_us = max(left_us, min(time.arrived_us - offset_us, arrived_us))
             wires_us.append(there_us - left_us)
             left_us = there_us + time.queue_us + time.compute_us
@@ -65,7 +65,7 @@ class RoundTrips:
             self._compute_us[index] += time.compute_us
 
     def as_dict(self) -> dict[str, Any]:
-        """Sums, fit for JSON: whoever looks twice knows what happened meanwhile."""
+        """Sums, JSON-serialisable; the difference of two readings covers the time between them."""
         return {
             "windows": self._num_windows,
             "wire_ms": _as_ms(self._wire_us),
@@ -88,17 +88,17 @@ class _StageTotals:
 
 
 class ActiveRing:
-    """One ring from its opening to its loss.
+    """A ring from its opening to its loss, with its statistics and learned sizes.
 
     Args:
-        stages: Where they serve, in pipeline order.
-        ring: The streams to them.
+        stages: Addresses of the stages, in pipeline order.
+        ring: Streams to them.
         max_rows: Most rows of one window.
 
     Attributes:
         ring: As given.
-        prefill_pace: How large chunks of prompts are in it.
-        grouping: How many windows its stages compute together.
+        prefill_pace: Sizes of prefill chunks.
+        grouping: Sizes of groups that share a batch.
     """
 
     def __init__(self, stages: Sequence[StageAddress], ring: Ring, max_rows: int) -> None:
@@ -110,7 +110,7 @@ class ActiveRing:
         self._totals = [_StageTotals() for _ in stages]
 
     def count(self, times: Iterable[wire.StageTime]) -> None:
-        """Add up what the stages took for a window."""
+        """Add the stages' times for a window."""
         for totals, time in zip(self._totals, times, strict=False):
             if time.num_rows:
                 totals.num_windows += 1
@@ -118,12 +118,12 @@ class ActiveRing:
                 totals.compute_us += time.compute_us
 
     def add_round_trip(self, times: Sequence[wire.StageTime], sent_ms: float, arrived_ms: float) -> None:
-        """A window that decodes came back; times by the coordinator's clock."""
+        """Record the round trip of a decoding window; times by the coordinator's clock."""
         offsets_us = [clock.offset_us for clock in self.ring.clocks]
         self._round_trips.add(times, offsets_us, int(sent_ms * 1000), int(arrived_ms * 1000))
 
     def round_trips(self) -> dict[str, Any]:
-        """Where their time went, in sums; and what the coordinator sent and received for all windows."""
+        """Sums of round trips, and bytes that the coordinator sent and received for all windows."""
         ring = self.ring
         return {
             **self._round_trips.as_dict(),
@@ -132,7 +132,7 @@ class ActiveRing:
         }
 
     def status(self) -> list[dict[str, Any]]:
-        """For `mesh status`: each stage with its mean times."""
+        """Stages with their mean times, for `mesh status`."""
         last = len(self._stages) - 1
         rtts_us = [clock.rtt_us for clock in self.ring.clocks]
         return [
@@ -147,7 +147,7 @@ class ActiveRing:
                 "queue_ms": totals.queue_us / 1000,
                 "mean_compute_ms": _mean_ms(totals.compute_us, totals.num_windows),
                 "mean_queue_ms": _mean_ms(totals.queue_us, totals.num_windows),
-                # From the coordinator there and back.
+                # Round trip from the coordinator.
                 "rtt_ms": None if (rtt_us := rtts_us[index]) is None else rtt_us / 1000,
             }
             for index, (stage, totals) in enumerate(zip(self._stages, self._totals, strict=True))

@@ -1,14 +1,14 @@
 """Session: one running request, its windows in flight, verdicts and output queue.
 
-Everything here runs in the event loop and never waits: a verdict is judged, and the next window leaves,
-before anybody else hears of it.
+All code here runs in the event loop and never waits: a verdict is judged, and the next window leaves, before
+anything is reported.
 
-A session whose reader is too far behind pauses: what is under way comes home, and nothing more leaves until
-the reader has caught up. When windows leave never changes the text, so neither does that.
+A session pauses while its reader is too far behind: windows in flight come back, and none leaves until the
+reader has caught up. The time at which windows leave never changes the text.
 
-A session whose ring breaks is suspended: what is under way is lost, and nothing more leaves until it is
-replayed in another ring. There it begins as if prompt and answer so far had been one long prompt. Draws
-depend on the position and on the tokens before it, so what follows is what would have followed.
+A session whose ring breaks is suspended: its windows in flight are lost, and none leaves until it is replayed
+in another ring. A replay takes prompt and answer so far as one long prompt. Samples depend on the position
+and on the tokens before it only, so the text is the same.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 
 class InFlightWindow(NamedTuple):
-    """A window under way.
+    """A window in flight.
 
     Attributes:
-        id: Of the window, within its session.
-        window: What was sent.
-        sent_ms: When.
-        num_ahead: Windows of its session that were under way then.
+        id: Id of the window within its session.
+        window: The window as sent.
+        sent_ms: When it was sent.
+        num_ahead: Windows of its session that were in flight then.
     """
 
     id: int
@@ -60,7 +60,7 @@ class InFlightWindow(NamedTuple):
 
 
 def measures(verdict: wire.Verdict) -> tuple[StageMeasure, ...]:
-    """What each stage took for a window, in order; nothing if one did not compute it."""
+    """Time of each stage for a window, in pipeline order; empty if a stage did not compute it."""
     if not all(time.num_rows for time in verdict.times):
         return ()
     return tuple(
@@ -77,7 +77,7 @@ def outcome(
     voided: Collection[InFlightWindow],
     behind: Collection[InFlightWindow],
 ) -> WindowOutcome:
-    """What the controller learns of a judged window."""
+    """Outcome of a judged window, for the controller."""
     return WindowOutcome(
         judgement=judgement,
         proposal=in_flight.window.proposal,
@@ -91,12 +91,12 @@ def outcome(
     )
 
 
-# Seconds of an answer: a reader that is merely late never notices.
+# Several seconds of an answer: a reader that is merely late is not affected.
 MAX_UNREAD_TOKENS: Final = 256
 
 
 class OutputQueue:
-    """Hands parts of an answer to their reader, and says when that one is too far behind.
+    """Queue of the parts of an answer for its reader, with back-pressure.
 
     Args:
         on_room: Called when a reader that was too far behind has caught up.
@@ -110,21 +110,21 @@ class OutputQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits that no more should be made; what is under way still has room."""
+        """Whether generation should pause; windows in flight still have room."""
         return self._is_full
 
     def put(self, part: Committed | MeshError) -> None:
-        """Tokens that joined the answer, or why it ends."""
+        """Add committed tokens, or the error that ends the answer."""
         if not isinstance(part, MeshError):
             self._num_tokens += len(part.tokens)
             self._is_full = self._is_full or self._num_tokens >= MAX_UNREAD_TOKENS
         self._parts.put_nowait(part)
 
     async def take(self) -> Committed:
-        """The oldest part; waits until there is one.
+        """Remove and return the oldest part; waits until there is one.
 
         Raises:
-            MeshError: If the answer ended with it.
+            MeshError: If the error that ends the answer is next.
         """
         part = await self._parts.get()
         if isinstance(part, MeshError):
@@ -136,21 +136,21 @@ class OutputQueue:
         return part
 
 
-# When a stage's process dies, any session with a window under way may have killed it, or none. The first time
-# all are replayed together. A session that is still at the same place when a stage crashes again is on trial
-# from then on: it replays alone, while all others wait. Who is alone under way at so many crashes in a row,
-# at the same place each time, is the culprit.
+# When a stage's process ends, any session with a window in flight may have caused it, or none. The first time
+# all are replayed together. A session that is at the same position when a stage crashes again is on trial
+# from then on: it replays alone, while all others wait. A session that was alone in flight at this many
+# crashes in a row, always at the same position, is taken for the cause.
 #
-# So no session fails for what another did. Crashes that have nothing to do with any input, such as a killed
-# process, would have to hit the same session at the same place as often, while it is alone.
+# So no session fails for what another did. Crashes without relation to any input, such as a killed process,
+# would have to meet the same session at the same position as often, while it is alone.
 @dataclass
 class CrashHistory:
-    """Of one session.
+    """Crashes of stages during one session.
 
     Attributes:
-        num_crashes: Crashes in a row with a window of it under way and no token committed between them.
-        num_alone: Those of them, the latest in a row, at which nobody else had one.
-        position: Its prompt and committed tokens at the latest.
+        num_crashes: Crashes in a row with a window of it in flight and no token committed between them.
+        num_alone: Latest of those in a row at which no other session had a window in flight.
+        position: Number of its prompt and committed tokens at the latest.
     """
 
     num_crashes: int = 0
@@ -158,7 +158,7 @@ class CrashHistory:
     position: int = 0
 
     def add(self, position: int, *, is_alone: bool) -> None:
-        """A stage crashed with a window of it under way."""
+        """Record a crash of a stage with a window of it in flight."""
         if position != self.position:
             self.num_crashes = self.num_alone = 0
         self.num_crashes += 1
@@ -172,11 +172,11 @@ class CrashHistory:
 
 
 def crash_suspect(under_way: Sequence[CrashHistory], most_crashes: int) -> CrashHistory | None:
-    """Whose doing a crash was, now that all with a window under way know of it; None if that is open.
+    """The session that caused a crash, now recorded for all with a window in flight; None if unknown.
 
     Args:
-        under_way: Of all these sessions.
-        most_crashes: A session that was alone at so many is the culprit.
+        under_way: Histories of all these sessions.
+        most_crashes: Crashes alone after which a session is the cause.
     """
     return next((each for each in under_way if each.num_alone >= most_crashes), None)
 
@@ -186,7 +186,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class PendingReplay:
-    """What waits for a session's replay.
+    """Continuation of a replay that a new suspension interrupted.
 
     Attributes:
         on_replayed: See `Session.replay`.
@@ -198,22 +198,22 @@ class PendingReplay:
 
 
 class Session:
-    """Ships one generation's windows and judges their verdicts.
+    """Windows of one generation: sends them, judges their verdicts, decides what follows.
 
     Args:
-        spec: What starts it at every stage.
-        generation: The request's.
-        active_ring: Where windows go.
-        speculator: Who says what to send beyond committed tokens; None for plain decoding.
+        spec: Message that opens the session at every stage.
+        generation: State machine of the request.
+        active_ring: Ring for its windows.
+        speculator: Proposals beyond committed tokens; None for plain decoding.
         cancels: Whether stages are told at once of windows that a rejection voided.
-        clock_ms: Monotonic.
-        on_plain: Told of each window, if nobody may propose: it shows what others' speculation has to beat.
+        clock_ms: Monotonic clock, milliseconds.
+        on_plain: Called with each window of a session without proposals: the baseline for speculation.
 
     Attributes:
-        telemetry: Counts and times up to now.
-        crash_history: Whether stages crash on it.
-        was_under_way: Whether a window was, when it was suspended.
-        is_slot_unknown: Whether a stage has failed on it: then it is not known what its slot holds.
+        telemetry: Counts and times so far.
+        crash_history: Crashes of stages during the session.
+        was_under_way: Whether a window was in flight when it was suspended.
+        is_slot_unknown: Whether a stage has failed on it, so that the content of its slot is unknown.
     """
 
     def __init__(
@@ -257,22 +257,22 @@ class Session:
 
     @property
     def id(self) -> int:
-        """What the stages know it by: a new one in each ring, and never used twice."""
+        """Session id at the stages: a new one in each ring, never used twice."""
         return self._spec.session
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be sent, though its reader may not have taken all."""
+        """Whether nothing more will be sent, though its reader may not have read all."""
         return self._is_over
 
     @property
     def request(self) -> GenerationRequest:
-        """What it answers."""
+        """The request that it answers."""
         return self._generation.request
 
     @property
     def slot(self) -> int:
-        """Its slot at every stage, for as long as it runs."""
+        """Its slot at every stage, while it runs."""
         return self._spec.slot
 
     @property
@@ -287,7 +287,7 @@ class Session:
 
     @property
     def computed(self) -> tuple[int, ...]:
-        """The tokens, from position 0 on, that every stage is known to hold."""
+        """Token ids from position 0 on that every stage is known to hold."""
         return self._generation.computed
 
     @property
@@ -296,7 +296,7 @@ class Session:
         return self._output_queue.is_full
 
     def start(self, prompt: tuple[int, ...]) -> None:
-        """Send the first chunks of the prompt; the rest follow as these are computed."""
+        """Send the first chunks of the prompt; the others follow as these are computed."""
         self._open()
         if self._speculator is not None:
             self._speculator.listen(self._wake)
@@ -304,10 +304,10 @@ class Session:
             self._pump()
 
     def suspend(self) -> PendingReplay:
-        """Take all that is under way for lost, and send nothing until `replay`.
+        """Take all windows in flight for lost, and send none until `replay`.
 
         Returns:
-            What was to be told of the replay that this one ends, if one is under way.
+            Continuation of the replay that this suspension interrupts, if there is one.
         """
         self._is_suspended = True
         pending = PendingReplay(self._on_replayed or _nothing, is_suspect=self._is_suspect)
@@ -329,14 +329,14 @@ class Session:
         *,
         is_suspect: bool = False,
     ) -> None:
-        """Begin again with prompt and answer so far, and go on from there.
+        """Begin again with prompt and answer so far, and continue from there.
 
         Args:
-            id: Never used before.
-            prefix_match: What of that another slot holds, or will before anything that is sent now arrives.
-            active_ring: Where windows go from now on.
-            on_replayed: Called once all that it replays was sent, or it is over.
-            is_suspect: Whether to be called once its next token is there instead, and to wait then for
+            id: An id that was never used before.
+            prefix_match: Slot and cached prefix; the prefix may be computed by windows sent before.
+            active_ring: Ring for its windows from now on.
+            on_replayed: Called once all that it replays was sent, or it has ended.
+            is_suspect: Whether `on_replayed` is called only with its next token, after which it waits for
                 `clear_suspicion`.
         """
         is_elsewhere = active_ring is not self._active_ring
@@ -345,7 +345,7 @@ class Session:
             session=id,
             cached=self.tokens[: prefix_match.num_cached],
             source_slot=prefix_match.source_slot,
-            # In the same ring it begins anew because a stage does not hold what it should.
+            # In the same ring it begins anew because a stage does not hold what was expected.
             resumed=Resumed(self.id, self._generation.num_resumable) if is_elsewhere else NOTHING_RESUMED,
         )
         self._generation.skip(prefix_match.num_cached)
@@ -365,14 +365,14 @@ class Session:
         self._pump()
 
     def clear_suspicion(self) -> None:
-        """Its trial is over, and that of all others."""
+        """End the trial of this session and all others."""
         self._is_suspect = False
         self.crash_history = CrashHistory()
         if not self._is_still:
             self._go_on()
 
     async def next_part(self) -> Committed:
-        """The next tokens that joined the answer.
+        """The next committed tokens of the answer.
 
         Raises:
             MeshError: If the session failed.
@@ -380,7 +380,7 @@ class Session:
         return await self._output_queue.take()
 
     def on_verdict(self, verdict: wire.Verdict) -> None:
-        """Judge the oldest window, send what should follow, then tell everybody."""
+        """Judge the oldest window, send what follows, then report."""
         if self._is_still:
             return
         if verdict.epoch != self._epoch:
@@ -409,14 +409,14 @@ class Session:
                 self._note_replayed()
 
     def on_failure(self, epoch: int, error: MeshError) -> bool:
-        """A stage could not compute a window, or begin with what was cached.
+        """Handle the failure of a stage to compute a window, or to begin with the cached prefix.
 
         Args:
-            epoch: The window's.
-            error: What the stage says.
+            epoch: Epoch of the window.
+            error: Error of the stage.
 
         Returns:
-            Whether to begin anew with nothing cached: what was cached was not there, or the window was void
+            Whether to begin anew with nothing cached: the cached prefix was not there, or the window was void
             and the stage may have emptied the slot for it. If not, the answer has ended with `error`.
         """
         self.is_slot_unknown = True
@@ -433,12 +433,12 @@ class Session:
         self.is_slot_unknown = True
         if not self._is_over:
             self._is_over = True
-            # Behind the tokens that were committed before and are still to be told.
+            # After tokens that were committed before and are not yet in the queue.
             self._loop.call_soon(self._output_queue.put, error)
             self._note_replayed()
 
     def close(self) -> None:
-        """Send nothing more, free the slot at every stage, and let go of the proposer."""
+        """Send nothing more, free the slot at every stage, and close the proposer."""
         self._is_over = True
         self._active_ring.ring.close_session(self.id)
         self._count_decoding(is_decoding=False)
@@ -492,7 +492,7 @@ class Session:
                 self._speculator.landed(is_void=bool(voided))
             outcomes = self._outcomes(step, in_flight, voided, verdict, arrived_ms)
             self._speculator.committed(step.judgement.committed)
-            # What a plain window taught can wait until the next has left.
+            # What a plain window taught is learned after the next one has left.
             if not is_plain:
                 self._speculator.learn(outcomes)
             self._send_on(step)
@@ -504,7 +504,7 @@ class Session:
         if voided:
             log.debug("windows_voided", session=self.id, epoch=self._epoch, num_windows=len(voided))
         self._is_over = step.finish is not None
-        # One turn of the loop later, so that what was sent is on the wire before anybody reads or counts.
+        # One turn of the event loop later, so that what was sent is on the wire first.
         self._loop.call_soon(self._report, step, in_flight, voided, verdict, arrived_ms)
 
     def _outcomes(
@@ -515,7 +515,7 @@ class Session:
         verdict: wire.Verdict,
         arrived_ms: float,
     ) -> list[WindowOutcome]:
-        """What the controller learns: of the window, and of one that its free prediction voided unread."""
+        """Outcomes for the controller: of the window, and of one that its free prediction voided unread."""
         outcomes = []
         if not in_flight.window.is_prompt:
             stages = measures(verdict)
@@ -531,7 +531,7 @@ class Session:
             )
         if step.is_unread_next:
             judgement = judge_unread(len(voided[0].window.tokens))
-            # It is stale itself: the rows of it are still computed somewhere.
+            # It is stale itself: its rows are still computed at some stage.
             outcomes.append(outcome(judgement, voided[0], arrived_ms, stages=(), voided=voided, behind=()))
         return outcomes
 
@@ -566,7 +566,7 @@ class Session:
         for void in voided:
             telemetry.add_void(void.id, len(void.window.tokens))
         tokens = step.judgement.committed
-        # A verdict may go on behind an end token, or behind the answer's last.
+        # A verdict may continue behind an end token, or behind the answer's last.
         logprobs = from_wire(verdict.logprobs[: len(tokens)])
         was_paused = self.is_paused
         self._output_queue.put(Committed(tokens, step.finish, telemetry.stats(), logprobs))
@@ -574,7 +574,7 @@ class Session:
             log.debug("session_paused", session=self.id, reason="its client does not read")
 
     def _prefill(self) -> None:
-        """Have as many chunks of the prompt under way as keep the stages busy."""
+        """Keep as many chunks of the prompt in flight as keep the stages busy."""
         generation, pace = self._generation, self._active_ring.prefill_pace
         while not generation.is_prefilled:
             rows = pace.rows(generation.num_to_prefill, is_replay=self._on_replayed is not None)
@@ -594,7 +594,7 @@ class Session:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Have at least the committed token under way."""
+        """Keep at least the committed token in flight."""
         if not self._in_flight_windows and not self._is_held:
             proposal = EMPTY
             if self._speculator is not None:
@@ -603,17 +603,17 @@ class Session:
         self._pump()
 
     def _pump(self) -> None:
-        """Fill the ring as far as the controller wants it."""
+        """Fill the ring as far as the controller decides."""
         if self._speculator is None or not self._generation.is_prefilled or self._is_held:
             return
         while (proposal := self._speculator.next_proposal(self._generation)).tokens:
             self._send(self._generation.next_window(proposal))
 
     def _wake(self) -> None:
-        """The proposer knows more; called from any thread."""
+        """Callback of the proposer when it has more to propose; called from any thread."""
         if not self._is_woken:
             self._is_woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._on_wake)
 
     def _on_wake(self) -> None:
@@ -640,4 +640,4 @@ class Session:
 
 
 def _nothing() -> None:
-    """Nothing waits."""
+    """Does nothing."""

@@ -1,4 +1,4 @@
-"""Replay of sessions in a new ring, suspects first."""
+"""Replay of sessions in a new ring: order, and trial of sessions suspected of a crash."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Replayed = TypeVar("Replayed")
 
 
 class ReplayOrder(Generic[Replayed]):
-    """Begins one session after another: the next as soon as the one before has sent all that it replays.
+    """Order of replays: each session begins when the one before it has sent all that it replays.
 
-    So the pipeline stays full, and no chunk of a later session comes between those of an earlier one. The
-    first of the line are those with the least to compute, which keeps most pauses short (shortest processing
-    time first: Smith 1956).
+    The pipeline stays full, and no chunk of a later session comes between those of an earlier one. Sessions
+    with the least to compute come first, which keeps most pauses short (shortest processing time first: Smith
+    1956).
 
     Args:
-        sessions: In that order.
-        begin: Begins a session; given what to call when it has sent all, or ended.
-        on_end: Called when the last one has.
+        sessions: Sessions in that order.
+        begin: Begins a session; its second argument is to be called when the session has sent all, or ended.
+        on_end: Called after the last one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ReplayOrder(Generic[Replayed]):
             self._on_end()
 
     def drop(self) -> None:
-        """Begin nobody any more: the ring broke again."""
+        """Begin no further session: the ring broke again."""
         self._waiting.clear()
 
 
@@ -70,20 +70,20 @@ log = structlog.get_logger()
 
 
 class Replay(Protocol):
-    """Has a session replay in the new ring; see `Session.replay`."""
+    """Replays a session in the new ring; see `Session.replay`."""
 
     def __call__(
         self, session: Session, on_replayed: Callable[[], None], *, is_suspect: bool = False
     ) -> None:
-        """Call `on_replayed` when the next one may begin."""
+        """Replay a session, and call `on_replayed` when the next one may begin."""
 
 
 def attribute_crash(sessions: Collection[Session], loss: RingLoss | None, most_crashes: int) -> None:
-    """Note whose windows were under way when a stage crashed, and end the session that must have caused it.
+    """Count a crash for sessions with windows in flight, and end the session that must have caused it.
 
     Args:
-        sessions: All of them, suspended.
-        loss: How the old ring ended; None if it did not.
+        sessions: All sessions, suspended.
+        loss: Loss of the old ring; None if it was not lost.
         most_crashes: See `crash_suspect`.
     """
     if loss is None or not loss.is_crash:
@@ -104,12 +104,12 @@ def attribute_crash(sessions: Collection[Session], loss: RingLoss | None, most_c
 
 
 class SessionReplayer:
-    """Has all sessions go on: first those on trial, one by one, then the others.
+    """Replay of all sessions: those on trial first, one by one, then the others.
 
     Args:
-        sessions: All of them, suspended.
-        replay: Begins with one.
-        on_tried: Called when those on trial have passed, or ended: new ones may come.
+        sessions: All sessions, suspended.
+        replay: Begins the replay of one.
+        on_tried: Called when those on trial have passed or ended: new sessions may begin.
     """
 
     def __init__(self, sessions: Collection[Session], replay: Replay, on_tried: Callable[[], None]) -> None:
@@ -122,13 +122,13 @@ class SessionReplayer:
         self._on_tried = on_tried
 
     def start(self) -> None:
-        """Begin with the first."""
+        """Begin the first replay."""
         if self._suspects:
             log.warning("sessions_on_trial", sessions=[session.id for session in self._suspects])
         self._suspect_order.go_on()
 
     def drop(self) -> None:
-        """Begin nobody any more: the ring broke again."""
+        """Begin no further replay: the ring broke again."""
         self._suspect_order.drop()
         self._others.drop()
 

@@ -1,4 +1,4 @@
-"""Speculation of each session: guarded proposers, controllers and limits."""
+"""Speculation of a session: guarded proposers, controller and limits."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ log = structlog.get_logger()
 
 
 class Speculator:
-    """Asks the controller, then the proposer, then the controller again.
+    """Speculation of one session: asks the controller how much to propose, and the proposers for tokens.
 
     Args:
-        proposers: Cheapest first, at least one.
-        options: The controller's, for this session.
-        shared: What the sessions of the coordinator learn together.
+        proposers: Proposers, cheapest first, at least one.
+        options: Controller options of this session.
+        shared: Measurements shared by all sessions of the coordinator.
         end_tokens: Ids that end the answer.
-        num_sessions: How many run now.
-        clock_ms: Monotonic.
+        num_sessions: Returns the number of running sessions.
+        clock_ms: Monotonic clock, milliseconds.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class Speculator:
         self._num_sessions = num_sessions
         self._clock_ms = clock_ms
         self._untold: list[int] = []
-        # Until it is first asked the proposer rests anyway.
+        # A proposer rests until it is first asked.
         self._is_resting = True
         self._decision = Decision(0, "nothing decided yet")
 
     def listen(self, on_ready: Callable[[], None]) -> None:
-        """Name what to call, from any thread, when the proposer knows more."""
+        """Set the callback, from any thread, for when the proposer has more to propose."""
         self._proposer.listen(on_ready)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Show the proposer the prompt."""
+        """Pass the prompt to the proposer."""
         self._proposer.extend(prompt)
 
     def next_proposal(self, generation: Generation) -> Proposal:
-        """The proposed tokens that should leave now; none are a reason to wait, or to send a plain window."""
+        """Proposed tokens to send now; if there are none the caller waits or sends a plain window."""
         room = generation.room
         if room < 1:
             return EMPTY
@@ -87,7 +87,7 @@ class Speculator:
             self._controller.decide(context, EMPTY)
             self._rest(generation)
             return EMPTY
-        # While no tokens are wanted the proposer need not follow: speculation that is off costs nothing.
+        # While no tokens are wanted the proposer is not updated: speculation that is off costs nothing.
         self._is_resting = False
         self._catch_up()
         proposal = self._without_end(self._proposer.propose(wanted, generation.ahead))
@@ -104,40 +104,40 @@ class Speculator:
         return proposal.first(decision.width) if decision.width > 0 else EMPTY
 
     def landed(self, *, is_void: bool) -> None:
-        """Take note that the oldest window came back, before the next proposal is asked for.
+        """Record that the oldest window came back, before the next proposal is asked for.
 
         Args:
-            is_void: Whether all that flew behind it is void.
+            is_void: Whether all windows behind it are void.
         """
         self._controller.landed(is_void=is_void)
 
     def committed(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens for the proposer; it hears of them when it is asked again."""
+        """Queue committed tokens for the proposer; passed on when it is asked again."""
         self._untold.extend(tokens)
 
     def learn(self, outcomes: Iterable[WindowOutcome]) -> None:
-        """Tell the controller what became of windows."""
+        """Pass the outcomes of windows to the controller."""
         self._timing.draft_ms_per_token = self.draft_ms_per_token() or self._timing.draft_ms_per_token
         for outcome in outcomes:
             self._controller.judged(outcome)
 
     def draft_ms_per_token(self) -> float | None:
-        """What a token costs the draft model now; None without one."""
+        """Time of the draft model per token, in ms; None without one."""
         costs = (proposer.draft_ms_per_token for proposer in self._guarded)
         return next((cost for cost in costs if cost is not None), None)
 
     def summary(self) -> Mapping[str, Any]:
-        """What the controller does, and why."""
+        """State of the controller, with its reasons."""
         return self._controller.summary()
 
     def close(self) -> None:
-        """The session is over."""
+        """End the session."""
         self._catch_up()
         self._proposer.close()
         self._controller.close()
 
     def _rest(self, generation: Generation) -> None:
-        """Have a draft model stop too: it would slow the plain windows of a stage on its host."""
+        """Stop a draft model as well: it would slow the plain windows of a stage on its host."""
         if self._controller.is_resting and not self._is_resting:
             self._is_resting = True
             self._catch_up()
@@ -149,7 +149,7 @@ class Speculator:
             self._untold = []
 
     def _without_end(self, proposal: Proposal) -> Proposal:
-        """Nothing follows an end token, and the row before it tells whether it comes."""
+        """Proposal up to an end token: no token can follow it, and the row before it samples it."""
         for index, token in enumerate(proposal.tokens):
             if token in self._end_tokens:
                 return proposal.first(index)
@@ -157,15 +157,14 @@ class Speculator:
 
 
 class GuardedProposer:
-    """Passes on what a proposer says until it raises or names a token that does not exist.
+    """Proposer that is switched off for its session when it raises or names a token that does not exist.
 
-    From then on it proposes nothing for this session, and one warning says why. See
-    `speculative.proposer.Proposer`.
+    A single warning gives the reason. See `speculative.proposer.Proposer`.
 
     Args:
-        proposer: Not trusted.
-        n_vocab: Token ids are below this.
-        session: Whose proposer it is, for the warning.
+        proposer: Any proposer.
+        n_vocab: Number of token ids.
+        session: Session id, for the warning.
     """
 
     def __init__(self, proposer: Proposer, *, n_vocab: int, session: int) -> None:
@@ -177,7 +176,7 @@ class GuardedProposer:
 
     @property
     def draft_ms_per_token(self) -> float | None:
-        """What a token costs a proposer that computes; None for others."""
+        """Time per token of a proposer that computes, in ms; None for others."""
         return getattr(self._proposer, "draft_ms_per_token", None)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -229,11 +228,11 @@ class GuardedProposer:
 
 
 def narrowed(options: ControllerOptions, limits: SpeculationLimits) -> ControllerOptions | None:
-    """The controller's options for one request; None if nothing may be proposed.
+    """Controller options of one request; None if it allows no proposals.
 
     Args:
-        options: The server's.
-        limits: The request's; a bound above the server's changes nothing.
+        options: Options of the server.
+        limits: Limits of the request; a bound above the server's has no effect.
     """
     if limits.mode == "off" or limits.max_width == 0 or options.fixed_width == 0:
         return None
@@ -252,16 +251,16 @@ def _least(bound: int, wanted: int | None) -> int:
 
 
 class Speculators:
-    """Makes them.
+    """Factory of `Speculator`.
 
     Args:
-        make_proposers: Gives each request its proposers, cheapest first; None if nothing is ever proposed.
+        make_proposers: Returns the proposers for a request, cheapest first; None if the server has none.
         options: Limits of speculation, and the size of the vocabulary.
-        num_sessions: How many run now.
-        clock_ms: Monotonic.
+        num_sessions: Returns the number of running sessions.
+        clock_ms: Monotonic clock, milliseconds.
 
     Attributes:
-        shared: What the sessions learn together.
+        shared: Measurements shared by all sessions.
     """
 
     def __init__(
@@ -280,15 +279,15 @@ class Speculators:
 
     @property
     def are_any(self) -> bool:
-        """Whether anything is ever proposed."""
+        """Whether there are proposers at all."""
         return self._make_proposers is not None
 
     def make(self, session: int, request: GenerationRequest) -> Speculator | None:
-        """The speculator of one request; None if nothing may be proposed for it.
+        """The speculator of one request; None if it allows no proposals.
 
         Args:
-            session: For the log.
-            request: Says how far it may speculate.
+            session: Session id, for the log.
+            request: Request with its limits of speculation.
         """
         controller = narrowed(self._options.controller, request.speculation)
         if self._make_proposers is None or controller is None:

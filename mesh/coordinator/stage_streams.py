@@ -1,4 +1,4 @@
-"""Streams of control messages and verdicts, and the offset of the stages' clocks."""
+"""Control and verdict streams of the coordinator, and clock offsets of the stages."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from stages.transport.channels import Identity
 
 
-# By the clock filter of NTP (Mills, RFC 5905): of the latest questions the one that came back soonest waited
-# least anywhere, so its halves are the most alike, and half of what it took bounds the error.
-# At four questions a second these are 4 s: two clocks drift apart by less than half a millisecond.
+# Clock filter of NTP (Mills, RFC 5905): of the latest queries the one with the shortest round trip waited
+# least, so # its two directions are the most alike, and half of its round trip bounds the error. At four
+# queries a second these # are 4 s: two clocks drift apart by less than half a millisecond.
 _NUM_SAMPLES = 16
 
 
@@ -33,29 +33,29 @@ class _Sample(NamedTuple):
 
 
 class ClockOffset:
-    """Of one stage."""
+    """Clock offset and round trip of one stage."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque(maxlen=_NUM_SAMPLES)
 
     def add(self, sent_us: int, stage_us: int, received_us: int) -> None:
-        """A question was answered.
+        """Record a reply.
 
         Args:
-            sent_us: When it left, by the coordinator's clock.
-            stage_us: When the stage answered, by its own.
-            received_us: When the answer was there, by the coordinator's.
+            sent_us: When the query left, by the coordinator's clock.
+            stage_us: When the stage replied, by its own clock.
+            received_us: When the reply arrived, by the coordinator's clock.
         """
         self._samples.append(_Sample(received_us - sent_us, stage_us - (sent_us + received_us) // 2))
 
     @property
     def rtt_us(self) -> int | None:
-        """The shortest of the latest round trips; None before the first."""
+        """Shortest of the latest round trips; None before the first."""
         return self._best.rtt_us if self._samples else None
 
     @property
     def offset_us(self) -> int | None:
-        """What the stage's clock shows beyond the coordinator's; None while nobody knows."""
+        """The stage's clock minus the coordinator's; None before the first reply."""
         return self._best.offset_us if self._samples else None
 
     @property
@@ -64,21 +64,21 @@ class ClockOffset:
 
 
 class ControlStream:
-    """Out-of-band requests to one stage; its failures come back.
+    """Out-of-band stream to one stage: cancels, closes and pings out; failures and replies back.
 
     Args:
         address: `host:port` of the stage.
-        hello: First message; carries the protocol version.
-        mesh_key: Shared by all stages and the coordinator.
+        hello: First message, with the protocol version.
+        mesh_key: Key shared by all stages and the coordinator.
         on_failure: Called with each failure that the stage reports.
-        on_reply: Called when it answers a question.
+        on_reply: Called with each reply to a ping.
         on_lost: Called once with the reason when the stream ends without `close`.
         clock_us: Monotonic, microseconds.
-        host: Name of the host that must answer there.
-        identity: What this process shows there; None if both ends are in one process.
+        host: Name of the host that must answer at the address.
+        identity: TLS identity of this process; None if both ends are in one process.
 
     Attributes:
-        clock: The stage's, and how far away it is.
+        clock: Clock offset and round trip of the stage.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class ControlStream:
         self._requests.put_nowait(wire.ControlRequest(close=wire.Close(session=session)))
 
     def ask(self) -> None:
-        """Ask whether the stage lives; `on_reply` is called when it says so."""
+        """Send a ping; `on_reply` is called with its reply."""
         self._requests.put_nowait(wire.ControlRequest(ping=wire.Ping(sent_us=self._now_us())))
 
     async def ping(self, timeout_s: float = 2) -> wire.Pong:
-        """The stage's counts.
+        """Counters of the stage.
 
         Raises:
             TimeoutError: If the stage does not answer in time.
@@ -161,7 +161,7 @@ class ControlStream:
         """End the stream.
 
         Args:
-            is_lost: Whether nobody is there any more; else what was asked of the stage leaves first.
+            is_lost: Whether the stage is lost; if not, queued messages leave first.
         """
         await _finish(self._tasks, None if is_lost else self._requests)
         self._call.cancel()
@@ -190,19 +190,19 @@ class ControlStream:
 
 
 class VerdictStream:
-    """The tail's answers.
+    """Stream of verdicts from the tail.
 
     Args:
         address: `host:port` of the tail.
-        hello: Carries the protocol version.
-        mesh_key: Shared by all stages and the coordinator.
+        hello: First message, with the protocol version.
+        mesh_key: Key shared by all stages and the coordinator.
         on_verdict: Called with each verdict.
         on_lost: Called once with the reason when the stream ends without `close`.
-        host: Name of the host that must answer there.
-        identity: What this process shows there; None if both ends are in one process.
+        host: Name of the host that must answer at the address.
+        identity: TLS identity of this process; None if both ends are in one process.
 
     Attributes:
-        num_received_bytes: Of all verdicts so far.
+        num_received_bytes: Size of all verdicts so far.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class VerdictStream:
 
 @contextlib.asynccontextmanager
 async def _answer_of(address: str, timeout_s: float) -> AsyncIterator[None]:
-    """Wait for a peer's first words; if none come, the error names it."""
+    """Wait for the first message of a peer; the error names the peer if none comes."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -272,7 +272,7 @@ async def _finish(
 ) -> None:
     if outgoing is not None and tasks:
         emptied = asyncio.ensure_future(outgoing.join())
-        # What writes ends with the stream.
+        # The writing task ends with the stream.
         await asyncio.wait({emptied, tasks[0]}, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
         emptied.cancel()
     for task in tasks:

@@ -1,4 +1,4 @@
-"""Telemetry of one session: counts and times."""
+"""Telemetry of a session: counts and times."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class _StageSums:
 
 
 class _Judged:
-    """Counts of one proposer's windows. Each is counted once, however often the figures are read."""
+    """Counts of one proposer's windows; each window is counted once, however often the figures are read."""
 
     def __init__(self) -> None:
         self._counted = SpeculationStatistics()
         self._fresh: list[Judgement] = []
 
     def add(self, judgement: Judgement) -> None:
-        # To count many at once is cheaper than one by one, and fewer than these are nothing to keep.
+        # Counting many at once is cheaper than one by one; the queue stays below this many.
         self._fresh.append(judgement)
         if len(self._fresh) >= _COUNTED_AT_ONCE:
             self.statistics()
@@ -51,9 +51,9 @@ class SessionTelemetry:
 
     Args:
         started_ms: When its first window left.
-        num_cached: Tokens of its prompt that the stages held already.
-        explain: What the controller does, and why; None if nothing can be proposed.
-        draft_ms_per_token: What a token costs the draft model now, if there is one.
+        num_cached: Prompt tokens that the stages already held.
+        explain: Returns the state of the controller; None if there is no proposer.
+        draft_ms_per_token: Returns the draft model's time per token, if there is one.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class SessionTelemetry:
         self._voided_rows: dict[int, int] = {}
 
     def add_prefilled(self, arrived_ms: float) -> None:
-        """The prompt's last verdict came, of the first time or of a replay."""
+        """Record the last verdict of the prompt, of the first prefill or of a replay."""
         if self._first_token_ms is None:
             self._first_token_ms = arrived_ms
         self._latest_ms = arrived_ms
 
     def add_replay(self) -> None:
-        """It began again in another ring."""
+        """Record a replay in another ring."""
         self._num_replays += 1
 
     def add_window(
@@ -102,10 +102,10 @@ class SessionTelemetry:
         sent_ms: float,
         arrived_ms: float,
     ) -> None:
-        """A verdict came."""
+        """Record a verdict."""
         self._latest_ms = arrived_ms
         self._round_trip_ms += arrived_ms - sent_ms
-        # After a repair there may be more of them than before.
+        # A recovery may have changed the number of stages.
         while len(self._stages) < len(times):
             self._stages.append(_StageSums())
         for stage, time in zip(self._stages, times, strict=False):
@@ -118,23 +118,23 @@ class SessionTelemetry:
         self._add(judgement, proposer)
 
     def add_unread(self, judgement: Judgement, proposer: str) -> None:
-        """A window was judged by the free prediction before it."""
+        """Record a window that was judged by the free prediction of the one before it."""
         self._add(judgement, proposer)
 
     def add_void(self, window_id: int, num_rows: int) -> None:
-        """A window became void on its way."""
+        """Record a window that became void in flight."""
         self._voided_rows[window_id] = num_rows
 
     def add_cancel(self) -> None:
-        """The stages were told."""
+        """Record a cancel message."""
         self._num_cancels += 1
 
     def add_stale_verdict(self, window_id: int) -> None:
-        """A void window was computed to the end."""
+        """Record the verdict of a void window."""
         self._num_wasted_rows += self._voided_rows.get(window_id, 0)
 
     def stats(self) -> GenerationStats:
-        """Counts and times up to now."""
+        """Counts and times so far."""
         first_token_ms = self._started_ms if self._first_token_ms is None else self._first_token_ms
         return GenerationStats(
             num_cached=self._num_cached,
@@ -149,7 +149,7 @@ class SessionTelemetry:
         )
 
     def ring_times(self) -> RingTimes:
-        """Where the time went up to now, by place in the ring."""
+        """Times so far, by place in the ring."""
         at_stages_ms = (self._queue_us + self._compute_us) / 1000
         return RingTimes(
             tuple(
@@ -160,7 +160,7 @@ class SessionTelemetry:
         )
 
     def report(self) -> SpeculationReport:
-        """What speculation did up to now."""
+        """Speculation statistics so far."""
         return SpeculationReport(
             by_proposer={name: judged.statistics() for name, judged in self._judged.items()},
             num_voided_windows=len(self._voided_rows),

@@ -1,13 +1,13 @@
-"""Search for the hosts that hold a model's stages, and for their order.
+"""Host assignment: the search for the hosts that hold a model's stages, and for their order.
 
-Two searches by dynamic programming, each over what distinguishes hosts and not over every order of them:
+Two searches by dynamic programming, each over what distinguishes hosts, not over every order of them:
 
 - which sets of hosts can hold all layers in any order at all. Hosts that have room for the same stages are
   interchangeable there, so a set is no more than a number of hosts of each class (Held and Karp's programme
   over sets, 1962, with multisets); what such a set reaches is computed for all sets of one size at once.
-- the share of layers of each host in one order, see `mesh.placement.layer_balancing.StageTable.balance`.
+- the layers of each host in one order, see `mesh.placement.layer_balancing.StageTable.balance`.
 
-What the first finds is tried with the second, fast hosts first, and the fastest of that is the answer.
+The sets that the first search finds are tried with the second, fast hosts first; the fastest result is taken.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from mesh.placement.layer_balancing import StageTable
     from stages.layers import LayerRange
 
-# Sets of hosts of which the fastest is taken.
+# Number of sets of hosts of which the fastest is taken.
 _MAX_SETS: Final = 64
-# What one host more than the fewest must gain at least: it costs a hop, too.
+# Least gain of one host more than the fewest, as it costs a hop, too.
 _LEAST_GAIN: Final = 0.05
 # Multisets of classes that the search over sets looks at. If there are more, similar classes become one.
 _MAX_STATES: Final = 4096
@@ -43,15 +43,15 @@ def never() -> bool:
 
 @dataclass(frozen=True)
 class HostAssignment:
-    """Hosts with their layers.
+    """Hosts of the stages, with their layers.
 
     Attributes:
-        hosts: One host for each stage, in pipeline order, with what of it the stage may use.
-        layers: Of each.
-        round_ns: Reading the weights of all stages, one after the other: what a session waits for.
-        slowest_ns: Reading those of the slowest stage: what a full pipeline waits for.
-        is_in_order: Whether the hosts stand in the order in which they came.
-        least_stages: As few hosts can hold all layers.
+        hosts: One host for each stage, in pipeline order, with the memory that the stage may use.
+        layers: Layers of each.
+        round_ns: Time to read the weights of all stages, one after the other: the delay of one session.
+        slowest_ns: Time to read the weights of the slowest stage: the delay in a full pipeline.
+        is_in_order: Whether the hosts are in the order in which they joined.
+        least_stages: The fewest hosts that can hold all layers.
     """
 
     hosts: tuple[HostCapacity, ...]
@@ -62,7 +62,7 @@ class HostAssignment:
     least_stages: int = 1
 
     def beats(self, other: HostAssignment) -> bool:
-        """Whether one session is faster with it, and many are not slower."""
+        """Whether it is faster for one session and not slower for many."""
         return self.round_ns < other.round_ns and self.slowest_ns <= other.slowest_ns
 
 
@@ -72,14 +72,14 @@ def find_assignment(
     num_stages: int | None = None,
     is_time_up: Callable[[], bool] = never,
 ) -> HostAssignment | None:
-    """Seat a model on as few of some hosts as can hold it.
+    """Assign a model to as few hosts as can hold it.
 
     Args:
-        table: Of the model.
-        hosts: In the order in which they came. It is kept unless they can hold the model in others only; then
-            the first of these, by the order of coming.
+        table: Stage table of the model.
+        hosts: In the order in which they joined. It is kept unless they can hold the model in others only;
+            then the first of these in lexicographic order of joining.
         num_stages: Exactly this many stages; hosts take several in a row if there are fewer hosts.
-        is_time_up: Asked between one set of hosts and the next: whether the best one so far has to do.
+        is_time_up: Called between two sets of hosts: whether to stop with the best one so far.
 
     Returns:
         None if the hosts are too small.
@@ -93,11 +93,11 @@ def find_assignment(
     if best is None:
         return None
     if num_stages is None and not best.is_in_order:
-        # Which of several interchangeable hosts is taken may decide whether the order can be kept.
+        # The choice among interchangeable hosts may decide whether the order can be kept.
         best = _first_in_order(table, hosts, len(best.hosts), is_time_up) or best
     least = len(best.hosts)
     if num_stages is None and not best.is_in_order and not is_time_up():
-        # So few have no more than just room for it; where that takes another order, one more may be faster.
+        # So few hosts have little room to spare; where that takes another order, one more may be faster.
         more = _best_of(_Fits(table, hosts, None, at_least=least + 1), is_time_up)
         if more is not None and more.beats(best) and more.round_ns < best.round_ns * (1 - _LEAST_GAIN):
             best = more
@@ -105,7 +105,7 @@ def find_assignment(
 
 
 def _best_of(fits: _Fits, is_time_up: Callable[[], bool]) -> HostAssignment | None:
-    """The fastest of those sets that are tried, in the order in which they came if one of them can be so."""
+    """The fastest of the sets that are tried; in the order of joining if one of them can be."""
     tried = []
     for chosen in itertools.islice(fits.sets(), _MAX_SETS):
         found = fits.assigned(chosen)
@@ -123,7 +123,7 @@ def _best_of(fits: _Fits, is_time_up: Callable[[], bool]) -> HostAssignment | No
 def _first_in_order(
     table: StageTable, hosts: Sequence[HostCapacity], num_hosts: int, is_time_up: Callable[[], bool]
 ) -> HostAssignment | None:
-    """The first so many hosts that can hold all layers in their order, of a few that are tried."""
+    """The first so many hosts that can hold all layers in their order, among a few that are tried."""
     for chosen in itertools.islice(itertools.combinations(hosts, num_hosts), _MAX_SETS):
         if is_time_up():
             break
@@ -133,7 +133,7 @@ def _first_in_order(
 
 
 def assign_all(table: StageTable, hosts: Sequence[HostCapacity]) -> HostAssignment | None:
-    """Seat all of some hosts, in this order unless only others are possible; None if they are too small."""
+    """Assign all hosts, in this order if possible; None if they are too small."""
     found = _assigned(table, hosts)
     if found is not None or table.least_hosts(hosts) > len(hosts):
         return found
@@ -160,13 +160,13 @@ def _assigned(
 
 
 def _shares(num_hosts: int, num_stages: int | None) -> list[int]:
-    """How many stages each host takes, in pipeline order."""
+    """Number of stages of each host, in pipeline order."""
     num_stages = num_stages or num_hosts
     return [(num_stages + num_hosts - 1 - index) // num_hosts for index in range(num_hosts)]
 
 
 def _fewest_in_order(table: StageTable, hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...] | None:
-    """As few of these hosts as can hold all layers in this very order; None if they cannot."""
+    """As few of these hosts as can hold all layers in this order; None if they cannot."""
     counts = np.full(len(table.edges), np.inf)
     counts[0] = 0.0
     ways: list[tuple[NDArray[np.bool_], NDArray[np.intp]]] = []
@@ -186,7 +186,7 @@ def _fewest_in_order(table: StageTable, hosts: Sequence[HostCapacity]) -> tuple[
 
 
 def _roomiest(hosts: Sequence[HostCapacity], count: int) -> list[HostCapacity]:
-    """So many of these hosts, in this order."""
+    """So many of the hosts with the most memory, in this order."""
     by_room = sorted(range(len(hosts)), key=lambda index: -hosts[index].all_bytes)
     return [hosts[index] for index in sorted(by_room[:count])]
 
@@ -196,15 +196,15 @@ class _Class:
     """Hosts with room for the same stages, or at least for these.
 
     Attributes:
-        members: Their indices, ascending.
-        fits: By how many stages in a row one of them takes: from which edge to which they may lead.
+        members: Indices of the hosts, ascending.
+        fits: By number of stages in a row on one host: from which edge to which they can reach.
     """
 
     members: tuple[int, ...]
     fits: dict[int, NDArray[np.bool_]]
 
     def merged(self, other: _Class) -> _Class:
-        """Both, with room for what both have room for."""
+        """Both classes, with the stages that fit on either."""
         members = tuple(sorted(self.members + other.members))
         return _Class(members, {share: fits & other.fits[share] for share, fits in self.fits.items()})
 
@@ -214,15 +214,15 @@ class _Class:
 
 
 class _Fits:
-    """Sets of hosts that can hold all layers: as many hosts as stages are asked for, or as few as possible.
+    """Sets of hosts that can hold all layers: as many hosts as stages are requested, or as few as possible.
 
     Args:
-        table: Of the model.
-        hosts: All that there are.
-        num_stages: So many stages; None for one each on as few hosts as possible.
+        table: Stage table of the model.
+        hosts: All hosts.
+        num_stages: Number of stages; None for one each on as few hosts as possible.
 
     Attributes:
-        is_rough: Whether similar hosts count as equal, so that sets may be missing.
+        is_rough: Whether similar hosts count as equal, so that sets may be missed.
     """
 
     def __init__(
@@ -248,14 +248,14 @@ class _Fits:
         self._counts = np.stack(
             [states // stride % size for stride, size in zip(self._strides, sizes, strict=True)], axis=1
         )
-        # Row by multiset, column by edge: whether all of it, in some order, leads from there to the end.
+        # Row by multiset, column by edge: whether all of it, in some order, reaches the end from there.
         self._leads = np.zeros((len(states), len(table.edges)), bool)
         self._leads[0, -1] = True
         least = max(at_least, table.least_hosts(hosts)) if num_stages is None else most_hosts
         self._found = self._search(least, most_hosts, is_count_free=num_stages is None)
 
     def _search(self, least: int, most: int, *, is_count_free: bool) -> NDArray[np.intp]:
-        """Multisets of one size that lead from the first edge to the end: the smallest size, or the most."""
+        """Multisets of one size that reach the end from the first edge: the smallest size, or the largest."""
         if least > most:
             return np.empty(0, np.intp)
         sizes = self._counts.sum(axis=1)
@@ -265,7 +265,7 @@ class _Fits:
             for number, (each, stride) in enumerate(zip(self._classes, self._strides, strict=True)):
                 begun = states[self._counts[states, number] > 0]
                 begun = begun[self._leads[begun - stride].any(axis=1)]
-                # One of this class comes first, and the rest leads on from where it leads.
+                # A host of this class comes first, and the rest continues from where it reaches.
                 rest = self._leads[begun - stride].astype(np.float32)
                 self._leads[begun] |= rest @ each.fits[share].T.astype(np.float32) > 0
             whole: NDArray[np.intp] = states[self._leads[states, 0]]
@@ -276,7 +276,7 @@ class _Fits:
     def sets(self) -> Iterator[tuple[int, ...]]:
         """Indices of hosts, each set once, those with the fastest hosts first.
 
-        Of hosts that are alike in everything, the first to come are taken.
+        Among hosts that are equal in everything, the first to join are taken.
         """
         by_speed = sorted(range(len(self._hosts)), key=lambda index: -self._hosts[index].fastest_gb_per_s)
         numbers = [self._class_of[index] for index in by_speed]
@@ -284,7 +284,7 @@ class _Fits:
         for place in reversed(range(len(numbers))):
             left[place] = left[place + 1]
             left[place, numbers[place]] += 1
-        # Depth first: what is decided of the fastest hosts, and multisets that it can still become.
+        # Depth first: decisions for the fastest hosts so far, and multisets that are still possible.
         ways: list[tuple[int, tuple[int, ...], frozenset[HostCapacity], NDArray[np.intp]]] = [
             (0, (), frozenset(), self._found)
         ]
@@ -304,7 +304,7 @@ class _Fits:
                 ways.append((place + 1, (*chosen, index), left_out, found[wanted > taken]))
 
     def assigned(self, chosen: Sequence[int]) -> HostAssignment | None:
-        """Stages on the hosts of a set, in the order in which they came unless only others are possible."""
+        """Stages on the hosts of a set, in the order of joining unless only others are possible."""
         as_come = [self._hosts[index] for index in sorted(chosen)]
         found = _assigned(self._table, as_come, self._num_stages)
         if found is not None:
@@ -313,7 +313,7 @@ class _Fits:
         return None if found is None else replace(found, is_in_order=False)
 
     def reordered(self, chosen: Sequence[int]) -> list[HostCapacity]:
-        """Hosts of a set in the first order, by that of coming, in which they can hold all layers."""
+        """Hosts of a set in the first order, by that of joining, in which they can hold all layers."""
         waiting, order = sorted(chosen), []
         state = sum(self._strides[self._class_of[index]] for index in chosen)
         reached = np.zeros(self._leads.shape[1], bool)
@@ -331,7 +331,7 @@ class _Fits:
 
 
 def _classes(table: StageTable, hosts: Sequence[HostCapacity], shares: Sequence[int]) -> list[_Class]:
-    """Hosts by what they have room for."""
+    """Classes of hosts, by the stages that fit on them."""
     members: dict[tuple[bytes, ...], list[int]] = {}
     fits_of: dict[tuple[bytes, ...], dict[int, NDArray[np.bool_]]] = {}
     for index, host in enumerate(hosts):
@@ -343,7 +343,7 @@ def _classes(table: StageTable, hosts: Sequence[HostCapacity], shares: Sequence[
 
 
 def _in_a_row(fits: NDArray[np.bool_], count: int) -> NDArray[np.bool_]:
-    """From which edge to which so many stages lead, one behind the other."""
+    """From which edge to which so many stages in a row can reach."""
     led = fits
     for _ in range(count - 1):
         led = led.astype(np.float32) @ fits.astype(np.float32) > 0
@@ -351,7 +351,7 @@ def _in_a_row(fits: NDArray[np.bool_], count: int) -> NDArray[np.bool_]:
 
 
 def _few(classes: list[_Class]) -> list[_Class]:
-    """The same hosts in so few classes that all multisets of them can be looked at."""
+    """The same hosts in so few classes that all multisets of them can be searched."""
     classes = sorted(classes, key=lambda each: each.num_fits)
     while math.prod(len(each.members) + 1 for each in classes) > _MAX_STATES:
         merged = [left.merged(right) for left, right in itertools.pairwise(classes)]

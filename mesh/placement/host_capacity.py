@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostCapacity:
-    """One host.
+    """Memory, speed and GPUs of one host for one model.
 
     Attributes:
-        name: Its name.
-        memory_bytes: What stages may use of its own memory.
-        speed_gb_per_s: How fast its processor reads weights.
-        draft_bytes: What a draft model takes of it besides, for messages.
-        gpus: Its GPUs, each with what stages may use of it.
-        gpu_layers: How many layers of each stage they are to hold; None for as many as find room, see
+        name: Name of the host.
+        memory_bytes: Its own memory for stages.
+        speed_gb_per_s: Speed at which its processor reads weights.
+        draft_bytes: Memory of a draft model besides, for messages.
+        gpus: Its GPUs, each with the memory for stages.
+        gpu_layers: Layers of each stage on GPUs; None for as many as fit, see
             `mesh.placement.host_capacity`.
-        others_bytes: What other models hold of its memory besides, for messages.
+        others_bytes: Memory held by other models besides, for messages.
     """
 
     name: str
@@ -40,7 +40,7 @@ class HostCapacity:
 
     @cached_property
     def kind(self) -> HostCapacity:
-        """The same without what makes no difference to a plan, equal for hosts that are interchangeable."""
+        """The same without what does not matter for a plan: equal for interchangeable hosts."""
         return replace(self, name="", draft_bytes=0, others_bytes=0)
 
     @property
@@ -50,12 +50,12 @@ class HostCapacity:
 
     @property
     def fastest_gb_per_s(self) -> float:
-        """How fast it reads weights where it does so fastest."""
+        """Its highest speed of reading weights, on processor or GPU."""
         return max([self.speed_gb_per_s, *(gpu.speed_gb_per_s for gpu in self.gpus if self.uses_gpus)])
 
     @property
     def all_bytes(self) -> int:
-        """What stages may use of it in all."""
+        """All of its memory for stages."""
         return self.memory_bytes + sum(
             gpu.free_bytes for gpu in self.gpus if self.uses_gpus and not gpu.shares_host_memory
         )
@@ -69,24 +69,24 @@ class HostCapacity:
         return replace(self, speed_gb_per_s=self.speed_gb_per_s * factor, gpus=gpus)
 
     def divided(self, count: int) -> HostCapacity:
-        """What each of so many stages may use of it."""
+        """Its share for each of so many stages."""
         gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes // count) for gpu in self.gpus)
         return replace(self, memory_bytes=self.memory_bytes // count, gpus=gpus)
 
     def without(self, memory: StageMemory) -> HostCapacity:
-        """What is left beside a stage; below zero if it took more than there was."""
+        """Capacity left beside a stage; below zero if the stage took more than there was."""
         taken = {share.device: share.total_bytes for share in memory.gpus}
         gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes - taken.get(gpu.name, 0)) for gpu in self.gpus)
         return replace(self, memory_bytes=self.memory_bytes - memory.total_bytes, gpus=gpus)
 
     def beside(self, held: Collection[StageMemory], *, draft_bytes: int = 0) -> HostCapacity:
-        """What is left for one model beside others.
+        """Capacity left for one model beside others.
 
-        All of them want the memory's bandwidth: with each of their stages it counts as so much slower.
+        All models share the memory's bandwidth: each of their stages slows the host down.
 
         Args:
-            held: What their stages take.
-            draft_bytes: What their draft models take; nobody knows where, so it counts everywhere.
+            held: Memory of their stages.
+            draft_bytes: Memory of their draft models; where they are is unknown, so it counts everywhere.
         """
         if not held and not draft_bytes:
             return self
@@ -122,11 +122,11 @@ class Gpu:
 
     Attributes:
         name: As llama.cpp calls it, such as `CUDA0`.
-        description: For people.
-        free_bytes: Of its memory.
-        total_bytes: Of its memory.
-        speed_gb_per_s: How fast it reads weights.
-        shares_host_memory: Whether what it holds is taken from the host's own memory.
+        description: Name for display.
+        free_bytes: Free memory.
+        total_bytes: All of its memory.
+        speed_gb_per_s: Speed at which it reads weights.
+        shares_host_memory: Whether its memory is the host's own.
     """
 
     name: str
@@ -144,10 +144,10 @@ _WORDS: Final[dict[str, int | None]] = {"auto": None, "all": ALL, "none": 0}
 
 
 def parse_gpu_layers(text: str) -> int | None:
-    """A number, or `all`, `none` or `auto`.
+    """Parse a number, `all`, `none` or `auto`.
 
     Returns:
-        How many, `ALL` for all, None for as many as there is room for.
+        The number, `ALL` for all, None for as many as fit.
 
     Raises:
         ClusterError: If it is none of these.
@@ -161,20 +161,20 @@ def parse_gpu_layers(text: str) -> int | None:
 
 
 def format_gpu_layers(wanted: int | None) -> str:
-    """As the user would write it."""
+    """The option as an operator would write it."""
     return next((word for word, number in _WORDS.items() if number == wanted), str(wanted))
 
 
 def check_gpu_layers(wanted: int | None, gpus: Sequence[Gpu], *, is_exact: bool = False) -> None:
-    """Refuse to promise what cannot be had.
+    """Check that the requested layers can go to GPUs.
 
     Args:
-        wanted: By the user.
-        gpus: Of this host.
-        is_exact: Whether texts are to be the same however they are computed.
+        wanted: Requested number of layers.
+        gpus: GPUs of this host.
+        is_exact: Whether the exact mode is requested.
 
     Raises:
-        ClusterError: If layers are to go to a GPU and there is none, or exactness is promised.
+        ClusterError: If layers are to go to a GPU and there is none, or the exact mode is requested as well.
     """
     if not wanted:
         return

@@ -1,9 +1,9 @@
 """Stage table: read times of every possible stage on every kind of host, as matrices.
 
-Where a stage may start and stop are the edges: 0, the allowed cuts, and the number of layers. A matrix has a
-row for each edge where a stage starts and a column for each where it stops, so that one step of a search over
-stages is one operation of numpy, whatever rules forbid a stage: the dynamic programmes here hold for any
-matrices, those in which a longer stage fits and a shorter one does not among them.
+Edges are the layers where a stage may start and stop: 0, the allowed cuts, and the number of layers. A matrix
+has a row for each edge where a stage starts and a column for each where it stops, so that one step of a
+search over stages is one operation of numpy, whatever rules forbid a stage. The dynamic programmes here hold
+for any matrices, also where a longer stage fits and a shorter one does not.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _ROUNDING: Final = 1e-9
 
 
 class StageTable:
-    """Of one model under one workload, or of some of its layers.
+    """Stages of one model under one workload, or of some of its layers.
 
     Args:
-        sizes: Of the model's stages.
-        part: Which layers; all unless given. It starts and stops at edges.
+        sizes: Sizes of the model's stages.
+        part: The layers; all unless given. It starts and stops at edges.
 
     Attributes:
         sizes: As given.
@@ -62,21 +62,21 @@ class StageTable:
 
     @cached_property
     def _taken_bytes(self) -> Matrix:
-        """What each stage takes of a host without GPUs; infinity for what is no stage."""
+        """Memory of each stage on a host without GPUs; infinity where no stage is allowed."""
         rows, columns = self._places
         return self._matrix(self.sizes.total_bytes(self._layers[rows], self._layers[columns]))
 
     @cached_property
     def read_bytes(self) -> Matrix:
-        """What each stage reads for each token; infinity for what is no stage."""
+        """Bytes that each stage reads per token; infinity where no stage is allowed."""
         rows, columns = self._places
         return self._matrix(self.sizes.many_read_bytes(self._layers[rows], self._layers[columns]))
 
     def times(self, host: HostCapacity) -> Matrix:
-        """How long a host needs to read each stage's weights, in nanoseconds; infinity where it has no room.
+        """Time for a host to read each stage's weights, in nanoseconds; infinity where it has no room.
 
         Args:
-            host: With what is left of it.
+            host: With the capacity left.
         """
         kind = host.kind
         if kind not in self._times:
@@ -84,7 +84,7 @@ class StageTable:
         return self._times[kind]
 
     def time_ns(self, layers: LayerRange, host: HostCapacity) -> float:
-        """How long a host needs to read one stage's weights; infinity if it has no room for it."""
+        """Time for a host to read one stage's weights, in ns; infinity if it has no room for it."""
         place = self.edges.index(layers.start), self.edges.index(layers.stop)
         return float(self.times(host)[place])
 
@@ -94,7 +94,7 @@ class StageTable:
             times = self.read_bytes / max(host.speed_gb_per_s, SLOWEST_GB_PER_S)
             return np.where(self._taken_bytes <= host.memory_bytes, times, np.inf)
         rows, columns = self._places
-        # Looking at shares takes a while, so only at what is not too large in any case.
+        # Finding the shares of GPUs is slow: only for stages that are not too large in any case.
         held_bytes = np.minimum(
             *(
                 each.many_layer_bytes(self._layers[rows], self._layers[columns])
@@ -116,10 +116,9 @@ class StageTable:
         return matrix
 
     def least_hosts(self, hosts: Sequence[HostCapacity]) -> int:
-        """So many of these hosts are needed at least; more than there are if all of them cannot suffice.
+        """Lower bound of the number of hosts needed; more than there are if all of them cannot suffice.
 
-        A bound only, by the most that each of them could read as one stage: whether the stages fit together
-        is another matter.
+        By the most that each of them could read as one stage; whether stages fit together is not considered.
         """
         most_bytes = sorted((self._most_read_bytes(host) for host in hosts), reverse=True)
         needed_bytes = self.sizes.read_bytes(LayerRange(self.edges[0], self.edges[-1]))
@@ -130,15 +129,15 @@ class StageTable:
         return int(fitting.max(initial=0.0))
 
     def balance(self, seats: Sequence[HostCapacity]) -> tuple[LayerRange, ...] | None:
-        """Layers for these hosts in this order, so that the slowest stage is as fast as can be.
+        """Layers for these hosts in this order, so that the slowest stage is as fast as possible.
 
-        Of the ways that are equally good by that measure, the most even one.
+        Among equal solutions, the most even one.
 
         Args:
-            seats: One host for each stage, with what memory it may use.
+            seats: One host for each stage, with the memory that it may use.
 
         Returns:
-            Layers for each seat; None if the hosts are too small, or the model cannot be cut so often.
+            Layers of each host; None if the hosts are too small, or the model cannot be cut so often.
         """
         matrices = [self.times(seat) for seat in seats]
         slowest = self._from_first_edge()

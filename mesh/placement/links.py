@@ -1,4 +1,4 @@
-"""Measured links."""
+"""Links: measured round trips and bandwidths between hosts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinkProbeOptions:
-    """What is to be measured of each link.
+    """Options of a link measurement.
 
     Attributes:
-        hidden_bytes: Size of one row of hidden states, as it goes from stage to stage.
-        num_probes: Round trips of each size.
-        bulk_bytes: What is sent to find the bandwidth; 0 leaves that out.
+        hidden_bytes: Size of one row of hidden states on the wire.
+        num_probes: Number of round trips of each size.
+        bulk_bytes: Bytes sent to measure the bandwidth; 0 for no such measurement.
     """
 
     hidden_bytes: int
@@ -25,21 +25,21 @@ class LinkProbeOptions:
 
     @property
     def patience_s(self) -> float:
-        """How long one link may take: round trips of a quarter of a second, 1 MB/s, time to connect."""
+        """Longest time for one link: round trips of a quarter of a second, 1 MB/s, time to connect."""
         return 5 + 2 * self.num_probes * 0.25 + 2 * self.bulk_bytes / 1e6
 
 
 @dataclass(frozen=True)
 class Link:
-    """From one host to another.
+    """Measured link from one host to another.
 
     Attributes:
         source: Name of the host that measured.
         target: Name of the host that answered.
-        small_ms: Round trips of 64 bytes.
-        hidden_ms: Round trips of one row of hidden states there, and 64 bytes back.
-        bytes_per_s: How fast much data gets there; None if it was not measured.
-        failure: Why nothing was measured, or empty.
+        small_ms: Round trip times of 64 bytes.
+        hidden_ms: Round trip times of one row of hidden states there and 64 bytes back.
+        bytes_per_s: Bandwidth; None if it was not measured.
+        failure: Reason why nothing was measured, or empty.
     """
 
     source: str
@@ -51,10 +51,10 @@ class Link:
 
     @property
     def hop_ms(self) -> float | None:
-        """One way for a row of hidden states: what its round trip takes beyond half a small one's.
+        """One-way time of a row of hidden states: its round trip less half of a small one's.
 
-        Of the shortest ones: whatever made others longer was not the wire. Nor was it the wire if every small
-        one took longer than a row: then the way back is half of the row's own round trip, at most.
+        Taken from the shortest ones, since longer ones waited elsewhere than on the wire. If every small one
+        took longer than a row, half of the row's own round trip is the upper bound.
         """
         if not self.small_ms or not self.hidden_ms:
             return None
@@ -76,7 +76,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """All links between some hosts.
+    """Links between some hosts.
 
     Attributes:
         links: In any order, at most one for each direction.
@@ -90,10 +90,10 @@ class Links:
         return all(link.hop_ms is not None for link in self.links)
 
     def hop_ms(self, source: str, target: str) -> float:
-        """One way; 0 from a host to itself. A link that only the other end measured counts as that.
+        """One-way time; 0 from a host to itself. A link measured from the other end only counts as that.
 
         Raises:
-            KeyError: If nobody measured it.
+            KeyError: If it was measured from neither end.
         """
         if source == target:
             return 0.0
@@ -104,7 +104,7 @@ class Links:
         raise KeyError((source, target))
 
     def knows(self, hosts: Iterable[str]) -> bool:
-        """Whether every link between these hosts was measured, at least from one end."""
+        """Whether every link between these hosts was measured from one end at least."""
         names = tuple(hosts)
         try:
             for source in names:
@@ -118,7 +118,7 @@ class Links:
 def _percentiles(times_ms: tuple[float, ...]) -> dict[str, float] | None:
     if not times_ms:
         return None
-    # Whoever only measures does not come here, and does without.
+    # Only displays need percentiles: a measuring host does not import numpy.
     import numpy as np  # noqa: PLC0415
 
     p50, p90, p99 = (float(value) for value in np.percentile(times_ms, (50, 90, 99)))

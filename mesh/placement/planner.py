@@ -1,4 +1,4 @@
-"""Planner: which host holds which layers, and what would make a model fit."""
+"""Planner: placement of a model's layers on hosts, and remedies when it does not fit."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from stages.slicing.model_facts import ModelFacts
 
 
-# Half of f16's size, and of all that are smaller the one that changes a text least.
+# Half of f16's size, and among the smaller types the one that changes a text least.
 _COMPACT: Final = "q8_0"
-# Caches grow by so many positions.
+# Step in which caches grow, in positions.
 _CTX_STEP: Final = 256
 
 
 def remedies(model: ModelFacts, workload: Workload, fits: Callable[[Workload], bool]) -> list[str]:
-    """Options, each of which alone makes the model fit, the mildest first.
+    """Options, each of which alone makes the model fit, the least invasive first.
 
     Args:
-        model: What does not fit.
-        workload: With which it does not.
-        fits: Whether it would with another.
+        model: The model that does not fit.
+        workload: The workload with which it does not.
+        fits: Whether it fits with another workload.
 
     Returns:
-        As a user types them; none if nothing helps.
+        Options of the command line; empty if nothing helps.
     """
     found = []
     compact = KV_TYPES[_COMPACT]
@@ -72,7 +72,7 @@ def _most(limit: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-# Two measurements of the same host differ by this share, so a smaller difference says nothing.
+# Two measurements of the same host differ by this share, so smaller differences are ignored.
 SPEED_NOISE: Final = 0.25
 
 
@@ -82,8 +82,8 @@ class StagePlacement:
 
     Attributes:
         host: Name of the host that holds it.
-        layers: Which layers.
-        memory: What it will take.
+        layers: Its layers.
+        memory: Memory that it takes.
     """
 
     host: str
@@ -93,11 +93,11 @@ class StagePlacement:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages in pipeline order, and why they are these.
+    """Stages in pipeline order, and the reason for them.
 
     Attributes:
         stages: At least one; together they hold every layer once.
-        reason: One line for a person.
+        reason: One line for the operator.
     """
 
     stages: tuple[StagePlacement, ...]
@@ -115,20 +115,20 @@ def plan(
 ) -> Plan:
     """Place a model on hosts.
 
-    One host that can hold everything does: every hop costs time. Otherwise as few hosts as can hold it, the
-    fastest first, with layers such that every stage reads its weights in about the same time, as far as
-    memory and the model's allowed cuts let it.
+    If one host can hold everything it does, since every hop costs time. Otherwise as few hosts as can hold
+    it, the fastest first, with layers such that every stage reads its weights in about the same time, as far
+    as memory and the model's allowed cuts permit.
 
     Args:
-        model: What is to be placed.
-        hosts: In the order in which they came, which is kept where nothing speaks against it.
+        model: The model.
+        hosts: In the order in which they joined, which is kept where nothing speaks against it.
         workload: What the KV caches must hold.
         num_stages: Exactly this many stages; hosts take several each if there are fewer hosts.
         split: Exactly these numbers of layers, stage by stage.
-        is_time_up: Asked while a better plan is looked for: whether the best one so far has to do.
+        is_time_up: Called during the search for a better plan: whether to stop with the best one so far.
 
     Raises:
-        ModelDoesNotFit: With what is needed and what each host has.
+        ModelDoesNotFit: With the memory that is needed and that each host has.
         UncuttableModel: If the model cannot be cut into so many stages, or not at these places.
         NotEnoughHosts: If there is no host.
 
@@ -147,7 +147,7 @@ def plan(
     if assignment is None:
 
         def fits(other: Workload) -> bool:
-            # The first idea has to do.
+            # The first plan found suffices.
             table = StageTable(replace(sizes, workload=other))
             return find_assignment(table, even, num_stages, lambda: is_time_up() or True) is not None
 
@@ -163,7 +163,7 @@ def plan(
 def check_stages(
     model: ModelFacts, *, num_stages: int | None = None, split: Sequence[int] | None = None
 ) -> None:
-    """Check what the user wants of the stages, before any host is known.
+    """Check the requested stages before any host is known.
 
     Raises:
         UncuttableModel: If the model cannot be cut into so many stages, or not at these places.
@@ -184,8 +184,8 @@ def check_stages(
 def even_out_noise(hosts: Sequence[HostCapacity]) -> tuple[HostCapacity, ...]:
     """The same hosts in the same order, speeds that differ by no more than noise made equal.
 
-    From the fastest down: whoever is within `SPEED_NOISE` of the fastest of a group belongs to it, and the
-    whole group counts as its slowest member.
+    From the fastest down: hosts within `SPEED_NOISE` of the fastest of a group belong to it, and all of them
+    count as slow as its slowest member.
     """
     fastest = slowest = 0.0
     even: dict[int, float] = {}
@@ -211,7 +211,7 @@ def _placed(assignment: HostAssignment, sizes: StageSizes) -> tuple[StagePlaceme
 
 
 def _cuts_of(split: Sequence[int]) -> tuple[int, ...]:
-    """Where stages with these numbers of layers start, 0 left out."""
+    """First layers of stages with these numbers of layers, 0 left out."""
     return tuple(itertools.accumulate(split))[:-1]
 
 
@@ -241,7 +241,7 @@ def _check_split(split: Sequence[int], model: ModelFacts) -> None:
 
 
 def why_in_one_piece(model: ModelFacts) -> str:
-    """Why a model that cannot be cut anywhere cannot."""
+    """Reason why a model cannot be cut anywhere."""
     return next(iter(model.refused_cuts.values()), "it has one layer")
 
 

@@ -1,8 +1,7 @@
 """Replanner: placement after a loss or a drain, and the replica to load next.
 
-What survives stays where it is as long as that is possible at all: loading is what a repair waits for. So the
-plan that comes out is not the one that `mesh.placement.planner` would make of the same hosts, but the nearest
-one.
+Surviving stages stay where they are as long as that is possible at all, because a recovery waits for loading.
+So the result is not the plan that `mesh.placement.planner` would make of the same hosts, but the nearest one.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Replica:
-    """Layers that a host has loaded ahead, ready to become a stage at once.
+    """A replica: layers loaded on a spare host, ready to become a stage.
 
     Attributes:
-        host: Its name.
-        layers: Which.
+        host: Name of the host.
+        layers: Its layers.
     """
 
     host: str
@@ -44,12 +43,12 @@ class Replica:
 
 @dataclass(frozen=True)
 class NewStage:
-    """One stage of the ring to be.
+    """One stage of the new ring.
 
     Attributes:
-        placement: Where, and what.
-        kept: Index of the stage of the old ring that goes on as this one, or None.
-        is_replica: Whether the host has it loaded already, as a `Replica`.
+        placement: Its host and layers.
+        kept: Index of the stage of the old ring that becomes this one, or None.
+        is_replica: Whether the host has it loaded as a `Replica`.
     """
 
     placement: StagePlacement
@@ -59,13 +58,13 @@ class NewStage:
 
 @dataclass(frozen=True)
 class Replan:
-    """The ring to be.
+    """The new ring.
 
     Attributes:
         stages: In pipeline order; together they hold every layer once.
-        dropped: Copies that must go first: their memory is needed.
-        reason: One line for a person.
-        starts_over: Whether surviving stages were given up for it.
+        dropped: Replicas that must be ended first: their memory is needed.
+        reason: One line for the operator.
+        starts_over: Whether surviving stages are given up for it.
     """
 
     stages: tuple[NewStage, ...]
@@ -84,24 +83,24 @@ def replan(
     may_start_over: bool = True,
     is_time_up: Callable[[], bool] = never,
 ) -> Replan:
-    """Place lost stages again.
+    """Place lost stages.
 
-    Each goes, in this order, to a host that holds a copy of it; to one host that has room for it, a spare
-    before the one that had it, and that before any other; to several hosts, its layers shared out. Only if
-    one of them finds no place is the whole model placed anew.
+    Each goes, in this order, to a host with a replica of it; to one host that has room for it, a spare before
+    the one that had it, and that before any other; to several hosts, its layers divided. Only if one of them
+    cannot be placed is the whole model placed anew.
 
     Args:
-        sizes: Of the model's stages.
-        stages: The ring so far.
-        lost: Indices of what is to be placed.
-        hosts: Where something may be placed, each with all the memory that it gives, what is on it included.
-        replicas: What hosts have loaded ahead.
+        sizes: Sizes of the model's stages.
+        stages: The old ring.
+        lost: Indices of the stages to be placed.
+        hosts: Capacities of hosts, each with all of its memory, including what its stages hold.
+        replicas: Replicas on the hosts.
         may_start_over: Whether surviving stages may be given up for a new plan.
         is_time_up: See `mesh.placement.planner.plan`.
 
     Raises:
-        ModelDoesNotFit: With what is needed and what each host has left.
-        NotEnoughHosts: If there is no host for what is lost.
+        ModelDoesNotFit: With the memory that is needed and that each host has left.
+        NotEnoughHosts: If there is no host for the lost stages.
     """
     if lost and not hosts:
         raise NotEnoughHosts("no host can take a stage: join one with `mesh join`")
@@ -123,7 +122,7 @@ def replan(
 
 
 class _Room:
-    """What hosts have left while stages are placed on them one by one."""
+    """Memory left on the hosts while stages are placed on them one by one."""
 
     def __init__(
         self,
@@ -144,15 +143,15 @@ class _Room:
                 self.left[stage.host] = self.left[stage.host].without(stage.memory)
 
     def memory_on(self, sizes: StageSizes, host: str, layers: LayerRange) -> StageMemory | None:
-        """What layers would take of a host, whose copies can go; None if it is too full."""
+        """Memory of layers on a host, whose replicas can go; None if it is too full."""
         return memory_on(sizes, layers, self.left[host])
 
     def is_spare(self, host: str) -> bool:
-        """Whether it holds no stage, nor has just lost one: who knows what of."""
+        """Whether it holds no stage and has not just lost one, for an unknown reason."""
         return not self.num_stages[host] and host not in self._had_stages
 
     def take_replica(self, sizes: StageSizes, layers: LayerRange) -> StagePlacement | None:
-        """What becomes of the layers if a host's copy becomes the stage."""
+        """The placement of layers on a host whose replica becomes the stage; None if there is none."""
         for replica in sorted(self.replicas, key=lambda replica: not self.is_spare(replica.host)):
             if replica.layers == layers and self.memory_on(sizes, replica.host, layers) is not None:
                 self.replicas.remove(replica)
@@ -160,8 +159,8 @@ class _Room:
         return None
 
     def take(self, sizes: StageSizes, host: str, layers: LayerRange) -> StagePlacement:
-        """Place layers on a host, which drops as many of its copies as must go."""
-        # A plan may have weighed it a little differently; then what they take anywhere has to do.
+        """Place layers on a host, which drops as many of its replicas as it must."""
+        # A plan may have counted slightly differently; then the memory without a host is used.
         memory = self.memory_on(sizes, host, layers) or sizes.memory(layers)
         self.num_stages[host] += 1
         self.left[host] = self.left[host].without(memory)
@@ -170,7 +169,7 @@ class _Room:
         return StagePlacement(host, layers, memory)
 
     def must_drop(self, sizes: StageSizes, host: str, layers: LayerRange) -> bool:
-        """Whether the layers fit only without a copy that is there."""
+        """Whether the layers fit only without a replica that is there."""
         memory = self.memory_on(sizes, host, layers) or sizes.memory(layers)
         return bool(self._replicas_to_drop(sizes, host, self.left[host].without(memory)))
 
@@ -190,13 +189,13 @@ class _Room:
 def _placed_again(
     sizes: StageSizes, lost: Sequence[tuple[int, StagePlacement]], room: _Room
 ) -> dict[int, tuple[NewStage, ...]] | None:
-    """What each lost stage becomes; None if one of them finds no place."""
+    """Placements for each lost stage; None if one of them cannot be placed."""
     placed: dict[int, tuple[NewStage, ...]] = {}
     for index, stage in lost:
         placement = room.take_replica(sizes, stage.layers)
         if placement is not None:
             placed[index] = (NewStage(placement, is_replica=True),)
-    # The largest first: small ones find a place beside them more easily than the other way round.
+    # The largest first: small ones fit beside them more easily than the other way round.
     rest = sorted(
         ((index, stage) for index, stage in lost if index not in placed),
         key=lambda item: -item[1].memory.total_bytes,
@@ -227,7 +226,7 @@ def _one_host(sizes: StageSizes, stage: StagePlacement, room: _Room) -> list[Sta
 
 
 def _several_hosts(sizes: StageSizes, layers: LayerRange, room: _Room) -> list[StagePlacement]:
-    """The roomiest hosts, as few of them as suffice."""
+    """Placements on the hosts with the most memory, as few of them as suffice."""
     roomy = sorted(room.hosts, key=lambda host: -room.left[host].all_bytes)
     table = StageTable(sizes, layers)
     for count in range(2, min(len(roomy), len(table.edges) - 1) + 1):
@@ -241,7 +240,7 @@ def _several_hosts(sizes: StageSizes, layers: LayerRange, room: _Room) -> list[S
 def _start_over(
     sizes: StageSizes, placed: Plan, alive: Mapping[tuple[str, LayerRange], int], room: _Room
 ) -> Replan:
-    """A plan of its own, which keeps what happens to be where it wants it."""
+    """A new plan, which keeps stages and replicas that are where it puts them."""
     new = []
     for stage in placed.stages:
         replica = Replica(stage.host, stage.layers)
@@ -273,7 +272,7 @@ def _no_room(stages: Iterable[StagePlacement], room: _Room) -> str:
     return f"nobody else can hold what is to move: {needed}; free are {free}; join more hosts"
 
 
-# Of one stage: for a second loss before the first is made good.
+# Of one stage: for a second loss before the first one is recovered from.
 _MOST_REPLICAS: Final = 2
 
 
@@ -283,20 +282,20 @@ def next_replica(
     hosts: Sequence[HostCapacity],
     replicas: Collection[Replica],
 ) -> Replica | None:
-    """The copy most worth having that nobody has yet.
+    """The most useful replica that is missing.
 
-    A spare, that is a host without a stage, takes copies for as long as its memory lasts: first of a stage
-    of which there are fewest copies, of those the one whose loss would cost most, which is the one with the
-    most bytes to load. Nothing is copied more than twice: weights cross the network for it.
+    A spare, that is a host without a stage, takes replicas while its memory lasts: first of a stage with the
+    fewest replicas, among those the one whose loss would cost most, that is with the most bytes to load. No
+    stage gets more than two: weights cross the network for them.
 
     Args:
-        sizes: Of the model's stages.
-        stages: The ring as it is.
-        hosts: All that are ready, each with all the memory that it gives.
-        replicas: Those that there are.
+        sizes: Sizes of the model's stages.
+        stages: The ring.
+        hosts: All ready hosts, each with all of its memory.
+        replicas: Existing replicas.
 
     Returns:
-        None if every spare is full, or has a copy of everything.
+        None if every spare is full, or has a replica of everything.
     """
     busy = {stage.host for stage in stages}
     wanted = []
@@ -316,12 +315,12 @@ def next_replica(
 
 
 def left_beside_replicas(sizes: StageSizes, host: HostCapacity, held: Collection[Replica]) -> HostCapacity:
-    """What a host has left beside copies.
+    """Capacity left on a host beside its replicas.
 
     Args:
-        sizes: Of the model's stages.
-        host: With all that it gives.
-        held: Its copies, in the order in which they were loaded.
+        sizes: Sizes of the model's stages.
+        host: With all of its memory.
+        held: Its replicas, in the order of loading.
     """
     for replica in held:
         host = host.without(memory_on(sizes, replica.layers, host) or sizes.memory(replica.layers))

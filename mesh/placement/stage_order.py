@@ -1,9 +1,9 @@
-"""Order of hosts with the shortest round.
+"""Stage order: the order of hosts with the shortest round trip of a token.
 
-A token goes from the coordinator to the first stage, on from stage to stage, and from the tail back to the
-coordinator: a closed tour, so the best order is a shortest tour. Up to ten hosts it is found exactly, by
-dynamic programming over the sets of hosts that a way has met (Held and Karp 1962); beyond, a tour from
-nearest host to nearest host is shortened as long as turning a part of it round helps (2-opt, Croes 1958).
+A token goes from the coordinator to the first stage, from stage to stage, and from the tail back to the
+coordinator: a closed tour, so the best order is a shortest tour. For up to ten hosts it is found exactly, by
+dynamic programming over sets of visited hosts (Held and Karp 1962); beyond, a tour from nearest host to
+nearest host is shortened by reversing parts of it while that helps (2-opt, Croes 1958).
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 
 _MAX_EXACT: Final = 10
-# A shorter round must be shorter by more than that share: two measurements of one link differ by more.
+# Least gain of a shorter round: two measurements of one link differ by more than less.
 LEAST_GAIN: Final = 0.05
 
 
 def round_ms(order: Sequence[str], head: str, hop_ms: Callable[[str, str], float]) -> float:
-    """How long a token's round is on the wire.
+    """Time of a token's round trip on the wire, in ms.
 
     Args:
-        order: Hosts of the stages, in pipeline order; those that hold several follow one another once.
+        order: Hosts of the stages, in pipeline order; a host of several adjacent stages counts once.
         head: The coordinator's host; it may hold stages too.
-        hop_ms: One way from one host to another.
+        hop_ms: One-way time from one host to another.
     """
     return sum(hop_ms(a, b) for a, b in pairwise([head, *order, head]))
 
 
 def best_order(hosts: Sequence[str], head: str, hop_ms: Callable[[str, str], float]) -> tuple[str, ...]:
-    """The hosts in the order that makes the round shortest.
+    """The hosts in the order with the shortest round trip.
 
     Args:
-        hosts: In the order in which they came, which is kept unless another is clearly shorter.
+        hosts: In the order in which they joined, which is kept unless another is clearly shorter.
         head: The coordinator's host; it may be one of them.
-        hop_ms: One way from one host to another, at least 0.
+        hop_ms: One-way time from one host to another, at least 0.
     """
     come = tuple(hosts)
     search = _exact if len(come) <= _MAX_EXACT else _improved
@@ -56,8 +56,8 @@ def _exact(hosts: tuple[str, ...], head: str, hop_ms: Callable[[str, str], float
         return ()
     indices = range(len(hosts))
     between = [[hop_ms(a, b) for b in hosts] for a in hosts]
-    # By the set of hosts met, a bit for each, and the last of them: length of the shortest way from the head,
-    # and who is last but one.
+    # By the set of visited hosts, a bit for each, and the last of them: length of the shortest path from the
+    # head, and the last host but one.
     ways: dict[tuple[int, int], tuple[float, int]] = {
         (1 << index, index): (hop_ms(head, hosts[index]), index) for index in indices
     }
@@ -71,7 +71,7 @@ def _exact(hosts: tuple[str, ...], head: str, hop_ms: Callable[[str, str], float
                 (ways[before, mid][0] + between[mid][last], mid) for mid in members if mid != last
             )
     met = (1 << len(hosts)) - 1
-    # Of a round and the same the other way, that which begins with the host that came first.
+    # Of a tour and its reverse, the one that begins with the host that joined first.
     last = min(indices, key=lambda index: (ways[met, index][0] + hop_ms(hosts[index], head), -index))
     order = []
     while met:
@@ -92,7 +92,7 @@ def _improved(hosts: tuple[str, ...], head: str, hop_ms: Callable[[str, str], fl
         is_better = False
         there, back = _sums(way, hop_ms)
         for start, stop in combinations(range(len(order) + 1), 2):
-            # Between `way[start]` and `way[stop + 1]` all are met the other way round.
+            # The hosts between `way[start]` and `way[stop + 1]` are visited in reverse.
             as_it_is = there[stop + 1] - there[start]
             turned = (
                 hop_ms(way[start], way[stop])
@@ -108,7 +108,7 @@ def _improved(hosts: tuple[str, ...], head: str, hop_ms: Callable[[str, str], fl
 
 
 def _sums(way: Sequence[str], hop_ms: Callable[[str, str], float]) -> tuple[list[float], list[float]]:
-    """How long the way is from its beginning to each host, and the same hosts the other way round."""
+    """Length of the path from its beginning to each host, and the same in reverse."""
     there = accumulate((hop_ms(a, b) for a, b in pairwise(way)), initial=0.0)
     back = accumulate((hop_ms(b, a) for a, b in pairwise(way)), initial=0.0)
     return list(there), list(back)
@@ -120,13 +120,13 @@ _FEWEST_FOR_AN_ORDER: Final = 4
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """How long a token's round is on the wire.
+    """Round trip times of a token on the wire, as placed and with the best order.
 
     Attributes:
         order: Hosts, in pipeline order.
-        order_ms: With the stages in this order.
+        order_ms: Round trip in this order.
         best: The hosts in the best order.
-        best_ms: With the stages in that order.
+        best_ms: Round trip in that order.
     """
 
     order: tuple[str, ...]
@@ -135,7 +135,7 @@ class RoundTimes:
     best_ms: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """JSON-serialisable."""
         return {
             "order": list(self.order),
             "order_ms": self.order_ms,
@@ -147,9 +147,9 @@ class RoundTimes:
 def by_links(
     hosts: Sequence[HostCapacity], chosen: Iterable[str], head: str, links: Links
 ) -> list[HostCapacity]:
-    """The same hosts, those that a plan has chosen first, in the order best for the wire.
+    """The same hosts, those of a plan first, in the order with the shortest round trip.
 
-    The planner keeps the order in which it is given hosts, where nothing speaks against it.
+    The planner keeps the order of the hosts that it is given, where nothing speaks against it.
     """
     by_name = {host.name: host for host in hosts}
     first = best_order(tuple(dict.fromkeys(chosen)), head, links.hop_ms)
@@ -157,7 +157,7 @@ def by_links(
 
 
 def round_times(order: Sequence[str], head: str, links: Links) -> RoundTimes | None:
-    """Of stages on these hosts; None unless all their links were measured."""
+    """Round trips of stages on these hosts; None unless all their links were measured."""
     hosts = tuple(dict.fromkeys(order))
     if not hosts or not links.knows((head, *hosts)):
         return None
@@ -167,12 +167,12 @@ def round_times(order: Sequence[str], head: str, links: Links) -> RoundTimes | N
 
 @dataclass(frozen=True)
 class OrderedPlan:
-    """A plan whose hosts stand in the order that suits the links.
+    """A plan whose hosts are in the best order for the links.
 
     Attributes:
-        plan: Of the same model, on the same hosts.
-        round_ms: A token's round on the wire with it.
-        as_joined_ms: With the plan as it was before.
+        plan: Plan of the same model on the same hosts.
+        round_ms: Round trip of a token with it.
+        as_joined_ms: Round trip with the former plan.
     """
 
     plan: Plan
@@ -181,12 +181,12 @@ class OrderedPlan:
 
 
 def hosts_of(plan: Plan) -> tuple[str, ...]:
-    """In pipeline order, each once."""
+    """Hosts in pipeline order, each once."""
     return tuple(dict.fromkeys(stage.host for stage in plan.stages))
 
 
 def has_an_order(plan: Plan, head: str) -> bool:
-    """Whether the order of a plan's hosts can matter at all."""
+    """Whether the order of a plan's hosts can matter."""
     return len({head, *hosts_of(plan)}) >= _FEWEST_FOR_AN_ORDER
 
 
@@ -197,14 +197,14 @@ def ordered_by_links(
     head: str,
     links: Links,
 ) -> OrderedPlan | None:
-    """The plan again with its hosts in the best order, or as it is if no order is better.
+    """The plan with its hosts in the best order, or as it is if no order is better.
 
     Args:
         hosts: In the order in which they joined.
-        as_joined: Made of them.
-        place: Makes a plan of hosts in an order.
+        as_joined: Plan for them in that order.
+        place: Makes a plan for hosts in an order.
         head: The coordinator's host.
-        links: Between all of them.
+        links: Links between all of them.
 
     Returns:
         None if some links were not measured.

@@ -1,9 +1,9 @@
 """Stage sizes: bytes of a stage for a workload, split over CPU and GPUs.
 
-What llama.cpp takes was measured, with SmolLM2-135M and Gemma-3-270m from 512 to 131,072 positions. A KV
-cache is allocated and cleared at once, layers with a sliding window included: only a full cache can go back
-to any position. Buffers for computing grow with the rows of a batch and hold one attention mask, or two if
-some layers have a window. There is room for logits of every row that a batch may have.
+The memory that llama.cpp takes was measured, with SmolLM2-135M and Gemma-3-270m from 512 to 131,072
+positions. A KV cache is allocated and cleared at once, layers with a sliding window included: only a full
+cache can go back to any position. Compute buffers grow with the rows of a batch and hold one attention mask,
+or two if some layers have a window. Logits are allocated for every row of a batch.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ Bytes: TypeAlias = "NDArray[np.int64]"
 PROCESS_BYTES: Final = 192 * 2**20
 _F32_BYTES: Final = 4
 _MASK_BYTES: Final = 2
-# What llama.cpp knows of each position in a cache: its number, its sequences, and where each sequence has it.
+# llama.cpp's record of each position in a cache: its number, its sequences, and the place of each sequence.
 _CELL_BYTES: Final = 100
-# llama.cpp lists the vocabulary, even one of ids without texts.
+# llama.cpp lists the vocabulary, even one of ids without texts; bytes per token.
 _TOKEN_BYTES: Final = 64
-# Logits of a batch: where they are computed, where llama.cpp hands them out, and our copy.
+# Copies of a batch's logits: where they are computed, llama.cpp's output, and ours.
 _TAIL_LOGITS: Final = 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What stages must hold besides weights.
+    """What stages hold besides weights.
 
     Attributes:
         ctx_size: Positions of one session.
-        num_slots: Sessions at once.
+        num_slots: Concurrent sessions.
         kv_type: Format of the KV cache, one of `stages.runtime.kv_types.KV_TYPES`.
         is_exact: Numeric mode, see `stages.runtime.numerics`.
         on_gpu: Whether layers are on a GPU.
@@ -65,7 +65,7 @@ class Workload:
 
     @property
     def numerics(self) -> Numerics:
-        """Of the mode, as it is with several threads, which takes more."""
+        """Numerics of the mode, for several threads, which take more memory than one."""
         return numerics_for(exact=self.is_exact, num_threads=2, has_gpu=self.on_gpu)
 
     @property
@@ -76,12 +76,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Sizes of any stage of one model under one workload.
+    """Sizes of the stages of one model under one workload.
 
     Attributes:
-        model: Whose stages.
-        workload: What they must hold besides weights.
-        only_cuts: Where stages start, if that is settled; 0 left out.
+        model: Facts of the model.
+        workload: What stages hold besides weights.
+        only_cuts: First layers of the stages if they are fixed, 0 left out; None for all allowed cuts.
     """
 
     model: ModelFacts
@@ -90,18 +90,18 @@ class StageSizes:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Where a stage may start or stop."""
+        """Layers where a stage may start or stop."""
         cuts = self.model.allowed_cuts if self.only_cuts is None else self.only_cuts
         return (0, *sorted(cuts), self.model.n_layers)
 
     @cached_property
     def on_gpu(self) -> StageSizes:
-        """The same where layers are on a GPU."""
+        """The same with layers on a GPU."""
         return replace(self, workload=replace(self.workload, on_gpu=True))
 
     @cached_property
     def placed(self) -> dict[tuple[LayerRange, HostCapacity], StageMemory | None]:
-        """What `mesh.placement.stage_sizes` has found out; a plan asks the same again and again."""
+        """Cache of `memory_on`: a plan asks for the same again and again."""
         return {}
 
     @cached_property
@@ -118,7 +118,7 @@ class StageSizes:
         return LayerRange(0, self.model.n_layers)
 
     def memory(self, layers: LayerRange) -> StageMemory:
-        """What the stage takes of its host."""
+        """Memory of the stage on its host."""
         memory = self._memories.get(layers)
         if memory is None:
             cache_bytes = self.cache_bytes(layers)
@@ -128,26 +128,26 @@ class StageSizes:
         return memory
 
     def read_bytes(self, layers: LayerRange) -> int:
-        """What is read for each token: of the embedding only a row, the head whole."""
+        """Bytes read for each token: of the embedding only a row, the head whole."""
         sums = self._layer_sums
         head = self.model.head_bytes if layers.stop == self.model.n_layers else 0
         return sums[layers.stop] - sums[layers.start] + head
 
     def weight_bytes(self, layers: LayerRange) -> int:
-        """What is loaded."""
+        """Bytes of the stage's weights."""
         has_it_as_head = self.model.is_tied and layers.stop == self.model.n_layers
         holds_embedding = (layers.start == 0 or self.model.embeds_everywhere) and not has_it_as_head
         return self.read_bytes(layers) + (self.model.embedding_bytes if holds_embedding else 0)
 
     def cache_bytes(self, layers: LayerRange) -> int:
-        """What the KV cache takes, and the state of recurrent layers; of blanks, too."""
+        """Bytes of the KV cache and the state of recurrent layers; blanks included."""
         sums, states = self._width_sums, self._state_sums
         most_width, most_state = self._most_widths
         num_blanks = self.model.num_blanks if layers.start else 0
         width = sums[layers.stop] - sums[layers.start] + num_blanks * most_width
         state = states[layers.stop] - states[layers.start] + num_blanks * most_state
         if self.model.state_widths:
-            # A stage of one kind of layers has company of the other, see
+            # A stage with layers of one kind gets blanks of the other, see
             # `stages.slicing.architectures.layer_patterns`.
             width = width or most_width
             state = state or most_state
@@ -155,13 +155,13 @@ class StageSizes:
         return KV_TYPES[self.workload.kv_type].num_bytes(width) * self._num_cells + state_bytes
 
     def total_bytes(self, starts: Bytes, stops: Bytes) -> Bytes:
-        """What many stages take of a host without GPUs, each as `memory` says it of one; arrays of int64.
+        """Memory of many stages on a host without GPUs, as `memory` gives it for one; arrays of int64.
 
-        A search over all stages of a model asks for thousands at once.
+        A search over all stages of a model needs thousands at once.
 
         Args:
             starts: First layers.
-            stops: For each the layer behind the last, at least one more.
+            stops: Last layers plus one, each above its start.
         """
         model = self.model
         is_first, is_tail = starts == 0, stops == model.n_layers
@@ -183,13 +183,13 @@ class StageSizes:
         return taken_bytes
 
     def many_read_bytes(self, starts: Bytes, stops: Bytes) -> Bytes:
-        """What many stages read for each token, see `read_bytes` and `total_bytes`."""
+        """Bytes that many stages read for each token, see `read_bytes` and `total_bytes`."""
         is_tail = stops == self.model.n_layers
         read_bytes: Bytes = _between(self._layer_sums, starts, stops) + is_tail * self.model.head_bytes
         return read_bytes
 
     def many_layer_bytes(self, starts: Bytes, stops: Bytes) -> Bytes:
-        """What layers take where they lie, weights and cache, see `layer_bytes` and `total_bytes`."""
+        """Bytes of layers on their device, weights and cache, see `layer_bytes` and `total_bytes`."""
         return self.many_read_bytes(starts, stops) + self._cache_bytes(starts, stops)
 
     def _cache_bytes(self, starts: Bytes, stops: Bytes) -> Bytes:
@@ -205,27 +205,27 @@ class StageSizes:
         return cache_bytes
 
     def layer_bytes(self, start: int, stop: int) -> int:
-        """What layers `[start, stop)` take where they lie, weights and cache, in bytes."""
+        """Bytes of layers `[start, stop)` on their device, weights and cache."""
         if (start, stop) not in self._layers_bytes:
             layers = LayerRange(start, stop)
             self._layers_bytes[start, stop] = self.read_bytes(layers) + self.cache_bytes(layers)
         return self._layers_bytes[start, stop]
 
     def compute_bytes(self, layers: LayerRange) -> int:
-        """What llama.cpp computes in, at most, on any one device."""
+        """Upper bound of llama.cpp's compute buffers on any one device."""
         middle, first, tail = self._compute_bytes
         return tail if layers.stop == self.model.n_layers else middle if layers.start else first
 
     @cached_property
     def _compute_bytes(self) -> tuple[int, int, int]:
-        """Of a stage in the middle, of the first, and of the tail, which may be the first as well."""
+        """Compute buffers of a middle stage, of the first, and of the tail (which may be the first)."""
         middle = self._row_bytes + self._num_cells * self._num_masks * _CELL_BYTES
 
         def with_logits(copies: int) -> int:
             of_one_token = copies * self._numerics.max_rows * _F32_BYTES + _TOKEN_BYTES
             return middle + self.model.n_vocab * of_one_token
 
-        # The first stage has a vocabulary, so llama.cpp makes room for logits, of which it computes none.
+        # The first stage has a vocabulary, so llama.cpp allocates logits, though it computes none.
         return middle, with_logits(1), with_logits(_TAIL_LOGITS)
 
     def _buffer_bytes(self, layers: LayerRange, cache_bytes: int) -> int:
@@ -234,7 +234,7 @@ class StageSizes:
         return self.compute_bytes(layers) + sent + self._packing_bytes(layers)
 
     def _packing_bytes(self, layers: LayerRange) -> int:
-        """What weights take more in the order that fast kernels like."""
+        """Bytes that weights take more in the layout of fast kernels."""
         if not self._numerics.use_repacked_weights:
             return 0
         sums = self._packing_sums
@@ -243,7 +243,7 @@ class StageSizes:
 
     @cached_property
     def _row_bytes(self) -> int:
-        """What the rows of a batch take: their activations, and their masks over the cache."""
+        """Bytes of a batch's rows: their activations, and their masks over the cache."""
         seen = self._numerics.num_cells_seen(self.workload.ctx_size, self.workload.num_slots)
         of_one = self.model.row_width * _F32_BYTES + seen * self._num_masks * _MASK_BYTES
         return self._numerics.max_rows * of_one
@@ -262,7 +262,7 @@ class StageSizes:
 
     @cached_property
     def _most_widths(self) -> tuple[int, int]:
-        """Of a KV cache and of a recurrent state, those of the layer with most."""
+        """Largest widths of a KV cache and of a recurrent state among the layers."""
         return max(self.model.kv_widths, default=0), max(self.model.state_widths, default=0)
 
     @cached_property
@@ -285,7 +285,7 @@ class StageSizes:
 
 
 def _between(sums: Sequence[int], starts: Bytes, stops: Bytes) -> Bytes:
-    """What lies between layers, by the sums of what lies before each."""
+    """Sums between layers, from the sums of all before each."""
     before = np.array(sums, np.int64)
     between: Bytes = before[stops] - before[starts]
     return between
@@ -297,17 +297,17 @@ def _between(sums: Sequence[int], starts: Bytes, stops: Bytes) -> Bytes:
 # What a backend takes of a GPU for itself beside llama.cpp's buffers: its context, kernels, workspaces. An
 # allowance, not a measurement: no GPU was at hand.
 GPU_PROCESS_BYTES: Final = 384 * 2**20
-# A measurement of nothing must not divide by nothing.
+# Avoids a division by zero after a failed measurement.
 SLOWEST_GB_PER_S: Final = 0.01
 
 
 def memory_on(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> StageMemory | None:
-    """What layers take of a host; None if they find no room there.
+    """Memory of layers on a host; None if they do not fit there.
 
     Args:
-        sizes: Of the model's stages.
-        layers: Which.
-        host: With what is left of it.
+        sizes: Sizes of the model's stages.
+        layers: The layers.
+        host: With the capacity left.
     """
     if not host.uses_gpus or sizes.workload.is_exact:
         memory = sizes.memory(layers)
@@ -319,12 +319,12 @@ def memory_on(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> Stag
 
 
 def read_time(sizes: StageSizes, layers: LayerRange, memory: StageMemory, host: HostCapacity) -> float:
-    """How long a host needs to read a stage's weights, in nanoseconds.
+    """Time for a host to read a stage's weights, in nanoseconds.
 
     Args:
-        sizes: Of the model's stages.
-        layers: Of the stage.
-        memory: What it takes of the host.
+        sizes: Sizes of the model's stages.
+        layers: Layers of the stage.
+        memory: Its memory on the host.
         host: With its speeds.
     """
     speeds = {gpu.name: gpu.speed_gb_per_s for gpu in host.gpus}
@@ -345,13 +345,13 @@ def _with_gpus(sizes: StageSizes, layers: LayerRange, host: HostCapacity) -> Sta
     else:
         memory = replace(sizes.on_gpu.memory(layers), gpus=shares)
         if sizes.model.is_tied and layers == sizes.whole:
-            # The processor looks tokens up in what the GPU has as head.
+            # The processor looks tokens up in the tensor that the GPU has as head.
             memory = replace(memory, weight_bytes=memory.weight_bytes + sizes.model.embedding_bytes)
     return memory if memory.total_bytes <= host.memory_bytes else None
 
 
 def _shares(sizes: StageSizes, layers: LayerRange, host: HostCapacity, wanted: int) -> tuple[GpuShare, ...]:
-    """What each GPU holds, in the order of layers."""
+    """Layers on each GPU, in the order of layers."""
     buffer_bytes = sizes.compute_bytes(layers) + GPU_PROCESS_BYTES
     shares: list[GpuShare] = []
     stop, last = layers.stop, layers.stop - wanted

@@ -1,7 +1,7 @@
 """Topology file: a locked placement in TOML.
 
-A mesh with a topology fails closed: it waits for a host that is missing, and never places that host's layers
-elsewhere, neither at first nor in a repair.
+A mesh with a topology fails closed: it waits for a missing host, and never places that host's layers
+elsewhere, neither at first nor in a recovery.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _EXAMPLE: Final = '[[stage]] with host = "alpha" and layers = "0:12"'
 
 @dataclass(frozen=True)
 class LockedStage:
-    """One stage.
+    """One stage of a topology.
 
     Attributes:
-        host: Name of the host that holds it, and no other.
-        layers: Which.
+        host: Name of its only host.
+        layers: Its layers.
     """
 
     host: str
@@ -58,7 +58,7 @@ class Topology:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names, in pipeline order, each once."""
+        """Names of the hosts, in pipeline order, each once."""
         return tuple(dict.fromkeys(stage.host for stage in self.stages))
 
     def check(self, model: ModelFacts) -> None:
@@ -88,20 +88,20 @@ class Topology:
                 )
 
     def missing(self, present: Iterable[str]) -> tuple[str, ...]:
-        """Hosts that it names and that are not among these."""
+        """Hosts of the topology that are not among these."""
         names = set(present)
         return tuple(host for host in self.hosts if host not in names)
 
     def plan(self, sizes: StageSizes, hosts: Sequence[HostCapacity]) -> Plan:
-        """The plan that it locks.
+        """The plan of the topology.
 
         Args:
-            sizes: Of the model's stages.
-            hosts: That are there.
+            sizes: Sizes of the model's stages.
+            hosts: Present hosts.
 
         Raises:
-            NotEnoughHosts: If one that it names is not there.
-            ModelDoesNotFit: If one has too little memory.
+            NotEnoughHosts: If a host of the topology is missing.
+            ModelDoesNotFit: If a host has too little memory.
         """
         everything = [
             StagePlacement(stage.host, stage.layers, sizes.memory(stage.layers)) for stage in self.stages
@@ -120,11 +120,11 @@ class Topology:
         may_start_over: bool = True,  # noqa: ARG002 - called in the place of `mesh.placement.replanner.replan`
         is_time_up: Callable[[], bool] = never,  # noqa: ARG002 - likewise
     ) -> Replan:
-        """Lost stages come back on their own hosts, or not at all; see `mesh.placement.replanner.replan`.
+        """Place lost stages on their own hosts, or fail; see `mesh.placement.replanner.replan`.
 
         Raises:
-            NotEnoughHosts: If the host of a lost stage is not there.
-            ModelDoesNotFit: If it has too little memory by now.
+            NotEnoughHosts: If the host of a lost stage is missing.
+            ModelDoesNotFit: If it has too little memory now.
         """
         back = [
             StagePlacement(stages[index].host, stages[index].layers, sizes.memory(stages[index].layers))

@@ -1,9 +1,9 @@
-"""Wire types that the links ask for.
+"""Wire types: formats of hidden states, proposed from measured links.
 
 In a full pipeline a row of hidden states is on the link while the stages compute the next: as long as that
-takes no longer than computing a row, the link holds nobody up, and exact float32 costs nothing. Batches and
-chunks make both longer alike, so one row tells. Nor does the round trip matter here: it is the same for
-every type.
+takes no longer than computing a row, the link delays nothing, and exact float32 costs nothing. Batches and
+chunks lengthen both alike, so one row decides. The round trip does not matter here: it is the same for every
+type.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WireChoice:
-    """Of one link that hidden states cross.
+    """Proposed wire type of one link between stages.
 
     Attributes:
         source: Host of the stage that sends.
         target: Host of the stage that receives.
-        transfer_ms: How long a row is on the link as float32.
-        compute_ms: How long the slowest stage computes a row.
-        proposed: The most exact type with which the link holds nobody up; the smallest if none does.
+        transfer_ms: Time of a float32 row on the link.
+        compute_ms: Time of a row at the slowest stage.
+        proposed: The most exact type with which the link delays nothing; the smallest if none does.
     """
 
     source: str
@@ -46,7 +46,7 @@ class WireChoice:
         return self.proposed is not HiddenType.F32
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """JSON-serialisable."""
         return {
             "from": self.source,
             "to": self.target,
@@ -62,12 +62,12 @@ def wire_choices(
     n_embd: int,
     bytes_per_s: Callable[[str, str], float | None],
 ) -> tuple[WireChoice | None, ...]:
-    """What each stage's link to the next asks for.
+    """Proposed wire types of the links between stages.
 
     Args:
-        hosts: Of the stages, in pipeline order.
-        compute_ms: What a row takes at each stage.
-        n_embd: Values of a row of hidden states.
+        hosts: Hosts of the stages, in pipeline order.
+        compute_ms: Time of a row at each stage.
+        n_embd: Number of values of a row of hidden states.
         bytes_per_s: Bandwidth from one host to another; None if it is not known.
 
     Returns:
@@ -82,7 +82,7 @@ def wire_choices(
 
 
 def transfer_ms(hidden_type: HiddenType, n_embd: int, bytes_per_s: float) -> float:
-    """How long one row is on a link, the way to get there left out."""
+    """Time of one row on a link, without the delay of the link."""
     return hidden_type.row_bytes(n_embd) / bytes_per_s * 1e3
 
 
@@ -97,26 +97,27 @@ def _choice(source: str, target: str, compute_ms: float, n_embd: int, rate: floa
     )
 
 
-# Hidden states travel as float32 unless the user chooses otherwise.
+# Hidden states travel as float32 unless the operator chooses otherwise.
 HIDDEN_VALUE_BYTES: Final = 4
 
-# A measurement of nothing must not divide by nothing.
+# Avoids a division by zero after a failed measurement.
 _SLOWEST_GB_PER_S: Final = 0.01
 
 
 def planned_wires(
     plan: Plan, sizes: StageSizes, speeds_gb_per_s: Mapping[str, float], links: Links
 ) -> tuple[WireChoice | None, ...]:
-    """What each stage's link to the next asks for.
+    """Proposed wire types of the links between the stages of a plan.
 
-    A row takes a stage as long as its host needs to read the stage's weights, which is what a token takes
-    alone; in a batch rows take less, so a link that looks just fast enough may still hold up a full pipeline.
+    A row at a stage counts as long as its host needs to read the stage's weights, which is the time of a
+    token alone; in a batch rows take less, so a link that is just fast enough here may still delay a full
+    pipeline.
 
     Args:
-        plan: Which host holds what.
-        sizes: Of the plan's model.
-        speeds_gb_per_s: How fast hosts read weights.
-        links: With their bandwidths.
+        plan: Placement of the stages.
+        sizes: Sizes of the plan's model.
+        speeds_gb_per_s: Speeds at which hosts read weights.
+        links: Links with their bandwidths.
 
     Returns:
         One for each stage; None for the tail, between stages of one host, and where nothing was measured.

@@ -1,4 +1,4 @@
-"""Allocations: memory and threads of hosts that each model takes."""
+"""Allocations: memory and threads that each model takes of the hosts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class EvictableReplica:
-    """A copy that has to go.
+    """A replica that gives way to another model.
 
     Attributes:
-        pipeline: Whose.
-        replica: The stage that was loaded ahead, or is being so.
+        pipeline: Pipeline of the replica.
+        replica: The replica, loaded or loading.
     """
 
     pipeline: Pipeline
@@ -29,10 +29,10 @@ class EvictableReplica:
 
 
 class HostAllocations:
-    """The accounts of all models, in the order in which they came.
+    """Allocations of all models, in the order in which the models were loaded.
 
     Args:
-        is_head: Whether a member is the head's own host, where draft models are.
+        is_head: Whether a member is the head's own host, where draft models run.
     """
 
     def __init__(self, is_head: Callable[[Member], bool]) -> None:
@@ -45,18 +45,18 @@ class HostAllocations:
     def open(
         self, name: str, pipeline: Pipeline, *, draft_bytes: int = 0, most_threads: int | None = None
     ) -> ModelAllocation:
-        """An account for a model; see `ModelAllocation`."""
+        """Open the allocation of a model; see `ModelAllocation`."""
         allocation = ModelAllocation(self, name, pipeline, draft_bytes=draft_bytes, most_threads=most_threads)
         self._allocations.append(allocation)
         return allocation
 
     def close(self, allocation: ModelAllocation) -> None:
-        """Forget a model; what it held must be free by now."""
+        """Remove the allocation of a model; what it held must be free by now."""
         if allocation in self._allocations:
             self._allocations.remove(allocation)
 
     def layers_on(self, host: str) -> str:
-        """What a host holds, for people: layers of the first model, then those of others by their names."""
+        """Layers held by a host, for display: of the first model, then of others by model name."""
         held = []
         for allocation in self._allocations:
             layers = ", ".join(str(stage.layers) for stage in allocation.noted if stage.host == host)
@@ -65,7 +65,7 @@ class HostAllocations:
         return "; ".join(held)
 
     def replicas_on(self, host: str) -> list[str]:
-        """What a host has loaded ahead, likewise."""
+        """Replicas held by a host, for display."""
         return [
             self._named(allocation, str(replica.config.layers))
             for allocation in self._allocations
@@ -74,7 +74,7 @@ class HostAllocations:
         ]
 
     def held_bytes(self, member: Member) -> int:
-        """What all models take of a host's own memory, draft models and copies included."""
+        """Bytes of a host's own memory that all models take, draft models and replicas included."""
         drafts = (
             sum(allocation.draft_bytes for allocation in self._allocations) if self.is_head(member) else 0
         )
@@ -91,17 +91,17 @@ class HostAllocations:
 
 
 class ModelAllocation:
-    """One model's, and what it may count on beside all others.
+    """Memory and threads of one model, and what the other models leave for it.
 
     Args:
-        allocations: Of all.
-        name: Of the model, as clients see it.
-        pipeline: Its stages and copies.
-        draft_bytes: What its draft model takes of the head.
-        most_threads: Of each host for this model; None for those that no other model computes with.
+        allocations: Allocations of all models.
+        name: Model name for clients.
+        pipeline: Stages and replicas of the model.
+        draft_bytes: Memory of its draft model, on the head.
+        most_threads: Threads of each host for this model; None for those that no other model computes with.
 
     Attributes:
-        noted: Its stages as they were told to everybody.
+        noted: Its stages as last announced to all hosts.
     """
 
     def __init__(
@@ -121,18 +121,18 @@ class ModelAllocation:
         self.noted: tuple[StagePlacement, ...] = ()
 
     def capacity_of(self, member: Member) -> HostCapacity:
-        """What a host gives to this model's stages; copies of other models give way to them."""
+        """Capacity of a host for this model's stages; replicas of other models give way to them."""
         return self._capacity(member, beside_replicas=False)
 
     def capacity_for_replicas(self, member: Member) -> HostCapacity:
-        """What it gives to this model's copies, for which nothing gives way."""
+        """Capacity of a host for this model's replicas, for which nothing gives way."""
         return self._capacity(member, beside_replicas=True)
 
     def threads_of(self, member: Member) -> int:
-        """How many of a host's threads this model's stages may have together, at least one.
+        """Threads of a host for all stages of this model together, at least one.
 
-        They spin: two models that compute at the same time with more threads than there are processors slow
-        each other down many times over.
+        Threads spin: two models that compute at the same time with more threads than processors slow each
+        other down many times over.
         """
         if self._most_threads is not None:
             return min(self._most_threads, member.facts.num_threads)
@@ -145,7 +145,7 @@ class ModelAllocation:
         return max(1, member.facts.num_threads - taken)
 
     def evictable_replicas(self, member: Member) -> tuple[EvictableReplica, ...]:
-        """Copies of other models that leave too little room on a host for what this model intends there."""
+        """Replicas of other models that leave too little room on a host for the stages intended there."""
         host, allocations = member.name, tuple(self._allocations)
         drafts = (
             sum(allocation.draft_bytes for allocation in allocations)

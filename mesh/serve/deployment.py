@@ -45,18 +45,19 @@ log = structlog.get_logger()
 
 
 class ModelDeployment:
-    """Hosts, plan, stage files, actors, ring; then whatever keeps it whole.
+    """Deployment of a model: places and loads its stages, connects the ring, then supervises it.
 
     Args:
         model: Its state is kept up to date; its engine answers once the ring is connected.
-        head: Open.
-        cache: Of this host.
-        allocations: Of all models; this one has its account there while it runs.
+        head: The open head.
+        cache: Stage files of this host.
+        allocations: Allocations of all models; this model has one while it runs.
         host_draining: Hosts that are to leave.
-        proposers: Who proposes for a request; None if nobody does.
-        former: What the head before left of this model, if anything can be taken over.
-        term: Of this head.
-        before_planning: Awaited unless stages are taken over: whoever has precedence.
+        proposers: Proposers for each request; None for plain decoding.
+        former: Ring of this model that the former head left, if there is one to take over.
+        term: Term of this head.
+        before_planning: Awaited unless stages are taken over: models with precedence place their stages
+            first.
     """
 
     def __init__(
@@ -96,13 +97,13 @@ class ModelDeployment:
         self._before_planning = before_planning
 
     async def run(self, on_served: Callable[[], None]) -> NoReturn:
-        """All steps, then stay until cancelled. Afterwards nothing of the model is left on any host.
+        """Run all steps, then supervise until cancelled. Afterwards no host holds a stage of the model.
 
         Args:
             on_served: Called when requests are answered.
 
         Raises:
-            MeshError: If a step fails. Once requests are answered, what fails is repaired.
+            MeshError: If a step fails. Once requests are answered, failures are recovered from.
         """
         try:
             await self._run(on_served)
@@ -245,7 +246,7 @@ class ModelDeployment:
             await coordinator.stop()
 
     async def _watch_hosts(self, placed: Plan) -> NoReturn:
-        """Raise when a host that the plan needs leaves before everything is loaded."""
+        """Raise when a host of the plan leaves before everything is loaded."""
         while True:
             present = {member.name for member in self._head.members.ready}
             for stage in placed.stages:
@@ -267,7 +268,7 @@ class ModelDeployment:
         log.info("planned", stages=len(stages), reason=reason, hosts=layers, **self._log_fields)
 
     def _announce_layers(self) -> None:
-        """Every host hears when what it holds has changed, of any model."""
+        """Announce to every host the layers that it holds, of all models."""
         for member in self._head.members:
             held = self._allocations.layers_on(member.name)
             if held != member.layers:
@@ -276,7 +277,7 @@ class ModelDeployment:
 
     @property
     def _log_fields(self) -> dict[str, str]:
-        """For the log: which model, where it is not the first."""
+        """Log fields: the model, if it is not the first."""
         return {} if self._model.load_request is None else {"model": self._model.name}
 
     def _announce(self, phase: str) -> None:

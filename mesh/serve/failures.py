@@ -1,4 +1,4 @@
-"""Recent failures and repairs, and the messages of crashed processes."""
+"""Recent failures and recoveries, and the error output of crashed processes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MOST_FAILURES: Final = 20
 
 @dataclass(frozen=True)
 class Failure:
-    """A stage that was lost.
+    """A lost stage.
 
     Attributes:
-        at_s: When, Unix seconds.
-        host: Where it was.
-        layers: What it held, `[start, stop)`.
-        reason: Why, as far as anybody knows; one line.
+        at_s: Time of the loss, Unix seconds.
+        host: Host of the stage.
+        layers: Layers of the stage, `[start, stop)`.
+        reason: Reason as far as it is known; one line.
     """
 
     at_s: float
@@ -42,10 +42,10 @@ class Failure:
 
 
 class Incidents:
-    """The latest failures, and a count of repairs.
+    """The latest failures, and counts of recoveries.
 
     Args:
-        clock_s: Unix seconds.
+        clock_s: Wall clock, Unix seconds.
     """
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
@@ -57,30 +57,30 @@ class Incidents:
         self._last_repair_s: float | None = None
 
     def failed(self, host: str, layers: str, reason: str) -> Failure:
-        """Note a lost stage."""
+        """Record a lost stage."""
         failure = Failure(self._clock_s(), host, layers, reason)
         self._failures.append(failure)
         self._num_losses += 1
         return failure
 
     def explain(self, failure: Failure, more: str) -> None:
-        """Add to a failure's reason what was found out later; one that was forgotten meanwhile stays so."""
+        """Add to the reason of a failure, unless it was dropped for later ones."""
         explained = Failure(failure.at_s, failure.host, failure.layers, f"{failure.reason}: {more}")
         self._failures = deque(
             (explained if each is failure else each for each in self._failures), maxlen=_MOST_FAILURES
         )
 
     def repaired(self, took_s: float) -> None:
-        """Note that the ring is whole again, and how long it was not."""
+        """Record a recovery, and for how long the ring was down."""
         self._num_repairs += 1
         self._last_repair_s = took_s
 
     def moved(self) -> None:
-        """Note that layers moved from one host to another while all was well."""
+        """Record a planned move of layers between hosts."""
         self._num_moves += 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the latest failure last."""
+        """JSON-serialisable; the latest failure last."""
         return {
             "failures": [asdict(failure) for failure in self._failures],
             "repairs": {
@@ -94,16 +94,16 @@ class Incidents:
 
 log = structlog.get_logger()
 
-# The repair comes first: it needs the processor.
+# The recovery comes first: it needs the processor.
 _DELAY_S: Final = 3.0
 _PATIENCE_S: Final = 20.0
 
 
 class CrashLogs:
-    """Looks them up in the background while in the block.
+    """Error output of crashed processes, read in the background while in the block.
 
     Args:
-        driver: Places a reader on the host.
+        driver: Starts a reader on the host.
     """
 
     def __init__(self, driver: RayDriver) -> None:
@@ -119,13 +119,13 @@ class CrashLogs:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def collect(self, incidents: Incidents, failure: Failure, loss: StageLoss, member: Member) -> None:
-        """Add them to what is known of a failure, if its process is gone and its host is not.
+        """Add the error output to a failure, if its process is gone and its host is not.
 
         Args:
-            incidents: Where the failure is noted.
-            failure: Which.
-            loss: Names the process.
-            member: The host.
+            incidents: Record of the failure.
+            failure: The failure.
+            loss: Loss with the process id.
+            member: Host of the process.
         """
         if loss.pid is not None:
             task = asyncio.create_task(self._collect(incidents, failure, loss.pid, member))

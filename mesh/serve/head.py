@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 @contextmanager
 def token_file(path: Path | None, text: str) -> Iterator[Callable[[str], None]]:
-    """While in the block, `path` holds `text`, readable by this user only; afterwards it is gone.
+    """Context in which `path` holds `text`, readable by this user only; afterwards the file is removed.
 
-    What the block is given writes another text over it.
+    The block is given a function that replaces the text.
 
-    A reader sees the whole token or no file. A token that another mesh wrote there meanwhile stays.
+    A reader sees the whole token or no file. A token that another mesh wrote there meanwhile is kept.
 
     Args:
-        path: Where, or None for no file.
+        path: Path of the file, or None for no file.
         text: The token.
 
     Raises:
@@ -81,19 +81,19 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Head:
-    """What the rest of `mesh serve` needs of the head.
+    """Parts of an open head.
 
     Attributes:
-        driver: Places actors.
-        own: This host.
+        driver: Starts actors.
+        own: Member of this host.
         members: Hosts; this one among them unless it holds no layers.
-        service: Tells hosts what goes on.
-        node: This host's Ray node.
+        service: Membership service for the hosts.
+        node: Ray node of this host.
         survey: Measures the links between hosts.
         authority: Signs the certificates of stages and hosts.
-        certificate: The authority's own.
-        write_token: Writes the join token to the file that the user wants it in.
-        former: What a head that crashed has left, if its Ray node was there to be adopted.
+        certificate: Certificate of the authority.
+        write_token: Writes the join token to the file that the operator named.
+        former: State left by a head that crashed, if its Ray node could be adopted.
     """
 
     driver: RayDriver
@@ -109,7 +109,7 @@ class Head:
 
     @property
     def token(self) -> str:
-        """The join token that is good now, as text."""
+        """The current join token, as text."""
         return encode(self.service.token)
 
     def is_own(self, member: Member) -> bool:
@@ -118,7 +118,7 @@ class Head:
 
     @property
     def source(self) -> FetchSource:
-        """Where hosts fetch stage files, and what proves now that they may."""
+        """Address from which hosts fetch stage files, with the current credentials."""
         token = self.service.token
         return FetchSource(token.addresses[0], self.authority.certificate_pem, token.secret)
 
@@ -131,15 +131,15 @@ async def open_head(
     interruption: Interruption,
     former: HeadState | None = None,
 ) -> AsyncIterator[Head]:
-    """Ray and the membership service run while in the block; afterwards every host has been sent home.
+    """Context in which Ray and the membership service run; afterwards every host has been released.
 
     Args:
-        options: What the user says.
-        facts: Of this host.
-        cache: Whose files are sent to hosts.
-        interruption: Armed again after Ray has taken the signals for itself.
-        former: What a head that crashed has left. Hosts know this one by its certificate, secret and port,
-            and its Ray node is adopted if it is still there.
+        options: Options of `mesh serve`.
+        facts: Facts of this host.
+        cache: Stage files that are sent to hosts.
+        interruption: Armed again after Ray has installed its signal handlers.
+        former: State left by a head that crashed. Hosts recognise this head by the certificate, secret and
+            port of the former one, and its Ray node is adopted if it still runs.
 
     Raises:
         ClusterError: If Ray does not start.
@@ -194,8 +194,8 @@ async def open_head(
 async def _survey(
     own: Member, members: Members, service: MembershipService, authority: Authority
 ) -> AsyncIterator[LinkSurvey]:
-    """This host answers probes, and asks the others."""
-    # The second name is what the survey calls this host if another has the first.
+    """Context in which this host answers link probes and can probe the others."""
+    # The second name is used for this host in the survey if another host has the first.
     identity = authority.own_identity([own.name, f"{own.name} (head)"], own.address)
     secret = service.link_secret
     echo = EchoServer(secret, lambda: identity)
@@ -210,7 +210,7 @@ async def _survey(
 async def _ray_node(
     options: ServeOptions, former: HeadState | None, identity: Identity
 ) -> AsyncIterator[tuple[RayNode, str]]:
-    """A node that is ready, and its cluster's address."""
+    """A ready node, and the address of its cluster."""
     node = _adopted(former)
     for starts_left in reversed(range(MOST_STARTS)):
         node = node or _start(options, identity)
@@ -238,8 +238,8 @@ def _start(options: ServeOptions, identity: Identity) -> RayNode:
             f"{options.name}.{secrets.token_hex(4)}",
             new_ray_token(),
             linger_s=options.linger_s,
-            # Ray takes 127.0.0.1 for another address of this machine, which no certificate of ours names; and
-            # what never leaves the machine need not be encrypted.
+            # Ray takes 127.0.0.1 for another address of this machine, which no certificate of the mesh names;
+            # and traffic that never leaves the machine need not be encrypted.
             identity=None if is_loopback(options.advertise) else identity,
         )
     )
@@ -270,9 +270,9 @@ def _ray_driver(
 
 
 def _credentials(options: ServeOptions, former: HeadState | None) -> tuple[Certificate, JoinToken]:
-    """By what hosts know the head, and the head hosts: as before, as long as that is good.
+    """Credentials by which hosts recognise the head: those of the former head while they are valid.
 
-    The certificate is good for longer than any token: stages that are taken over believe no other.
+    The certificate is valid for longer than any token: stages that are taken over accept no other.
     """
     if former is None:
         certificate = make_certificate(dt.datetime.now(dt.UTC))
@@ -281,7 +281,7 @@ def _credentials(options: ServeOptions, former: HeadState | None) -> tuple[Certi
         if former.expires_at_s > time.time():
             return certificate, JoinToken((), former.secret, certificate.fingerprint, former.expires_at_s)
     return certificate, JoinToken(
-        addresses=(),  # known once the service listens; to check a host, they do not matter
+        addresses=(),  # known once the service listens; not needed to check a host
         secret=secrets.token_urlsafe(32),
         fingerprint=certificate.fingerprint,
         expires_at_s=int(time.time() + options.token_hours * 3600),
@@ -294,7 +294,7 @@ async def _served(
 ) -> AsyncIterator[None]:
     server = MembershipServer(service, certificate)
     try:
-        # Ctrl-C may come when it listens already.
+        # Ctrl-C may come when the server listens already.
         address = join_address(options.advertise, await server.start(options.advertise, port))
         service.listens_at(address)
         log.info("membership_open", address=address, token_hours=options.token_hours)

@@ -1,4 +1,4 @@
-"""Head failover: what the next head is to know, takeover of stages, end of unknown actors."""
+"""Head failover: state for the next head, takeover of its stages, end of unrecorded actors."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _ANSWER_S: Final = 2.0
 
 
 class Takeover:
-    """Fills a fleet with what a former head has left.
+    """Takeover of the stages that a former head left running.
 
     Args:
-        known: What was found out beforehand.
-        head: Open, with the former head's Ray node.
+        known: Results of the checks before the start.
+        head: The open head, with the former head's Ray node.
         maker: Makes stages.
-        pipeline: Empty.
-        setup: Fingerprint of what stages would be loaded with now.
-        capacity_of: What a host gives, as the planner sees it.
+        pipeline: Empty pipeline, to be filled.
+        setup: Fingerprint of the settings that stages would be loaded with now.
+        capacity_of: Returns the capacity of a host for stages.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Takeover:
         self._capacity_of = capacity_of
 
     async def run(self, former: SavedRing) -> bool:
-        """Take over what is whole; end what is not.
+        """Take over the ring if all of it is left; end what is left otherwise.
 
         Args:
-            former: What the former head wrote down of the model.
+            former: Ring of the model, as the former head recorded it.
 
         Returns:
-            Whether the ring is there again.
+            Whether the ring was taken over.
 
         Raises:
             MeshError: If the model cannot be cut.
@@ -83,14 +83,14 @@ class Takeover:
         if not former.stages:
             return False
         if former.setup == self._setup:
-            # Until it is known whether they live, their memory is theirs.
+            # Until it is known whether they run, their memory counts as used.
             self._pipeline.intended = tuple(map(self._placement, former.stages))
             await self._maker.describe(
                 (stage.host, LayerRange(stage.start, stage.stop))
                 for stage in (*former.stages, *former.copies)
             )
             await self._wait_for(former.stages, _WAIT_FOR_HOSTS_S)
-            # A copy is worth a moment, not more: the mesh can serve without.
+            # A replica is worth a short wait only: the mesh can serve without.
             await self._wait_for(former.copies, _WAIT_FOR_SPARES_S)
             ring = [await self._adopt(stage) for stage in former.stages]
             replicas = [await self._adopt(stage) for stage in former.copies]
@@ -104,7 +104,7 @@ class Takeover:
                 self._pipeline.intended = ()
                 log.info("stages_taken_over", stages=len(ring), copies=len(self._pipeline.replicas))
                 return True
-            # What there is helps the plan to come as little as any other host's copy: away with it.
+            # Remaining stages help the next plan no more than any host's stage files do: they are ended.
             self._pipeline.replicas += handles
         else:
             log.info("begins_anew", reason="another model, or other options than before")
@@ -114,7 +114,7 @@ class Takeover:
         return False
 
     async def _wait_for(self, stages: Sequence[SavedStage], most_s: float) -> None:
-        """Give the hosts time to come back."""
+        """Wait for hosts to reconnect."""
         nodes = {stage.ray_node for stage in stages}
         members = self._head.members
         try:
@@ -158,13 +158,13 @@ class Takeover:
 
 
 def head_state(head: Head, first: ServedModel, others: Iterable[ServedModel], term: int) -> HeadState:
-    """What the next head is to know.
+    """State for the next head.
 
     Args:
-        head: Open.
+        head: The open head.
         first: The model that `mesh serve` was started with.
-        others: Those that were loaded beside it and answer by now.
-        term: Of this head.
+        others: Models that were loaded beside it and answer by now.
+        term: Term of this head.
     """
     token = head.service.token
     return HeadState(
@@ -214,11 +214,11 @@ def _saved_stage(handle: StageHandle) -> SavedStage:
 
 
 def kill_unrecorded_actors(driver: RayDriver, former: HeadState) -> None:
-    """End all processes that the former head had started and did not write down.
+    """End all processes that the former head started and did not record.
 
     Args:
-        driver: Connected to the former head's Ray; nothing was started by it yet.
-        former: What that head wrote down.
+        driver: Connected to the former head's Ray; it has started nothing yet.
+        former: State that the former head recorded.
     """
     rings: tuple[SavedRing, ...] = (former, *former.models)
     kept = {stage.actor for ring in rings for stage in (*ring.stages, *ring.copies)}

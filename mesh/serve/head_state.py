@@ -1,6 +1,6 @@
-"""State file of a head, written for the next one, with the fingerprint of what its stages are loaded with.
+"""Head state: file written for the next head, with fingerprints of the settings of its stages.
 
-The file holds the mesh's secrets and is for this user only. A head that is closed in peace removes it.
+The file holds the mesh's secrets and is readable by this user only. A head that stops normally removes it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class SavedStage:
 
     Attributes:
         actor: Name of its actor in Ray.
-        host: Name of its host.
-        ray_node: Name of that host's Ray node.
-        start: Its first layer.
-        stop: The layer behind its last.
-        num_threads: Threads it computes with.
-        wire: How its hidden states travel to the next, as in `HiddenType`.
-        address: `host:port` where it serves; None if it does not yet.
+        host: Name of the host.
+        ray_node: Name of the host's Ray node.
+        start: First layer.
+        stop: Last layer plus one.
+        num_threads: Threads that it computes with.
+        wire: Format of its hidden states on the wire, as in `HiddenType`.
+        address: `host:port` of its server; None before it serves.
     """
 
     actor: str
@@ -67,19 +67,19 @@ class SavedStage:
 
 
 class SavedRing(Protocol):
-    """What may be taken over of one model."""
+    """Stages and replicas of one model that may be taken over."""
 
     @property
     def setup(self) -> str:
-        """Fingerprint of all that its stages were loaded with; see `fingerprint`."""
+        """Fingerprint of all settings that its stages were loaded with; see `fingerprint`."""
 
     @property
     def stages(self) -> tuple[SavedStage, ...]:
-        """The ring, in pipeline order; none before the first time that it served."""
+        """The ring, in pipeline order; empty if the model was never served."""
 
     @property
     def copies(self) -> tuple[SavedStage, ...]:
-        """Stages that spare hosts have loaded ahead."""
+        """Replicas on spare hosts."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class SavedModel:
 
     Attributes:
         order: Fields of its `LoadRequest`.
-        setup: See `SavedRing`.
-        stages: Likewise.
-        copies: Likewise.
+        setup: See `SavedRing.setup`.
+        stages: See `SavedRing.stages`.
+        copies: See `SavedRing.copies`.
     """
 
     order: dict[str, Any]
@@ -103,27 +103,27 @@ class SavedModel:
         """Options that the model was loaded with.
 
         Raises:
-            ValueError: If another version of this software wrote them, and they are no options of this one.
+            ValueError: If another version of this software wrote options that this one does not have.
         """
         return LoadRequest.model_validate(self.order)
 
 
 @dataclass(frozen=True)
 class HeadState:
-    """One head at one time.
+    """State of one head at one time.
 
     Attributes:
-        term: Grows with each head of the mesh; stages follow the highest.
-        ray: Its Ray node.
-        secret: That of the join token.
-        expires_at_s: Unix time from which the join token is no good.
-        join_port: Where hosts reach it.
-        certificate_pem: Of the mesh's authority.
-        private_key_pem: Of the mesh's authority.
-        setup: Fingerprint of all that stages were loaded with; see `fingerprint`.
-        stages: The ring, in pipeline order; none before the first time that the mesh served.
-        copies: Stages that spare hosts have loaded ahead.
-        models: Those that were loaded beside the first, in the order in which they came.
+        term: Grows with each head of the mesh; stages obey the highest.
+        ray: Record of its Ray node.
+        secret: Secret of the join token.
+        expires_at_s: Expiry of the join token, Unix seconds.
+        join_port: Port of the membership service.
+        certificate_pem: Certificate of the mesh's authority.
+        private_key_pem: Private key of the mesh's authority.
+        setup: Fingerprint of all settings that its stages were loaded with; see `fingerprint`.
+        stages: The ring, in pipeline order; empty if the mesh never served.
+        copies: Replicas on spare hosts.
+        models: Models loaded beside the first, in the order of loading.
     """
 
     term: int
@@ -140,21 +140,21 @@ class HeadState:
 
 
 def fingerprint(**setup: object) -> str:
-    """A hash by which two runs of `mesh serve` know that their stages compute the same, in the same way."""
+    """Hash of settings: equal if stages of two runs of `mesh serve` compute the same in the same way."""
     return hashlib.sha256(repr(sorted(setup.items())).encode()).hexdigest()
 
 
 class HeadStateFile:
-    """The file of one head; locked as long as that one lives.
+    """State file of a head; locked while the head runs.
 
     Args:
-        path: Where it is; its folder is made if need be.
+        path: Path of the file; its folder is created if needed.
 
     Attributes:
-        path: The same.
+        path: As given.
 
     Raises:
-        BlockingIOError: If a head that lives uses it.
+        BlockingIOError: If a running head uses the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -168,15 +168,15 @@ class HeadStateFile:
             raise
 
     def __enter__(self) -> Self:
-        """The file stays locked in the block."""
+        """Lock the file for the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Unlock it, and leave what is in it."""
+        """Unlock the file and keep its content."""
         os.close(self._lock)
 
     def load(self) -> HeadState | None:
-        """What the last head left; None if it was closed in peace, or what it left cannot be read."""
+        """State left by the last head; None if that stopped normally or its state cannot be read."""
         try:
             fields = json.loads(self.path.read_text())
             return _from_json(fields)
@@ -187,7 +187,7 @@ class HeadStateFile:
             return None
 
     def save(self, state: HeadState) -> None:
-        """Replace what is in it, whole or not at all; when this returns, a crash does not undo it.
+        """Replace the content, whole or not at all; it is durable when this returns.
 
         Raises:
             OSError: If it cannot be written.
@@ -202,24 +202,24 @@ class HeadStateFile:
                 os.fsync(file.fileno())
             part.replace(self.path)
         except BaseException:
-            # On a full disk it would take the room that the next attempt needs.
+            # On a full disk the rest would take the room that the next attempt needs.
             part.unlink(missing_ok=True)
             raise
         sync_folder(self.path.parent)
 
     def clear(self) -> None:
-        """There is nothing to take over."""
+        """Remove the state: there is nothing to take over."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
 
 def default_state_path(name: str, address: str, join_port: int) -> Path:
-    """Where the head of that name, reached there, keeps its state.
+    """Path of the state of the head with this name and address.
 
     Args:
-        name: What its host is called.
-        address: Where the others reach it.
-        join_port: As the user says it; 0 is any.
+        name: Name of its host.
+        address: Address for other hosts.
+        join_port: Port as given by the operator; 0 is any.
     """
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return (
@@ -244,23 +244,23 @@ def _with_stages(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 _POLL_S: Final = 0.5
-# Between attempts to write, each twice as long as the one before.
+# Longest pause between attempts to write, each twice as long as the one before.
 _LONGEST_PAUSE_S: Final = 30.0
-# So long the answer to an order that was carried out waits for that to be written down.
+# Longest time that the answer to a command waits until its effect is written.
 _PATIENCE_S: Final = 10.0
 
 
 class HeadStateWriter:
-    """What one head knows of the one before it, and writes down for the one after it.
+    """Keeps the head state on disk, and holds the state of the former head.
 
     Args:
-        file: Where; None if nobody is to take over.
-        former: What a head that crashed has left.
-        term: Of this head.
-        patience_s: How long `written` waits.
+        file: State file; None if no head is to take over.
+        former: State left by a head that crashed.
+        term: Term of this head.
+        patience_s: Longest wait of `written`, in seconds.
 
     Attributes:
-        failure: Why the file is not up to date, for a person; None while it is.
+        failure: Why the file is out of date, for the operator; None while it is up to date.
     """
 
     def __init__(
@@ -280,10 +280,10 @@ class HeadStateWriter:
         self.failure: str | None = None
 
     async def keep_written(self, read: Callable[[], HeadState]) -> NoReturn:
-        """Keep the file up to date until cancelled; what cannot be written is tried again.
+        """Keep the file up to date until cancelled; failed writes are retried.
 
         Args:
-            read: Gives the state as it is now.
+            read: Returns the current state.
         """
         written: HeadState | None = None
         pause_s = _POLL_S
@@ -310,16 +310,16 @@ class HeadStateWriter:
                     _settle(asked)
                 await self._asked_within(_POLL_S)
         finally:
-            # From here on there is nothing to take over: the file is cleared.
+            # From here on there is nothing to take over: the file is removed.
             self._file = None
             for asked in (*waiting, *self._waiting):
                 _settle(asked)
 
     async def written(self) -> None:
-        """Return once the state as it is now is written down, and no crash of this head undoes it.
+        """Return once the current state is durable on disk.
 
         Raises:
-            ClusterError: If that takes too long; it is tried further.
+            ClusterError: If that takes too long; writing is retried further.
         """
         if self._file is None:
             return
@@ -337,7 +337,7 @@ class HeadStateWriter:
             ) from None
 
     async def _write(self, file: HeadStateFile, state: HeadState) -> None:
-        """In a thread, as a disk may take long; if cancelled, until that has ended."""
+        """Write in a thread, as a disk may take long; if cancelled, wait for its end."""
         await CancellableWork().run(lambda: file.save(state))
 
     async def _asked_within(self, seconds: float) -> None:
@@ -353,12 +353,12 @@ def _settle(asked: asyncio.Future[None]) -> None:
 
 @contextmanager
 def open_head_state(options: ServeOptions) -> Iterator[HeadStateWriter]:
-    """Read what a former head has left; afterwards nothing is left, unless this process is killed.
+    """Read the state of a former head; at the end the file is removed, unless this process is killed.
 
     Args:
-        options: What the user says.
+        options: Options of `mesh serve`.
     """
-    # Grows from one start to the next even if nothing was left, as long as the clock does.
+    # Grows from one start to the next even without a state file, as long as the clock does.
     term = time.time_ns() // 1_000_000
     path = options.state_path or default_state_path(options.name, options.advertise, options.join_port)
     try:
@@ -381,7 +381,7 @@ def open_head_state(options: ServeOptions) -> Iterator[HeadStateWriter]:
 
 
 def setup_of(options: ServeOptions, known: Preflight) -> str:
-    """A fingerprint of all that the stages of a model are loaded with."""
+    """Fingerprint of all settings that the stages of a model are loaded with."""
     return fingerprint(
         model=str(options.model.resolve()),
         files=[(stamp.size_bytes, stamp.mtime_ns) for stamp in stamps_of(part_paths(options.model))],

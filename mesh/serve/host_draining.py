@@ -20,22 +20,21 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# So long a host that wants to leave is kept waiting if nobody else can hold its layers: another may join.
+# Longest time that a leaving host waits if no other host can hold its layers: another one may join.
 _STUCK_S: Final = 15.0
 _EVICTED: Final = StageLoss("its host was evicted")
 
 
 class HostDraining:
-    """Who is leaving, and who waits to hear of it.
+    """Hosts that are to leave, and the requests that wait for their departure.
 
     Args:
         members: Hosts.
-        service: Tells them.
-        pipelines: Gives those of all models, each with what notes its losses; they lose the stages of evicted
-            hosts.
+        service: Membership service for the hosts.
+        pipelines: Returns the pipelines of all models, each with its record of failures.
         on_new_token: Called when the join token was replaced.
-        clock_s: Monotonic, seconds.
-        until_written: Returns once a next head would know what is true now; see `HeadStateWriter.written`.
+        clock_s: Monotonic clock, seconds.
+        until_written: Returns once the head state is durable; see `HeadStateWriter.written`.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class HostDraining:
         return tuple(member for member in self._members if member.is_leaving)
 
     async def drain(self, name: str) -> dict[str, Any]:
-        """Have a host's layers moved and let it go; returns when that is done, fit for JSON.
+        """Move a host's layers and release it; returns when that is done. JSON-serialisable.
 
         Raises:
             JoinError: If there is no such host.
-            ClusterError: If nobody else can hold what it holds; it stays then. Or if it has left, but that
-                cannot be written down.
+            ClusterError: If no other host can hold its layers, then it stays; or if it has left, but the head
+                state cannot be written.
         """
         if self._members.find(name) is None:
             raise JoinError(f"no host is named {name!r}; `mesh status` lists them")
@@ -81,14 +80,14 @@ class HostDraining:
         return {"host": name, "drained": True}
 
     async def evict(self, name: str) -> dict[str, Any]:
-        """Cut a host off at once; what it holds counts as lost. Fit for JSON.
+        """Disconnect a host at once; its stages count as lost. JSON-serialisable.
 
-        Returns when that is written down: a crash of the head does not let the host in again by the former
-        token.
+        Returns when the head state is durable: after a crash of the head the host cannot rejoin with the
+        former token.
 
         Raises:
             JoinError: If no such host has joined.
-            ClusterError: If it is cut off, but that cannot be written down.
+            ClusterError: If the host is disconnected, but the head state cannot be written.
         """
         self._service.evict(name)
         for pipeline, incidents in self._pipelines():
@@ -103,13 +102,13 @@ class HostDraining:
         return {"host": name, "evicted": True}
 
     def drop_replicas(self, name: str) -> None:
-        """End what a host has loaded ahead."""
+        """End the replicas on a host."""
         for pipeline, _incidents in self._pipelines():
             for replica in [replica for replica in pipeline.replicas if replica.member.name == name]:
                 pipeline.drop_replica(replica)
 
     def release_if_free(self, member: Member) -> None:
-        """Let a host go once no model has layers there, or is about to."""
+        """Release a host once no model has or intends layers there."""
         if not any(
             any(stage.is_on(member) for stage in pipeline.stages)
             or any(placement.host == member.name for placement in pipeline.intended)
@@ -118,7 +117,7 @@ class HostDraining:
             self.release(member, "nothing of the mesh is left on this host: goodbye")
 
     def release(self, member: Member, state: str) -> None:
-        """A host holds nothing any more, or has waited for too long: it may leave. Once is enough."""
+        """Release a host that holds nothing, or has waited for too long. Later calls have no effect."""
         if member.ray_node_name not in self._let_go:
             self._let_go.add(member.ray_node_name)
             self.drop_replicas(member.name)
@@ -126,16 +125,16 @@ class HostDraining:
         self._finish(member.name)
 
     def report_stuck(self, name: str, reason: str) -> None:
-        """Nobody else can hold what is on a host.
+        """Handle that no other host can hold the layers of a leaving host.
 
-        A drain is called off. A host that wants to leave by itself is told, and goes after a while.
+        A drain is cancelled. A host that leaves by itself is told, and leaves after a while.
         """
         drain = self._drains.pop(name, None)
         if drain is not None:
             self._members.update(name, is_leaving=False)
             if not drain.done():
                 drain.set_exception(ClusterError(f"{name} cannot be drained: {reason}"))
-                # Whoever asked may have hung up.
+                # The client that asked may have disconnected.
                 drain.exception()
             return
         now_s = self._clock_s()

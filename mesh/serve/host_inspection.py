@@ -1,4 +1,4 @@
-"""Host inspection: reports and profiles that hosts make of themselves."""
+"""Host inspection: health reports and stage timings, measured by the hosts themselves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUM_CLOCKS: Final = 5
 
 
 class HostReports:
-    """Of all hosts at the same time.
+    """Reports of all hosts, made at the same time.
 
     Args:
         driver: Starts a process on a host.
@@ -43,14 +43,14 @@ class HostReports:
         self._turn = asyncio.Lock()
 
     async def run(self, files: dict[str, Sequence[str]]) -> list[dict[str, Any]]:
-        """Have every ready host look.
+        """Have every ready host report.
 
         Args:
-            files: By host, sha256 of the stage files that it should have.
+            files: By host, sha256 digests of its expected stage files.
 
         Returns:
-            For each host what it found, how far its clock is ahead of this one's, and how sure that is, both
-            in milliseconds; or why it found nothing. Fit for JSON.
+            For each host its report, with the offset of its clock from this one's and the error of that, both
+            in milliseconds; or the reason why there is none. JSON-serialisable.
         """
         async with self._turn:
             ready = [member for member in self._members if member.is_ready]
@@ -86,7 +86,7 @@ class HostReports:
 
 
 async def _clock(actor: Any, host: str) -> tuple[float, float]:
-    """How far the host's clock is ahead, by the quickest of some questions, and half its time: the doubt."""
+    """Offset of the host's clock, by the quickest of some queries, and half its round trip: the error."""
     asked = []
     for _ in range(_NUM_CLOCKS):
         before_s, start_s = time.time(), time.perf_counter()
@@ -102,7 +102,7 @@ _PROFILE_PATIENCE_S: Final = 90.0
 
 
 class StageProfiles:
-    """One at a time, and of one host after the other: hosts may share what limits them.
+    """Timings of stages, one host after the other: hosts may share what limits them.
 
     Args:
         driver: Starts a process on a host.
@@ -118,10 +118,10 @@ class StageProfiles:
         """Time stages.
 
         Args:
-            wanted: By host, orders as `ProfileRequest.as_dict` gives them.
+            wanted: By host, requests as `ProfileRequest.as_dict` returns them.
 
         Returns:
-            For each host its timings in the same order, or why there are none; fit for JSON.
+            For each host its timings in the same order, or the reason why there are none; JSON-serialisable.
         """
         async with self._turn:
             actors = dict(zip(wanted, await asyncio.gather(*map(self._start, wanted)), strict=True))
@@ -133,7 +133,7 @@ class StageProfiles:
                         self._driver.kill(actor)
 
     async def _start(self, host: str) -> Any:
-        """Its actor; None if the host is not there."""
+        """Actor on the host; None if the host is not a member."""
         member = self._members.find(host)
         if member is None or not member.is_ready:
             return None
@@ -162,12 +162,12 @@ class StageProfiles:
 
 
 class Inspection:
-    """Looks into hosts while the mesh goes on with its work.
+    """Inspection of hosts while the mesh serves.
 
     Args:
         driver: Starts processes on hosts.
         members: Hosts.
-        pipelines: Gives those of all models: the files that hosts should have are theirs.
+        pipelines: Returns the pipelines of all models, whose stage files hosts should have.
     """
 
     def __init__(

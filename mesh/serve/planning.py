@@ -1,8 +1,8 @@
 """Planning in a thread, and the first plan of a model.
 
-The event loop goes on meanwhile: tokens, pings and joins do not wait. What a plan is made of may change
-while it is made, so it is looked at again before anything comes of the plan, without a pause between that
-look and what is noted of the plan: two models never count on the same room.
+The event loop is free meanwhile: tokens, pings and joins do not wait. The inputs of a plan may change while
+it is made, so they are compared again before the plan is used, with no await between the comparison and the
+reservation: two models never count on the same memory.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ log = structlog.get_logger()
 Inputs = TypeVar("Inputs")
 Result = TypeVar("Result")
 
-# A good plan is found in a fraction of it. A better one is looked for no longer.
+# A good plan is found in a fraction of this time; the search for a better one ends here.
 _MOST_S: Final = 2.0
 
 
 async def plan_in_thread(
     make: Callable[[Callable[[], bool]], Result], *, clock_s: Callable[[], float] = time.monotonic
 ) -> Result:
-    """Have a plan made in a thread of its own, which ends soon after this was cancelled.
+    """Make a plan in a thread of its own, which ends soon after a cancellation.
 
     Args:
         make: Makes it; gets what it should ask whether its time is up, see `mesh.placement.planner.plan`.

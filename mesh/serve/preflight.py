@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from speculative.draft.context import DraftOptions
 
 
-# The latest line is looked for in the last so many bytes first: the file grows while a benchmark runs.
+# The last line is searched in this many bytes first: the file grows while a benchmark runs.
 _TAIL_BYTES: Final = 1 << 20
 
 
 def latest_answer(path: Path) -> tuple[int, ...]:
-    """Token ids of the answer that was recorded last: `{"tokens": [1, 2, 3]}`; none if the file is empty.
+    """Token ids of the last recorded answer: `{"tokens": [1, 2, 3]}`; empty if the file is.
 
     Raises:
         ClusterError: If the file cannot be read, or its last line is something else.
@@ -67,13 +67,13 @@ def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
 
     Args:
         path: The GGUF.
-        options: How it drafts and computes.
+        options: Options of the draft model.
 
     Returns:
-        Bytes, rather too many than too few; 0 for a file that tells nothing, as loading it will say more.
+        Bytes, rather too many than too few; 0 for an unreadable file, which loading will report.
 
     Raises:
-        ClusterError: If its heads cannot be kept in the format wanted.
+        ClusterError: If the KV cache cannot have the requested format with its head size.
     """
     try:
         facts = read_model_facts(path)
@@ -82,7 +82,7 @@ def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
     check_kv_type(options.kv_type, path.name, facts.head_widths, option="--draft-kv-type")
     sizes = StageSizes(facts, Workload(options.ctx_size, options.num_sessions, options.kv_type))
     memory = sizes.memory(sizes.whole)
-    # The file as it is: nothing is stored twice, as it is for a first stage and a tail.
+    # The file as it is: no tensor is stored twice, as in a first stage and a tail.
     return facts.file_bytes + memory.cache_bytes + memory.buffer_bytes
 
 
@@ -91,15 +91,15 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Preflight:
-    """What is known before any work begins.
+    """Results of the checks before any work begins.
 
     Attributes:
         model: Facts of the model.
-        tokenizer: The model's own.
-        api_keys: Who may use the API; None lets everybody in.
+        tokenizer: Tokenizer of the model.
+        api_keys: Keys that open the API; None opens it without a key.
         workload: What stages must hold besides weights.
-        facts: Of this host.
-        draft_bytes: What the draft model takes of this host's memory.
+        facts: Facts of this host.
+        draft_bytes: Memory of the draft model on this host.
     """
 
     model: ModelFacts
@@ -111,14 +111,14 @@ class Preflight:
 
 
 def check(options: ServeOptions) -> Preflight:
-    """Look at everything that the user named.
+    """Check all options, files and ports.
 
     Raises:
-        PortInUse: If another process listens where the API or the membership service is to.
-        InvalidModel: If the model is no GGUF, truncated, or carries no vocabulary, or the draft is none.
-        UncuttableModel: If it cannot be cut as the user wants.
+        PortInUse: If another process listens on the port of the API or of the membership service.
+        InvalidModel: If the model or the draft is no GGUF or truncated, or the model has no vocabulary.
+        UncuttableModel: If the model cannot be cut as requested.
         ModelDoesNotFit: If no other host is to join and this one is too small, or too small for the draft.
-        JoinError: If this host's name is none.
+        JoinError: If this host's name is invalid.
         ClusterError: If options contradict one another, or the model, or recorded answers cannot be read.
         MeshError: If the API would be open to other machines without a key.
     """
@@ -159,16 +159,16 @@ def check(options: ServeOptions) -> Preflight:
 def check_model(
     options: ServeOptions, facts_of_host: Callable[[], HostFacts], *, taken_bytes: int = 0
 ) -> Preflight:
-    """Look at the model and at what is wanted of it.
+    """Check the model and its options.
 
     Args:
-        options: What the user says.
-        facts_of_host: Reads those of this host; asked last, since it takes a while.
-        taken_bytes: What other models hold of this host's memory.
+        options: Options of the model.
+        facts_of_host: Reads the facts of this host; called last, since it takes some time.
+        taken_bytes: Memory of this host that other models hold.
 
     Raises:
-        InvalidModel: If the model is no GGUF, truncated, or carries no vocabulary, or the draft is none.
-        UncuttableModel: If it cannot be cut as the user wants.
+        InvalidModel: If the model or the draft is no GGUF or truncated, or the model has no vocabulary.
+        UncuttableModel: If the model cannot be cut as requested.
         ModelDoesNotFit: If this host is too small for the draft.
         ClusterError: If options contradict one another, or the model, or recorded answers cannot be read.
     """
@@ -190,7 +190,7 @@ def check_model(
 
 
 def check_numbers(options: ServeOptions) -> None:
-    """Refuse what the exact mode cannot promise.
+    """Check the options of the exact mode.
 
     Raises:
         ClusterError: Naming the option.
@@ -212,18 +212,18 @@ def placed(
     *,
     is_time_up: Callable[[], bool] = never,
 ) -> Plan:
-    """The model on these hosts, as the user wants it.
+    """Placement of the model on these hosts, within the options.
 
     Args:
-        options: What the user says.
-        known: What was found out beforehand.
-        hosts: In the order in which they came.
+        options: Options of the model.
+        known: Results of the checks before the start.
+        hosts: Capacities, in the order in which the hosts joined.
         is_time_up: See `mesh.placement.planner.plan`.
 
     Raises:
-        ModelDoesNotFit: With what is needed and what each host has.
-        UncuttableModel: If the model cannot be cut as the user wants.
-        NotEnoughHosts: If there is no host, or not the one that layers are locked to.
+        ModelDoesNotFit: With the memory that is needed and that each host has.
+        UncuttableModel: If the model cannot be cut as requested.
+        NotEnoughHosts: If there is no host, or a host to which layers are locked is missing.
     """
     if options.topology is not None:
         return options.topology.plan(StageSizes(known.model, known.workload), hosts)
@@ -238,12 +238,12 @@ def placed(
 
 
 def own_capacity(name: str, known: Preflight) -> HostCapacity:
-    """This host as the planner sees it."""
+    """Capacity of this host for the planner."""
     return known.facts.capacity(name, draft_bytes=known.draft_bytes)
 
 
 def _check_proposals(wanted: SpeculationOptions) -> None:
-    """Look at the files that proposals come from.
+    """Check the files of proposers.
 
     Raises:
         InvalidModel: If the draft is no GGUF, or truncated.
@@ -256,11 +256,11 @@ def _check_proposals(wanted: SpeculationOptions) -> None:
 
 
 def _draft_bytes(options: ServeOptions, workload: Workload, free_bytes: int) -> int:
-    """What the draft model will take of this host, if one is wanted.
+    """Memory of the draft model on this host, if there is one.
 
     Raises:
-        ModelDoesNotFit: If that is more than there is.
-        ClusterError: If its heads cannot be kept in the format wanted for it.
+        ModelDoesNotFit: If that is more than is free.
+        ClusterError: If the KV cache cannot have the requested format with its head size.
     """
     wanted = options.speculation
     if not wanted.needs_draft or wanted.draft_path is None:

@@ -1,4 +1,4 @@
-"""Proposers of requests, and the loading of the draft model."""
+"""Proposers for requests, and the loading of the draft model."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ log = structlog.get_logger()
 def load_draft(
     path: Path, target: Tokenizer, options: DraftOptions, *, clock_s: Callable[[], float]
 ) -> DraftModel:
-    """A draft model that means by every token what the target means by it.
+    """A draft model whose vocabulary is the target's, token by token.
 
     Args:
         path: The GGUF.
-        target: The vocabulary of the model that is served.
-        options: How it drafts and computes.
-        clock_s: Monotonic, seconds.
+        target: Tokenizer of the served model.
+        options: Options of the draft model.
+        clock_s: Monotonic clock, seconds.
 
     Raises:
         InvalidModel: If it is not a GGUF, has another vocabulary or cannot draft.
-        ClusterError: If this process computes in a numeric mode that the draft would disturb.
+        ClusterError: If the numeric mode of this process would change for the draft.
     """
     num_tokens = num_shared_tokens(Tokenizer(path).vocabulary(), target.vocabulary())
     prepare_process(numerics_for(exact=False, num_threads=options.num_threads))
@@ -58,12 +58,12 @@ def load_draft(
 
 
 class Proposers:
-    """Gives each request its proposers, cheapest first.
+    """Factory of the proposers for each request, cheapest first.
 
     Args:
-        mode: Who may propose.
+        mode: Proposers that are allowed.
         draft: The draft model, or None.
-        replay_path: Recorded answers, of which the latest is replayed; or None.
+        replay_path: File of recorded answers, of which the last is replayed; or None.
         keeps_history: Whether earlier answers to the same API key are proposed again.
     """
 
@@ -81,7 +81,7 @@ class Proposers:
         self._histories = Histories() if keeps_history else None
 
     def __call__(self, request: GenerationRequest) -> list[Proposer]:
-        """New proposers for one session; none if none may propose."""
+        """New proposers for one session; empty if none are allowed."""
         mode = narrower(self._mode, request.speculation.mode)
         proposers: list[Proposer] = []
         if mode == "replay" and self._replay_path is not None:
@@ -93,7 +93,8 @@ class Proposers:
                 proposers.append(self._histories.open(request.history_key))
             proposers.append(NgramProposer())
         if mode in {"auto", "draft"} and self._draft is not None:
-            # The target's own sampler and seed: what they draw differs only where they disagree.
+            # The target's own sampler and seed: draft and target then sample differently only where they
+            # disagree.
             sampler = Sampler(request.sampling, len(request.prompt))
             proposers.append(self._draft.open(sampler.sample))
         return proposers
@@ -101,7 +102,7 @@ class Proposers:
 
 @contextmanager
 def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposers | None]:
-    """What the options ask for; None if nothing may be proposed.
+    """Proposers as the options ask for; None for plain decoding.
 
     Raises:
         InvalidModel: If the draft has another vocabulary or cannot draft.
@@ -127,7 +128,7 @@ def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposer
 
 
 def narrower(server: SpeculationMode, wanted: SpeculationMode | None) -> SpeculationMode:
-    """Who may propose when the server lets `server` and the request lets `wanted`."""
+    """The mode that both server and request allow."""
     if wanted is None or wanted in {"auto", server}:
         return server
     return wanted if server == "auto" else "off"

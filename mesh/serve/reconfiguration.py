@@ -1,4 +1,4 @@
-"""Reconfiguration of a pipeline: a replan carried out, and the cutover to a new ring."""
+"""Reconfiguration of a pipeline: execution of a replan, and cutover to a new ring."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ log = structlog.get_logger()
 
 
 class PlacementExecutor:
-    """Fills the seats of a ring.
+    """Loads the stages of a placement.
 
     Args:
         maker: Makes stages.
-        allocation: What there is, and what hosts have left for it.
+        allocation: Memory and threads of the model, and what hosts have left for it.
         members: Hosts.
     """
 
@@ -64,20 +64,20 @@ class PlacementExecutor:
         wires: Sequence[HiddenType],
         on_stage_error: OnStageError,
     ) -> tuple[PipelineStage, ...]:
-        """Have every stage of the new ring loaded.
+        """Load all stages of the new ring.
 
-        What was loaded when this fails stays as a copy, for the next try.
+        After a failure the loaded stages remain as replicas, for the next attempt.
 
         Args:
-            decision: What is to be where.
-            wires: How hidden states travel from each stage of it to the next.
-            on_stage_error: Called with each stage that could not be loaded, and why.
+            decision: The replan.
+            wires: Format of hidden states behind each of its stages.
+            on_stage_error: Called with each stage that failed to load, and the error.
 
         Returns:
-            The new ring; the fleet's is still the old one.
+            Places of the new ring; the pipeline keeps the old ring.
 
         Raises:
-            MeshError: If a host or a process is gone, has no room, or does not answer.
+            MeshError: If a host or a process is gone, has too little memory, or does not answer.
         """
         pipeline = self._pipeline
         pipeline.intend(decision)
@@ -106,7 +106,7 @@ class PlacementExecutor:
             pipeline.loading = ()
 
     async def _watch(self, handles: Sequence[StageHandle]) -> NoReturn:
-        """Raise when a host leaves that something is being loaded on: its processes may be out of reach."""
+        """Raise when a host with a stage that is loading leaves: its processes may be unreachable."""
         while True:
             nodes = {member.ray_node_name for member in self._members}
             for handle in handles:
@@ -120,7 +120,7 @@ class PlacementExecutor:
         return self._pipeline.promote_replica(Replica(new.placement.host, new.placement.layers))
 
     def _new_stages(self, decision: Replan, wires: Sequence[HiddenType]) -> dict[int, StageHandle]:
-        """Stages to be loaded, by their place in the ring."""
+        """Stages to be loaded, by their index in the ring."""
         members = {member.name: member for member in self._members}
         staying = Counter[str]()
         sharing = Counter[str]()
@@ -141,7 +141,7 @@ class PlacementExecutor:
                 new.placement,
                 member,
                 wire=wire,
-                # They spin: stages of one host share out what of its threads nobody has.
+                # Threads spin: the stages of one host share the threads that no model uses.
                 num_threads=max(1, (self._allocation.threads_of(member) - staying[host]) // sharing[host]),
                 beside=[
                     other.placement.memory
@@ -152,7 +152,7 @@ class PlacementExecutor:
         return fresh
 
     async def _evict_replicas(self, decision: Replan) -> None:
-        """End what is in the way, and wait until its memory is free."""
+        """End replicas whose memory is needed, and wait until it is free."""
         pipeline = self._pipeline
         going = [pipeline.promote_replica(replica) for replica in decision.dropped]
         if decision.starts_over:
@@ -199,13 +199,13 @@ def _present(members: Mapping[str, Member], new: NewStage) -> Member:
 
 
 class RingCutover:
-    """Swaps rings.
+    """Cutover from one ring to another.
 
     Args:
-        pipeline: Its seats become the new ring.
-        coordinator: Sessions replay in it.
-        term: Of the head.
-        on_plan: Called with what is where now, and why.
+        pipeline: Its places become the new ring.
+        coordinator: Coordinator whose sessions replay in the new ring.
+        term: Term of the head.
+        on_plan: Called with the new placement and its reason.
     """
 
     def __init__(
@@ -227,15 +227,15 @@ class RingCutover:
         reason: str,
         on_stage_error: Callable[[StageHandle, MeshError], None],
     ) -> None:
-        """Go over to another ring, all of whose stages are loaded.
+        """Switch to another ring whose stages are all loaded.
 
         Args:
-            stages: The new ring. The fleet's from now on, even if this fails half-way.
+            stages: Places of the new ring. The pipeline's from now on, even if this fails.
             reason: For the log and the status.
             on_stage_error: See `wire_up`.
 
         Raises:
-            MeshError: If a stage is gone or out of reach; sessions stay suspended.
+            MeshError: If a stage is gone or unreachable; sessions stay suspended.
         """
         before = self._pipeline.handles
         self._pipeline.stages, self._pipeline.intended = stages, ()
@@ -253,25 +253,25 @@ class RingCutover:
         self._on_plan(self._pipeline.placements, reason)
 
     def _end(self, handle: StageHandle) -> None:
-        """Nobody waits for a stage that has nothing to do any more."""
+        """End a stage in the background: nothing depends on it any more."""
         task = asyncio.create_task(handle.stop())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Wait for what is still ending."""
+        """Wait for stages that are still ending."""
         await asyncio.gather(*self._ending)
 
 
 @dataclass(frozen=True)
 class _PlacementInputs:
-    """What a decision is made of.
+    """Inputs of a placement decision.
 
     Attributes:
-        stages: The ring.
-        lost: Indices of what is to be placed.
-        hosts: Where something may be placed.
-        replicas: What hosts have loaded ahead.
+        stages: Placements of the ring.
+        lost: Indices of stages that are to be placed.
+        hosts: Capacities of the hosts for them.
+        replicas: Replicas on the hosts.
     """
 
     stages: tuple[PipelineStage, ...]
@@ -280,7 +280,7 @@ class _PlacementInputs:
     replicas: tuple[Replica, ...]
 
     def is_as_good(self, now: _PlacementInputs, decision: Replan) -> bool:
-        """Whether a decision made of this is as good for what there is now."""
+        """Whether a decision made from these inputs is as good for the current ones."""
         fresh = [new.placement for new in decision.stages if new.kept is None]
         used = [
             Replica(new.placement.host, new.placement.layers) for new in decision.stages if new.is_replica
@@ -294,21 +294,21 @@ class _PlacementInputs:
 
 @dataclass(frozen=True)
 class RecoveryContext:
-    """What it takes to make one ring out of another.
+    """Parts that recovery and planned moves work with.
 
     Attributes:
-        pipeline: Stages and copies.
+        pipeline: Stages and replicas.
         members: Hosts.
-        sizes: Of the model's stages.
-        capacity_of: What a host gives, as the planner sees it.
+        sizes: Sizes of the model's stages.
+        capacity_of: Returns the capacity of a host for stages.
         is_there: Whether a host answers within some seconds.
         executor: Loads stages.
-        cutover: Swaps rings.
-        coordinator: Whose ring it is.
-        incidents: Notes what happened.
-        on_failure: Called with each lost stage, so that its last words can be read.
-        announce: Tells everybody what is going on.
-        clock_s: Monotonic, seconds.
+        cutover: Switches rings.
+        coordinator: Coordinator of the ring.
+        incidents: Record of failures.
+        on_failure: Called with each lost stage, so that its error output can be read.
+        announce: Publishes the current phase.
+        clock_s: Monotonic clock, seconds.
         replan: Decides where lost stages go, as `mesh.placement.replanner.replan` does.
     """
 
@@ -338,16 +338,16 @@ class RecoveryContext:
         *,
         may_start_over: bool = True,
     ) -> Replan:
-        """Where lost stages go; no other model counts on that room from now on. See `replan`.
+        """Placement of lost stages; other models count its memory as used from now on. See `replan`.
 
         Args:
-            lost: Indices of what is to be placed, as it is when asked.
-            hosts: Where something may be placed, likewise.
+            lost: Returns the indices of stages that are to be placed, at the time of the call.
+            hosts: Returns the capacities of the hosts for them, likewise.
             may_start_over: Whether surviving stages may be given up.
 
         Raises:
-            ModelDoesNotFit: With what is needed and what each host has left.
-            NotEnoughHosts: If there is no host for what is lost.
+            ModelDoesNotFit: With the memory that is needed and that each host has left.
+            NotEnoughHosts: If there is no host for the lost stages.
         """
         pipeline = self.pipeline
         pipeline.intended = ()
@@ -372,7 +372,7 @@ class RecoveryContext:
         return decision
 
     def wires(self, decision: Replan) -> tuple[HiddenType, ...]:
-        """How hidden states travel in a ring to be: as they did behind the same layers."""
+        """Formats on the wire of a ring to be: as they were behind the same layers."""
         return tuple(self.pipeline.wire_behind(new.placement.layers) for new in decision.stages)
 
 
@@ -391,7 +391,7 @@ def make_recovery_context(
     announce: Callable[[str], None],
     topology: Topology | None = None,
 ) -> RecoveryContext:
-    """A crew for a head that serves; see `RecoveryContext` and `RingCutover` for the arguments."""
+    """A recovery context of a serving head; see `RecoveryContext` and `RingCutover` for the arguments."""
 
     async def is_there(member: Member, timeout_s: float) -> bool:
         if member.ray_node_name == head.own.ray_node_name:

@@ -1,4 +1,4 @@
-"""Recovery of a broken ring, with the stages that survived."""
+"""Recovery of a broken ring: finds the survivors, replaces what is lost, tries again until it succeeds."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
     from mesh.serve.stage_handle import StageHandle, StageLoss
 
 
-# Whoever has been asked for more than a second already is asked once more, by another way.
+# Timeout of the ping to a stage that already left the ring's pings unanswered for more than a second.
 _SILENT_S: Final = 0.4
-# A living process answers within milliseconds; on a busy machine it may take a few hundred.
+# Timeout for other suspects. A running process answers within milliseconds, on a busy machine within
+# hundreds.
 _SUSPECT_S: Final = 0.7
-# Of whom nobody thinks ill: better to wait than to load a stage again that lives.
+# Timeout for the rest: waiting costs less than loading a stage that still runs.
 _OTHERS_S: Final = 2.0
 
 
 @dataclass(frozen=True)
 class SurvivorReport:
-    """What was found out.
+    """Survivors of a broken ring.
 
     Attributes:
-        lost: Why, by the index in the ring, for each stage that is gone.
-        dead_replicas: Copies that are gone.
+        lost: Reason by ring index, for each stage that is gone.
+        dead_replicas: Replicas that are gone.
         hosts: Names of members that answered.
     """
 
@@ -51,11 +52,11 @@ async def probe_survivors(
     members: Collection[Member],
     is_there: Callable[[Member, float], Awaitable[bool]],
 ) -> SurvivorReport:
-    """Ask them all; takes as long as the slowest that answers, or as the first time-out.
+    """Ping stages and hosts; takes as long as the slowest answer or the shortest timeout that expires.
 
     Args:
-        pipeline: Stages and copies.
-        loss: Which stages may be gone.
+        pipeline: Stages and replicas.
+        loss: Loss of the ring, with its suspects.
         members: Hosts.
         is_there: Whether a host answers within some seconds.
     """
@@ -95,21 +96,21 @@ def _hosts(pipeline: Pipeline, stages: Collection[int]) -> frozenset[str]:
 
 log = structlog.get_logger()
 
-# After a try that failed: whoever is going down is given a moment to be gone, each time a longer one.
+# After a failed attempt: time for processes that are ending, longer after each attempt.
 _FIRST_PAUSE_S: Final = 0.3
 _MOST_PAUSE_S: Final = 3.0
-# A host that failed so often during a repair is left alone until the next one.
+# A host that failed this often during one recovery is left out until the next one.
 _MOST_STRIKES: Final = 2
-# Without a change among the hosts it is looked this often whether something fits after all.
+# Without a change among the hosts a placement is tried again after this time.
 _RETRY_S: Final = 3.0
 _RETRY_AFTER_S: Final = 10
 
 
 class RingRepair:
-    """Of one loss, in as many rounds as it takes: whatever fails meanwhile is looked at in the next.
+    """Recovery from one loss, in as many rounds as it takes: failures in one round are handled in the next.
 
     Args:
-        context: What it works with.
+        context: Parts that it works with.
     """
 
     def __init__(self, context: RecoveryContext) -> None:
@@ -118,10 +119,10 @@ class RingRepair:
         self._announced = ""
 
     async def run(self, loss: RingLoss) -> None:
-        """Return when the ring is whole.
+        """Recover; returns when the ring is whole.
 
         Args:
-            loss: What is known.
+            loss: Loss of the ring.
         """
         context = self._context
         started_s = context.clock_s()
@@ -142,7 +143,7 @@ class RingRepair:
                     log.warning("repair_goes_on", reason=error.message)
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-            # By now nobody is above suspicion, nor under it.
+            # From the second round on all stages are treated alike.
             suspected = RingLoss(loss.reason, ())
         took_s = context.clock_s() - started_s
         context.incidents.repaired(took_s)
@@ -190,7 +191,7 @@ class RingRepair:
                     self._context.pipeline.mark_lost(index)
 
     async def _wait_for_hosts(self, error: MeshError, hosts: frozenset[str]) -> None:
-        """Wait for others than those that were there before it was found that they do not suffice."""
+        """Wait until the hosts differ from those that were found insufficient."""
         context = self._context
         if error.message != self._announced:
             self._announced = error.message

@@ -1,6 +1,6 @@
-"""Replica manager: replicas of stages on spare hosts, loaded and checked.
+"""Replica manager: loads replicas of stages on spare hosts and checks them.
 
-A copy follows its stage: it is told what that computes, so that a repair has little to compute again either.
+A replica follows its stage: it receives the stage's KV rows, so that a recovery has little to recompute.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# Copies are asked this often whether they live. It also tells them that the head does: who hears from
-# nobody ends by itself after a while.
+# Interval of the pings to replicas, which also show them that the head is alive: a replica without any
+# contact ends itself after some time.
 _CHECK_S: Final = 5.0
 _PATIENCE_S: Final = 5.0
-# A host where a copy could not be loaded is tried again after this long.
+# A host where a replica could not be loaded is tried again after this time.
 _RETRY_S: Final = 60.0
-# Right after a repair sessions replay: no process is to start then that takes their processors.
+# Right after a recovery sessions replay: no process should start then and take their processors.
 _CALM_S: Final = 4.0
 
 
 class ReplicaManager:
-    """Works while all is well, and is cancelled when it is not.
+    """Loads and checks replicas while the ring is whole; cancelled when it breaks.
 
     Args:
-        pipeline: Gets the copies.
+        pipeline: Receives the replicas.
         maker: Makes stages.
         members: Hosts.
-        sizes: Of the model's stages.
-        capacity_of: What a host gives to copies, as the planner sees it.
-        threads_of: How many of a host's threads a copy is to compute with.
-        clock_s: Monotonic, seconds.
-        are_wanted: Whether copies are of use: not if layers are locked to their hosts.
+        sizes: Sizes of the model's stages.
+        capacity_of: Returns the capacity of a host for replicas.
+        threads_of: Returns the number of threads of a host for a replica.
+        clock_s: Monotonic clock, seconds.
+        are_wanted: Whether replicas are useful: not if layers are locked to their hosts.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ReplicaManager:
         self._not_before_s: dict[str, float] = {}
 
     async def run(self) -> NoReturn:
-        """Load one copy after the other, and look after those that there are."""
+        """Load one replica after the other, and check the existing ones."""
         await self._follow()
         await asyncio.sleep(_CALM_S)
         while True:
@@ -99,7 +99,7 @@ class ReplicaManager:
             if self._not_before_s.get(member.ray_node_name, 0.0) <= now_s
         ]
         stages, replicas = self._pipeline.placements, self._pipeline.replica_list()
-        # Whether it still finds room is looked at again when it is loaded.
+        # Whether it still fits is checked again when it is loaded.
         return await plan_in_thread(lambda _: next_replica(self._sizes, stages, hosts, replicas))
 
     async def _load(self, replica: Replica) -> None:
@@ -113,7 +113,7 @@ class ReplicaManager:
             left = left_beside_replicas(self._sizes, self._capacity_of(member), held)
             memory = memory_on(self._sizes, replica.layers, left)
             if memory is None:
-                return  # meanwhile another model took the room
+                return  # another model took the memory meanwhile
             placement = StagePlacement(replica.host, replica.layers, memory)
             handle = self._maker.make(
                 placement,
@@ -136,7 +136,7 @@ class ReplicaManager:
         log.info("copies", hosts=[f"{each.host} {each.layers}" for each in self._pipeline.replica_list()])
 
     async def _follow(self) -> None:
-        """Have every copy follow the stage whose layers it has; one that does already goes on."""
+        """Let every replica follow the stage with its layers; those that follow already continue."""
         credentials = self._pipeline.credentials
         for replica in tuple(self._pipeline.replicas):
             stage = self._pipeline.source_of(replica)
@@ -145,11 +145,11 @@ class ReplicaManager:
             try:
                 await replica.follow(stage, credentials)
             except MeshError as error:
-                # It is looked at again soon, and computes what it lacks if it is needed before.
+                # It is tried again soon; a replica that is needed before recomputes what it lacks.
                 log.warning("replica_does_not_follow", host=replica.member.name, reason=error.message)
 
     async def _check(self) -> None:
-        """Drop copies that are gone, or whose host has left."""
+        """Drop replicas that are gone, or whose host has left."""
         replicas = tuple(self._pipeline.replicas)
         losses = await asyncio.gather(*(replica.loss(_PATIENCE_S) for replica in replicas))
         nodes = {member.ray_node_name for member in self._members}

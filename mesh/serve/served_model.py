@@ -1,4 +1,4 @@
-"""Served model: all that belongs to it, and the draining of its requests."""
+"""Served model: its options, engine, state and pipeline; and the draining of its requests."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
-    """One model, from the first look at its file to its last stage's end.
+    """One model, from the check of its file to the end of its last stage.
 
     Attributes:
-        name: What clients call it.
-        options: What the user says, fitted to the model.
-        known: What was found out beforehand.
-        engine: Answers, once it can.
-        state: What is going on.
-        pipeline: Its stages.
-        setup: Fingerprint of all that its stages are loaded with.
-        load_request: What `mesh load` asked for; None for the model that `mesh serve` was started with.
+        name: Model name for clients.
+        options: Options, fitted to the model.
+        known: Results of the checks before the start.
+        engine: Engine of the API; answers once the ring is connected.
+        state: State for `/mesh/status`.
+        pipeline: Stages and replicas.
+        setup: Fingerprint of all settings that its stages are loaded with.
+        load_request: Request of `mesh load`; None for the model that `mesh serve` was started with.
     """
 
     name: str
@@ -57,14 +57,14 @@ def new_model(
     load_request: LoadRequest | None = None,
     transfers: Transfers | None = None,
 ) -> ServedModel:
-    """A model of which nothing runs yet.
+    """A model before any of its stages runs.
 
     Args:
-        name: What clients call it.
-        options: What the user says, fitted to the model.
-        known: What was found out beforehand.
-        load_request: What `mesh load` asked for, if it did.
-        transfers: Notes what is brought to hosts; new unless given.
+        name: Model name for clients.
+        options: Options, fitted to the model.
+        known: Results of the checks before the start.
+        load_request: Request of `mesh load`, if there was one.
+        transfers: Record of weights sent to hosts; new unless given.
     """
     engine, pipeline = PendingEngine(known.workload.ctx_size), Pipeline()
     state = MeshState(
@@ -107,14 +107,14 @@ _POLL_S: Final = 0.1
 
 
 async def drained(model: ServedModel, wait_s: float) -> int:
-    """Let requests end, and turn away whatever comes after.
+    """Wait for running requests to end, then refuse all others.
 
     Args:
-        model: The API finds it no more.
-        wait_s: How long they have, in seconds.
+        model: Already removed from the API.
+        wait_s: Longest wait, in seconds.
 
     Returns:
-        How many did not end in time, and had to.
+        Number of requests that were ended.
     """
     name, engine = model.name, model.engine
     coordinator = engine.coordinator
@@ -125,7 +125,7 @@ async def drained(model: ServedModel, wait_s: float) -> int:
         await asyncio.sleep(_POLL_S)
     if num_left:
         log.warning("requests_ended", model=name, requests=num_left, after_s=wait_s)
-    # Some may have found the model a moment before it was gone.
+    # Requests may have found the model just before it was removed.
     engine.ended = ModelNotFound(f"the model `{name}` was unloaded", param="model")
     coordinator.give_up(StageFailed(f"the model {name} was unloaded"))
     return num_left

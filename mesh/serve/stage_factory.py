@@ -1,4 +1,4 @@
-"""Stage factory: configurations, recipes and transferred weights of the stages of a placement."""
+"""Stage factory: configurations, recipes and weight transfers of the stages of a placement."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 async def describe_stages(cache: StageCache, model: Path, parts: Sequence[LayerRange]) -> tuple[Recipe, ...]:
-    """The recipes of these layers, one after the other; what was hashed before takes no time.
+    """Recipes of these layers, one after the other; hashes are computed once.
 
     Raises:
         ModelError: See `StageCache.describe`.
@@ -59,14 +59,14 @@ async def _described(work: Callable[..., Recipe], bar: ProgressTask) -> Recipe:
 
 
 class StageMaker:
-    """Knows all that stages of one model have in common.
+    """Makes the stages of one model.
 
     Args:
-        options: What the user says.
-        known: What was found out beforehand.
-        head: Open.
-        cache: Of this host: hosts fetch from it.
-        transfers: Notes what the stages bring.
+        options: Options of the model.
+        known: Results of the checks before the start.
+        head: The open head.
+        cache: Stage files of this host, from which other hosts fetch.
+        transfers: Record of weights sent to hosts.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class StageMaker:
         self._recipes: dict[LayerRange, Recipe] = {}
 
     async def describe(self, stages: Iterable[tuple[str, LayerRange]]) -> None:
-        """Find out what stages are made of, so that their hosts can fetch that.
+        """Compute the recipes of stages, so that their hosts can fetch the weights.
 
         Args:
-            stages: Name of the host, and layers, of each.
+            stages: Host name and layers of each stage.
 
         Raises:
             ModelError: See `StageCache.describe`.
@@ -111,18 +111,18 @@ class StageMaker:
         num_threads: int,
         beside: Sequence[StageMemory] = (),
     ) -> StageHandle:
-        """A stage that was described; nothing of it runs yet.
+        """A stage whose recipe was computed; its process is not started.
 
         Args:
-            placement: Which layers, and what they take.
+            placement: Layers and memory of the stage.
             member: Its host.
-            wire: How its hidden states travel.
-            num_threads: Of the host's, for this stage.
-            beside: What other stages are to take there at the same time.
+            wire: Format of its hidden states on the wire.
+            num_threads: Threads of the host for this stage.
+            beside: Memory of other stages that are to be loaded there at the same time.
         """
         layers, workload = placement.layers, self._known.workload
         recipe = None if self._is_model_itself(member.name, layers) else self._recipes[layers]
-        # Until it joins a ring it is in none: nobody knows these.
+        # Random credentials until it joins a ring.
         credentials = new_ring_credentials()
         config = StageConfig(
             stage_index=0,
@@ -151,11 +151,11 @@ class StageMaker:
         )
 
     def _is_model_itself(self, host: str, layers: LayerRange) -> bool:
-        """Whether a stage is all of the model, where the model is: then there is nothing to cut."""
+        """Whether a stage is the whole model, on the host of the model's file: then nothing is cut."""
         return len(layers) == self._known.model.n_layers and host == self._head.own.name
 
     def _source_for(self, member: Member, recipe: Recipe | None) -> FetchSource:
-        """This host copies from the model itself and knows the recipe; nobody else has that file."""
+        """Source of the weights: this host reads the model's file; all others fetch by the recipe."""
         weights = self._options.weights
         source = replace(self._head.source, hub=weights.hub, is_hub_first=weights.is_hub_first)
         if not self._head.is_own(member):
@@ -166,7 +166,7 @@ class StageMaker:
 
 
 def _on_gpus(stages: Sequence[StageMemory]) -> dict[str, int]:
-    """What stages take of each GPU together."""
+    """Memory of stages on each GPU, summed."""
     taken = Counter[str]()
     for stage in stages:
         taken.update({share.device: share.total_bytes for share in stage.gpus})
@@ -177,13 +177,13 @@ log = structlog.get_logger()
 
 
 class Transfers:
-    """Adds up, by host."""
+    """Weights sent to hosts, summed by host."""
 
     def __init__(self) -> None:
         self._by_host: dict[str, Transfer] = {}
 
     def note(self, host: str, layers: LayerRange, transfer: Transfer) -> None:
-        """A stage has its weights."""
+        """Record the transfer of a stage."""
         self._by_host[host] = self.of(host) + transfer
         log.info(
             "weights_brought",
@@ -195,5 +195,5 @@ class Transfers:
         )
 
     def of(self, host: str) -> Transfer:
-        """All that was brought to a host."""
+        """Sum of all transfers to a host."""
         return self._by_host.get(host, Transfer())

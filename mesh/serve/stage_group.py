@@ -1,4 +1,4 @@
-"""Group operations on stages: loading, wiring, and the attribution of failures."""
+"""Group operations on stages: loading, wiring, and attribution of errors to stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 def log_stage_error(handle: StageHandle, error: MeshError) -> None:
-    """Log which stage failed; for whoever draws no conclusions from it."""
+    """Log which stage failed; for callers that need nothing else."""
     layers = str(handle.config.layers)
     log.warning("stage_in_trouble", host=handle.member.name, layers=layers, reason=error.message)
 
@@ -35,11 +35,11 @@ def log_stage_error(handle: StageHandle, error: MeshError) -> None:
 async def attributing(
     work: Callable[[], Coroutine[Any, Any, None]], handle: StageHandle, on_stage_error: OnStageError
 ) -> None:
-    """Do work for a stage; if it fails, say whose it was.
+    """Do work for a stage; if it fails, report the stage.
 
     Args:
-        work: Makes what is awaited. A coroutine made before would never be awaited if this is cancelled
-            before it begins, of which Python warns on the terminal.
+        work: Returns the awaitable. A coroutine made before would never be awaited if this is cancelled
+            before it begins, and Python would print a warning.
         handle: The stage.
         on_stage_error: Called with it and the error.
     """
@@ -62,15 +62,15 @@ async def run_concurrently(works: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 async def load_all(handles: Sequence[StageHandle], on_stage_error: OnStageError) -> None:
-    """Place and load stages, all at once, with progress.
+    """Start and load stages, all at once, with progress.
 
     Args:
         handles: The stages.
-        on_stage_error: Called with each that failed, and why.
+        on_stage_error: Called with each stage that failed, and the error.
 
     Raises:
         ModelDoesNotFit: If a host has too little memory left; nothing is loaded then.
-        MeshError: What the first stage that failed says.
+        MeshError: Error of the first stage that failed.
     """
     await run_concurrently(attributing(handle.place, handle, on_stage_error) for handle in handles)
     await run_concurrently(attributing(handle.check_memory, handle, on_stage_error) for handle in handles)
@@ -84,16 +84,16 @@ async def load_all(handles: Sequence[StageHandle], on_stage_error: OnStageError)
 async def wire_up(
     stages: Sequence[PipelineStage], credentials: RingCredentials, on_stage_error: OnStageError
 ) -> tuple[StageAddress, ...]:
-    """Make loaded stages one ring, each linked to the next.
+    """Connect loaded stages to a ring, each linked to the next.
 
     Args:
         stages: In pipeline order.
-        credentials: Of the new ring.
-        on_stage_error: Called with each stage that did not answer, or that the one before it could not reach,
-            and why.
+        credentials: Keys of the new ring.
+        on_stage_error: Called with each stage that did not answer, or that the stage before it could not
+            reach, and the error.
 
     Returns:
-        Where they serve, in pipeline order.
+        Addresses of the stages, in pipeline order.
 
     Raises:
         MeshError: If a stage does not answer, or cannot reach the next.

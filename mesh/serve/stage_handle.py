@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _POLL_S: Final = 0.25
-# Its process starts within a few seconds, on a host that has much else to do within tens of them.
+# A process starts within a few seconds, on a busy host within tens of them.
 _START_S: Final = 60.0
-# It answers while it loads: that happens in another thread.
+# A stage answers while it loads: loading happens in another thread.
 _SILENCE_S: Final = 15.0
-# Wiring is a few messages. Whoever takes longer is frozen or out of reach.
+# Wiring is a few messages. A stage that takes longer is frozen or unreachable.
 _WIRE_TIMEOUT_S: Final = 5.0
 _STOP_TIMEOUT_S: Final = 3.0
 
 
 @dataclass(frozen=True)
 class StageLoss:
-    """Why a stage counts as lost.
+    """Reason why a stage counts as lost.
 
     Attributes:
-        reason: One line for a person.
-        pid: Of its process on its host, if that has ended and Ray says which it was.
+        reason: One line for the operator.
+        pid: Process id on its host, if the process has ended and Ray reports it.
     """
 
     reason: str
@@ -55,14 +55,14 @@ class StageLoss:
 
 
 class StageHandle:
-    """One stage, from the start of its process to the end.
+    """Handle of one stage actor, from the start of its process to the end.
 
     Args:
-        driver: Places its actor.
-        authority: Certifies its key.
-        config: What it is to hold.
+        driver: Starts its actor.
+        authority: Signs its certificate.
+        config: Its layers and settings.
         member: Its host.
-        on_transfer: Called with its host, its layers and where its weights came from, once they are there.
+        on_transfer: Called with host, layers and origin of the weights, once they are there.
     """
 
     def __init__(
@@ -83,22 +83,22 @@ class StageHandle:
         self._has_answered = False
         self._actor: Any = None
         self._address: str | None = None
-        # Unlike any other's: its host may hold the same layers again, later.
+        # Unique: its host may hold the same layers again, later.
         self.actor_name = f"{member.name} {config.layers} {secrets.token_hex(4)}"
         self._wire = config.hidden_type
         self._certificate_pem: bytes | None = None
 
     @property
     def who(self) -> str:
-        """For messages."""
+        """Description for messages."""
         return f"stage {self.config.layers} on {self.member.name}"
 
     @property
     def address(self) -> StageAddress:
-        """Where it serves, and how it sends on what it computes.
+        """Address, layers and wire format.
 
         Raises:
-            StageFailed: If it does not yet.
+            StageFailed: If it does not serve yet.
         """
         if self._address is None:
             raise StageFailed(f"{self.who} does not serve yet")
@@ -106,7 +106,7 @@ class StageHandle:
 
     @property
     def serves_at(self) -> str | None:
-        """`host:port` where it serves, or None if it does not yet."""
+        """`host:port` of its server, or None if it does not serve yet."""
         return self._address
 
     async def place(self) -> None:
@@ -121,10 +121,10 @@ class StageHandle:
         log.info("stage_placed", host=self.member.name, layers=str(self.config.layers))
 
     def adopt(self, actor_name: str, serves_at: str | None) -> None:
-        """Take over a loaded stage of a head that is gone, instead of placing one.
+        """Take over a loaded stage of a former head, instead of starting one.
 
         Args:
-            actor_name: Of its actor.
+            actor_name: Name of its actor.
             serves_at: `host:port`, if it serves.
 
         Raises:
@@ -136,22 +136,22 @@ class StageHandle:
         self.is_loaded = True
 
     async def check_memory(self) -> None:
-        """Whether it finds room; to be asked before anything is loaded.
+        """Check that its host has enough memory; before anything is loaded.
 
         Raises:
-            ModelDoesNotFit: If not.
-            StageFailed: If its process is gone, or silent.
+            ModelDoesNotFit: If the host has too little.
+            StageFailed: If its process is gone, or does not answer.
         """
         await self._while_it_answers(self._process.check_memory.remote(), None)
 
     async def load(self, bar: ProgressTask | None = None) -> None:
-        """Bring its file to its host, and load it.
+        """Bring its weights to its host, and load them.
 
         Args:
-            bar: Shows how far it is.
+            bar: Progress bar.
 
         Raises:
-            MeshError: What the stage says; `StageFailed` if its process is gone, or silent.
+            MeshError: Error of the stage; `StageFailed` if its process is gone, or does not answer.
         """
         transfer: Transfer = await self._while_it_answers(self._process.load.remote(), bar)
         self.is_loaded = True
@@ -164,7 +164,7 @@ class StageHandle:
         )
 
     async def serve(self) -> None:
-        """Have it listen, with a certificate for a key that it makes for itself; once is enough.
+        """Start its server, with a certificate for a key that it generates. Later calls have no effect.
 
         Raises:
             ClusterError: If it cannot listen.
@@ -177,7 +177,7 @@ class StageHandle:
         self._address = join_address(self.member.address, port)
 
     async def rejoin(self, stage_index: int, credentials: RingCredentials, wire: HiddenType) -> None:
-        """Make it part of a new ring; whatever went on in the one before is over.
+        """Make it part of a new ring; its sessions of the old one end.
 
         Raises:
             StageFailed: If it does not answer.
@@ -191,21 +191,21 @@ class StageHandle:
         )
 
     async def connect(self, following: StageHandle) -> None:
-        """Link it to the next one.
+        """Link it to the next stage.
 
         Raises:
-            HostUnreachable: If it cannot reach it.
+            HostUnreachable: If it cannot reach that.
             StageFailed: If it does not answer.
         """
         address = following.address
         await self._soon(self._process.connect.remote(address.address, address.host))
 
     async def follow(self, stage: StageHandle, credentials: RingCredentials) -> None:
-        """Have this copy of a stage keep up with what that computes.
+        """Let this replica follow a stage of the ring.
 
         Args:
-            stage: It serves in a ring.
-            credentials: Of that ring.
+            stage: Stage that serves in a ring.
+            credentials: Keys of that ring.
 
         Raises:
             StageFailed: If it does not answer.
@@ -218,13 +218,13 @@ class StageHandle:
         )
 
     async def loss(self, timeout_s: float) -> StageLoss | None:
-        """Ask whether it lives.
+        """Ping its process.
 
         Args:
-            timeout_s: How long it may take to answer. A process that is gone is found out at once.
+            timeout_s: Longest wait for the answer, in seconds. A process that has ended is reported at once.
 
         Returns:
-            Why it counts as lost; None if it answers.
+            Reason why it counts as lost; None if it answers.
         """
         try:
             await self._within(timeout_s, self._process.progress.remote())
@@ -233,14 +233,14 @@ class StageHandle:
         return None
 
     async def stop(self) -> None:
-        """End it, gently if it answers, so that its memory is free afterwards."""
+        """End it, by a request if it answers, so that its memory is free afterwards."""
         if self._actor is not None:
             with contextlib.suppress(MeshError):
                 await self._within(_STOP_TIMEOUT_S, self._process.stop.remote())
             self.kill()
 
     def kill(self) -> None:
-        """End its process without waiting, frozen or not."""
+        """End its process without waiting, even if it is frozen."""
         if self._actor is not None:
             self._driver.kill(self._actor)
             self._actor = None
@@ -252,7 +252,7 @@ class StageHandle:
         return self._actor
 
     async def _certify(self) -> None:
-        """Sign a key that it makes for itself, unless it has a certificate that is good for a while."""
+        """Sign its key, unless it has a certificate that remains valid for a while."""
         member, authority = self.member, self._authority
         if self._certificate_pem is not None and not authority.is_due(self._certificate_pem):
             return
@@ -272,7 +272,7 @@ class StageHandle:
             raise StageFailed(f"{self.who} did not answer within {timeout_s:g} s") from None
 
     async def _while_it_answers(self, call: Awaitable[Any], bar: ProgressTask | None) -> Any:
-        """Wait for work of any length, as long as its process tells how far it is; gives what came of it."""
+        """Wait for work of any length, as long as its process reports progress; returns the result."""
         work = asyncio.ensure_future(result_of(call, self.who))
         try:
             while not work.done():
@@ -290,12 +290,12 @@ class StageHandle:
 
 @dataclass(frozen=True)
 class RingCredentials:
-    """Of one ring. A repaired one is another: what is left of the old one is refused by the new.
+    """Keys of one ring. A recovered ring has new ones, so that it refuses messages of the old one.
 
     Attributes:
-        mesh_id: Its name, hex.
+        mesh_id: Identifier of the ring, hex.
         mesh_key: Secret that every call between stages and coordinator carries.
-        term: Of the head; higher than that of any head before it.
+        term: Term of the head; higher than that of any head before it.
     """
 
     mesh_id: str

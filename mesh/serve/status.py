@@ -1,4 +1,4 @@
-"""Status of a mesh: /mesh/status, counts of stages, measured links and announcements."""
+"""Status of a mesh: /mesh/status, counters of stages, measured links and announcements."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ class MeshState:
         return self.engine.coordinator is not None
 
     def note_plan(self, stages: Sequence[StagePlacement], reason: str) -> None:
-        """Who holds what from now on."""
+        """Record the placement of stages."""
         self.plan = Plan(tuple(stages), reason)
 
     def as_dict(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """JSON-serialisable."""
         coordinator = self.engine.coordinator
         status: dict[str, Any] = {
             "version": SOFTWARE_VERSION,
@@ -137,7 +137,7 @@ class MeshState:
                 )
                 for member in (() if self.head is None else self.head.members)
             ],
-            # Why a next head would not know all that this one does; null while it would.
+            # Reason why the head state on disk is out of date; null if it is not.
             "state_not_written": None if self.head is None else self.head.state_writer.failure,
             **self.incidents.as_dict(),
         }
@@ -166,12 +166,12 @@ def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_by
         "ready": member.is_ready,
         "leaving": member.is_leaving,
         "layers": member.layers,
-        # Loaded ahead: what a spare host could take over at once.
+        # Layers of replicas.
         "copies": copies,
-        # What was brought there since this head was started: what the host had itself, and what was sent.
+        # Weights brought there since this head was started: read on the host itself, and sent.
         "weights": asdict(transfer),
         "memory_bytes": facts.memory_bytes,
-        # Of that, by all models: stages, copies, draft models.
+        # Of that, held by all models: stages, replicas, draft models.
         "held_bytes": held_bytes,
         "threads": facts.num_threads,
         "speed_gb_per_s": round(facts.speed_gb_per_s, 1),
@@ -192,7 +192,7 @@ def _host_as_dict(member: Member, copies: list[str], transfer: Transfer, held_by
 
 
 async def stage_counts(engine: PendingEngine) -> list[dict[str, Any]]:
-    """Of every stage, in order, fit for JSON; none unless the ring is up and every stage answers."""
+    """Counters of every stage, in order, JSON-serialisable; empty unless every stage answers."""
     coordinator = engine.coordinator
     if coordinator is None or not coordinator.is_ready:
         return []
@@ -218,15 +218,15 @@ log = structlog.get_logger()
 
 
 async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> dict[str, Any]:
-    """Measure, and say what it means for the stages' order; fit for JSON.
+    """Measure the links, and the effect of the stages' order; JSON-serialisable.
 
     Args:
-        state: Of the mesh.
+        state: State of the first model.
         num_probes: Round trips of each size on each link.
         bulk_bytes: Sent over each link to find its bandwidth; 0 leaves that out.
 
     Raises:
-        ClusterError: If the mesh is not up yet.
+        ClusterError: If the head is not open yet.
     """
     if state.head is None:
         raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
@@ -250,10 +250,10 @@ async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> 
 
 
 def _wires(state: MeshState, members: Members, links: Links) -> tuple[WireChoice, ...]:
-    """What those links ask for that hidden states cross."""
+    """Wire types proposed for the links between stages."""
     if state.plan is None:
         return ()
-    # How long a row takes does not depend on the caches.
+    # The time of a row does not depend on the caches.
     sizes = StageSizes(state.model, Workload(ctx_size=1, num_slots=1))
     speeds = {member.name: member.facts.speed_gb_per_s for member in members}
     choices = planned_wires(state.plan, sizes, speeds, links)
@@ -267,7 +267,7 @@ _QUESTION: Final = (
 
 
 def print_join_line(token: str) -> None:
-    """The line that lets a host join, and what must not be in its way."""
+    """Print the command by which a host joins, and the ports that it needs."""
     _say(
         f"\nOn every host that shall take a share:\n\n  mesh join {token}\n\n"
         f"It reaches this host at TCP {decode(token).addresses[0]} first. Ray and the stages take free ports "
@@ -276,7 +276,7 @@ def print_join_line(token: str) -> None:
 
 
 def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) -> None:
-    """Where the model answers, and a line to try it, from any of the hosts that reach it."""
+    """Print the URL of the API and a request to try, for any host that reaches it."""
     log.info("serving", url=url, model=model_name(options.model), stages=_num_stages(state))
     url = reachable(url, head.own.address)
     num_stages = _num_stages(state)
@@ -293,11 +293,11 @@ def print_served(options: ServeOptions, state: MeshState, url: str, head: Head) 
 
 
 def reachable(url: str, address: str) -> str:
-    """A URL that leads to the server: one that listens at 0.0.0.0 is not to be found there.
+    """A URL for clients: a server that listens at 0.0.0.0 has its host's address.
 
     Args:
-        url: Where it listens.
-        address: Where other hosts reach its host.
+        url: URL with the address on which it listens.
+        address: Address of its host for other hosts.
     """
     listens_at, port = split_address(url.removeprefix("http://"))
     if not ipaddress.ip_address(listens_at).is_unspecified:
@@ -310,7 +310,7 @@ def _num_stages(state: MeshState) -> int:
 
 
 def _say(text: str) -> None:
-    # Serving goes on though nobody may read this: `mesh serve | head`.
+    # Serving continues without a reader of the output, as in `mesh serve | head`.
     with contextlib.suppress(OSError):
         click.echo(text)
 

@@ -1,4 +1,4 @@
-"""Supervisor of a pipeline: repairs, moves and replicas."""
+"""Supervisor of a pipeline: recovery, planned moves and replicas."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# Hosts are looked at when one changes, and at the latest after this long.
+# Hosts are checked when one changes, and at least at this interval.
 _POLL_S: Final = 1.0
 
 
 class Supervisor:
-    """The one task that changes the fleet.
+    """The only task that changes a pipeline.
 
     Args:
-        context: What repairs and moves work with.
-        replica_manager: Loads copies while there is nothing else to do.
-        host_draining: Who is to leave.
+        context: Parts that recovery and moves work with.
+        replica_manager: Loads replicas while there is nothing else to do.
+        host_draining: Hosts that are to leave.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Supervisor:
         self._host_draining = host_draining
 
     async def run(self) -> NoReturn:
-        """Go on for ever; what fails is tried again."""
+        """Run until cancelled; failed work is tried again."""
         while True:
             loss = await self._until_broken(self._wait_for_work())
             if loss is None and not self._context.pipeline.lost:
@@ -53,7 +53,7 @@ class Supervisor:
                 await RingRepair(self._context).run(loss or RingLoss("a host was evicted", ()))
 
     async def _wait_for_work(self) -> None:
-        """Return when a stage is to be moved, or is gone; meanwhile there is time for copies."""
+        """Return when a stage is to be moved or is lost; replicas are loaded meanwhile."""
         spares = asyncio.create_task(self._replica_manager.run())
         try:
             while not (self._context.pipeline.lost or self._to_move()):
@@ -67,7 +67,7 @@ class Supervisor:
             await asyncio.gather(spares, return_exceptions=True)
 
     def _to_move(self) -> frozenset[int]:
-        """Indices of stages whose host is leaving, or has left though they still live."""
+        """Indices of stages whose host is leaving, or has left while they still run."""
         staying = [member for member in self._context.members if not member.is_leaving]
         return frozenset(
             index
@@ -76,10 +76,10 @@ class Supervisor:
         )
 
     async def _move(self) -> RingLoss | None:
-        """Make before break: load what is to be moved elsewhere while the ring goes on, then swap rings.
+        """Make before break: load stages elsewhere while the ring serves, then cut over.
 
         Returns:
-            What broke instead, if anything did.
+            Loss of the ring, if it broke meanwhile.
         """
         context, to_move = self._context, self._to_move()
         if not to_move:
@@ -124,7 +124,7 @@ class Supervisor:
         return None
 
     def _keep_as_replicas(self, stages: Iterable[PipelineStage]) -> None:
-        """What was loaded for a ring that did not come to be helps the repair."""
+        """Keep stages that were loaded for a ring that was never connected: they help the recovery."""
         pipeline = self._context.pipeline
         pipeline.intended = ()
         for stage in stages:
@@ -138,10 +138,10 @@ class Supervisor:
         await self._context.members.change_within(_POLL_S)
 
     async def _until_broken(self, work: Coroutine[Any, Any, None]) -> RingLoss | None:
-        """Work until it is done, or until the ring breaks; returns what broke.
+        """Run work until it is done, or until the ring breaks; returns the loss.
 
         Raises:
-            MeshError: What the work raises.
+            MeshError: Any error of the work.
         """
         working = asyncio.create_task(work)
         watching = asyncio.create_task(self._context.coordinator.broken())
