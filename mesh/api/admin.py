@@ -50,7 +50,7 @@ async def evict(request: Request) -> Response:
 
 
 def _host_admin(request: Request) -> HostAdmin:
-    """What carries it out. A key that opens the API from elsewhere does not open this."""
+    """Implementation of drain and evict. A key that opens the API from other machines does not open this."""
     require_own_machine(request, "hosts are sent away")
     departures = backend_of(request).api.host_admin()
     if departures is None:
@@ -65,9 +65,9 @@ def _name(request: Request) -> str:
     return name
 
 
-# It sends over every link, to every host: so a few small probes are for any key, and what would take
-# bandwidth from the stages, many probes or data in bulk, is for the head's own machine. One run at a time is
-# made, for as long as its client waits for it.
+# A measurement sends over every link, to every host: any key may ask for a few small probes, and only the
+# head's own machine for many probes or bulk data, which take bandwidth from the stages. One run at a time,
+# while its client waits for it.
 log = structlog.get_logger()
 
 MAX_PROBES: Final = 1000
@@ -164,7 +164,7 @@ async def unload(request: Request) -> Response:
 
 
 def _model_admin(request: Request) -> ModelAdmin:
-    """What carries it out. A key that opens the API from elsewhere does not open this."""
+    """Implementation of load and unload. A key that opens the API from other machines does not open this."""
     require_own_machine(request, "models are loaded and unloaded")
     model_admin = backends_of(request).first.api.model_admin()
     if model_admin is None:
@@ -188,7 +188,7 @@ def _wait_s(request: Request) -> float:
 
 _MOST_HOSTS: Final = 64
 _MOST_PARTS: Final = 8
-# A blank stage: a hole of a file, but loaded all the same.
+# A blank stage is a sparse file, but it is loaded all the same.
 _MOST_BLANK_BYTES: Final = 8 * 2**30
 
 
@@ -257,7 +257,7 @@ async def examine(request: Request) -> Response:
 
 
 def _inspection(request: Request) -> HostInspection:
-    """What carries it out: processes start on hosts for it, so a key from elsewhere does not open this."""
+    """Implementation of rehearse and examine, which start processes: only for the head's own machine."""
     require_own_machine(request, "hosts are inspected")
     inspection = backend_of(request).api.inspection()
     if inspection is None:

@@ -1,4 +1,4 @@
-"""Answer stream: committed tokens as parts of an answer, shared prompts of n choices, metering."""
+"""Answer stream: committed tokens as parts of an answer, prompts shared by n choices, and metering."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     PieceWith = Callable[[Collection[str]], Callable[[int], bytes]]
 
 
-# Text may be held back, because it could become a stop string or because a character is not complete, and
-# some of it is never passed on. A token follows the first character that it had a part in: it appears with
-# that character, and not at all if that is cut off. Tokens that share a character appear together.
+# Text may be held back, because it could become a stop string or because a character is incomplete, and some
+# of it is dropped. A token belongs to the first character that it contributed to: it is passed on with that
+# character, and dropped with it. Tokens that share a character are passed on together.
 @dataclass(frozen=True)
 class AnswerToken:
     """A token whose text is part of the answer.
@@ -41,7 +41,7 @@ class AnswerToken:
     Attributes:
         id: Token id.
         offset: Characters of the answer before it.
-        logprobs: How likely it was, and what else was likely.
+        logprobs: Log probability of the token, and of the likeliest alternatives.
     """
 
     id: int
@@ -50,10 +50,10 @@ class AnswerToken:
 
 
 class AnswerTokens:
-    """Holds tokens back for as long as their text is.
+    """Tokens whose text is held back.
 
     Args:
-        text: The answer's; each token goes to it first.
+        text: Text of the answer; each token goes to it first.
     """
 
     def __init__(self, text: AnswerText) -> None:
@@ -61,7 +61,7 @@ class AnswerTokens:
         self._waiting: deque[AnswerToken] = deque()
 
     def push(self, token: AnswerToken) -> None:
-        """Take a token that has just gone to the text; its offset is what had been decoded before."""
+        """Add a token that has just gone to the text; its offset is what had been decoded before."""
         self._waiting.append(token)
 
     def settle(self) -> tuple[AnswerToken, ...]:
@@ -84,15 +84,15 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """What became final together, and the tokens committed meanwhile.
+    """Parts of a message that became final together, and the tokens committed meanwhile.
 
     Attributes:
-        message_parts: May be nothing.
-        finish: Why the answer is over, on its last part.
+        message_parts: May be empty.
+        finish: Reason why the answer is over, on its last part.
         num_tokens: Tokens of the answer up to here, an end token and those of a stop string included.
-        stats: The engine's counts and times up to here.
+        stats: Counts and times of the engine up to here.
         tokens: Tokens of the text, if the request asked for logprobs.
-        token_ids: All that `num_tokens` counts and the parts before did not have.
+        token_ids: Ids of all tokens that `num_tokens` counts since the part before.
         num_reasoning: Tokens of the answer up to here that are reasoning.
     """
 
@@ -108,17 +108,17 @@ class AnswerPart:
 async def answer_parts(
     engine: Engine, piece_with: PieceWith, job: GenerationJob
 ) -> AsyncGenerator[AnswerPart, None]:
-    """Run a job. The engine's session is over before the last part is passed on.
+    """Run a job and yield its answer. The engine's session has ended before the last part is yielded.
 
-    A step that settles no text makes no part of its own, unless the job wants token ids.
+    A step without final text yields no part, unless the job wants token ids.
 
     Args:
-        engine: Makes the tokens.
-        piece_with: Gives the bytes that tokens stand for, and those of marks; see `Tokenizer.piece_with`.
-        job: What to do.
+        engine: Generates the tokens.
+        piece_with: Returns the bytes of tokens, marks included; see `Tokenizer.piece_with`.
+        job: The job.
 
     Raises:
-        MeshError: Whatever the engine raises.
+        MeshError: Any error of the engine.
     """
     answer = _Answer(piece_with, job)
     last: AnswerPart | None = None
@@ -137,7 +137,7 @@ async def answer_parts(
 
 
 class _Answer:
-    """What one answer's tokens come to."""
+    """State of one answer."""
 
     def __init__(self, piece_with: PieceWith, job: GenerationJob) -> None:
         self._job = job
@@ -151,7 +151,7 @@ class _Answer:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing that follows belongs to it."""
+        """Whether further tokens do not belong to it."""
         return self._text.stopped or self._reader.is_over
 
     def take(self, step: Committed) -> None:
@@ -211,11 +211,11 @@ def _log(job: GenerationJob, last: AnswerPart) -> None:
 
 
 class ChoiceGroup:
-    """The answers to one request.
+    """The choices of one request.
 
     Args:
         backend: The served model.
-        jobs: Further answers to a prompt come right behind its first.
+        jobs: Jobs of the choices; further choices of a prompt follow its first.
     """
 
     def __init__(self, backend: Backend, jobs: Sequence[GenerationJob]) -> None:
@@ -226,12 +226,12 @@ class ChoiceGroup:
             self._begun.append(self._begun[-1] if job.is_further else asyncio.Event())
 
     async def parts(self, index: int) -> AsyncGenerator[AnswerPart, None]:
-        """One job's parts. Further answers wait until the first has begun, if they may use what it leaves.
+        """Parts of one job. Further choices of a prompt wait for its first, whose cached prefix they use.
 
-        If it fails before that they never run: whoever reads them all must end them.
+        If the first fails before that they never run: the reader of all must cancel them.
 
         Raises:
-            MeshError: Whatever the engine raises.
+            MeshError: Any error of the engine.
         """
         job, begun = self._jobs[index], self._begun[index]
         if job.is_further and job.request.uses_cache:
@@ -246,20 +246,20 @@ class ChoiceGroup:
 def metered(
     scope: Scope, backend: Backend, jobs: Sequence[GenerationJob], *, most_at_once: int = 1
 ) -> tuple[Backend, int]:
-    """The backend with an engine that counts for the API key of a request, if it came with one.
+    """The backend with an engine that counts tokens for the request's API key, if it has one.
 
     Args:
-        scope: Of the request.
+        scope: ASGI scope of the request.
         backend: The served model.
-        jobs: What the request comes to, all of it.
-        most_at_once: How many of the jobs would run at once if there was no key.
+        jobs: All jobs of the request.
+        most_at_once: How many of the jobs run at once without a key.
 
     Returns:
-        It, and how many of the jobs may run at once.
+        The backend, and how many of the jobs may run at once.
 
     Raises:
-        RateLimited: If the key has as many answers under way as it may have, or too few tokens left for what
-            the jobs may come to.
+        RateLimited: If the key has reached its limit of concurrent answers, or has too few tokens left for
+            the jobs.
     """
     reservation = reservation_of(scope)
     num_at_once = min(most_at_once, len(jobs))
@@ -271,14 +271,15 @@ def metered(
 
 
 class MeteredEngine:
-    """Passes everything on. A prompt is paid for once its answer begins, or once its client leaves.
+    """Engine that counts tokens for an API key.
 
-    What the engine turns away, or fails at before the first token, costs nothing.
+    Prompt tokens count once the answer begins, or once its client leaves. Requests that the engine refuses,
+    or that fail before the first token, cost nothing.
 
     Args:
-        engine: Makes the tokens.
-        reservation: Where they are noted.
-        num_answers: How many the request comes to.
+        engine: Generates the tokens.
+        reservation: Counts the tokens.
+        num_answers: Number of answers of the request.
     """
 
     def __init__(self, engine: Engine, reservation: TokenReservation, num_answers: int) -> None:
@@ -288,11 +289,11 @@ class MeteredEngine:
 
     @property
     def context_length(self) -> int:
-        """The engine's."""
+        """Positions of one session of the engine."""
         return self._engine.context_length
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Committed, None]:
-        """As the engine does."""
+        """Generate as the engine does, and count."""
         num_prompt = len(request.prompt)
         try:
             async with aclosing(self._engine.generate(request)) as steps:
@@ -305,6 +306,6 @@ class MeteredEngine:
             raise
         finally:
             self._reservation.spend(num_prompt)
-            # Its slot is free by now, and its client does not yet know: the next request finds a place.
+            # Its slot is free by now, before the client knows: its next request finds a place.
             self._num_left -= 1
             self._reservation.release(self._num_left)

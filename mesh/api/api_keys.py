@@ -1,4 +1,4 @@
-"""API keys: key file, key lines and lookup."""
+"""API keys: key file, key lines, and lookup by digest."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 # A line is `NAME sha256:HEX`, then what limits the key, in any order: `requests-per-minute=60`,
 # `tokens-per-minute=20000`, `concurrent=8`, `expires=2027-01-31T00:00:00+00:00`. `#` begins a comment line.
-# Lines that hold a key itself, `KEY` or `NAME KEY`, are read too: keys that were made elsewhere need no tool.
+# Lines with a plain key, `KEY` or `NAME KEY`, are read too, for keys made by other tools.
 #
-# A key is identified by its digest; its name is only shown. One without a name is shown by the beginning of
-# its digest, which stays the same whatever else the file holds.
+# A key is identified by its digest; its name is only displayed. A key without a name is displayed by the
+# beginning of its digest, which does not depend on other lines of the file.
 _DIGEST: Final = "sha256:"
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _MAX_LIMIT: Final = 10**12
-# Of two of a thousand keys, the chance that these digits are the same is 2e-9.
+# With a thousand keys, the chance that two have the same digits is 2e-9.
 OWN_NAME_DIGITS: Final = 12
 _OWN_NAME: Final = "key-"
 
@@ -43,13 +43,13 @@ class KeyRecord:
     """A key that may use the API.
 
     Attributes:
-        name: For people: logs, errors, `mesh keys`. Another key may have had it before.
+        name: Name for logs, errors and `mesh keys`. Another key may have had it before.
         digest: SHA-256 of the key, 32 bytes.
         requests_per_minute: Most requests, or None for no limit.
         tokens_per_minute: Most tokens of prompts and answers, or None for no limit.
         expires_at: When it stops working, with its time zone, or None for never.
         is_plain: Whether the line holds the key itself.
-        max_concurrent: Most answers under way at once, or None for all slots of a model but one.
+        max_concurrent: Most concurrent answers, or None for all slots of a model but one.
         is_named: Whether the line gives the name.
     """
 
@@ -64,11 +64,11 @@ class KeyRecord:
 
     @property
     def identity(self) -> str:
-        """What everything that belongs to the key is kept under: its digest, 64 hexadecimal digits."""
+        """Key under which everything of it is kept: its digest, 64 hexadecimal digits."""
         return self.digest.hex()
 
     def is_expired(self, now_s: float) -> bool:
-        """Whether it has stopped working.
+        """Whether it has expired.
 
         Args:
             now_s: Unix seconds.
@@ -77,30 +77,30 @@ class KeyRecord:
 
 
 def digest_of(key: str) -> bytes:
-    """What is kept of a key.
+    """SHA-256 of a key, which is all that is kept of it.
 
-    One round of SHA-256 is enough: keys of `mesh keys add` have 256 random bits, which nobody finds by
-    guessing, however fast. A slow hash such as scrypt protects passwords; here it would let anybody who
-    sends wrong keys use up the processors.
+    One round of SHA-256 is enough: keys of `mesh keys add` have 256 random bits, which cannot be guessed,
+    however fast. A slow hash such as scrypt protects passwords; here it would let anybody who sends wrong
+    keys use up the processors.
     """
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def own_name(digest: bytes, num_digits: int = OWN_NAME_DIGITS) -> str:
-    """What a key without a name is called.
+    """Display name of a key without a name.
 
     Args:
-        digest: Of the key.
-        num_digits: Hexadecimal digits of it that the name has.
+        digest: Digest of the key.
+        num_digits: Hexadecimal digits of it in the name.
     """
     return f"{_OWN_NAME}{digest.hex()[:num_digits]}"
 
 
 def check_key_name(name: str) -> None:
-    """Check what a key is to be called.
+    """Check the name of a key.
 
     Raises:
-        MeshError: Saying what a name may hold.
+        MeshError: With the rules for names.
     """
     if not _NAME.fullmatch(name):
         raise MeshError(
@@ -115,7 +115,7 @@ def parse_key_line(line: str) -> KeyRecord | None:
         line: Without its end.
 
     Raises:
-        MeshError: Saying what is wrong, without the line's words: one may be a key.
+        MeshError: With the reason, but without the line's words: one may be a key.
     """
     words = line.split()
     if not words or words[0].startswith("#"):
@@ -183,7 +183,7 @@ def _moment(text: str | None) -> dt.datetime | None:
 
 
 _MAX_BYTES: Final = 4 * 2**20
-# `key-` alone names no key, though every key without a name begins so.
+# `key-` alone identifies no key, though all display names of keys without a name begin with it.
 _SHORTEST: Final = len("key-")
 
 
@@ -196,7 +196,7 @@ def read_key_file(path: Path) -> tuple[KeyRecord, ...]:
     """All keys, in the file's order; there may be none.
 
     Raises:
-        MeshError: If it cannot be read, or naming the line that is wrong.
+        MeshError: If it cannot be read, or with the number of a malformed line.
     """
     return parse_key_file(path, _read(path))
 
@@ -206,22 +206,22 @@ def parse_key_file(path: Path, text: str) -> tuple[KeyRecord, ...]:
 
     Args:
         path: For errors.
-        text: The file's.
+        text: Text of the file.
 
     Raises:
-        MeshError: Naming the line that is wrong.
+        MeshError: With the number of a malformed line.
     """
     records: dict[str, KeyRecord] = {}
     for number, record in _by_line(path, text).items():
         known = records.setdefault(record.name, record)
-        # The same key without a name once more changes nothing.
+        # A repeated key without a name changes nothing.
         if known is not record and (known.is_named or record.is_named):
             raise MeshError(f"line {number} of the API key file {path} names {record.name} a second time")
     return tuple(records.values())
 
 
 def add_key(path: Path, record: KeyRecord) -> None:
-    """Add a key at the end; the file and its folder are made if they are missing.
+    """Add a key at the end; the file and its folder are created if needed.
 
     Raises:
         MeshError: If there is a key of that name, or the file cannot be read or written.
@@ -244,13 +244,13 @@ def remove_key(path: Path, name: str) -> str:
 
     Args:
         path: The file.
-        name: The key's, or as many digits of the name of one without a name as tell it from the others.
+        name: Name of the key, or enough digits of a display name to identify it.
 
     Returns:
-        The whole name.
+        The full name.
 
     Raises:
-        MeshError: If there is no key of that name, or several, or the file cannot be read or written.
+        MeshError: If no key or several keys match, or the file cannot be read or written.
     """
     with _editing(path):
         text = _read(path)
@@ -294,7 +294,7 @@ def _by_line(path: Path, text: str) -> dict[int, KeyRecord]:
 
 
 def _own_names(digests: Collection[bytes]) -> dict[bytes, str]:
-    """Names of keys without one: longer than usual where two digests begin alike."""
+    """Display names of keys without a name: longer than usual where two digests begin alike."""
     names = {digest: own_name(digest) for digest in digests}
     num_digits = OWN_NAME_DIGITS
     while len(set(names.values())) < len(names):
@@ -320,7 +320,7 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _editing(path: Path) -> Iterator[None]:
-    """One editor at a time. The folder is what they lock: the file itself is replaced."""
+    """Lock for one editor at a time. The lock is on the folder, since the file itself is replaced."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
@@ -338,7 +338,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class _Stamp:
-    """What tells one content of a file from another without reading it."""
+    """File identity and change time: detects a changed file without reading it."""
 
     inode: int
     mtime_ns: int
@@ -346,14 +346,14 @@ class _Stamp:
 
 
 class ApiKeys:
-    """The keys that may use the API; only their hashes are kept.
+    """The keys that open the API, by digest.
 
     Args:
         records: At least one.
-        path: The file that they came from, if it is to be looked at again before each request.
+        path: File of the keys, if it is to be checked for changes before each request.
 
     Raises:
-        MeshError: If there is no key: a server that nobody can use is a mistake.
+        MeshError: If there is no key: nobody could use such a server.
     """
 
     def __init__(self, records: Sequence[KeyRecord], path: Path | None = None) -> None:
@@ -361,7 +361,7 @@ class ApiKeys:
             where = "the server" if path is None else f"the API key file {path}"
             raise MeshError(f"{where} holds no key: make one with `mesh keys add NAME`")
         self._records = tuple(records)
-        # Of the records last read: of a file that cannot be read for a while no key counts as removed.
+        # Of the records last read: while a file cannot be read no key counts as removed.
         self._identities = _identities(records)
         self._listeners: list[Callable[[Collection[str]], None]] = []
         self._path = path
@@ -369,9 +369,9 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """The keys of a file of `mesh keys`; who is added or removed later counts from the next request on.
+        """The keys of a file of `mesh keys`; changes of the file count from the next request on.
 
-        A file that is gone, or cannot be read any more, lets nobody in until it can be read again.
+        A file that is gone or unreadable opens the API to no key until it can be read again.
 
         Raises:
             MeshError: If the file cannot be read, is malformed, or holds no key.
@@ -383,15 +383,15 @@ class ApiKeys:
 
     @classmethod
     def from_plain(cls, keys: Mapping[str, str]) -> Self:
-        """Keys by their names, without limits."""
+        """Keys by name, without limits."""
         return cls([KeyRecord(name, digest_of(key)) for name, key in keys.items()])
 
     def on_removed(self, listener: Callable[[Collection[str]], None]) -> None:
-        """Have a function called with the identities of keys that were removed from the file."""
+        """Call a function with the identities of keys that are removed from the file."""
         self._listeners.append(listener)
 
     def find(self, key: str) -> KeyRecord | None:
-        """The record of a key, or None if it is not one of ours. Takes equally long whichever it is."""
+        """The record of a key, or None if there is none. Takes the same time for every key."""
         self._look_again()
         presented = digest_of(key)
         found = None

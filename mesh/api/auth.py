@@ -1,4 +1,4 @@
-"""API-key gate, and the checks of what is exposed to other machines."""
+"""API-key gate, and checks of what is exposed to other machines."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _CLIENT: Final = "spanmesh.client"
 
 
 def client_of(scope: Scope) -> str | None:
-    """Whose request it is: the identity of the key that it came with; None where the API is open."""
+    """Identity of the request's API key; None where the API is open."""
     client: str | None = scope.get(_CLIENT)
     return client
 
 
 class KeyGate:
-    """Middleware that lets a request through with a valid key only, whether its route exists or not.
+    """Middleware that lets requests through with a valid key only, whether their route exists or not.
 
     Args:
-        app: What lies behind it.
-        keys: None opens the gate.
-        now_s: Unix seconds, for keys that expire.
-        steady_s: A steady clock, in seconds, for limits per minute.
+        app: Next ASGI app.
+        keys: Valid keys; None lets all requests through.
+        now_s: Wall clock, Unix seconds, for keys that expire.
+        steady_s: Monotonic clock, seconds, for limits per minute.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class KeyGate:
             keys.on_removed(self._rate_limits.forget)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check, then pass on or answer 401, or 429 if the key has used up its share."""
+        """Check, then pass on; or answer 401, or 429 if the key has reached a limit."""
         if self._keys is None or scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
@@ -96,19 +96,19 @@ class KeyGate:
         return record
 
 
-# A proxy on this machine has its address, whoever is behind it.
+# A proxy on this machine has its address, for clients elsewhere.
 _MARKS_OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 
 
 def require_own_machine(request: Request, what: str) -> None:
-    """Turn away whoever asks from elsewhere, or through a proxy that says so.
+    """Refuse requests from other machines, or through a proxy that names itself.
 
     Args:
-        request: Of somebody with a key, or where none is needed.
-        what: What only this machine may do, such as `hosts are sent away`.
+        request: A request that passed the key gate.
+        what: Operation reserved to this machine, such as `hosts are sent away`.
 
     Raises:
-        Unauthorized: With the remedy.
+        Unauthorized: With a remedy.
     """
     client = request.client
     is_near = client is not None and is_loopback(client.host)
@@ -121,15 +121,15 @@ _ORIGIN: Final = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d{1,5})?")
 
 
 def require_key_beyond_loopback(host: str, *, has_keys: bool, is_insecure: bool = False) -> None:
-    """Refuse an API that other machines can reach and that asks for no key.
+    """Refuse to open an API without keys to other machines.
 
     Args:
-        host: Where it is to listen.
-        has_keys: Whether it asks for one.
-        is_insecure: Whether the user wants it all the same.
+        host: Address on which it is to listen.
+        has_keys: Whether it needs a key.
+        is_insecure: Whether the operator allows it.
 
     Raises:
-        MeshError: Naming the remedies.
+        MeshError: With the remedies.
     """
     if not has_keys and not is_insecure and not is_loopback(host):
         raise MeshError(
@@ -139,10 +139,10 @@ def require_key_beyond_loopback(host: str, *, has_keys: bool, is_insecure: bool 
 
 
 def check_origins(origins: Sequence[str], *, has_keys: bool) -> None:
-    """Check what the user says of web pages.
+    """Check the origins of web pages that may use the API.
 
     Raises:
-        MeshError: If one is no origin, or all pages are let in and no key is asked for.
+        MeshError: If one is no origin, or all origins are allowed and no key is needed.
     """
     for origin in origins:
         if origin == ANY_ORIGIN and not has_keys:

@@ -47,7 +47,7 @@ async def chat_completions(request: Request) -> Response:
     backends = backends_of(request)
     body = await read_body(request, ChatBody, backends.unknown_fields, context_length=backends.context_length)
     backend = backends.ready(body.model)
-    # A long conversation takes a while, during which other answers must go on.
+    # A long conversation takes a while; other answers continue meanwhile.
     jobs = await asyncio.to_thread(_jobs, backend, body, client_of(request.scope))
     return await respond(request, backend, body, ChatFormat(backend), jobs)
 
@@ -61,7 +61,7 @@ def _jobs(backend: Backend, body: ChatBody, client: str | None) -> list[Generati
 
 
 def conversation_of(body: ConversationBody) -> Conversation:
-    """What a request for a chat says, checked for contradictions.
+    """The conversation of a chat request, checked for contradictions.
 
     Raises:
         InvalidRequest: If fields contradict each other.
@@ -85,7 +85,7 @@ def conversation_of(body: ConversationBody) -> Conversation:
 
 
 class ChatFormat:
-    """Choices with messages, and deltas of them."""
+    """Choices of /v1/chat/completions: messages, and deltas of them."""
 
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -97,7 +97,7 @@ class ChatFormat:
         self._new_call_id = CallIds(backend.api.random_bits, backend.chat_template.call_format)
 
     def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-        """What is known of some tokens."""
+        """Log probabilities of some tokens."""
         return chat_logprobs(tokens, self._tokenizer)
 
     def choice(
@@ -107,7 +107,7 @@ class ChatFormat:
         finish: FinishReason,
         logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """A whole message."""
+        """A choice with the whole message."""
         content = "".join(piece.text for piece in message_parts if isinstance(piece, Content))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning := "".join(piece.text for piece in message_parts if isinstance(piece, Reasoning)):
@@ -125,11 +125,11 @@ class ChatFormat:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def opening(self, index: int) -> str:
-        """The role goes first."""
+        """First chunk, with the role."""
         return self._chunk(index, '{"role":"assistant","content":""}')
 
     def delta(self, index: int, piece: MessagePart, logprobs_json: str) -> str:
-        """More of the message."""
+        """Chunk with more of the message."""
         match piece:
             case Content():
                 delta = f'{{"content":{_json(piece.text)}}}'
@@ -145,7 +145,7 @@ class ChatFormat:
         return self._chunk(index, delta, logprobs=logprobs_json)
 
     def closing(self, index: int, finish: FinishReason) -> str:
-        """Nothing more."""
+        """Last chunk, with the finish reason."""
         return self._chunk(index, "{}", finish=json.dumps(finish))
 
     def _chunk(self, index: int, delta: str, *, logprobs: str = "null", finish: str = "null") -> str:

@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from mesh.text.tokenizer import Tokenizer
 
 
-# Below that many characters per position reading the text costs little, and most texts have fewer.
+# Below this number of characters per position tokenizing is cheap, and most texts have fewer.
 _SUSPICIOUS: Final = 8
 
 
 def refuse_too_long_text(
     tokenizer: Tokenizer, num_chars: int, context_length: int, *, param: str, what: str
 ) -> None:
-    """Check that a text could fit the context, by the longest token that the vocabulary has.
+    """Check that a text could fit the context, by the longest token of the vocabulary.
 
-    Nothing that fits is refused: who passes this is counted exactly later.
+    Texts that pass are counted exactly later; no text that fits is refused.
 
     Args:
-        tokenizer: The served model's.
-        num_chars: Of the text.
+        tokenizer: Tokenizer of the served model.
+        num_chars: Length of the text.
         context_length: Positions of a session.
         param: The field that the text came from.
-        what: Whose length it is, for the error.
+        what: Name of the text, for the error.
 
     Raises:
         ContextLengthExceeded: With the numbers.
@@ -54,14 +54,14 @@ def refuse_too_long_text(
 
 @dataclass(frozen=True)
 class Conversation:
-    """What endpoints make of their requests.
+    """A conversation as endpoints read it from their requests.
 
     Attributes:
-        messages: As chat templates know them.
-        tools: What the answer may call; None for nothing.
-        variables: More for the template to see.
+        messages: Messages in the form of chat templates.
+        tools: Functions that the answer may call; None for none.
+        variables: Further variables of the template.
         ending: Where the prompt ends.
-        splits_reasoning: Whether reasoning is told from content.
+        splits_reasoning: Whether reasoning is split from content.
         param: The field that the messages came from, for errors.
     """
 
@@ -75,14 +75,14 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation as the model sees it.
+    """A rendered conversation, and how its answer is read.
 
     Attributes:
         tokens: Token ids.
-        output_format: How the answer is read.
-        tools: What it may call; None for nothing.
-        call_format: How it calls.
-        thought_end: What ends the reasoning that the prompt began, if it did.
+        output_format: Format of the answer.
+        tools: Functions that it may call; None for none.
+        call_format: Format of calls.
+        thought_end: End mark of the reasoning that the prompt begins, if it does.
     """
 
     tokens: list[int]
@@ -92,10 +92,10 @@ class ChatPrompt:
     thought_end: str | None
 
     def call_grammar(self, alternative: AlternativeSchema | None = None) -> str:
-        """The grammar of answers that call, or that are something else instead.
+        """GBNF of answers that call a function, or that follow an alternative schema.
 
         Raises:
-            InvalidRequest: If a schema cannot be a grammar.
+            InvalidRequest: If a schema cannot be expressed as a grammar.
         """
         functions = () if self.tools is None else self.tools.functions
         return call_grammar(
@@ -113,10 +113,10 @@ def ending_of(
     adds_generation_prompt: bool | None,
     continues_final_message: bool | None,
 ) -> Ending:
-    """Where the prompt ends, by vLLM's two fields.
+    """Ending of the prompt, by vLLM's two fields.
 
     Raises:
-        InvalidRequest: If they contradict each other, or the last message is none to continue.
+        InvalidRequest: If they contradict each other, or there is no last message to continue.
     """
     if not continues_final_message:
         return Ending.MESSAGES if adds_generation_prompt is False else Ending.ANSWER
@@ -137,23 +137,23 @@ def ending_of(
 
 
 def thinking_variables(effort: str | None) -> dict[str, Any]:
-    """What templates read that let a model think, more or less or not at all."""
+    """Template variables that set the amount of reasoning."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def render_prompt(backend: Backend, conversation: Conversation) -> ChatPrompt:
-    """Render a conversation and count its tokens. Blocks.
+    """Render a conversation and tokenize it. Blocks.
 
     Args:
         backend: The served model.
-        conversation: As the request has it.
+        conversation: The conversation.
 
     Raises:
-        InvalidRequest: If the template does not accept it.
+        InvalidRequest: If the template rejects it.
         ContextLengthExceeded: If it is far too long.
-        Overloaded: If other conversations keep the template busy.
+        Overloaded: If the template is busy with other conversations.
     """
     template, tools = backend.chat_template, conversation.tools
     try:
@@ -164,7 +164,7 @@ def render_prompt(backend: Backend, conversation: Conversation) -> ChatPrompt:
             ending=conversation.ending,
         )
     except InvalidRequest as error:
-        # The template does not know what field they came from.
+        # The template reports `messages`, whichever field they came from.
         param = conversation.param if error.param == "messages" else error.param
         raise InvalidRequest(error.message, param=param) from None
     refuse_too_long_text(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
-# OpenAI's for this endpoint.
+# OpenAI's default for this endpoint.
 DEFAULT_MAX_TOKENS: Final = 16
 
 
@@ -79,7 +79,7 @@ def _job(backend: Backend, body: CompletionBody, prompt: Prompt, client: str | N
 
 
 class CompletionFormat:
-    """Choices with text."""
+    """Choices of /v1/completions: text."""
 
     id_prefix = "cmpl-"
     whole_object = "text_completion"
@@ -90,7 +90,7 @@ class CompletionFormat:
         self._tokenizer = tokenizer
 
     def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-        """What is known of some tokens."""
+        """Log probabilities of some tokens."""
         return completion_logprobs(tokens, self._tokenizer)
 
     def choice(
@@ -100,21 +100,21 @@ class CompletionFormat:
         finish: FinishReason,
         logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """A whole text."""
+        """A choice with the whole text."""
         text = "".join(piece.text for piece in message_parts if isinstance(piece, Content))
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def opening(self, _index: int) -> str:
-        """Nothing: text begins at once."""
+        """Empty: text begins at once."""
         return ""
 
     def delta(self, index: int, piece: MessagePart, logprobs_json: str) -> str:
-        """More text."""
+        """Chunk with more text."""
         text = piece.text if isinstance(piece, Content) else ""
         return self._chunk(index, json.dumps(text, ensure_ascii=False), logprobs=logprobs_json)
 
     def closing(self, index: int, finish: FinishReason) -> str:
-        """Nothing more."""
+        """Last chunk, with the finish reason."""
         return self._chunk(index, '""', finish=json.dumps(finish))
 
     def _chunk(self, index: int, text: str, *, logprobs: str = "null", finish: str = "null") -> str:

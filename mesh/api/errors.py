@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Compact UTF-8. Half a surrogate pair, which UTF-8 cannot hold, stays a JSON escape."""
+    """Compact UTF-8. A lone surrogate, which UTF-8 cannot encode, stays a JSON escape."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response that holds one JSON value."""
+    """A response with one JSON value."""
     return Response(json_bytes(value), status, headers, media_type="application/json")
 
 
-# Too many requests, and nobody there to answer: both pass.
+# Too many requests, or no stage to answer: both are temporary.
 _WORTH_A_RETRY: Final = frozenset({429, 503})
 _RETRY_AFTER_S: Final = 5
 _UNEXPECTED: Final = "something went wrong inside the server; its log has the reason under this request's id"
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
-    """Any exception as an error object. The text of one that is not ours stays here: it may hold anything."""
+    """Error object of an exception. Texts of foreign exceptions are left out: they may contain prompts."""
     wire = wire_of(error)
     message, param = (error.message, error.param) if isinstance(error, MeshError) else (_UNEXPECTED, None)
     return _error_object(message, wire.kind, wire.code, param)
 
 
 def error_response(error: BaseException) -> Response:
-    """Any exception as a response."""
+    """Response for an exception."""
     headers = {}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
@@ -54,12 +54,12 @@ def error_response(error: BaseException) -> Response:
 
 
 async def on_mesh_error(_request: Request, error: Exception) -> Response:
-    """Exception handler for everything that we raise on purpose."""
+    """Exception handler for all errors of this project."""
     return error_response(error)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Exception handler for what the framework refuses: unknown routes, wrong methods."""
+    """Exception handler for errors of the framework: unknown routes, wrong methods."""
     http: HTTPException = error  # type: ignore[assignment]
     what = f"{request.method} {request.url.path}"
     code, message = {

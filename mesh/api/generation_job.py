@@ -1,4 +1,4 @@
-"""Generation job: the generation request of a body and its prompt."""
+"""Generation job: engine request, sampling and output format of one answer."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 SEED_BITS: Final = 64
-# What a client of llama-server means by `repeat_penalty` alone.
+# llama-server's default window of `repeat_penalty`.
 _LLAMA_LAST_N: Final = 64
 _ALL: Final = 0
 
 
 def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int], int]) -> SamplingParams:
-    """The sampler's settings: OpenAI's defaults, and a seed of our own if the request brings none.
+    """Sampling parameters: OpenAI's defaults, and a random seed if the request has none.
 
-    `top_p: 0` keeps nothing but the most likely token, which is what temperature 0 does.
+    `top_p: 0` keeps only the most likely token, as temperature 0 does.
 
     Args:
         body: The checked body.
-        n_vocab: Token ids are below this.
-        random_bits: Random numbers of so many bits.
+        n_vocab: Number of token ids.
+        random_bits: Returns a random integer of the given number of bits.
 
     Raises:
         InvalidRequest: If fields contradict each other, or `logit_bias` names a token that does not exist.
@@ -62,7 +62,7 @@ def sampling_of(body: GenerationBody, n_vocab: int, random_bits: Callable[[int],
 
 
 def _repetition(body: GenerationBody) -> tuple[float, int]:
-    """Penalty and window: vLLM's `repetition_penalty` looks at everything, llama.cpp's at the latest 64."""
+    """Penalty and window: vLLM's `repetition_penalty` covers all tokens, llama.cpp's the latest 64."""
     theirs, llamas = body.repetition_penalty, body.repeat_penalty
     if theirs is not None and llamas is not None and theirs != llamas:
         raise InvalidRequest(
@@ -82,16 +82,16 @@ def _repetition(body: GenerationBody) -> tuple[float, int]:
 def encode_prediction(
     tokenizer: Tokenizer, prediction: PredictionBody | None, context_length: int
 ) -> tuple[int, ...]:
-    """Token ids of the expected answer; none if nothing is expected.
+    """Token ids of a predicted output; empty if there is none.
 
     Args:
-        tokenizer: The model's own.
-        prediction: As the request has it.
+        tokenizer: Tokenizer of the model.
+        prediction: Text of the prediction.
         context_length: Positions of a session: no answer is longer.
 
     Raises:
         InvalidRequest: If it is longer than any answer can be.
-        ContextLengthExceeded: If it is so much longer that its tokens need not be counted.
+        ContextLengthExceeded: If it is so much longer that its tokens are not counted.
     """
     if prediction is None:
         return ()
@@ -113,14 +113,14 @@ MAX_ANSWERS: Final = 64
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """One answer to make.
+    """One answer to generate.
 
     Attributes:
-        request: For the engine.
+        request: Request for the engine.
         stops: Strings that end the answer.
-        echo: Text that goes before the answer.
-        wants_token_ids: Whether the answer says its token ids and the prompt's.
-        output_format: How the answer is read.
+        echo: Text before the answer.
+        wants_token_ids: Whether the answer reports its token ids and the prompt's.
+        output_format: Format of the answer.
         is_further: Whether it is a further answer to the prompt of the job before it.
     """
 
@@ -133,7 +133,7 @@ class GenerationJob:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer says how likely its tokens were."""
+        """Whether the answer reports log probabilities."""
         return self.request.num_top_logprobs is not None
 
 
@@ -150,22 +150,22 @@ def make_job(
 ) -> GenerationJob:
     """Fit a request to the model's context.
 
-    A limit that is larger than the room that is left is cut to it: the answer then ends with finish reason
-    `length` where the context does. A limit that no prompt leaves room for is refused. A prompt is never cut.
+    A limit larger than the room left is reduced to it: the answer then ends with finish reason `length` where
+    the context does. A limit that no prompt leaves room for is refused. A prompt is never truncated.
 
     Args:
         backend: The served model.
         body: The checked body.
         prompt: Token ids.
         prompt_param: The field that the prompt came from, for errors.
-        client: The identity of the caller's API key, or None. It has turns of its own, and a history.
+        client: Identity of the API key, or None; used for fairness and for the history of answers.
         default_max_tokens: The limit if the request names none; None is all the room there is.
-        echo: Text that goes before the answer.
-        chat: What it is the prompt of; without one all of the answer is text.
+        echo: Text before the answer.
+        chat: The rendered chat, if it is one; otherwise all of the answer is text.
 
     Raises:
         InvalidRequest: If the prompt is empty, the limit or the prediction is longer than the context, or
-            fields contradict each other, or ask for an answer that no grammar describes.
+            fields contradict each other, or no grammar can describe the requested answer.
         ContextLengthExceeded: If it leaves no room for an answer.
     """
     if not prompt:
@@ -187,7 +187,7 @@ def make_job(
         )
     grammar, output_format = _held_to(body, chat)
     if grammar is not None:
-        # Made here rather than in the event loop, which will need it next.
+        # Computed here rather than in the event loop, which needs it next.
         _ = backend.tokenizer.texts.message
     wanted = body.token_limit or default_max_tokens or room
     request = GenerationRequest(
@@ -207,12 +207,12 @@ def make_job(
 
 
 def _held_to(body: GenerationBody, chat: ChatPrompt | None) -> tuple[str | None, OutputFormat]:
-    """The grammar that the answer must match, if any, and how it is then read."""
+    """The grammar that the answer must match, if any, and the format of the answer."""
     grammar = grammar_of(body)
     if chat is None:
         return grammar, OutputFormat()
     if chat.tools is None:
-        # An answer that is held to a form has no room for reasoning: all of it is content.
+        # An answer that follows a grammar has no room for reasoning: all of it is content.
         return grammar, chat.output_format if grammar is None else replace(
             chat.output_format, splits_reasoning=False
         )
@@ -228,7 +228,7 @@ def _held_to(body: GenerationBody, chat: ChatPrompt | None) -> tuple[str | None,
 
 
 def several(jobs: Sequence[GenerationJob], num_choices: int) -> list[GenerationJob]:
-    """Each job so many times, with seeds that follow one another: the first draws as it would alone.
+    """Each job several times, with consecutive seeds: the first samples as it would alone.
 
     Raises:
         InvalidRequest: If that is more answers than one request may ask for.

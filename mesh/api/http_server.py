@@ -35,32 +35,31 @@ log = structlog.get_logger()
 PATIENCE_S: Final = 60.0
 # A request may take that much longer for each of its bytes: a quarter of an hour for the largest.
 _LEAST_BYTES_PER_S: Final = 16 * 1024
-# The events of one token a second: whoever takes less of what waits keeps a slot from others for little.
+# The rate of one token a second; a slower reader would keep a slot busy for little.
 _LEAST_READ_BYTES_PER_S: Final = 256
 _MOST_CONNECTIONS: Final = 1024
 _RETRY_AFTER_S: Final = 5
 
 
 def most_connections() -> int:
-    """1024, or half of the files that this process may have open if that is less: links need some, too."""
+    """1024, or half of the files that this process may open if that is less: links need some, too."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, soft // 2)
 
 
 class Connection(H11Protocol):
-    """Refused if there are too many; cut when its client does not read, or does not finish its request.
+    """HTTP connection with back-pressure: refused if there are too many, closed if its client is too slow.
 
-    An answer is written as it is read: once the buffers between the two are full, writing waits, and with it
-    the session that makes the answer. This puts an end to that wait; the request then ends as if the client
-    had hung up. A client that reads slowly keeps its connection: of what waits for it 256 bytes a second must
-    be gone after `patience_s`, not all. A request that was begun has as long to arrive, and a little more for
-    each byte.
+    An answer is written as it is read: once the buffers between are full, writing waits, and the session with
+    it. This bounds that wait; the request then ends as if the client had disconnected. A slow reader keeps
+    its connection as long as it takes 256 bytes a second over each `patience_s`. A request that was begun has
+    as long to arrive, and a little more for each byte.
 
     Args:
-        max_connections: At once, idle ones too; the next one's requests get 503.
-        patience_s: How long a client may take hardly anything while something waits for it, or say half a
+        max_connections: Most connections, idle ones included; requests of further ones get 503.
+        patience_s: Time during which a client may take hardly anything that waits for it, or send part of a
             request.
-        uvicorn: What uvicorn gives a connection.
+        uvicorn: Arguments of uvicorn's connection.
     """
 
     def __init__(self, *, max_connections: int, patience_s: float, **uvicorn: Any) -> None:
@@ -72,7 +71,7 @@ class Connection(H11Protocol):
         self._arrival_due_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        """Count it, and wait for its first request no longer than for a next one."""
+        """Count it, and bound the wait for its first request like that for a next one."""
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             self.app = _Refusal(self.app, self._max_connections)
@@ -81,14 +80,14 @@ class Connection(H11Protocol):
         )
 
     def data_received(self, data: bytes) -> None:
-        """More of a request; a clock runs until it is whole."""
+        """More of a request; a timer runs until it is complete."""
         super().data_received(data)
         self._watch_arrival(len(data))
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, in the shape of every other error; cut it in the middle of an answer."""
+        """Answer malformed HTTP with an error object; close the connection if an answer has begun."""
         if self.cycle is not None and not self.cycle.response_complete:
-            # Whoever answers this request already is not to go on.
+            # The task that answers this request is to stop.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
@@ -101,14 +100,14 @@ class Connection(H11Protocol):
             ("connection", "close"),
         ]
         response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-        # The body of a HEAD may be nonsense, too; its answer has none.
+        # The body of a HEAD may be malformed, too; its answer has none.
         with suppress(h11.LocalProtocolError):
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
         self.transport.close()
 
     def pause_writing(self) -> None:
-        """The buffer is full: watch whether it shrinks."""
+        """The buffer is full: check whether it is read."""
         super().pause_writing()
         self._look_again()
 
@@ -118,19 +117,19 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever made the answer hears of it from uvicorn."""
+        """Stop the timers; uvicorn cancels the answer."""
         self._stop_watching()
         self._stop_arrival()
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection; if its last answer was left unread, without waiting for that."""
+        """Close an idle connection; if its last answer is unread, without waiting for that."""
         super().timeout_keep_alive_handler()
         if self.transport.get_write_buffer_size():
             self._cut()
 
     def _look_again(self) -> None:
-        # While writing is paused nothing is added, so that the size tells what was taken.
+        # While writing is paused nothing is added, so the size shows what was read.
         num_bytes = self.transport.get_write_buffer_size()
         self._watch = self.loop.call_later(self._patience_s, self._look, num_bytes)
 
@@ -183,7 +182,7 @@ class Connection(H11Protocol):
 
 
 class _Refusal:
-    """What a connection too many gets: 503, and its end. `/health` is told: busy is not ill."""
+    """Answer for connections beyond the limit: 503, then closed. `/health` still answers 200."""
 
     def __init__(self, app: ASGIApp, max_connections: int) -> None:
         self._app = app
@@ -207,7 +206,7 @@ class _Refusal:
 
 class _AsEvents(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # Without the traceback: the only ones that get this far are answers cut off at shutdown.
+        # Without the traceback: only answers ended by a shutdown get this far.
         log.log(record.levelno, "http_server", text=record.getMessage().strip())
 
 
@@ -222,7 +221,7 @@ def route_uvicorn_log() -> None:
 
 # Open answers end at once; this bounds the wait for clients that do not read.
 _SHUTDOWN_S: Final = 1
-# Longer than the clients' own, so that it is they who close idle connections and none is lost in a race.
+# Longer than clients' own timeouts, so that clients close idle connections and no request is lost in a race.
 _KEEP_ALIVE_S: Final = 75
 # Hundreds of tokens as events.
 _SEND_BUFFER_BYTES: Final = 64 * 1024
@@ -238,25 +237,25 @@ async def serve_api(
     patience_s: float = PATIENCE_S,
     is_insecure: bool = False,
 ) -> AsyncGenerator[str, None]:
-    """Serve an app of `create_app` while the block runs; give the base URL.
+    """Serve an app of `create_app` while the block runs; yields the base URL.
 
-    The port is bound first, so a port in use is known before anything else. On leaving, open answers end
+    The port is bound first, so a port in use is reported before anything else. At the end, open answers end
     with an error event and the sockets are closed, which takes well under a second. No signal handler is
-    set: stopping is up to the caller, by leaving the block or by cancellation.
+    installed: the caller stops it by leaving the block or by cancellation.
 
     Args:
         app: From `create_app`.
         host: Name or address to listen on.
         port: 0 takes any free one.
-        max_connections: At once; None for what `most_connections` says.
-        patience_s: How long a client may take hardly anything while something waits for it, and how long a
-            request may take to arrive.
+        max_connections: Most connections; None for the result of `most_connections`.
+        patience_s: Time during which a client may take hardly anything that waits for it, and for a request
+            to arrive.
         is_insecure: Whether other machines may use it without a key.
 
     Raises:
         PortInUse: If another process listens there.
-        MeshError: If the address is not this machine's, or if it can be reached from other machines and
-            the app asks for no API key.
+        MeshError: If the address is not this machine's, or if other machines can reach it and the app needs
+            no API key.
     """
     needs_key = app.state.needs_key
     require_key_beyond_loopback(host, has_keys=needs_key, is_insecure=is_insecure)
@@ -266,7 +265,7 @@ async def serve_api(
     most = most_connections() if max_connections is None else max_connections
     config = uvicorn.Config(
         LocalHosts(app) if is_loopback(host) and not needs_key else app,
-        # Whatever makes connections will do.
+        # A factory of connections works like their class.
         http=partial(Connection, max_connections=most, patience_s=patience_s),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
@@ -289,7 +288,7 @@ async def serve_api(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound but accepts nothing yet.
+    """A bound socket that does not listen yet.
 
     Raises:
         PortInUse: If another process listens there.
@@ -308,7 +307,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         # Without it a restart has to wait for the connections of the last run to time out.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Every connection has it from here; the kernel would keep megabytes for one that is not read.
+        # Inherited by every connection; the kernel would buffer megabytes for one that is not read.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen()
@@ -326,7 +325,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signal handlers alone, and says when it accepts connections."""
+    """Server without signal handlers, and with an event for when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Middleware: CORS, host header, request log, tracing and unexpected errors."""
+"""Middleware: CORS, host header, tracing, request log and unexpected errors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def is_own_origin(origin: str, host_header: str) -> bool:
-    """Whether a browser's Origin is where its request goes, by a name that nobody else can lead here.
+    """Whether a browser's Origin is this server's own, by a name that only this machine can have.
 
-    The two agree for a page of `evil.example`, too, once its owner lets that name lead to this machine (DNS
-    rebinding). So the name must be an address, `localhost`, or what this machine calls itself.
+    Origin and host agree for a page of `evil.example`, too, once its owner resolves that name to this machine
+    (DNS rebinding). So the name must be an address, `localhost`, or this machine's own name.
 
     Args:
         origin: Such as `http://127.0.0.1:8000`.
@@ -63,16 +63,16 @@ _READABLE: Final = (
 
 
 class Cors:
-    """Middleware. For pages of named origins preflights are answered and answers may be read.
+    """Middleware for CORS. Pages of the named origins get answers to preflights and may read answers.
 
-    For any other page a preflight is a request like any other, without a key or of the wrong method, and no
-    header lets the page read what comes back. Browsers send some requests of such pages without asking; where
+    For any other page a preflight is a request like any other, without a key or with the wrong method, and no
+    header lets the page read the answer. Browsers send some requests of such pages without a preflight; where
     no key is needed, those that could change something are refused, unless the page is this server's own.
 
     Args:
-        app: What lies behind it.
-        origins: As a browser writes them; `*` stands for all.
-        has_keys: Whether the API asks for keys: a page has none.
+        app: Next ASGI app.
+        origins: Origins as a browser writes them; `*` stands for all.
+        has_keys: Whether the API needs keys, which other pages do not have.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], *, has_keys: bool) -> None:
@@ -83,14 +83,14 @@ class Cors:
             app,
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
-            # Clients send headers of their own; no cookie opens anything here.
+            # Clients send headers of their own; there are no cookies to protect.
             allow_headers=["*"],
             allow_private_network=True,
             expose_headers=_READABLE,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, by way of Starlette's middleware where the page may, or refuse."""
+        """Pass on, through Starlette's middleware for allowed origins, or refuse."""
         origins = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"origin"]
         is_open = any(origin in self._origins or ANY_ORIGIN in self._origins for origin in origins)
         if is_open:
@@ -107,9 +107,9 @@ class Cors:
         return len(origins) == len(hosts) == 1 and is_own_origin(origins[0], hosts[0])
 
 
-# Against DNS rebinding: a web page of `evil.example` may let that name lead to 127.0.0.1 after it was loaded,
-# and its scripts then talk to the server there as if it were their own. What gives it away is the Host
-# header, which a page cannot choose. Where keys are needed this is not: a page has none.
+# Against DNS rebinding: a page of `evil.example` may resolve that name to 127.0.0.1 after it was loaded, and
+# its scripts then reach the server there as if it were their own. The Host header, which a page cannot
+# choose, reveals it. Not needed where keys are: such a page has none.
 log = structlog.get_logger()
 
 _SHOWN_CHARS: Final = 100
@@ -128,17 +128,17 @@ def names_this_machine(host_header: str) -> bool:
 
 
 class LocalHosts:
-    """Middleware that turns away requests whose Host header names another machine.
+    """Middleware that refuses requests whose Host header names another machine.
 
     Args:
-        app: What lies behind it.
+        app: Next ASGI app.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check, then pass on or answer 421. HTTP/1.0 may leave the header out; no browser does."""
+        """Check, then pass on or answer 421. HTTP/1.0 may omit the header; no browser does."""
         named = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if all(map(names_this_machine, named)):
             await self._app(scope, receive, send)
@@ -156,12 +156,12 @@ _CARRIED: Final = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
 
 
 class Traced:
-    """Middleware behind the gate: who may not ask leaves no span.
+    """Middleware behind the key gate: refused requests leave no span.
 
     Args:
-        app: What lies behind it.
+        app: Next ASGI app.
         tracer: Makes the spans; None makes none.
-        model: The served one.
+        model: Model name of the first model.
     """
 
     def __init__(self, app: ASGIApp, tracer: RequestTracer | None, model: str) -> None:
@@ -170,7 +170,7 @@ class Traced:
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, within a span if the request has one."""
+        """Pass on, within a span if the request gets one."""
         tracer = self._tracer
         if tracer is None or scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
             await self._app(scope, receive, send)
@@ -178,7 +178,7 @@ class Traced:
         headers = {
             _CARRIED[name]: value.decode("latin-1") for name, value in scope["headers"] if name in _CARRIED
         }
-        # A path may name anything: only its first parts are ours, and few.
+        # A path may contain any name: only its first parts are routes, and few.
         path = "/".join(scope["path"].split("/")[:4])
         with tracer.request(scope["method"], path, headers, self._model) as span:
 
@@ -191,7 +191,7 @@ class Traced:
 
 
 def log_unexpected(error: BaseException) -> None:
-    """Log where it happened, without its text and without local variables: both may hold a prompt."""
+    """Log the place of an error, without its text and local variables, which may contain a prompt."""
     frames = traceback.extract_tb(error.__traceback__)
     log.error(
         "request_failed_unexpectedly",
@@ -200,17 +200,17 @@ def log_unexpected(error: BaseException) -> None:
     )
 
 
-# nginx's code for a client that left before its answer; only the log ever shows it.
+# nginx's code for a client that disconnected before its answer; only used in the log.
 CLIENT_GONE_STATUS: Final = 499
 _MAX_PATH_CHARS: Final = 200
 
 
 class RequestLog:
-    """Middleware. What clients write (query, headers, body) is never logged.
+    """Middleware that logs requests, without what clients send: query, headers and body.
 
     Args:
-        app: What lies behind it.
-        random_bits: Random numbers of so many bits.
+        app: Next ASGI app.
+        random_bits: Returns a random integer of the given number of bits.
     """
 
     def __init__(self, app: ASGIApp, random_bits: Callable[[int], int]) -> None:
@@ -241,7 +241,7 @@ class RequestLog:
             except Exception as error:
                 log_unexpected(error)
                 if status != CLIENT_GONE_STATUS:
-                    raise  # part of a response is out: only cutting the connection is left
+                    raise  # part of a response is sent: the connection can only be closed
                 await error_response(error)(scope, receive, send_with_id)
             finally:
                 log.info(

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def usage(jobs: Sequence[GenerationJob], last_parts: Sequence[AnswerPart]) -> dict[str, Any]:
     """Token counts, summed over the answers of one request. A prompt with several answers counts once.
 
-    Tokens of a prediction are those of the request's `prediction`, as OpenAI means them; `timings` counts
-    what all proposers said.
+    Tokens of a prediction are those of the request's `prediction`, as OpenAI counts them; `timings` counts
+    all proposers.
     """
     first = [not job.is_further for job in jobs]
     prompt_tokens = sum(len(job.request.prompt) for job in compress(jobs, first))
@@ -47,7 +47,7 @@ def usage(jobs: Sequence[GenerationJob], last_parts: Sequence[AnswerPart]) -> di
 
 
 def timings(job: GenerationJob, last: AnswerPart) -> dict[str, Any]:
-    """Times of one answer. The first token belongs to the prompt's time, so rates leave it out."""
+    """Times of one answer. The first token counts as prompt time, so rates leave it out."""
     stats = last.stats
     num_prompt, num_decoded = len(job.request.prompt) - stats.num_cached, max(last.num_tokens - 1, 0)
     times: dict[str, Any] = {
@@ -69,7 +69,7 @@ def timings(job: GenerationJob, last: AnswerPart) -> dict[str, Any]:
 
 
 def _prediction_tokens(job: GenerationJob, last: AnswerPart) -> tuple[int, int]:
-    """How many tokens of the request's own prediction were accepted and rejected."""
+    """Accepted and rejected tokens of the request's own prediction."""
     if not job.request.prediction or last.stats.report is None:
         return 0, 0
     counts = last.stats.report().by_proposer.get(PredictionProposer.name)
@@ -80,24 +80,24 @@ def _ratio(amount: float, per: float) -> float:
     return round(amount / per, 3) if per > 0 else 0.0
 
 
-# `choices[].token_ids` holds every token that the model said, as many as `usage.completion_tokens` counts:
-# those without text, the end token and those of a stop string too, as in vLLM. Whoever goes on from an
-# answer, replays it or trains on it needs what was said, and the text does not tell: other tokens may spell
-# the same text, and control tokens have none. In a stream the ids come with the step that committed them,
-# whether or not their text is held back; one chunk's after the other's they are those of the whole answer.
+# `choices[].token_ids` holds every generated token, as many as `usage.completion_tokens` counts: those
+# without text, the end token and those of a stop string included, as in vLLM. Continuing, replaying or
+# training on an answer needs them, and the text does not determine them: other tokens may spell the same
+# text, and control tokens have none. In a stream the ids come with the step that committed them, whether or
+# not their text is held back; concatenated they are those of the whole answer.
 #
-# `prompt_token_ids` are the answer's in a chat and each choice's in a completion, which may have several
+# `prompt_token_ids` belong to the answer in a chat and to each choice in a completion, which may have several
 # prompts; a stream has them in its first chunk, or in the first of each choice.
 ANSWER_FIELD: Final = "token_ids"
 PROMPT_FIELD: Final = "prompt_token_ids"
 
 
 def ids_member(name: str, ids: Sequence[int] | None) -> str:
-    """A further member of a JSON object that has some: `,"token_ids":[1,2]`; nothing if there is none to add.
+    """Another member of a JSON object that has some: `,"token_ids":[1,2]`; empty if there is none to add.
 
     Args:
-        name: Of the field.
-        ids: Its value, or None if it was not asked for.
+        name: Name of the field.
+        ids: Its value, or None if it was not requested.
     """
     return "" if ids is None else f',"{name}":{json.dumps(ids, separators=(",", ":"))}'
 
@@ -106,11 +106,11 @@ _NOTHING: Final = Content("")
 
 
 class EndpointFormat(Protocol):
-    """What tells one endpoint's answers from the other's."""
+    """Format of one endpoint's answers."""
 
     @property
     def id_prefix(self) -> str:
-        """How an answer's id begins."""
+        """Prefix of an answer's id."""
 
     @property
     def whole_object(self) -> str:
@@ -131,31 +131,31 @@ class EndpointFormat(Protocol):
         finish: FinishReason,
         logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """A whole answer's choice."""
+        """A choice of a whole answer."""
 
     def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-        """What a choice says of the probability of some of its tokens."""
+        """Log probabilities of some tokens of a choice."""
 
     def opening(self, index: int) -> str:
-        """The JSON of a stream's first choice, or nothing."""
+        """JSON of a stream's first choice, or empty."""
 
     def delta(self, index: int, piece: MessagePart, logprobs_json: str) -> str:
-        """The JSON of a choice that adds a piece. Runs for every token."""
+        """JSON of a choice with a delta. Runs for every token."""
 
     def closing(self, index: int, finish: FinishReason) -> str:
-        """The JSON of a choice's last chunk."""
+        """JSON of a choice's last chunk."""
 
 
 @dataclass(frozen=True)
 class ResponseWriter:
-    """What surrounds the choices of one answer.
+    """Envelope of the choices of one answer.
 
     Attributes:
-        endpoint_format: The endpoint's.
-        answer_id: Such as `chatcmpl-…`.
+        endpoint_format: Format of the endpoint.
+        answer_id: Id of the answer, such as `chatcmpl-…`.
         created: Unix seconds.
-        model: The served id.
-        fingerprint: What runs here.
+        model: Model name.
+        fingerprint: `system_fingerprint`.
         null_usage: Whether chunks carry `"usage": null`, as they do when a usage chunk will follow.
     """
 
@@ -176,15 +176,15 @@ class ResponseWriter:
         object.__setattr__(self, "_tail", '],"usage":null' if self.null_usage else "]")
 
     def whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The whole answer."""
         return {**self._fields(self.endpoint_format.whole_object), "choices": choices, **more}
 
     def opening_event(self, index: int, prompt_ids: Sequence[int] | None = None) -> bytes:
-        """The event before a choice's first text, or nothing.
+        """Event before a choice's first text, or empty.
 
         Args:
-            index: Of the choice.
-            prompt_ids: The prompt's token ids, if they are wanted.
+            index: Index of the choice.
+            prompt_ids: Token ids of the prompt, if they were requested.
         """
         choice = self.endpoint_format.opening(index)
         if prompt_ids is None:
@@ -202,13 +202,13 @@ class ResponseWriter:
         tokens: Sequence[AnswerToken] | None = None,
         token_ids: Sequence[int] | None = None,
     ) -> bytes:
-        """The events that add pieces to a choice: a few string joins, since it runs for every token.
+        """Events that add parts to a choice: a few string joins, since it runs for every token.
 
         Args:
-            index: Of the choice.
-            message_parts: What to add; even nothing makes an event.
-            tokens: The text's, if their logprobs are wanted.
-            token_ids: What was committed meanwhile, if it is wanted.
+            index: Index of the choice.
+            message_parts: Parts to add; an empty one makes an event, too.
+            tokens: Tokens of the text, if their log probabilities were requested.
+            token_ids: Ids committed meanwhile, if they were requested.
         """
         events = b""
         for piece in message_parts or (_NOTHING,):
@@ -219,7 +219,7 @@ class ResponseWriter:
             )
             choice = self.endpoint_format.delta(index, piece, logprobs)
             events += self._event(choice, ids_member(ANSWER_FIELD, token_ids))
-            # All that belongs to the step goes with its first piece.
+            # Everything of a step goes with its first part.
             tokens = None
             token_ids = None if token_ids is None else ()
         return events
@@ -231,14 +231,14 @@ class ResponseWriter:
         timings: dict[str, Any] | None,
         token_ids: Sequence[int] | None = None,
     ) -> bytes:
-        """The event that ends a choice; arguments as above."""
+        """Event that ends a choice; arguments as for `part_events`."""
         more = "" if timings is None else f',"timings":{json.dumps(timings)}'
         return self._event(
             self.endpoint_format.closing(index, finish), ids_member(ANSWER_FIELD, token_ids), more
         )
 
     def usage_event(self, usage: dict[str, Any], timings: dict[str, Any] | None) -> bytes:
-        """The event that ends a stream whose client asked for the counts. It has no choices."""
+        """Event that ends a stream with usage. It has no choices."""
         fields = {**self._fields(self.endpoint_format.chunk_object), "choices": [], "usage": usage}
         if timings is not None:
             fields["timings"] = timings
@@ -259,9 +259,9 @@ class ResponseWriter:
         }
 
 
-# A token that is no whole UTF-8 text is written with escapes, as OpenAI does; its bytes stand beside it. A
-# control token has a name and no bytes.
-# JSON has no infinity; OpenAI's word for "very unlikely".
+# A token that is no complete UTF-8 text is written with escapes, as OpenAI does, beside its bytes. A control
+# token has a name and no bytes.
+# JSON has no infinity; OpenAI's value for "very unlikely".
 _IMPOSSIBLE: Final = -9999.0
 
 
@@ -278,7 +278,7 @@ def chat_logprobs(tokens: Iterable[AnswerToken], tokenizer: Tokenizer) -> dict[s
 
 
 def completion_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion: the drawn token stands among the likeliest in any case."""
+    """`choices[].logprobs` of a completion: always includes the sampled token."""
     top_logprobs = []
     for token in tokens:
         likeliest: dict[str, float] = {}
@@ -315,17 +315,17 @@ def _finite(logprob: float) -> float:
 
 _ALPHABET: Final = string.ascii_letters + string.digits
 _NUM_CHARS: Final = 24
-# Mistral's templates refuse ids of any other length.
+# Mistral's templates reject ids of any other length.
 _MISTRAL_CHARS: Final = 9
 _BITS: Final = 160
 
 
 class CallIds:
-    """Makes one at each call.
+    """Generator of ids of tool calls.
 
     Args:
-        random_bits: Random numbers of so many bits.
-        call_format: What the model's template wants.
+        random_bits: Returns a random integer of the given number of bits.
+        call_format: Format of the model's calls, with its rules for ids.
     """
 
     def __init__(self, random_bits: Callable[[int], int], call_format: CallFormat) -> None:
@@ -333,7 +333,7 @@ class CallIds:
         self._is_mistral = call_format is CallFormat.MISTRAL
 
     def __call__(self) -> str:
-        """A new one, such as `call_…`."""
+        """A new id, such as `call_…`."""
         rest = self._random_bits(_BITS)
         chars = []
         for _ in range(_MISTRAL_CHARS if self._is_mistral else _NUM_CHARS):

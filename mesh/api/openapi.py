@@ -177,7 +177,7 @@ class Anything(_Answer):
 
 
 _REF: Final = "#/components/schemas/{model}"
-# What any route may answer, whatever its own work is.
+# Statuses of every route.
 _ANYWHERE: Final = {
     400: "The request is malformed.",
     401: "An API key is needed, or another one.",
@@ -193,17 +193,17 @@ _ELSEWHERE: Final = {
 _RETRY: Final = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
 _WITH_RETRY: Final = frozenset({429, 503})
 _SCHEME: Final = "key"
-# Those that routes say they take.
+# Bodies of all routes.
 _bodies: set[type[BaseModel]] = set()
 
 
 def answers(ok: type[BaseModel], *also: int, is_streamed: bool = False) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route: one good answer, and all the bad ones.
+    """`responses` of a route: the good answer and all errors.
 
     Args:
-        ok: The body of a 200.
-        also: Statuses that not every route has.
-        is_streamed: Whether a 200 may be a stream of events instead.
+        ok: Body of a 200.
+        also: Error statuses of this route only.
+        is_streamed: Whether a 200 may be a stream of events as well.
     """
     good: dict[str, Any] = {"model": ok}
     if is_streamed:
@@ -212,10 +212,10 @@ def answers(ok: type[BaseModel], *also: int, is_streamed: bool = False) -> dict[
 
 
 def refuses(*also: int) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route, only the bad ones.
+    """`responses` of a route, only errors.
 
     Args:
-        also: Statuses that not every route has.
+        also: Error statuses of this route only.
     """
     texts = _ANYWHERE | {status: _ELSEWHERE[status] for status in also}
     return {
@@ -226,12 +226,12 @@ def refuses(*also: int) -> dict[int | str, dict[str, Any]]:
 
 
 def answers_with(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route that answers other JSON than an object."""
+    """`responses` of a route whose answer is JSON other than an object."""
     return {**answers(ErrorBody), 200: {"content": {"application/json": {"schema": schema}}}}
 
 
 def answers_text(description: str, media_type: str = "text/plain") -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route whose good answer is no JSON."""
+    """`responses` of a route whose answer is text."""
     content = {media_type: {"schema": {"type": "string"}}}
     return {**answers(ErrorBody), 200: {"description": description, "content": content}}
 
@@ -244,10 +244,10 @@ def takes(body: type[BaseModel]) -> dict[str, Any]:
 
 
 class DocumentedApp(FastAPI):
-    """FastAPI, which knows the routes; the bodies that they read themselves are added."""
+    """FastAPI whose document includes bodies that routes read themselves."""
 
     def openapi(self) -> dict[str, Any]:
-        """The document; made once."""
+        """The document, cached."""
         if self.openapi_schema is None:
             document = super().openapi()
             components = document["components"]
@@ -258,10 +258,10 @@ class DocumentedApp(FastAPI):
             document["security"] = [{_SCHEME: []}]
             for path in document["paths"].values():
                 for operation in path.values():
-                    # Paths hold text only, so that this error of FastAPI's cannot come.
+                    # Path parameters are text, so this error of FastAPI's cannot occur.
                     operation["responses"].pop("422", None)
                     if "501" in operation["responses"]:
-                        # Nor can a good answer, which FastAPI takes for granted.
+                        # Nor does this route have a good answer, which FastAPI adds by default.
                         operation["responses"].pop("200", None)
             for name in ("HTTPValidationError", "ValidationError"):
                 components["schemas"].pop(name, None)

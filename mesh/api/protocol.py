@@ -1,7 +1,6 @@
 """Request bodies of the OpenAI API, tools included.
 
-Fields that are not named here land in `model_extra`, for `mesh.api.request_parsing` and
-`mesh.api.request_parsing` to look at.
+Fields that are not named here are in `model_extra`, which `mesh.api.request_parsing` checks.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ _SHOWN_CHARS = 32
 
 
 def between(least: float, most: float, note: str = "") -> AfterValidator:
-    """A validator for a field that holds a number or nothing.
+    """A validator for a field with an optional number.
 
     Args:
-        least: Smallest value that is allowed.
-        most: Largest.
-        note: What else to say when refusing, such as which value switches it off.
+        least: Smallest permitted value.
+        most: Largest permitted value.
+        note: Addition to the error, such as the value that switches the field off.
     """
 
     def check(value: float | None) -> float | None:
@@ -70,7 +69,7 @@ def between(least: float, most: float, note: str = "") -> AfterValidator:
 
 
 def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias; none for null. Whether the ids exist is for whoever knows the vocabulary.
+    """Pairs of token id and bias; empty for null. Whether the ids exist is checked later.
 
     Raises:
         PydanticCustomError: Naming the entry at fault.

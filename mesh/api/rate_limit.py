@@ -20,14 +20,14 @@ _MINUTE_S: Final = 60.0
 
 
 class TokenBucket:
-    """Holds a minute's share, fills evenly, and is drawn from; see RFC 2697 for the idea.
+    """Token bucket for a limit per minute; fills evenly; see RFC 2697 for the idea.
 
-    What costs more than a minute's share is let through when the bucket is full, and the bucket then owes:
-    nothing is shut out for good, and over time the share holds all the same.
+    An amount above the limit is let through when the bucket is full, and the bucket is then negative: no
+    request is refused for good, and the limit holds over time.
 
     Args:
-        per_minute: The share, at least 1.
-        now_s: A steady clock, in seconds.
+        per_minute: The limit, at least 1.
+        now_s: Monotonic clock, seconds.
     """
 
     def __init__(self, per_minute: int, now_s: float) -> None:
@@ -36,12 +36,12 @@ class TokenBucket:
         self._at_s = now_s
 
     def level(self, now_s: float) -> float:
-        """What is in it; less than nothing while it owes."""
+        """Its level; negative after a larger amount."""
         filled = self._level + max(0.0, now_s - self._at_s) * self.per_minute / _MINUTE_S
         return min(filled, self.per_minute)
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until `amount` may be drawn, if nobody else draws; 0 if it may be now."""
+        """Seconds until `amount` may be drawn, without other draws; 0 if it may be drawn now."""
         return self._seconds_to(min(amount, self.per_minute), now_s)
 
     def full_in_s(self, now_s: float) -> float:
@@ -49,7 +49,7 @@ class TokenBucket:
         return self._seconds_to(self.per_minute, now_s)
 
     def draw(self, amount: float, now_s: float) -> None:
-        """Take `amount` out, whether or not it is there; less than nothing puts it back."""
+        """Draw `amount`, whether or not it is there; a negative one puts it back."""
         self._level = min(self.level(now_s) - amount, self.per_minute)
         self._at_s = max(self._at_s, now_s)
 
@@ -58,15 +58,15 @@ class TokenBucket:
 
 
 RESERVATION: Final = "spanmesh.visit"
-# Rounding must turn nobody away: far less than one token, and than one second.
+# Rounding errors must refuse nothing: far less than one token, and than one second.
 _EPSILON: Final = 1e-6
 
 
 class ConcurrencyLimit:
-    """How many answers of a key may be under way at once, how many are, and how long they took lately.
+    """Concurrent answers of a key, and how long they took recently.
 
     Attributes:
-        num_taken: Answers under way.
+        num_taken: Answers in progress.
     """
 
     def __init__(self) -> None:
@@ -75,31 +75,31 @@ class ConcurrencyLimit:
         self._hold_times = HoldTimes(1)
 
     def num_free(self, most: int) -> int:
-        """How many more may be.
+        """How many more may begin.
 
         Args:
-            most: At once, as of now.
+            most: Current limit.
         """
         if most != self._most:
             self._most, self._hold_times = most, HoldTimes(most)
         return max(0, most - self.num_taken)
 
     def release(self, held_s: float) -> None:
-        """One is over after so long."""
+        """Record the end of an answer, and its duration."""
         self.num_taken -= 1
         self._hold_times.add(held_s)
 
     def retry_after_s(self) -> int:
-        """Whole seconds until one of them is over."""
+        """Estimated whole seconds until one of them ends."""
         return self._hold_times.retry_after_s(1)
 
 
 class KeyLimits:
-    """What one key has left: requests and tokens, each where it is limited, and answers at once.
+    """State of one key's limits: requests and tokens per minute, and concurrent answers.
 
     Attributes:
-        requests: Of this minute, or None for no limit.
-        tokens: Likewise.
+        requests: Requests per minute, or None for no limit.
+        tokens: Tokens per minute, or None for no limit.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class KeyLimits:
         self._concurrency: dict[str | None, ConcurrencyLimit] = {}
 
     def update(self, record: KeyRecord, now_s: float) -> None:
-        """Take the limits that the key has now; where they are others than before, buckets begin anew."""
+        """Apply the key's current limits; buckets of changed limits begin anew."""
         requests, tokens = limits = (record.requests_per_minute, record.tokens_per_minute)
         if limits != self._limits:
             self._limits = limits
@@ -117,20 +117,19 @@ class KeyLimits:
             self.tokens = None if tokens is None else TokenBucket(tokens, now_s)
 
     def places(self, model_id: str | None) -> ConcurrencyLimit:
-        """Those of the key at a model, or where one number counts for all models, by None."""
+        """Concurrent answers of the key for a model, or for all models (None) under one limit."""
         return self._concurrency.setdefault(model_id, ConcurrencyLimit())
 
 
 class TokenReservation:
-    """One request on the account of its key.
+    """Tokens and concurrent answers reserved for one request of a key.
 
-    Tokens and places are reserved when it is admitted. Places are given back as its answers end, all that is
-    left at its end.
+    Reserved when the request is admitted; places are given back as its answers end, the rest at its end.
 
     Args:
-        record: Of the key.
-        limits: Of the key.
-        now_s: A steady clock, in seconds.
+        record: Record of the key.
+        limits: Limits of the key.
+        now_s: Monotonic clock, seconds.
     """
 
     def __init__(self, record: KeyRecord, limits: KeyLimits, now_s: Callable[[], float]) -> None:
@@ -148,23 +147,23 @@ class TokenReservation:
         """Count the request.
 
         Raises:
-            RateLimited: If the key has had its requests of this minute.
+            RateLimited: If the key has reached its requests per minute.
         """
         self._draw(self._limits.requests, 1, "requests")
 
     def acquire(self, num_wanted: int, model_id: str, num_slots: int | None) -> int:
-        """Take places for answers that are to be made at once: one at least, fewer than wanted if need be.
+        """Reserve places for concurrent answers: at least one, fewer than wanted if need be.
 
         Args:
-            num_wanted: Answers that could be made at once, at least 1.
-            model_id: Who makes them.
-            num_slots: How many the model makes at once, or None if that is not known.
+            num_wanted: Answers that could run at once, at least 1.
+            model_id: Model name.
+            num_slots: Concurrent answers of the model, or None if unknown.
 
         Returns:
-            How many may be made at once.
+            Number of answers that may run at once.
 
         Raises:
-            RateLimited: If the key has as many under way as it may have.
+            RateLimited: If the key has reached its concurrent answers.
         """
         most = self._max_concurrent
         is_default = most is None
@@ -189,7 +188,7 @@ class TokenReservation:
         return self._num_places
 
     def release(self, num_left: int) -> None:
-        """Give back the places that answers still to come do not need.
+        """Give back places that further answers do not need.
 
         Args:
             num_left: Answers that are not over.
@@ -199,7 +198,7 @@ class TokenReservation:
             self._concurrency.release(self._now_s() - self._since_s)
 
     def reserve(self, num_tokens: int) -> None:
-        """Set aside what the request may come to: its prompt, and the longest answer that it allows.
+        """Reserve the most tokens that the request may use: its prompt, and the longest answer allowed.
 
         Raises:
             RateLimited: If the key has too few tokens left for now.
@@ -208,18 +207,18 @@ class TokenReservation:
         self._num_reserved += num_tokens
 
     def spend(self, num_tokens: int) -> None:
-        """Note what was computed for it."""
+        """Record tokens that were computed for it."""
         self._num_spent += num_tokens
 
     def settle(self) -> None:
-        """Give back what was reserved and not spent, and all places."""
+        """Give back unused tokens, and all places."""
         self.release(0)
         if self._limits.tokens is not None:
             self._limits.tokens.draw(self._num_spent - self._num_reserved, self._now_s())
         self._num_reserved = self._num_spent = 0
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What is left, under the names that OpenAI's clients read; nothing where nothing is limited."""
+        """What is left, in OpenAI's headers; empty where nothing is limited."""
         now_s = self._now_s()
         found: list[tuple[bytes, bytes]] = []
         buckets = (("requests", self._limits.requests), ("tokens", self._limits.tokens))
@@ -251,10 +250,10 @@ class TokenReservation:
 
 
 class RateLimits:
-    """Every key's, kept from request to request.
+    """Limits of all keys, kept between requests.
 
     Args:
-        now_s: A steady clock, in seconds.
+        now_s: Monotonic clock, seconds.
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
@@ -262,19 +261,19 @@ class RateLimits:
         self._by_identity: dict[str, KeyLimits] = {}
 
     def reserve(self, record: KeyRecord) -> TokenReservation:
-        """A new request of a key."""
+        """Reservation for a new request of a key."""
         limits = self._by_identity.setdefault(record.identity, KeyLimits())
         limits.update(record, self._now_s())
         return TokenReservation(record, limits, self._now_s)
 
     def forget(self, identities: Collection[str]) -> None:
-        """Let go of what keys had that were removed."""
+        """Drop the limits of removed keys."""
         for identity in identities:
             self._by_identity.pop(identity, None)
 
 
 def reservation_of(scope: Scope) -> TokenReservation | None:
-    """The account of a request; None where the API is open."""
+    """Reservation of a request; None where the API is open."""
     found: TokenReservation | None = scope.get(RESERVATION)
     return found
 

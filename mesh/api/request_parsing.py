@@ -1,4 +1,4 @@
-"""Parsing of request bodies, with unknown and unsupported fields."""
+"""Parsing of request bodies; unknown and unsupported fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 
-# A parser makes an object for each value: two mebibytes of nested brackets hold up all other answers for most
+# A parser makes an object for each value: two mebibytes of nested brackets block all other answers for most
 # of a second. Text, however long, is one value, and costs next to nothing.
 _LEAST_VALUES: Final = 16384
 _VALUES_PER_POSITION: Final = 4
@@ -24,21 +24,21 @@ _MOST_VALUES: Final = 2**18
 
 
 def max_values(context_length: int) -> int:
-    """Values of the largest body that is parsed: a full context as token ids, and ample fields beside."""
+    """Most values of a body: a full context as token ids, and ample fields beside."""
     return min(_LEAST_VALUES + _VALUES_PER_POSITION * context_length, _MOST_VALUES)
 
 
 def has_at_most(data: bytes, most: int) -> bool:
-    """Whether a JSON text has no more than about so many values and containers.
+    """Whether a JSON text has no more than about this many values and containers.
 
     Args:
-        data: The text; it need not be JSON.
-        most: An array of so many numbers still passes.
+        data: The text, not necessarily valid.
+        most: An array of this many numbers still passes.
     """
     if _count(data) <= most:
         return True
-    # Commas and brackets in strings do not count. What is escaped goes first, so that every quote that is
-    # left begins or ends a string.
+    # Commas and brackets in strings do not count. Escapes are removed first, so that every remaining quote
+    # begins or ends a string.
     bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     if bare.count(b'"') > 4 * most:
         return False
@@ -56,7 +56,7 @@ _MAX_NAME_CHARS: Final = 64
 
 
 class UnknownFields:
-    """Remembers which names were logged. Bounded, since clients choose them."""
+    """Names of unknown fields that were logged. Bounded, since clients choose them."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -69,10 +69,10 @@ class UnknownFields:
                 log.info("unknown_field_ignored", field=name)
 
 
-# Each with the values that ask for nothing; null always does.
+# Each with the values that request nothing; null always does.
 _HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "best_of": (1,),
-    # Chats have these two.
+    # Supported by chats.
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -95,7 +95,7 @@ NAMES: Final = frozenset(_HARMLESS)
 
 
 def describe(schema: dict[str, Any]) -> None:
-    """Add these fields to the JSON schema of a request body, each with what it may hold."""
+    """Add these fields to the JSON schema of a request body, each with its permitted values."""
     for name, values in _HARMLESS.items():
         schema["properties"].setdefault(name, {"enum": [None, *values]})
 
@@ -104,7 +104,7 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
     """Check the fields that no schema names.
 
     Raises:
-        InvalidRequest: Naming the first one that asks for something.
+        InvalidRequest: Naming the first one that requests something.
     """
     for name, value in fields.items():
         if name in _HARMLESS and value is not None and not _is_one_of(value, _HARMLESS[name]):
@@ -112,7 +112,7 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
 
 
 def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
-    # True == 1 in Python, but `n: true` is a slip.
+    # True == 1 in Python, but `n: true` is a mistake.
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in harmless)
 
 
@@ -124,9 +124,9 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def max_body_bytes(context_length: int) -> int:
-    """Bytes of the largest body that is read: ample for a full context, little enough to parse in a moment.
+    """Most bytes of a body: ample for a full context, few enough to parse quickly.
 
-    Parsing holds up all other answers, since it cannot be shared out among threads.
+    Parsing blocks all other answers, since it cannot be divided among threads.
     """
     return min(_LEAST_BYTES + _BYTES_PER_POSITION * context_length, _MOST_BYTES)
 
@@ -136,17 +136,17 @@ async def read_body(
 ) -> Body:
     """Read, parse and check a JSON body.
 
-    The content type must be JSON's: a web page cannot send that to another origin without asking first,
-    so no page can make a visitor's browser use a server on the visitor's own machine.
+    The content type must be JSON's: a web page cannot send that to another origin without a preflight, so no
+    page can make a visitor's browser use a server on the visitor's own machine.
 
     Args:
-        request: With the body.
-        kind: What it must be.
-        unknown: Where fields that nobody knows are noted.
-        context_length: Positions of a session; longer ones want larger bodies.
+        request: Request with the body.
+        kind: Model of the body.
+        unknown: Records unknown fields.
+        context_length: Positions of a session; longer ones permit larger bodies.
 
     Raises:
-        RequestTooLarge: As soon as it is known, whatever of it is still to come.
+        RequestTooLarge: As soon as it is known, before the rest is received.
         InvalidRequest: Naming the field at fault, if it is one.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -201,13 +201,13 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def as_invalid_request(error: ValidationError, within: str = "") -> InvalidRequest:
-    """What was wrong first, naming the field.
+    """The first error, naming the field.
 
     Args:
-        error: Of a body, or of part of one.
-        within: Where in the body that part is.
+        error: Error of a body, or of part of one.
+        within: Path of that part in the body.
     """
-    # The input itself stays out of the message: it may be part of a prompt.
+    # Without the input, which may be part of a prompt.
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = within
     for step in first["loc"]:

@@ -1,4 +1,4 @@
-"""Store of responses by API key."""
+"""Response store: answers of /v1/responses kept for later requests, by API key."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MAX_BYTES: Final = 16 * 2**20
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """One answer and what led to it.
+    """One answer and its conversation.
 
     Attributes:
-        messages: The conversation as chat templates know it, the answer included.
-        response: As the client had it.
+        messages: The conversation in the form of chat templates, the answer included.
+        response: The response as sent to the client.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -29,11 +29,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The latest answers of each client. A restart forgets them all.
+    """The latest answers of each client, in memory.
 
     Args:
-        max_responses: Of one client.
-        max_bytes: Of one client, counted as JSON; one that is larger is not kept.
+        max_responses: Most answers of one client.
+        max_bytes: Most bytes of one client, counted as JSON; a larger answer is not kept.
     """
 
     def __init__(self, max_responses: int = _MAX_RESPONSES, max_bytes: int = _MAX_BYTES) -> None:
@@ -42,12 +42,12 @@ class ResponseStore:
         self._by_client: dict[str | None, _Shelf] = {}
 
     def put(self, client: str | None, id: str, stored: StoredResponse) -> None:
-        """Keep one, and let go of the client's oldest where there is no room.
+        """Store an answer, and drop the client's oldest ones where there is no room.
 
         Args:
-            client: The identity of the API key, or None where nobody is told apart.
-            id: Of the answer.
-            stored: What to keep.
+            client: Identity of the API key, or None where the API is open.
+            id: Id of the answer.
+            stored: The answer.
         """
         shelf = self._by_client.setdefault(client, _Shelf())
         shelf.put(id, stored)
@@ -55,17 +55,17 @@ class ResponseStore:
             shelf.remove(next(iter(shelf.held)))
 
     def get(self, client: str | None, id: str) -> StoredResponse | None:
-        """One of the client's own, if it is still there."""
+        """An answer of the client, if it is still stored."""
         shelf = self._by_client.get(client)
         return None if shelf is None or id not in shelf.held else shelf.held[id][0]
 
     def forget(self, clients: Collection[str]) -> None:
-        """Let go of all that clients have whose keys were removed."""
+        """Drop all answers of clients whose keys were removed."""
         for client in clients:
             self._by_client.pop(client, None)
 
     def remove(self, client: str | None, id: str) -> bool:
-        """Forget one of the client's own; returns whether it was there."""
+        """Drop an answer of the client; returns whether it was stored."""
         shelf = self._by_client.get(client)
         return shelf is not None and shelf.remove(id)
 

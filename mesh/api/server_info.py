@@ -1,4 +1,4 @@
-"""Endpoints that tell of the server: models, versions, health, status and metrics."""
+"""Endpoints about the server: models, versions, health, status and metrics."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def embeddings() -> Response:
     raise NotSupported(_EMBEDDINGS)
 
 
-# Of a model's status; what is left out is of the mesh, or for `/metrics`.
+# Fields of a model's status; the others concern the mesh, or are in `/metrics`.
 _OF_MODEL: Final = (
     *("model", "phase", "ready", "lost", "plan", "stages", "sessions", "tokens", "repairs", "failures"),
 )
@@ -98,16 +98,16 @@ async def health(request: Request) -> Response:
 @router.get("/mesh/status", response_model=None, responses=answers(Anything))
 async def mesh_status(request: Request) -> Response:
     """Hosts, stages and counts, as `mesh status` shows them: of the first model, and `models` of each."""
-    # Some may go while the others are asked.
+    # Models may be unloaded during the loop.
     found = [(backend.model_id, await whole_status(backend)) for backend in backends_of(request)]
     return json_response({**found[0][1], "models": [_of_model(name, status) for name, status in found]})
 
 
 async def whole_status(backend: Backend) -> dict[str, Any]:
-    """The status, with what the stages themselves count where they answer, and tokens since the start."""
+    """The status with the stages' counters, where they answer, and token counts since the start."""
     counts = [] if backend.stage_counts is None else await backend.stage_counts()
     status = dict(backend.status())
-    # A repair may have come between the two questions.
+    # A recovery may have come between the two queries.
     if counts and len(counts) == len(status.get("stages", ())):
         status["stages"] = [{**stage, **own} for stage, own in zip(status["stages"], counts, strict=True)]
     status["tokens"] = {

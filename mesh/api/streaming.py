@@ -32,21 +32,21 @@ Result = TypeVar("Result")
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before its answer was complete."""
+    """The client disconnected before its answer was complete."""
 
 
 async def cancel_on_disconnect(
     work: Coroutine[None, None, Result], receive: Receive, closing: asyncio.Event
 ) -> Result:
-    """Run `work`; cancel it, and wait until it has cleaned up, once nobody wants its result any more.
+    """Run `work`; cancel it, and wait for its cleanup, when the client or the server is gone.
 
     Args:
-        work: What to do.
-        receive: The request's ASGI channel, its body already read.
+        work: The work.
+        receive: ASGI channel of the request, its body already read.
         closing: Set when the server shuts down.
 
     Raises:
-        ClientGoneError: If the client hung up.
+        ClientGoneError: If the client disconnected.
         ClusterError: If the server shuts down.
     """
     worker = asyncio.create_task(work)
@@ -76,10 +76,11 @@ log = structlog.get_logger()
 
 PING: Final = b": ping\n\n"
 DONE: Final = b"data: [DONE]\n\n"
-# An engine that refuses a request does so at once. For this long nothing is sent, so that the refusal can
-# still be an HTTP status instead of an event in a stream that began with 200.
+# An engine refuses a request at once. For this long nothing is sent, so that the refusal can still be an HTTP
+# status instead of an event in a stream that began with 200.
 GRACE_S: Final = 0.05
-# While a lost stage is replaced the engine takes its time to refuse; but no client hears nothing for longer.
+# While a lost stage is replaced the engine may refuse later; but every client hears something within this
+# time.
 _LONGEST_GRACE_S: Final = 3.0
 
 
@@ -88,15 +89,15 @@ def _error_event(error: BaseException) -> bytes:
 
 
 class EventStream(Response):
-    """Runs a producer and sends what it emits; pings while it is silent; stops it when the client leaves.
+    """Runs a producer and sends its events; pings while it is silent; stops it when the client leaves.
 
     Args:
         produce: Emits whole events, then returns.
         closing: Set when the server shuts down.
-        ping_interval_s: A stream that has been silent this long sends a comment.
+        ping_interval_s: A stream that has been silent for this long sends a comment.
         is_whole: Whether the engine answers, or refuses, at once.
-        done: What ends a stream that went well.
-        format_error: The events that end one that did not.
+        done: End of a stream without error.
+        format_error: Returns the events that end a stream with an error.
     """
 
     media_type = "text/event-stream"
@@ -168,7 +169,7 @@ class EventStream(Response):
 
 
 class _Sink:
-    """The response's way out. Producer and pinger both write; each write goes out whole."""
+    """Output of the response. Producer and pinger both write; each write is sent whole."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._send = send
@@ -207,15 +208,15 @@ async def respond(
     """Answer a request.
 
     Args:
-        request: Whose client to watch.
+        request: Request of the client.
         backend: The served model.
-        body: Says whether to stream.
-        endpoint_format: The endpoint's.
+        body: Body of the request.
+        endpoint_format: Format of the endpoint.
         jobs: One for each choice.
 
     Raises:
-        RateLimited: If the caller's API key has too few tokens left for now, or enough answers under way.
-        MeshError: Whatever the engine raises before the response begins.
+        RateLimited: If the API key has too few tokens left, or has reached its concurrent answers.
+        MeshError: Any error of the engine before the response begins.
     """
     backend, num_at_once = metered(request.scope, backend, jobs, most_at_once=_MAX_JOBS_AT_ONCE)
     writer = ResponseWriter(
@@ -266,7 +267,7 @@ async def _whole_answer(choice_group: ChoiceGroup, index: int) -> tuple[list[Ans
 
 
 class _Stream:
-    """Writes the choices of one answer as they come, and the counts at the end.
+    """Sends the choices of one answer as they come, and the usage at the end.
 
     A stream of one choice carries `timings` in its last chunk.
     """
@@ -334,5 +335,5 @@ async def _run_all(works: Sequence[Coroutine[None, None, Result]], num_at_once: 
         raise failures.exceptions[0] from None
     finally:
         for work in works:
-            work.close()  # those that never had their turn
+            work.close()  # those that were never started
     return [task.result() for task in tasks]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mesh.api.protocol import FunctionBody, GenerationBody, ResponseFormatBody
 
 
-# A model that never stops calling is stopped.
+# Bound for a model that never stops calling.
 MAX_CALLS: Final = 16
 _CALL: Final = Ref("call")
 _SPACES: Final = times(chars(" ", "\n"), 0, 4)
@@ -29,11 +29,11 @@ _SPACES: Final = times(chars(" ", "\n"), 0, 4)
 
 @dataclass(frozen=True)
 class AlternativeSchema:
-    """JSON that may come instead of calls.
+    """JSON schema of an answer in place of calls.
 
     Attributes:
-        schema: Of it.
-        param: The request's field that it came from, for errors.
+        schema: The schema.
+        param: The request's field with the schema, for errors.
     """
 
     schema: Any
@@ -52,13 +52,13 @@ def call_grammar(
 
     Args:
         functions: Each with `name` and `parameters`, a JSON schema.
-        call_format: How calls are written.
-        has_one_call: Whether there is only one.
-        thought_end: What ends the reasoning that the prompt began, if it did: the calls come behind it.
-        alternative: What may come instead of calls, if anything.
+        call_format: Format of calls.
+        has_one_call: Whether there is only one call.
+        thought_end: End mark of the reasoning that the prompt begins, if it does: the calls follow it.
+        alternative: Alternative to calls, if there is one.
 
     Raises:
-        InvalidRequest: If a schema cannot be a grammar.
+        InvalidRequest: If a schema cannot be expressed as a grammar.
     """
     rules: dict[str, Expression] = {}
     calls = []
@@ -118,7 +118,7 @@ def _several(one: Expression, between: str, most_more: int) -> Expression:
 
 
 def _thoughts(end: str) -> Expression:
-    """Any text without what looks like the beginning of the end."""
+    """Any text without the beginning of the end mark."""
     first, second = (_but(letter) for letter in end[:2])
     return times(either(first, seq(end[0], second)), 0, None)
 
@@ -127,20 +127,20 @@ def _but(letter: str) -> Chars:
     return Chars(complement(((ord(letter), ord(letter)),)))
 
 
-# Requests come again and again with the same schema.
+# Requests repeat their schemas.
 _MAX_CACHED: Final = 64
 
 
 def grammar_of(body: GenerationBody) -> str | None:
-    """The grammar that an answer must match; None if it is free.
+    """GBNF that an answer must match; None if it is free.
 
-    A large schema takes a second: not for the event loop.
+    A large schema takes a second: not to be called in the event loop.
 
     Args:
         body: The checked body.
 
     Raises:
-        InvalidRequest: If a schema cannot be a grammar, a grammar is none, or two of them are given.
+        InvalidRequest: If a schema cannot be expressed as a grammar, a grammar is invalid, or two are given.
     """
     found = {
         "response_format": _of_format(body.response_format),
@@ -157,7 +157,7 @@ def grammar_of(body: GenerationBody) -> str | None:
 
 
 def schema_of(body: GenerationBody) -> AlternativeSchema | None:
-    """The schema that an answer must match, of a body that has a grammar; None if it came as a grammar."""
+    """The schema that an answer must match; None if the body has a grammar instead."""
     if body.json_schema is not None:
         return AlternativeSchema(body.json_schema, "json_schema")
     wanted = body.response_format
@@ -183,7 +183,7 @@ def _of_format(wanted: ResponseFormatBody | None) -> str | None:
 
 def _of_schema(schema: Any, param: str) -> str:
     try:
-        # The order of properties is the answer's: it tells two schemas apart.
+        # Properties of an answer come in the schema's order: it distinguishes schemas.
         return _converted(json.dumps(schema), param)
     except RecursionError:
         raise InvalidRequest(f"{param}: it nests too deep: make it flatter", param=param) from None
@@ -201,12 +201,12 @@ def _converted(schema_json: str, param: str) -> str:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What one answer may call.
+    """Functions that an answer may call.
 
     Attributes:
         functions: Each with `name`, `description` if it has one, and `parameters`, a JSON schema.
-        is_forced: Whether it must call at least one.
-        has_one_call: Whether it is over with its first call.
+        is_forced: Whether at least one call is required.
+        has_one_call: Whether the answer ends with its first call.
     """
 
     functions: tuple[Mapping[str, Any], ...]
@@ -215,11 +215,11 @@ class ToolUse:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the functions."""
+        """Names of the functions."""
         return frozenset(function["name"] for function in self.functions)
 
     def for_template(self) -> list[dict[str, Any]]:
-        """As chat templates know them."""
+        """The functions in the form of chat templates."""
         return [{"type": "function", "function": dict(function)} for function in self.functions]
 
 
@@ -230,18 +230,18 @@ def tool_use_of(
     is_parallel: bool | None,
     name_param: str,
 ) -> ToolUse | None:
-    """What a request lets its answer call; None if nothing.
+    """Functions that a request allows its answer to call; None for none.
 
-    A function that is named is the only one that the model is shown.
+    A function that is named is the only one that the model sees.
 
     Args:
-        functions: That there are.
+        functions: All functions of the request.
         choice: `none`, `auto`, `required`, or the name of the one to call, as a tuple of one.
-        is_parallel: Whether there may be several calls; None is yes.
-        name_param: The field that has a function's name, with `{}` for the function's number.
+        is_parallel: Whether several calls are allowed; None is yes.
+        name_param: Field of a function's name, with `{}` for the function's number.
 
     Raises:
-        InvalidRequest: If two have the same name, or the choice is of one that is not there.
+        InvalidRequest: If two have the same name, or the choice names another one.
     """
     seen: set[str] = set()
     for index, function in enumerate(functions):

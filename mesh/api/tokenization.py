@@ -97,7 +97,7 @@ def require_ids(backend: Backend, tokens: Sequence[int], *, param: str) -> None:
     """Check that the vocabulary has these token ids.
 
     Raises:
-        InvalidRequest: Naming the first that it has not.
+        InvalidRequest: Naming the first missing one.
     """
     n_vocab = backend.tokenizer.n_vocab
     wrong = next((token for token in tokens if not 0 <= token < n_vocab), None)
@@ -108,7 +108,7 @@ def require_ids(backend: Backend, tokens: Sequence[int], *, param: str) -> None:
 
 
 def text_of(backend: Backend, tokens: Sequence[int]) -> str:
-    """The text that token ids stand for."""
+    """Text of token ids."""
     text = AnswerText(backend.tokenizer.piece)
     return "".join(text.push(token) for token in tokens) + text.flush()
 

@@ -1,6 +1,6 @@
 """Web page at / and its files.
 
-They hold nothing of this mesh. What the page shows it asks for by itself, with the key that its user enters.
+They contain nothing of this mesh. The page requests its data itself, with the key that its user enters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TYPES: Final = {
 }
 _METHODS: Final = frozenset({"GET", "HEAD"})
 _HEADERS: Final = {
-    # Nothing from elsewhere, nothing inline, in nobody's frame; text never becomes markup.
+    # No foreign resources, nothing inline, no frames; text never becomes markup.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
@@ -46,9 +46,9 @@ class PageFile(NamedTuple):
     """One file of the page.
 
     Attributes:
-        body: As it is in the package.
-        content_type: By its ending.
-        etag: By its content.
+        body: Content, as in the package.
+        content_type: By its suffix.
+        etag: Hash of its content.
     """
 
     body: bytes
@@ -58,7 +58,7 @@ class PageFile(NamedTuple):
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """By path, `/` first."""
+    """Files by path, `/` first."""
     found = {}
     for file in sorted(files("mesh.web").iterdir(), key=lambda each: each.name):
         content_type = _TYPES.get(file.name.rpartition(".")[2])
@@ -76,11 +76,11 @@ async def page(request: Request) -> Response:
 
 
 class PageFiles:
-    """Middleware before the gate: what the page is made of, and the page as the answer to a missing key.
+    """Middleware before the key gate: files of the page, and the page as the answer to a missing key.
 
     Args:
-        app: What lies behind it.
-        has_keys: Whether the API asks for keys.
+        app: Next ASGI app.
+        has_keys: Whether the API needs keys.
     """
 
     def __init__(self, app: ASGIApp, *, has_keys: bool) -> None:
@@ -88,13 +88,13 @@ class PageFiles:
         self._has_keys = has_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer what is asked of the page; pass everything else on."""
+        """Answer requests for the page's files; pass all others on."""
         app: ASGIApp = self._app
         if scope["type"] == "http" and scope["method"] in _METHODS and scope["path"] in page_files():
             if scope["path"] != "/":
                 app = _response(scope["path"], scope)
             elif self._has_keys and _is_browser_without_key(scope):
-                # It asks for the key; a browser shows what comes with a 401.
+                # It asks for the key; a browser shows the body of a 401.
                 app = _response("/", scope, status=401)
         await app(scope, receive, send)
 

@@ -133,7 +133,7 @@ def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
 
 
 def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str | None) -> list[Mapping[str, Any]]:
-    """The conversation with all that begins it as one system message: many templates know but one."""
+    """The conversation with all leading instructions in one system message, as many templates need."""
     texts = [] if instructions is None else [instructions]
     num_system = 0
     while num_system < len(messages) and messages[num_system]["role"] == "system":

@@ -36,17 +36,17 @@ _THOUGHT: Final = "reasoning_text"
 
 
 class Output:
-    """The items of one response so far.
+    """Items of one response so far.
 
-    An item is open until another begins, or the answer ends. Every method returns the events that tell what
-    it did, in order; they lack their sequence number.
+    An item is open until another begins, or the answer ends. Every method returns the events for what it did,
+    in order, without their sequence number.
 
     Args:
-        new_id: Makes an id with the beginning that it is given.
-        new_call_id: Makes the id that a call's result will refer to.
+        new_id: Makes an id with a given prefix.
+        new_call_id: Makes the id of a call, to which its result will refer.
 
     Attributes:
-        items: As they are now.
+        items: Current items.
     """
 
     def __init__(self, new_id: Callable[[str], str], new_call_id: Callable[[], str]) -> None:
@@ -54,20 +54,20 @@ class Output:
         self._new_id = new_id
         self._new_call_id = new_call_id
         self._open: dict[str, Any] | None = None
-        # Of the open item: joined when it is complete.
+        # Text of the open item, joined when it is complete.
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        # Of tokens whose text is still to come.
+        # Log probabilities of tokens whose text is still to come.
         self._early_logprobs: list[dict[str, Any]] = []
 
     def add(
         self, message_parts: Sequence[MessagePart], logprobs: Sequence[dict[str, Any]] = ()
     ) -> list[Event]:
-        """Take what was said.
+        """Add parts of the answer.
 
         Args:
-            message_parts: In order.
-            logprobs: Of the tokens that made it, if they are wanted; they go with the next text.
+            message_parts: Parts, in order.
+            logprobs: Log probabilities of their tokens, if requested; they go with the next text.
         """
         self._early_logprobs += logprobs
         events: list[Event] = []
@@ -86,10 +86,10 @@ class Output:
         return events
 
     def end(self, *, is_cut: bool) -> list[Event]:
-        """No more will be said. An answer without a word is a message without one.
+        """End the answer. An empty one has an empty message.
 
         Args:
-            is_cut: Whether the limit ended it: then the last item is not complete.
+            is_cut: Whether the limit ended it: then the last item is incomplete.
         """
         events = [] if self.items else self._begin_text("message", _TEXT)
         return events + self._close("incomplete" if is_cut else "completed")
@@ -127,7 +127,7 @@ class Output:
         return {
             "type": "response.output_item.added",
             "output_index": len(self.items) - 1,
-            # It goes on changing.
+            # A copy, as the item changes further.
             "item": {**item, "content": []} if "content" in item else dict(item),
         }
 
@@ -169,7 +169,7 @@ def _part(part_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str
 log = structlog.get_logger()
 
 _ID_BITS: Final = 128
-# What a request says and its response repeats.
+# Fields of a request that its response repeats.
 _REPEATED: Final = (
     *("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "tool_choice"),
     *("tools", "top_p", "truncation", "parallel_tool_calls", "reasoning", "store", "text", "top_logprobs"),
@@ -194,8 +194,8 @@ class Turn:
     """One turn of a conversation.
 
     Attributes:
-        messages: The conversation up to it, without the request's instructions.
-        job: What to do.
+        messages: The conversation before it, without the request's instructions.
+        job: The job of its answer.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -206,14 +206,14 @@ async def respond(request: Request, backend: Backend, body: ResponsesBody, turn:
     """Answer a request.
 
     Args:
-        request: Whose client to watch.
+        request: Request of the client.
         backend: The served model.
-        body: The request's.
-        turn: What it comes to.
+        body: Body of the request.
+        turn: The turn.
 
     Raises:
-        RateLimited: If the caller's API key has too few tokens left for now, or enough answers under way.
-        MeshError: Whatever the engine raises before the response begins.
+        RateLimited: If the API key has too few tokens left, or has reached its concurrent answers.
+        MeshError: Any error of the engine before the response begins.
     """
     backend, _num_at_once = metered(request.scope, backend, [turn.job])
     builder = _ResponseBuilder(backend, body, turn)
@@ -235,7 +235,7 @@ async def respond(request: Request, backend: Backend, body: ResponsesBody, turn:
 
 
 class _ResponseBuilder:
-    """Makes one response."""
+    """Builds one response."""
 
     def __init__(self, backend: Backend, body: ResponsesBody, turn: Turn) -> None:
         self._backend = backend
@@ -248,17 +248,17 @@ class _ResponseBuilder:
         )
 
     async def whole(self) -> dict[str, Any]:
-        """The response in one piece."""
+        """The whole response."""
         async with aclosing(self._parts()) as parts:
             async for part in parts:
                 self._take(part)
         return self._finished(part)
 
     async def produce(self, emit: Callable[[bytes], Awaitable[None]]) -> None:
-        """Tell of the response as it comes."""
+        """Emit the response's events as they come."""
         async with aclosing(self._parts()) as parts:
             async for part in parts:
-                # What begins a stream goes with its first text, so that a refusal can still be a status.
+                # The first events go with the first text, so that a refusal can still be a status.
                 events = self._opening()
                 events += self._numbered(self._take(part))
                 if part.finish is not None:
@@ -269,7 +269,7 @@ class _ResponseBuilder:
                 await emit(events)
 
     def failed(self, error: BaseException) -> bytes:
-        """The events that end a stream that has begun with an error."""
+        """Events that end a stream with an error."""
         told = error_body(error)["error"]
         response = self._response("failed", error={"code": told["code"], "message": told["message"]})
         return self._opening() + self._numbered([{"type": "response.failed", "response": response}])
@@ -281,7 +281,7 @@ class _ResponseBuilder:
         logprobs = chat_logprobs(part.tokens, self._backend.tokenizer)["content"] if part.tokens else []
         for entry in logprobs:
             for each in (entry, *entry["top_logprobs"]):
-                # Here it is a list in any case.
+                # A list in any case, unlike in chats.
                 each["bytes"] = each["bytes"] or []
         events = self._output.add(part.message_parts, logprobs)
         if part.finish is not None:

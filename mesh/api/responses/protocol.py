@@ -32,7 +32,7 @@ class InputText(StrictBody):
 
 
 def parse_parts(value: Any) -> str:
-    """Text given as a string or as a list of parts, which follow one another in lines of their own."""
+    """Text given as a string or as a list of parts, each on a line of its own."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -107,12 +107,12 @@ ItemsInput = str | Annotated[list[InputItem], Field(min_length=1)]
 
 
 def messages_of(value: str | list[Any]) -> list[dict[str, Any]]:
-    """The items as messages that chat templates know.
+    """The items as messages in the form of chat templates.
 
-    What an assistant thought, said and called in one turn is one message.
+    Reasoning, text and calls of an assistant in one turn are one message.
 
     Args:
-        value: The request's `input`.
+        value: `input` of the request.
 
     Raises:
         InvalidRequest: Naming the item at fault.
@@ -161,7 +161,7 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
 
 
 def _turn(messages: list[dict[str, Any]], fits: Any) -> dict[str, Any]:
-    """The assistant's message that is being put together, or a new one."""
+    """The assistant's message in progress, or a new one."""
     if not (messages and messages[-1]["role"] == "assistant" and fits(messages[-1])):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
@@ -172,7 +172,7 @@ WANTS_LOGPROBS: Final = "message.output_text.logprobs"
 
 
 def parse_input(value: Any) -> str | list[Any]:
-    """A text or a list of items; the items are looked at later."""
+    """A text or a list of items, which are checked later."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -257,7 +257,7 @@ class ResponsesBody(GenerationBody):
     top_logprobs: NumTopLogprobs = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # One answer, made while its client waits, from what the request brings.
+    # One answer, generated while its client waits.
     n: Annotated[int | None, between(1, 1), Field(json_schema_extra={"minimum": 1, "maximum": 1})] = None
     background: Literal[False] | None = None
     conversation: None = None
