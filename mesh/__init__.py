@@ -1,3 +1,3 @@
-"""What people touch: the `mesh` command, the cluster, the coordinator, the OpenAI API."""
+"""The mesh: commands, cluster, placement, coordinator and OpenAI API."""
 
 import spanmesh_proto.grpc_tuning  # noqa: F401 - before anything imports grpc

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(StrEnum):
-    """What came of a check."""
+    """Outcome of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -41,14 +41,14 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """What was found, and what helps.
+    """Result of one check, with a remedy.
 
     Attributes:
         where: The host, or both ends of a link.
-        what: In a word or two.
-        outcome: A warning costs speed or will cost something later; a failure keeps a mesh from working.
-        detail: What was found.
-        fix: What to do; empty if all is well.
+        what: Subject, in a word or two.
+        outcome: A warning costs speed, now or later; a failure keeps a mesh from working.
+        detail: Finding.
+        fix: Remedy; empty if all is well.
     """
 
     where: str
@@ -58,7 +58,7 @@ class Check:
     fix: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """JSON-serialisable."""
         return {
             "where": self.where,
             "what": self.what,
@@ -69,17 +69,17 @@ class Check:
 
 
 def ok(where: str, what: str, detail: str) -> Check:
-    """All is well."""
+    """A passed check."""
     return Check(where, what, Outcome.OK, detail)
 
 
 def warn(where: str, what: str, detail: str, fix: str) -> Check:
-    """It works, but."""
+    """A warning."""
     return Check(where, what, Outcome.WARN, detail, fix)
 
 
 def fail(where: str, what: str, detail: str, fix: str) -> Check:
-    """It does not work."""
+    """A failure."""
     return Check(where, what, Outcome.FAIL, detail, fix)
 
 
@@ -89,10 +89,10 @@ def exit_code(checks: Iterable[Check]) -> int:
 
 
 _GIB: Final = 2**30
-# Less leaves no room for a stage of any model worth sharing.
+# Less leaves no room for a useful stage.
 _LITTLE_MEMORY_BYTES: Final = _GIB
 _LITTLE_DISK_BYTES: Final = 2 * _GIB
-# What must be the same everywhere, and what breaks if it is not.
+# Versions that must agree, and the effect if they do not.
 _MUST_AGREE: Final = {
     "spanmesh": "install the same spanmesh on both",
     "protocol": "install the same spanmesh on both",
@@ -105,9 +105,9 @@ def host_checks(where: str, report: Mapping[str, Any], *, has_gpu_hardware: bool
     """Versions, devices, memory, disk, processors, stage files.
 
     Args:
-        where: The host's name.
-        report: `stages.host.host_report.HostSelfReport` as JSON has it.
-        has_gpu_hardware: Whether a GPU is there, as far as anybody but llama.cpp knows.
+        where: Name of the host.
+        report: Report of `stages.host.host_report.HostSelfReport`, from JSON.
+        has_gpu_hardware: Whether there is a GPU, by other sources than llama.cpp.
     """
     versions = report["versions"]
     yield ok(where, "versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
@@ -139,7 +139,7 @@ def host_checks(where: str, report: Mapping[str, Any], *, has_gpu_hardware: bool
 
 
 def agreement_checks(where: str, versions: Mapping[str, str], head: Mapping[str, str]) -> Iterator[Check]:
-    """Whether a host runs what the head runs."""
+    """Whether a host has the head's versions."""
     for name, fix in _MUST_AGREE.items():
         here, there = _shortened(name, versions[name]), _shortened(name, head[name])
         if here != there:
@@ -154,7 +154,7 @@ def agreement_checks(where: str, versions: Mapping[str, str], head: Mapping[str,
 
 
 def _shortened(name: str, version: str) -> str:
-    """Of Python only the minor version matters."""
+    """Only the minor version of Python matters."""
     return ".".join(version.split(".")[:2]) if name == "python" else version
 
 
@@ -194,7 +194,7 @@ def _files(where: str, files: Mapping[str, bool | None]) -> Iterator[Check]:
 
 
 _MB: Final = 10**6
-# Logs and limits per minute become hard to read from here; certificates and join tokens fail from there.
+# From here logs and limits per minute become confusing; from there certificates and join tokens fail.
 _CLOCK_WARN_MS: Final = 2_000.0
 _CLOCK_FAIL_MS: Final = 60_000.0
 
@@ -202,12 +202,12 @@ _CLOCK_FAIL_MS: Final = 60_000.0
 def mesh_checks(
     status: Mapping[str, Any], links: Mapping[str, Any], hosts: Sequence[Mapping[str, Any]]
 ) -> Iterator[Check]:
-    """All that can be said of a running mesh.
+    """Checks of a running mesh.
 
     Args:
         status: Answer of `/mesh/status`.
         links: Answer of `/mesh/links`.
-        hosts: Of the answer of `/mesh/examine`.
+        hosts: Hosts of `/mesh/examine`'s answer.
     """
     yield _state(status)
     for model in (status.get("models") or ())[1:]:
@@ -319,14 +319,14 @@ _GPU_DEVICES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 def this_host_checks(
     name: str, *, port: int, advertise: str | None, model: Path | None, url: str | None = None
 ) -> Iterator[Check]:
-    """All that can be known without a mesh.
+    """Checks without a mesh.
 
     Args:
-        name: What to call this host.
-        port: Where the API would listen.
-        advertise: Where others would reach this host, or None for the address towards the default route.
-        model: A model to look at, too.
-        url: Of a mesh that is looked at besides, or None: it may well be what has the port.
+        name: Name of this host.
+        port: Port for the API.
+        advertise: Address of this host for others, or None for that of the default route.
+        model: A model to check as well.
+        url: URL of a mesh that is checked as well, or None: it may be what has the port.
     """
     yield _packages(name)
     report = _self_report()
@@ -342,10 +342,10 @@ def this_host_checks(
 
 
 def token_checks(name: str, text: str) -> Iterator[Check]:
-    """Whether a head is where a join token says, seen from here; nothing joins.
+    """Whether a join token leads to its head from here; nothing joins.
 
     Args:
-        name: What to call this host.
+        name: Name of this host.
         text: The token.
     """
     import time  # noqa: PLC0415
@@ -369,7 +369,7 @@ def token_checks(name: str, text: str) -> Iterator[Check]:
 
 
 def _packages(name: str) -> Check:
-    """Whether everything that is needed is installed, new enough."""
+    """Whether all required packages are installed, in sufficient versions."""
     from packaging.requirements import Requirement  # noqa: PLC0415
 
     missing = []
@@ -390,7 +390,7 @@ def _packages(name: str) -> Check:
 
 
 def _self_report() -> dict[str, Any] | str:
-    """What `stages.host.host_report` finds, or why it does not, in a child: llama.cpp may end it."""
+    """Report of `stages.host.host_report`, or its failure, from a child: llama.cpp may abort."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "stages.host.host_report"],
@@ -423,13 +423,13 @@ def _api_port(name: str, port: int, url: str | None) -> Check:
 
 
 def _is_here(url: str, port: int) -> bool:
-    """Whether a URL is that of a server on this host, at this port."""
+    """Whether a URL is that of a server on this host and port."""
     parts = urlsplit(url)
     return parts.port == port and is_loopback(parts.hostname or "")
 
 
 def _address(name: str, advertise: str | None) -> Check:
-    """Whether packets to the address where others would reach this host come back here."""
+    """Whether packets to this host's address for others come back here."""
     fix = "name an address of this host that the others reach, with --advertise"
     try:
         address = advertised(advertise) if advertise else primary_address()

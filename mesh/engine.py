@@ -19,10 +19,10 @@ SpeculationMode = Literal["off", "ngram", "draft", "auto", "replay"]
 
 @dataclass(frozen=True)
 class SpeculationLimits:
-    """How far one request may speculate: it narrows what the server was started with and never widens it.
+    """Limits of speculation for one request; they cannot exceed the server's.
 
     Attributes:
-        mode: Who may propose, or None for whoever the server lets.
+        mode: Proposers that are allowed, or None for the server's.
         max_width: Most proposed tokens in one window, or None for the server's bound.
         depth: Most windows in flight, or None for the server's bound.
     """
@@ -34,22 +34,20 @@ class SpeculationLimits:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One sequence to continue.
+    """A sequence to continue.
 
     Attributes:
         prompt: Token ids, at least one.
         max_tokens: Stop after this many, with finish reason `length`.
         end_tokens: Stop after committing one of these, with finish reason `stop`; empty ignores them.
-        sampling: How the tail draws.
-        speculation: How far this request may speculate.
-        prediction: What the client expects the answer to be, as token ids; it feeds proposers only.
-        client: Whose request it is; where slots are short, clients take turns. None where nobody is told
-            apart.
-        history_key: Whose earlier answers may feed proposers; None for nobody's.
-        uses_cache: Whether it may begin with tokens that earlier requests of the same client have left in
-            the stages' caches.
-        num_top_logprobs: How many likeliest tokens to report beside each committed one's logprob, up to
-            `stages.sampling.logprobs.MAX_TOP_LOGPROBS`; None reports nothing.
+        sampling: Sampling parameters.
+        speculation: Limits of speculation.
+        prediction: Predicted output of the client, as token ids; used by proposers only.
+        client: Client of the request, for fair turns where slots are short. None where the API is open.
+        history_key: Client whose earlier answers may be proposed; None for none.
+        uses_cache: Whether it may begin with a cached prefix of earlier requests of the same client.
+        num_top_logprobs: Number of likeliest tokens to report with each committed one, up to
+            `stages.sampling.logprobs.MAX_TOP_LOGPROBS`; None reports no log probabilities.
         grammar: GBNF that the answer must match, from its first token on; None leaves it free.
     """
 
@@ -71,15 +69,15 @@ class GenerationStats:
     """Counts and times of one request so far.
 
     Attributes:
-        num_cached: Tokens of the prompt that the stages held already.
+        num_cached: Tokens of the prompt that the stages already held.
         num_windows: Windows judged, prefill chunks left out.
         num_proposed: Proposed tokens that were verified.
-        num_accepted: Proposed tokens that the target chose too.
-        num_replays: How often it began again, as a stage was lost or its layers moved.
+        num_accepted: Proposed tokens that the target sampled as well.
+        num_replays: Number of replays, after the loss or move of a stage.
         prefill_ms: From the first window sent to the first token.
         decode_ms: From the first token to the latest.
-        report: What speculation did, up to the moment of the call; None where nothing could be proposed.
-        ring: Where the time went, up to the moment of the call; None where there are no stages.
+        report: Speculation so far; None without proposers.
+        ring: Times by place in the ring so far; None without stages.
     """
 
     num_cached: int = 0
@@ -95,13 +93,13 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class Committed:
-    """Tokens that became part of the answer together.
+    """Tokens that were committed together.
 
     Attributes:
-        tokens: One or more ids; an end token, if it came, is the last of them.
-        finish: Why the answer is over, or None while it goes on.
+        tokens: One or more ids; an end token is the last of them.
+        finish: Reason why the answer ended, or None.
         stats: Counts and times up to here.
-        logprobs: One entry for each token if the request asked for that, else none.
+        logprobs: One entry for each token if requested, else empty.
     """
 
     tokens: tuple[int, ...]
@@ -111,7 +109,7 @@ class Committed:
 
 
 class Engine(Protocol):
-    """The coordinator, or anything that can stand in for it."""
+    """The coordinator, or another source of tokens."""
 
     @property
     def context_length(self) -> int:
@@ -122,19 +120,19 @@ class Engine(Protocol):
 
         Raises:
             ContextLengthExceeded: If prompt + 1 exceeds the context.
-            Overloaded: If the waiting line has no place for it.
-            StageFailed: If a stage failed or went away.
+            Overloaded: If the waiting queue is full.
+            StageFailed: If a stage failed or was lost.
         """
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one stage took, summed over windows.
+    """Times of one stage, summed over windows.
 
     Attributes:
-        num_windows: That it computed; what it only sent on again is left out.
-        compute_ms: Computing; drawing and verifying too, where it is the tail.
-        queue_ms: Windows waiting for it.
+        num_windows: Windows that it computed, not those it only passed on.
+        compute_ms: Computing; at the tail sampling and verifying as well.
+        queue_ms: Waiting of windows for it.
     """
 
     num_windows: int = 0
@@ -144,21 +142,21 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class RingTimes:
-    """One answer's windows, chunks of its prompt left out.
+    """Times of one answer's windows, without prefill chunks.
 
-    Several windows may be under way at once: then the sums exceed the time that passed.
+    Several windows may be in flight at once: then the sums exceed the elapsed time.
 
     Attributes:
-        stages: In the order of the pipeline.
-        wire_ms: The part of the windows' round trips that no stage accounts for: network, and what passes
-            messages on at its ends. Clocks of hosts differ, so it is known of the whole round only.
+        stages: In pipeline order.
+        wire_ms: Part of the round trips beyond the stages' times: network and message handling. Clocks of
+            hosts differ, so it is known of the whole round only.
     """
 
     stages: tuple[StageTimes, ...] = ()
     wire_ms: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Fit for JSON: part of `timings`. A round has one hop more than there are stages."""
+        """JSON-serialisable: part of `timings`. A round has one hop more than there are stages."""
         hops = len(self.stages) + 1
         num_windows = max((stage.num_windows for stage in self.stages), default=0)
         return {
@@ -177,19 +175,19 @@ class RingTimes:
 
 @dataclass(frozen=True)
 class SpeculationReport:
-    """Counts and times over judged windows; prefill chunks are left out.
+    """Speculation over judged windows, without prefill chunks.
 
     Attributes:
-        by_proposer: Windows judged, by who proposed what they carried; plain windows under the empty name.
+        by_proposer: Judged windows by proposer; plain windows under the empty name.
         num_voided_windows: Windows void before their verdict, because one ahead of them was rejected.
         num_voided_rows: Rows that they carried.
-        num_wasted_rows: Those of them that all stages computed all the same.
-        num_cancels: Times that the stages were told of void windows.
+        num_wasted_rows: Those of them that all stages computed.
+        num_cancels: Number of cancel messages.
         round_trip_ms: From sending a window to its verdict, summed over windows; they overlap.
-        queue_ms: The part of it that windows waited at stages.
-        compute_ms: The part of it that stages computed: drawing and verifying included.
-        draft_ms_per_token: What a token costs the draft model; None without one.
-        controller: What the controller does, and why.
+        queue_ms: Part of it waiting at stages.
+        compute_ms: Part of it computing, sampling and verifying included.
+        draft_ms_per_token: Time of the draft model per token; None without one.
+        controller: State of the controller, with its reasons.
     """
 
     by_proposer: Mapping[str, SpeculationStatistics] = field(default_factory=dict)
@@ -205,19 +203,19 @@ class SpeculationReport:
 
     @property
     def network_ms(self) -> float:
-        """The part of the round trips that no stage accounts for."""
+        """Part of the round trips beyond the stages' times."""
         return max(0.0, self.round_trip_ms - self.queue_ms - self.compute_ms)
 
     @property
     def total(self) -> SpeculationStatistics:
-        """Over all proposers, plain windows too."""
+        """Sum over all proposers, plain windows included."""
         total = SpeculationStatistics()
         for statistics in self.by_proposer.values():
             total = total.merge(statistics)
         return total
 
     def merge(self, other: SpeculationReport) -> SpeculationReport:
-        """The counts and times of both; what the controller says is the other's."""
+        """Sums of both; the controller's state is the other's."""
         names = [*self.by_proposer, *(name for name in other.by_proposer if name not in self.by_proposer)]
         nothing = SpeculationStatistics()
         return SpeculationReport(
@@ -237,7 +235,7 @@ class SpeculationReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Fit for JSON: `timings.speculation` of an answer, `speculation` of `/mesh/status`."""
+        """JSON-serialisable: `timings.speculation` of an answer, `speculation` of `/mesh/status`."""
         total = self.total
         return {
             **self.controller,

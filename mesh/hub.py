@@ -1,4 +1,4 @@
-"""Models of Hugging Face: names, choice of files, downloads and the local library."""
+"""Models of Hugging Face: references, choice of files, downloads and the local library."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 _PART: Final = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})")
-# As llama.cpp's own commands choose if nothing is said.
+# The default of llama.cpp's own commands.
 _USUAL: Final = "Q4_K_M"
-# What lies beside models and is none.
+# Files beside models that are none.
 _NO_MODEL: Final = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _QUANT: Final = re.compile(r"(?:^|[-._/])((?:I?Q[0-9]|TQ[0-9]|BF16|F16|F32|MXFP4)[A-Z0-9_]*)", re.IGNORECASE)
 
@@ -39,9 +39,9 @@ class RepoFile:
     """A file of a repository.
 
     Attributes:
-        name: With its folders.
+        name: Path within the repository.
         size_bytes: Its size.
-        sha256: Of its content, hex, if the hub knows it.
+        sha256: Hash of its content, hex, if the hub knows it.
     """
 
     name: str
@@ -50,14 +50,14 @@ class RepoFile:
 
 
 def choose(reference: HubReference, files: Sequence[RepoFile]) -> tuple[RepoFile, ...]:
-    """The files of the model that is wanted, in the order of its parts.
+    """The files of the requested model, in the order of its parts.
 
     Args:
-        reference: What is wanted.
-        files: All that the repository has.
+        reference: The request.
+        files: Files of the repository.
 
     Raises:
-        HubUnavailable: If there is no such model, several, or parts of it are missing.
+        HubUnavailable: If there is no such model, there are several, or parts of it are missing.
     """
     models = _models(files)
     if not models:
@@ -80,7 +80,7 @@ def choose(reference: HubReference, files: Sequence[RepoFile]) -> tuple[RepoFile
 
 
 def _models(files: Sequence[RepoFile]) -> dict[str, list[RepoFile]]:
-    """By name without `.gguf` and without the number of a part."""
+    """Files by name without `.gguf` and without the number of a part."""
     models: dict[str, list[RepoFile]] = {}
     for file in files:
         if not file.name.endswith(".gguf") or _NO_MODEL.search(file.name):
@@ -99,7 +99,7 @@ def _is_called(name: str, wanted: str) -> bool:
 
 
 def _has(name: str, quant: str) -> bool:
-    """Whether a file's name ends in a quantisation, or a folder is called by it."""
+    """Whether a file's name ends in a quantisation, or a folder is named so."""
     return bool(re.search(rf"(?:^|[-._/]){re.escape(quant)}(?:$|/)", name, re.IGNORECASE))
 
 
@@ -122,7 +122,7 @@ def _parts(reference: HubReference, name: str, files: list[RepoFile]) -> tuple[R
 
 
 PREFIX: Final = "hf:"
-# The hub's own rule; a folder here is called so, too.
+# The hub's own rule; folders here use the name, too.
 _NAME: Final = r"(?![A-Za-z0-9_.-]*(?:\.\.|--))[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _REFERENCE: Final = re.compile(
     rf"hf:(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[^:@\s]+))?(?::(?P<wanted>[\w./-]+))?"
@@ -136,7 +136,7 @@ class HubReference:
     Attributes:
         repo: `org/repo`.
         revision: Branch, tag or commit.
-        wanted: Quantisation, or the file's name; None if the repository has but one model.
+        wanted: Quantisation, or the file's name; None if the repository has only one model.
     """
 
     repo: str
@@ -149,15 +149,15 @@ class HubReference:
 
 
 def is_reference(text: str) -> bool:
-    """Whether a user means the hub, not a file."""
+    """Whether an argument names a model of the hub, not a file."""
     return text.startswith(PREFIX)
 
 
 def parse_reference(text: str) -> HubReference:
-    """What `hf:org/repo:QUANT` means.
+    """Parse `hf:org/repo:QUANT`.
 
     Raises:
-        ModelError: If it is not written like that.
+        ModelError: If it is malformed.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None:
@@ -165,7 +165,7 @@ def parse_reference(text: str) -> HubReference:
     return HubReference(match["repo"], match["revision"] or "main", match["wanted"])
 
 
-# What git calls a commit, by SHA-1 or SHA-256. A folder here is called so, too: nothing else will do.
+# git's commit ids, by SHA-1 or SHA-256. Folders here use them as names.
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _TIMEOUT_S: Final = 20.0
 _MOST_TRIES: Final = 4
@@ -179,8 +179,8 @@ class Repository:
 
     Attributes:
         repo: `org/repo`.
-        commit: Which, by its hash in hex; its files do not change any more.
-        files: What it holds.
+        commit: Its hash, hex; the files of a commit do not change.
+        files: Its files.
     """
 
     repo: str
@@ -188,22 +188,22 @@ class Repository:
     files: tuple[RepoFile, ...]
 
     def url(self, file: RepoFile) -> str:
-        """Where a file of it is."""
+        """URL of a file."""
         from huggingface_hub import hf_hub_url  # noqa: PLC0415 - an extra
 
         return str(hf_hub_url(self.repo, file.name, revision=self.commit, endpoint=endpoint()))
 
 
 def read_repository(reference: HubReference, *, sleep: Callable[[float], None] = time.sleep) -> Repository:
-    """Ask the hub.
+    """Query the hub.
 
     Args:
-        reference: Which repository, at which revision.
+        reference: Repository and revision.
         sleep: Waits for seconds, between tries.
 
     Raises:
         HubUnavailable: If it refuses, has no such repository, or does not answer.
-        ClusterError: If the extra that talks to it is not installed.
+        ClusterError: If the extra for the hub is not installed.
     """
     for num_tries in range(1, _MOST_TRIES + 1):
         try:
@@ -278,7 +278,7 @@ _KNOWN: Final = "known.json"
 
 @dataclass(frozen=True)
 class PulledModel:
-    """A model of the hub that is here.
+    """A model of the hub on this disk.
 
     Attributes:
         path: Its first file.
@@ -291,15 +291,15 @@ class PulledModel:
 
 @dataclass(frozen=True)
 class CachedModel:
-    """What is on the disk of one model.
+    """A cached model of the hub.
 
     Attributes:
         name: `hf:org/repo@COMMIT:NAME`, the commit by its beginning.
-        folder: Of its commit.
+        folder: Folder of its commit.
         paths: Its files.
-        size_bytes: What they take.
-        used_at_s: When it was last pulled or served, Unix time.
-        is_whole: Whether all of it is there.
+        size_bytes: Their size.
+        used_at_s: When it was last pulled or served, Unix seconds.
+        is_whole: Whether all of its files are complete.
     """
 
     name: str
@@ -311,11 +311,11 @@ class CachedModel:
 
 
 class HubLibrary:
-    """Models of the hub in this host's cache.
+    """Cache of the hub's models on this host.
 
     Args:
-        root: The cache's folder.
-        read: Asks the hub what a repository holds.
+        root: Folder of the cache.
+        read: Queries the hub for a repository.
     """
 
     def __init__(self, root: Path, *, read: Callable[[HubReference], Repository] = read_repository) -> None:

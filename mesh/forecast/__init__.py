@@ -1,1 +1,1 @@
-"""Forecast of `mesh plan`: what a model would need and how fast it would be, with nothing loaded."""
+"""Forecast of `mesh plan`: memory and speed of a model on hosts, with nothing loaded."""

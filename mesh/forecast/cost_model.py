@@ -1,9 +1,9 @@
-"""Cost model of serving: times of stages to latency and tokens per second of one session.
+"""Cost model of serving: latency and tokens per second of one session, from the times of stages.
 
 A token's round: every stage computes one row, one after the other; between them, and from and to the
-coordinator, the row crosses a link; and each of these visits costs some handling, by the stage's and the
-coordinator's own software. A prompt of several chunks fills the pipeline: its first chunk goes all the way,
-each further one follows as soon as the slowest stage lets it. The last chunk's verdict is the first token.
+coordinator, the row crosses a link; and each of these steps costs some handling by the software of the stage
+or the coordinator. A prompt of several chunks fills the pipeline: its first chunk passes all stages, each
+further one follows as soon as the slowest stage permits. The last chunk's verdict is the first token.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from mesh.placement.stage_sizes import StageSizes
 
 
-# What a token takes beyond what stages report as computing and links were measured to take, for each stage
-# and once more for the coordinator: queues, messages, event loops, the answer's way to the client. An
-# estimate; `python -m mesh.qualification.forecast_accuracy` measures it.
+# Time of a token beyond the stages' computing and the links, for each stage and once more for the
+# coordinator: queues, messages, event loops, the answer's way to the client. An estimate; `python -m
+# mesh.qualification.forecast_accuracy` measures it.
 HANDLING_MS: Final = 0.7
 
 
 @dataclass(frozen=True)
 class StageForecast:
-    """One stage.
+    """Forecast of one stage.
 
     Attributes:
-        host: Its host.
-        timing: How long its windows take.
+        host: Host of the stage.
+        timing: Times of its windows.
     """
 
     host: str
@@ -43,14 +43,14 @@ class StageForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one session may expect.
+    """Forecast for one session.
 
     Attributes:
-        compute_ms: Of a token, all stages together.
-        wire_ms: Of a token, all links together.
-        handling_ms: Of a token, all the rest.
-        ttft_ms: From the request to the first token.
-        prompt_tokens: Of the prompt that `ttft_ms` is for.
+        compute_ms: Computing time of a token, all stages together.
+        wire_ms: Time of a token on all links together.
+        handling_ms: Remaining time of a token.
+        ttft_ms: Time from the request to the first token.
+        prompt_tokens: Length of the prompt for `ttft_ms`.
     """
 
     compute_ms: float
@@ -61,7 +61,7 @@ class Forecast:
 
     @property
     def token_ms(self) -> float:
-        """From one token to the next."""
+        """Time between two tokens."""
         return self.compute_ms + self.wire_ms + self.handling_ms
 
     @property
@@ -70,7 +70,7 @@ class Forecast:
         return 1e3 / self.token_ms
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """JSON-serialisable."""
         return {
             "tokens_per_s": round(self.tokens_per_s, 2),
             "token_ms": round(self.token_ms, 3),
@@ -89,13 +89,13 @@ def forecast(
     *,
     prompt_tokens: int,
 ) -> Forecast:
-    """What one session may expect of these stages.
+    """Forecast for one session on these stages.
 
     Args:
-        stages: In pipeline order, at least one.
+        stages: Stages in pipeline order, at least one.
         head: The coordinator's host.
-        hop_ms: One way from one host to another; 0 from a host to itself.
-        prompt_tokens: Of the prompt, at least one.
+        hop_ms: One-way time from one host to another; 0 from a host to itself.
+        prompt_tokens: Length of the prompt, at least one.
     """
     way = [head, *(stage.host for stage in stages), head]
     wire_ms = sum(hop_ms(a, b) for a, b in pairwise(way))
@@ -110,7 +110,7 @@ def forecast(
 
 
 def _prefill_ms(stages: Sequence[StageForecast], num_rows: int) -> float:
-    """Until the tail has computed the prompt's last row; chunks are as even as can be."""
+    """Time until the tail has computed the prompt's last row; chunks are as even as possible."""
     most_rows = min(stage.timing.chunk_rows for stage in stages)
     num_chunks = ceil(num_rows / most_rows)
     chunk_ms = [rows_ms(stage.timing, num_rows / num_chunks) for stage in stages]
@@ -118,26 +118,26 @@ def _prefill_ms(stages: Sequence[StageForecast], num_rows: int) -> float:
 
 
 def rows_ms(timing: StageTiming, num_rows: float) -> float:
-    """A window of some rows, on the line between one row and a full window."""
+    """Time of a window, on the line between one row and a full window."""
     if timing.chunk_rows <= 1:
         return timing.row_ms
     per_row_ms = (timing.chunk_ms - timing.row_ms) / (timing.chunk_rows - 1)
     return timing.row_ms + per_row_ms * (min(num_rows, timing.chunk_rows) - 1)
 
 
-# A stage is timed as it is where its weights are no more than some hundreds of MB. Of a larger one a part is
-# timed, which is still larger than any processor's cache, and what is missing is added in proportion to the
-# bytes that are read for a row. The tail's head is a layer like no other, so that it is timed apart.
+# A stage is timed as it is if its weights are no more than some hundreds of MB. Of a larger one a part is
+# timed, still larger than any processor's cache, and the rest is added in proportion to the bytes that are
+# read for a row. The tail's head is unlike other layers and timed separately.
 MOST_BYTES: Final = 512 * 2**20
 
 
 @dataclass(frozen=True)
 class ProfiledPart:
-    """A blank stage that is timed, and what its time is worth.
+    """A blank stage to be timed, and the weight of its time.
 
     Attributes:
-        layers: Of the blank stage.
-        times: How often its time goes into the stage's.
+        layers: Layers of the blank stage.
+        times: Factor of its time in the stage's.
     """
 
     layers: LayerRange
@@ -147,12 +147,12 @@ class ProfiledPart:
 def parts_to_profile(
     sizes: StageSizes, layers: LayerRange, most_bytes: int = MOST_BYTES
 ) -> tuple[ProfiledPart, ...]:
-    """What to time for a stage of these layers.
+    """Blank stages to be timed for a stage of these layers.
 
     Args:
-        sizes: Of the model's stages.
-        layers: Of the stage.
-        most_bytes: Weights of one blank stage, unless the model cannot be cut so small.
+        sizes: Sizes of the model's stages.
+        layers: Layers of the stage.
+        most_bytes: Most weights of one blank stage, unless the model cannot be cut so small.
     """
     if sizes.read_bytes(layers) <= most_bytes:
         return (ProfiledPart(layers, 1.0),)
@@ -165,7 +165,7 @@ def parts_to_profile(
 
 
 def _scaled(sizes: StageSizes, layers: LayerRange, edges: list[int], most_bytes: int) -> ProfiledPart:
-    """As many layers from the first on as are allowed, standing for all."""
+    """As many layers from the first on as the bound permits, standing for all."""
     fitting = [
         LayerRange(layers.start, edge)
         for edge in edges[1:]
@@ -176,11 +176,11 @@ def _scaled(sizes: StageSizes, layers: LayerRange, edges: list[int], most_bytes:
 
 
 def stage_timing(parts: tuple[ProfiledPart, ...], timings: Mapping[LayerRange, StageTiming]) -> StageTiming:
-    """How long the stage takes.
+    """Times of the stage.
 
     Args:
-        parts: What `parts_to_profile` named.
-        timings: Of each of them.
+        parts: Result of `parts_to_profile`.
+        timings: Times of each part.
     """
     return StageTiming(
         row_ms=sum(part.times * timings[part.layers].row_ms for part in parts),

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KnownHost:
-    """One host.
+    """A host of a forecast.
 
     Attributes:
-        capacity: As the planner sees it.
-        num_threads: For computing.
-        absent: Why it can hold nothing now; empty if it can.
+        capacity: Its capacity for the planner.
+        num_threads: Its compute threads.
+        absent: Reason why it can hold nothing now; empty if it can.
     """
 
     capacity: HostCapacity
@@ -47,11 +47,11 @@ class KnownHost:
 
 @dataclass(frozen=True)
 class HostProfile:
-    """What a host found out about itself.
+    """Timings that a host measured.
 
     Attributes:
-        timings: One for each order; none if it failed.
-        failure: Why, or empty.
+        timings: One for each request; empty if it failed.
+        failure: Reason of the failure, or empty.
     """
 
     timings: tuple[StageTiming, ...] = ()
@@ -59,22 +59,22 @@ class HostProfile:
 
 
 class Timer(Protocol):
-    """Has hosts rehearse."""
+    """Times blank stages on hosts."""
 
     def __call__(self, wanted: Mapping[str, Sequence[ProfileRequest]]) -> Mapping[str, HostProfile]:
-        """By host: what it was asked, and what came of it."""
+        """Profile of each host, for its requests."""
 
 
 @dataclass(frozen=True)
 class PlanningContext:
-    """Where a plan is made.
+    """Hosts and links of a plan.
 
     Attributes:
-        hosts: In the order in which they came.
-        head: Name of the coordinator's host; it need not be one of them.
-        links: Between all of them.
-        timer: Has them rehearse.
-        basis: What its timings rest on, for a person.
+        hosts: In the order in which they joined.
+        head: Name of the coordinator's host; not necessarily one of them.
+        links: Links between all of them.
+        timer: Times blank stages on them.
+        basis: Source of its timings, for display.
     """
 
     hosts: tuple[KnownHost, ...]
@@ -85,7 +85,7 @@ class PlanningContext:
 
 
 def left_out(sizes: StageSizes, plan: Plan, hosts: Iterable[KnownHost]) -> dict[str, str]:
-    """By name of each host that the plan gives nothing to: why."""
+    """Reason for each host without a stage in the plan, by name."""
     chosen = {stage.host for stage in plan.stages}
     least_bytes = min(
         sizes.memory(LayerRange(start, stop)).total_bytes for start, stop in pairwise(sizes.edges)
@@ -109,22 +109,22 @@ def _reason(host: KnownHost, plan: Plan, least_bytes: int) -> str:
     return f"not needed: {enough}, and a hop more costs time; it would be a spare"
 
 
-# A stage has as long a pause between two tokens as the wire and the other stages take; more than this much
-# makes no processor any colder.
+# A stage pauses between two tokens as long as the wire and the other stages take; beyond this pause no
+# processor becomes slower.
 _LEAST_PAUSE_MS: Final = 1.0
 _MOST_PAUSE_MS: Final = 25.0
 
 
 @dataclass(frozen=True)
 class DryRunOptions:
-    """What the user says.
+    """Options of `mesh plan`.
 
     Attributes:
-        workload: What stages must hold besides weights.
-        num_stages: So many, or as the planner thinks.
-        split: Layers of each stage, or as the planner thinks.
-        topology: Who holds what, or as the planner thinks.
-        prompt_tokens: Of the prompt that the first token is predicted for.
+        workload: What stages hold besides weights.
+        num_stages: Number of stages, or None for the planner's choice.
+        split: Layers of each stage, or None for the planner's choice.
+        topology: Locked placement, or None for the planner's choice.
+        prompt_tokens: Length of the prompt for the time to the first token.
         is_timed: Whether hosts may be asked to compute.
     """
 
@@ -138,16 +138,16 @@ class DryRunOptions:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What came of it.
+    """Result of `mesh plan`.
 
     Attributes:
-        model: What would be served.
-        plan: Who would hold what.
-        hosts: All that were looked at.
-        left_out: Those that would hold nothing, and why.
-        timings: Of each stage, in order; None if they were not found out.
-        forecast: What one session could expect; None if that is not known.
-        basis: What the forecast rests on, or why there is none.
+        model: Facts of the model.
+        plan: The plan.
+        hosts: All hosts.
+        left_out: Hosts without a stage, with the reasons.
+        timings: Times of each stage, in order; None if they were not measured.
+        forecast: Forecast for one session; None if there is none.
+        basis: Basis of the forecast, or the reason why there is none.
     """
 
     model: ModelFacts
@@ -159,12 +159,12 @@ class DryRun:
     basis: str
 
     def free_after_bytes(self, host: str) -> int:
-        """What a host would have left of the memory that it gives."""
+        """Memory that a host would have left."""
         taken = sum(stage.memory.total_bytes for stage in self.plan.stages if stage.host == host)
         return next(each.capacity.memory_bytes for each in self.hosts if each.capacity.name == host) - taken
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """JSON-serialisable."""
         return {
             "model": {
                 "name": self.model.name,
@@ -196,18 +196,18 @@ class DryRun:
 def dry_run(
     source: SourceModel, model: ModelFacts, context: PlanningContext, options: DryRunOptions
 ) -> DryRun:
-    """Plan, and time what was planned.
+    """Plan, and time the planned stages.
 
     Args:
-        source: The model, as it is cut.
-        model: The model, as it is planned with.
+        source: Source of the model, for blank stages.
+        model: Facts of the model.
         context: Hosts and links.
-        options: What the user says.
+        options: Options of `mesh plan`.
 
     Raises:
-        ModelDoesNotFit: With what is needed and what each host has.
-        UncuttableModel: If the model cannot be cut as the user wants.
-        NotEnoughHosts: If there is no host, or not the one that layers are locked to.
+        ModelDoesNotFit: With the memory that is needed and that each host has.
+        UncuttableModel: If the model cannot be cut as requested.
+        NotEnoughHosts: If there is no host, or a host to which layers are locked is missing.
     """
     placed = _placed(model, context, options)
     sizes = StageSizes(model, options.workload)
@@ -263,7 +263,7 @@ def _placed(model: ModelFacts, context: PlanningContext, options: DryRunOptions)
 def _timed(
     source: SourceModel, sizes: StageSizes, placed: Plan, context: PlanningContext, options: DryRunOptions
 ) -> tuple[StageTiming, ...] | str:
-    """How long each stage takes, or why that is not known."""
+    """Times of each stage, or the reason why they are unknown."""
     num_threads = {host.capacity.name: host.num_threads for host in context.hosts}
     num_stages = Counter(stage.host for stage in placed.stages)
     pause_ms = _pause_ms(placed.stages, context)
@@ -273,11 +273,11 @@ def _timed(
         wanted.setdefault(stage.host, []).extend(
             ProfileRequest(
                 blank=blank_stage(source, part.layers),
-                # As `mesh serve` shares them out among the stages of one host.
+                # As `mesh serve` divides them among the stages of one host.
                 num_threads=max(1, num_threads[stage.host] // num_stages[stage.host]),
                 is_exact=options.workload.is_exact,
                 kv_type=options.workload.kv_type,
-                # A table of positions may end where training did.
+                # A table of positions may end at the training length.
                 position=max(0, min(options.prompt_tokens, sizes.model.n_ctx_train - FAST_MAX_ROWS)),
                 pause_ms=pause_ms,
             )

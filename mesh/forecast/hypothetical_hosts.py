@@ -1,4 +1,4 @@
-"""Hosts of a forecast: given by the user, this host, or those of a running mesh."""
+"""Hosts of a forecast: hypothetical ones, this host, or those of a running mesh."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mesh.cluster.host_facts import HostFacts
     from stages.host.profile_request import ProfileRequest
 
-    # Path, body and seconds of patience to the answer; a path without a body is asked with GET.
+    # From path, body and timeout in seconds to the answer; a path without a body is requested with GET.
     Ask = Callable[[str, Mapping[str, Any] | None, str, float], Mapping[str, Any]]
 
 
@@ -37,12 +37,12 @@ def parse_host_spec(text: str, *, speed_gb_per_s: float, num_threads: int) -> Kn
     """A host from `alpha:16G:40:8`.
 
     Args:
-        text: Name, memory, and if they are told how fast memory is read and how many threads compute.
-        speed_gb_per_s: Unless told.
-        num_threads: Unless told.
+        text: Name and memory, and optionally memory read speed and number of threads.
+        speed_gb_per_s: Default speed.
+        num_threads: Default number of threads.
 
     Raises:
-        ClusterError: If it is none.
+        ClusterError: If it is malformed.
     """
     parts = text.split(":")
     if not 2 <= len(parts) <= 4:
@@ -55,7 +55,7 @@ def read_hosts_file(path: Path, *, speed_gb_per_s: float, num_threads: int) -> t
     """Hosts from a TOML file with a table `[[host]]` for each: name, memory, speed_gb_per_s, threads.
 
     Raises:
-        ClusterError: If it cannot be read, or one of them is none.
+        ClusterError: If it cannot be read or is malformed.
     """
     try:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -79,7 +79,7 @@ def read_hosts_file(path: Path, *, speed_gb_per_s: float, num_threads: int) -> t
 
 
 def equal_links(hosts: Sequence[KnownHost], rtt_ms: float) -> Links:
-    """Every two of them joined by a link with this round trip."""
+    """Links of this round trip time between all hosts."""
     names = [host.capacity.name for host in hosts]
     return Links(
         tuple(
@@ -114,7 +114,7 @@ _TIMEOUT_S: Final = 120.0
 
 
 def this_host(name: str, facts: HostFacts) -> PlanningContext:
-    """This host, which would hold everything."""
+    """This host alone."""
     capacity = HostCapacity(name, facts.memory_bytes, facts.speed_gb_per_s)
     return PlanningContext(
         hosts=(KnownHost(capacity, facts.num_threads),),
@@ -126,17 +126,17 @@ def this_host(name: str, facts: HostFacts) -> PlanningContext:
 
 
 def hosts_on_paper(hosts: Sequence[KnownHost], links: Links, facts: HostFacts) -> PlanningContext:
-    """Hosts that were only named; the first of them is the head.
+    """Hypothetical hosts; the first of them is the head.
 
     Args:
         hosts: At least one.
-        links: Between them.
-        facts: Of this host, where stages are timed; what comes out is scaled by how fast memory is read.
+        links: Links between them.
+        facts: Facts of this host, where stages are timed; results are scaled by the memory read speed.
     """
     speeds = {host.capacity.name: host.capacity.speed_gb_per_s for host in hosts}
 
     def timer(wanted: Mapping[str, Sequence[ProfileRequest]]) -> Mapping[str, HostProfile]:
-        # On its own threads, by whose speed it is scaled.
+        # With this host's own threads, by whose speed the result is scaled.
         here = {
             host: [replace(request, num_threads=facts.num_threads) for request in requests]
             for host, requests in wanted.items()
@@ -196,13 +196,13 @@ _PATIENCE_S: Final = 600.0
 
 
 def running_mesh(ask: Ask) -> PlanningContext:
-    """Ask a head for its hosts and links; hosts rehearse when they are asked to.
+    """Hosts and links of a running mesh; its hosts time blank stages on request.
 
     Args:
-        ask: Asks it: path, body, method, seconds of patience.
+        ask: Sends a request to its head: path, body, method, timeout in seconds.
 
     Raises:
-        MeshError: If it does not answer.
+        MeshError: If the head does not answer.
     """
     status = ask("/mesh/status", None, "GET", _PATIENCE_S)
     found = ask(f"/mesh/links?probes={_NUM_PROBES}&bulk_bytes=0", None, "POST", _PATIENCE_S)
@@ -241,7 +241,7 @@ def _running_host(fields: Mapping[str, Any]) -> KnownHost:
 
 
 def _link(fields: Mapping[str, Any]) -> Link:
-    """Only what a hop takes is kept of it."""
+    """Only the fields for the time of a hop."""
     hop_ms = fields["hop_ms"]
     if hop_ms is None:
         return Link(fields["from"], fields["to"], failure=fields["failure"] or "not measured")

@@ -1,1 +1,1 @@
-"""Metrics and traces: counts kept where things happen, and one place that publishes them."""
+"""Metrics and traces: counters kept where events happen, and their publication."""

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Sheet(Collector):
-    """What one scrape gets.
+    """Samples of one scrape.
 
     Args:
-        model: Label of every sample, as vLLM has it; of those that follow `of`, another's.
+        model: Value of the `model_name` label; `of` changes it for later samples.
     """
 
     def __init__(self, model: str) -> None:
@@ -33,18 +33,18 @@ class Sheet(Collector):
         self._families: dict[str, Metric] = {}
 
     def of(self, model: str) -> None:
-        """What is added from now on is of this model."""
+        """Set the model of all samples added from now on."""
         self._model = model
 
     def counter(self, name: str, help_: str, value: float, **labels: str) -> None:
-        """Add a sample that only grows; `_total` comes behind its name."""
+        """Add a counter; its name ends in `_total`."""
         family = self._families.get(name)
         if family is None:
             family = self._families[name] = CounterMetricFamily(name, help_)
         family.add_sample(f"{name}_total", self._labels(labels), value)
 
     def gauge(self, name: str, help_: str, value: float, **labels: str) -> None:
-        """Add a sample that goes up and down."""
+        """Add a gauge."""
         family = self._families.get(name)
         if family is None:
             family = self._families[name] = GaugeMetricFamily(name, help_)
@@ -59,7 +59,7 @@ class Sheet(Collector):
         family.add_metric([self._model], buckets, histogram.total)
 
     def collect(self) -> Iterator[Metric]:
-        """What `prometheus_client` asks of a collector."""
+        """Metrics, for `prometheus_client`."""
         yield from self._families.values()
 
     def _labels(self, labels: dict[str, str]) -> dict[str, str]:
@@ -71,11 +71,11 @@ def _bound(bound: float) -> str:
 
 
 def add_model(sheet: Sheet, status: Mapping[str, Any]) -> None:
-    """Add those of one model's ring.
+    """Add samples of one model's ring.
 
     Args:
-        sheet: What is scraped.
-        status: What `/mesh/status` answers of the model.
+        sheet: Samples of the scrape.
+        status: The model's `/mesh/status`.
     """
     if "ready" in status:
         sheet.gauge("mesh_ready", "Whether requests are answered at once.", int(status["ready"]))
@@ -94,11 +94,11 @@ def add_model(sheet: Sheet, status: Mapping[str, Any]) -> None:
 
 
 def add_mesh(sheet: Sheet, status: Mapping[str, Any]) -> None:
-    """Add those of the mesh as a whole.
+    """Add samples of the mesh as a whole.
 
     Args:
-        sheet: What is scraped.
-        status: What `/mesh/status` answers.
+        sheet: Samples of the scrape.
+        status: Body of `/mesh/status`.
     """
     if "version" in status:
         labels = {name: str(status[name]) for name in ("version", "protocol_version")}
@@ -127,12 +127,12 @@ def _state(host: Mapping[str, Any]) -> str:
 
 
 def add_requests(sheet: Sheet, statistics: RequestStatistics, sessions: Mapping[str, Any] | None) -> None:
-    """Add them.
+    """Add samples of requests.
 
     Args:
-        sheet: What is scraped.
-        statistics: Since the server started.
-        sessions: `sessions` of the status; None while no ring was ever up.
+        sheet: Samples of the scrape.
+        statistics: Request statistics since the start.
+        sessions: `sessions` of the status; None before the first ring.
     """
     for name, help_, histogram in (
         ("time_to_first_token", "From asking to the first token.", statistics.time_to_first_token_s),
@@ -171,12 +171,12 @@ def add_requests(sheet: Sheet, statistics: RequestStatistics, sessions: Mapping[
 def add_ring(
     sheet: Sheet, stages: Sequence[Mapping[str, Any]], round_trips: Mapping[str, Any] | None
 ) -> None:
-    """Add them. A ring that was made anew counts from 0, as Prometheus expects of what was started again.
+    """Add samples of the ring. A new ring counts from 0, as Prometheus expects after a restart.
 
     Args:
-        sheet: What is scraped.
+        sheet: Samples of the scrape.
         stages: `stages` of the status.
-        round_trips: `round_trips` of the status; None while no ring was ever up.
+        round_trips: `round_trips` of the status; None before the first ring.
     """
     for stage in stages:
         _add_stage(sheet, stage)
@@ -200,7 +200,7 @@ def _add_stage(sheet: Sheet, stage: Mapping[str, Any]) -> None:
             **labels,
         )
     if "rows" not in stage:
-        return  # a stage that did not answer in time
+        return  # the stage did not answer in time
     sheet.counter("mesh_stage_rows", "Rows computed.", stage["rows"], **labels)
     sheet.counter("mesh_stage_dropped_windows", "Void windows dropped.", stage["dropped_windows"], **labels)
     sheet.gauge("mesh_stage_queued_windows", "Windows that wait now.", stage["queued_windows"], **labels)
@@ -236,11 +236,11 @@ _STEM = "mesh_spec_decode_num"
 
 
 def add_speculation(sheet: Sheet, speculation: Mapping[str, Any] | None) -> None:
-    """Add them.
+    """Add samples of speculation.
 
     Args:
-        sheet: What is scraped.
-        speculation: `speculation` of the status; None while no ring was ever up.
+        sheet: Samples of the scrape.
+        speculation: `speculation` of the status; None before the first ring.
     """
     if speculation is None:
         return
@@ -282,13 +282,12 @@ PREFIX: Final = "mesh_"
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """What is known of one model.
+    """Figures of one model.
 
     Attributes:
-        name: The id that clients see.
-        statistics: Of requests.
-        status: What `/mesh/status` would answer if it were the first, what the stages count included. Parts
-            of it that are not there yet are left out.
+        name: Model name for clients.
+        statistics: Request statistics.
+        status: Its `/mesh/status`, with the stages' counters. Missing parts are left out.
     """
 
     name: str
@@ -297,11 +296,11 @@ class ModelFigures:
 
 
 def exposition(models: Sequence[ModelFigures], accept: str = "") -> tuple[bytes, str]:
-    """One scrape.
+    """Body of one scrape.
 
     Args:
-        models: At least one. What is of the mesh as a whole comes with the first one's name.
-        accept: The request's header; OpenMetrics is spoken to those who ask for it.
+        models: At least one. Samples of the mesh as a whole have the first one's name.
+        accept: `Accept` header of the request; OpenMetrics if it asks for that.
 
     Returns:
         Body and content type.
@@ -323,12 +322,12 @@ def exposition(models: Sequence[ModelFigures], accept: str = "") -> tuple[bytes,
 
 
 def targets(host: str, scheme: str, model: str) -> list[dict[str, Any]]:
-    """One target: the coordinator, which tells of every host of its mesh.
+    """One target: the coordinator, which exposes all hosts of its mesh.
 
     Args:
-        host: Name and port by which it was asked, so that whoever asked reaches it; none if it did not say.
+        host: Name and port of the request's URL, which the scraper can reach; none if unknown.
         scheme: `http` or `https`.
-        model: The id that clients see.
+        model: Model name for clients.
     """
     if not host:
         return []

@@ -1,1 +1,1 @@
-"""JSON Schema as grammars that the tail enforces, so that an answer is valid by construction."""
+"""Structured output: JSON Schema as grammars that the tail enforces, so that an answer is always valid."""

@@ -1,11 +1,11 @@
-"""Converter of plain schemas to grammar rules.
+"""Converter: plain schemas to grammar rules.
 
-What is fixed where a schema leaves a choice: properties come in the order of the schema, optional ones may be
-left out; objects with `properties` have no others unless `additionalProperties` asks for them, nor tuples
-without `items`; each alternative of an `anyOf` holds alone; a schema without `type` means the types that its
-keywords speak of; numbers within bounds have no exponent; formats are written in one of their forms; between
-tokens there is at most a space, or a line's end and 20 blanks. How often a schema may stand within itself is
-the grammar's matter (stages/grammar/graph.py).
+Where a schema leaves a choice: properties come in the order of the schema, optional ones may be omitted;
+objects with `properties` have no others unless `additionalProperties` permits them, nor tuples without
+`items`; each alternative of an `anyOf` holds alone; a schema without `type` has the types of its keywords;
+numbers within bounds have no exponent; formats are written in one of their forms; between tokens there is at
+most a space, or a newline and 20 blanks. How deeply a schema may be nested within itself is decided by the
+grammar (stages/grammar/graph.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 _MAX_RULES: Final = 4000
 _MAX_NESTING: Final = 48
 _MAX_SCHEMA_CHARS: Final = 128 * 1024
-# Of all plain schemas, each as JSON: those within others count with each of them.
+# Of all plain schemas, each as JSON: a nested schema counts once for each schema that contains it.
 _MAX_PLAIN_CHARS: Final = 2 * 1024 * 1024
-# Which keywords speak of which type, where a schema does not say its type.
+# Types of keywords, where a schema has no type.
 _HINTS: Final = {
     "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
@@ -43,11 +43,11 @@ _SPACE_RULE: Final = maybe(either(" ", seq("\n", times(chars(" ", "\t"), 0, 20))
 
 
 class Converter:
-    """Adds what schemas of one document need to a set of rules.
+    """Adds rules for the schemas of one document.
 
     Args:
-        document: What `#` means in references.
-        prefix: Begins the names of its rules, so that several converters can share a grammar.
+        document: The document to which `#` refers.
+        prefix: Beginning of the names of its rules, so that several converters can share a grammar.
 
     Attributes:
         rules: By name.
@@ -63,14 +63,14 @@ class Converter:
         self._num_chars = 0
 
     def expression(self, schema: Any, step: str = "") -> Expression | None:
-        """What values of a schema look like; None if none is valid.
+        """Grammar of a schema's values; None if none is valid.
 
         Args:
             schema: Any JSON.
-            step: How it is reached from the one around it, for messages.
+            step: Path from the enclosing schema, for errors.
 
         Raises:
-            SchemaError: If a grammar cannot say it.
+            SchemaError: If a grammar cannot express it.
         """
         self._path.append(step)
         try:
@@ -88,7 +88,7 @@ class Converter:
         return [option for option in options if option is not None]
 
     def _named(self, flat: Flat) -> Expression | None:
-        """A rule for a plain schema, the same one for the same schema, within itself, too."""
+        """A rule for a plain schema, shared by equal schemas, within itself, too."""
         key = json.dumps(flat, sort_keys=False)
         self._num_chars += len(key)
         if self._num_chars > _MAX_PLAIN_CHARS:
@@ -100,7 +100,7 @@ class Converter:
             kind = "ref" if "$ref" in flat else "-".join(sorted(types_of(flat) or ["value"]))
             name = self._names[key] = f"{self._prefix}{kind}-{len(self._names)}"
             self._require_room()
-            self.rules[name] = Ref(name)  # its place; nobody looks before it is replaced
+            self.rules[name] = Ref(name)  # reserves the name; not read before it is replaced
             found = self._plain(flat)
             if found is None:
                 self._impossible.add(name)
@@ -142,7 +142,7 @@ class Converter:
         return found
 
     def _rule(self, expression: Expression) -> Expression:
-        """A rule of its own for an expression that is referred to more than once."""
+        """A rule for an expression that is referred to more than once."""
         name = f"{self._prefix}part-{len(self.rules)}"
         self.rules[name] = expression
         self._require_room()
@@ -171,7 +171,7 @@ class Converter:
         return free_object(self.any_value(), SPACE)
 
     def _enum(self, flat: Flat) -> Expression | None:
-        """The values themselves, those of them that keep to what stands beside."""
+        """The values of an enum that the other keywords permit."""
         rest = {key: value for key, value in flat.items() if key != "enum"}
         types = types_of(rest)
         rest.pop("type", None)
@@ -186,7 +186,7 @@ def _is_of(value: Any, types: frozenset[str]) -> bool:
 
 
 def _fitting(flat: Flat, values: list[Any]) -> list[Any]:
-    """The values that are valid, as far as the keywords of each one's own type go."""
+    """The values that are valid by the keywords of their own type."""
     by_kind: dict[str, Automaton | None] = {}
     found = []
     for value in values:
@@ -213,7 +213,7 @@ def _takes(automaton: Automaton, text: str) -> bool:
 
 
 def _constant(value: Any) -> Expression:
-    """One value, with any spaces."""
+    """One value, with optional spaces."""
     if isinstance(value, dict):
         items = [seq(f"{_compact(key)}:", SPACE, _constant(item)) for key, item in value.items()]
     elif isinstance(value, list):
@@ -261,10 +261,10 @@ def _ceiling(bound: Decimal, is_excluded: bool) -> int:  # noqa: FBT001 - the tw
 
 
 def check_size(schema: Any) -> None:
-    """Refuse a schema that is too large to be looked at.
+    """Check the size of a schema.
 
     Raises:
-        SchemaError: If it is.
+        SchemaError: If it is too large.
     """
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Grammar expressions, their GBNF text, and schema errors."""
+"""GBNF: grammar expressions as text, and schema errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def to_gbnf(rules: Mapping[str, Expression]) -> str:
 
 
 def _alternatives(expression: Expression) -> str:
-    """As a rule or the inside of a group."""
+    """Text as a rule or the inside of a group."""
     if isinstance(expression, Choice):
         return " | ".join(_sequence(option) for option in expression.options)
     return _sequence(expression)
@@ -33,7 +33,7 @@ def _sequence(expression: Expression) -> str:
 
 
 def _item(expression: Expression) -> str:
-    """As one item, to which a repetition may be attached."""
+    """Text as one item, to which a repetition may be attached."""
     match expression:
         case Literal(text):
             return '"' + "".join(_letter(letter, _ESCAPES) for letter in text) + '"'
@@ -77,7 +77,7 @@ HEX_DIGIT: Final = Chars(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))
 
 
 def seq(*items: Expression | str) -> Expression:
-    """One after the other."""
+    """A sequence."""
     found = tuple(Literal(item) if isinstance(item, str) else item for item in items)
     return found[0] if len(found) == 1 else Sequence(found)
 
@@ -94,7 +94,7 @@ def maybe(*items: Expression | str) -> Expression:
 
 
 def times(item: Expression, least: int, most: int | None) -> Expression:
-    """An item so often."""
+    """An item repeated."""
     return Repeat(item, least, most)
 
 
@@ -104,10 +104,10 @@ def chars(*ranges: str) -> Chars:
 
 
 class SchemaError(Exception):
-    """A part of a schema that no grammar can say, or that means nothing; `where` it is, the reader adds.
+    """A part of a schema that no grammar can express, or that is invalid; the reader adds the place.
 
     Args:
-        reason: What is wrong, beginning with the keyword.
+        reason: Reason, beginning with the keyword.
     """
 
     def __init__(self, reason: str) -> None:

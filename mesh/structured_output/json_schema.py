@@ -1,4 +1,4 @@
-"""JSON schema as a grammar, or why not."""
+"""JSON Schema to grammar, or the reason why it is impossible."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MOST_WHERE_CHARS: Final = 120
 
 
 def schema_grammar(schema: Any, *, param: str) -> str:
-    """GBNF whose texts are JSON that the schema calls valid.
+    """GBNF of the JSON texts that are valid by a schema.
 
     Args:
         schema: A JSON Schema, draft 4 to 2020-12; references lead within it.
-        param: The request's field that it came from, for errors.
+        param: The request's field with the schema, for errors.
 
     Raises:
-        InvalidRequest: If nothing is valid, or it says what a grammar cannot; with the place and the reason.
+        InvalidRequest: If nothing is valid, or a grammar cannot express it; with the place and the reason.
     """
     try:
         grammar = _converted(schema)
@@ -55,10 +55,10 @@ def json_object_grammar() -> str:
 
 
 def checked_grammar(grammar: str, *, param: str) -> str:
-    """The grammar, if a tail will take it.
+    """The grammar, checked as the tail checks it.
 
     Raises:
-        InvalidRequest: If not.
+        InvalidRequest: If it is invalid.
     """
     try:
         make_automaton(grammar)

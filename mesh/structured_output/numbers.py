@@ -1,6 +1,6 @@
 """Grammars of bounded integers and numbers.
 
-Bounded numbers are written without an exponent, and with at most as many digits as a double keeps apart.
+Bounded numbers are written without an exponent, and with at most as many digits as a double distinguishes.
 Minus zero is never written.
 """
 
@@ -15,7 +15,7 @@ from stages.grammar.gbnf_parser import Expression, Literal
 
 _MAX_DIGITS: Final = 16
 _LARGEST: Final = 10**_MAX_DIGITS - 1
-# As many as arithmetic with a `Decimal` keeps: a longer bound would be rounded, to the wrong side at times.
+# The precision of `Decimal` arithmetic: longer bounds would be rounded, at times to the wrong side.
 _MOST_BOUND_DIGITS: Final = 28
 _MOST_MULTIPLES: Final = 1000
 
@@ -89,7 +89,7 @@ def _refuse_long(bound: int) -> None:
 def _natural(low: int, high: int) -> Expression:
     """Integers from `low` to `high`, 0 <= low <= high."""
     parts: list[Expression] = []
-    full: list[int] = []  # lengths of which every number is within
+    full: list[int] = []  # lengths whose numbers are all within the bounds
     for length in range(len(str(low)), len(str(high)) + 1):
         first = max(low, 10 ** (length - 1) if length > 1 else 0)
         last = min(high, 10**length - 1)
@@ -103,7 +103,7 @@ def _natural(low: int, high: int) -> Expression:
 
 
 def _same_length(low: str, high: str) -> Expression:
-    """Digits from `low` to `high`, which have equally many; neither bound where all digits are possible."""
+    """Digits from `low` to `high`, of equal length; neither bound where all digits are possible."""
     if not low:
         return Literal("")
     if set(low) == {"0"} and set(high) == {"9"}:
@@ -120,7 +120,7 @@ def _same_length(low: str, high: str) -> Expression:
 
 
 def _decimal(least: Bound, most: Bound | None) -> Expression | None:
-    """Numbers that are not negative within bounds."""
+    """Non-negative numbers within bounds."""
     most = (Decimal(max(_LARGEST, int(least[0]) + 1)), False) if most is None else most
     if least[0] > most[0]:
         return None
@@ -165,7 +165,7 @@ def _fraction(low: _Side, high: _Side) -> Expression | None:
 
 
 def _may_be_zero(low: _Side, high: _Side) -> bool:
-    """Whether nothing more, which means zeros, is within bounds."""
+    """Whether an end here, which means zeros, is within bounds."""
     above = low is None or (not low[0] and not low[1])
     return above and (high is None or bool(high[0]) or not high[1])
 
@@ -195,7 +195,7 @@ def _digits(low: _Side, high: _Side, room: int) -> Expression | None:
 
 
 def _below(low: _Side, digit: int) -> tuple[_Side] | None:
-    """The lower bound behind a digit, wrapped; None if the digit is too small."""
+    """The lower bound after a digit, wrapped; None if the digit is too small."""
     if low is None:
         return (None,)
     first = int(low[0][:1] or "0")
@@ -203,7 +203,7 @@ def _below(low: _Side, digit: int) -> tuple[_Side] | None:
 
 
 def _above(high: _Side, digit: int) -> tuple[_Side] | None:
-    """The upper bound behind a digit, wrapped; None if the digit is too large."""
+    """The upper bound after a digit, wrapped; None if the digit is too large."""
     if high is None:
         return (None,)
     first = int(high[0][:1] or "0")

@@ -27,16 +27,16 @@ def free_object(value: Expression, space: Expression) -> Expression:
 
 
 def object_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Expression | None:
-    """What an object schema allows; None if nothing.
+    """Grammar of an object schema; None if nothing is valid.
 
     Args:
         flat: The schema.
-        convert: Gives what values of a schema look like; told how it is reached from here.
-        name: Makes a rule of an expression, and gives a reference to it.
-        space: What may stand between tokens.
+        convert: Returns the grammar of a schema, given its path from here.
+        name: Makes a rule of an expression, and returns a reference to it.
+        space: Grammar of white space between tokens.
 
     Raises:
-        SchemaError: If a grammar cannot say it.
+        SchemaError: If a grammar cannot express it.
     """
     schemas, others = _properties(flat)
     if len(schemas) > _MAX_PROPERTIES:
@@ -57,9 +57,9 @@ def object_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Ex
 
 
 def _properties(flat: Flat) -> tuple[dict[str, Any], Any]:
-    """The properties that are named, required ones without a schema too, and the schema of all others."""
+    """The named properties, required ones without a schema too, and the schema of all others."""
     schemas = dict(flat.get("properties", {}))
-    # Where nothing is said of others, none come beside named ones, nor if they were to be "evaluated".
+    # If others are not mentioned, none are written beside named ones, nor if they were to be "evaluated".
     others = flat.get("additionalProperties", not schemas and "unevaluatedProperties" not in flat)
     for name in flat.get("required", ()):
         schemas.setdefault(name, flat.get("additionalProperties", True))
@@ -67,10 +67,10 @@ def _properties(flat: Flat) -> tuple[dict[str, Any], Any]:
 
 
 def _most_extras(flat: Flat, pairs: list[tuple[Expression, bool]], *, has_extras: bool) -> int | None:
-    """How many others may come; None is no bound.
+    """Most other properties; None is no bound.
 
     Raises:
-        SchemaError: If the numbers of properties would have to be counted among optional ones.
+        SchemaError: If the number of properties would have to be counted among optional ones.
     """
     num_required = sum(is_required for _, is_required in pairs)
     least, most = flat.get("minProperties", 0), flat.get("maxProperties")
@@ -94,10 +94,10 @@ def _pairs(
     name: Name,
     space: Expression,
 ) -> Expression:
-    """All that stands between the braces, the space behind it included.
+    """Everything between the braces, the last space included.
 
-    Built from the last pair to the first, in two forms: `rest` is what may follow a pair, comma first;
-    `first` is what may come where none has yet.
+    Built from the last pair to the first, in two forms: `rest` follows a pair, comma first; `first` is used
+    where there is no pair before.
     """
     comma = seq(",", space)
     rest: Expression = NOTHING
@@ -122,7 +122,7 @@ def _pairs(
 
 
 def _any_name_but(names: dict[str, Any], name: Name) -> Expression:
-    """A name that is none of these. Each letter has one way to be written, so none hides in an escape."""
+    """A name other than these. Each letter has a single form, so no name can be written with escapes."""
     tree: dict[str, Any] = {}
     for known in names:
         if len(known) > _MAX_NAME_CHARS:
@@ -148,17 +148,17 @@ def _not_in(tree: dict[str, Any], any_letters: Expression, name: Name) -> Expres
 
 
 def _letter_but(letters: Collection[str]) -> Expression:
-    """A letter that is none of these; those without a short escape are left out."""
+    """A letter other than these; those without a short escape are left out."""
     plain = Chars(complement([*_ESCAPED, *((ord(letter), ord(letter)) for letter in letters)]))
     signs = [sign for letter, sign in _SHORT_ESCAPES.items() if letter not in letters]
     return either(plain, seq("\\", chars(*signs))) if signs else plain
 
 
 def array_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Expression | None:
-    """What an array schema allows; None if nothing.
+    """Grammar of an array schema; None if nothing is valid.
 
     Raises:
-        SchemaError: If a grammar cannot say it.
+        SchemaError: If a grammar cannot express it.
     """
     least, most = flat.get("minItems", 0), flat.get("maxItems")
     if flat.get("uniqueItems") and (most is None or most > 1):
@@ -176,7 +176,7 @@ def array_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Exp
             break
         known.append(item)
     if other is None or len(known) < len(first):
-        # Behind an item that cannot be there is none.
+        # No item follows one that is impossible.
         other, most = None, len(known) if most is None else min(most, len(known))
     if most is not None and least > most:
         return None
@@ -193,12 +193,12 @@ def _body(
     name: Name,
     space: Expression,
 ) -> Expression | None:
-    """The items and the commas between them, at least one item; None if there can be none."""
+    """Items and commas between them, at least one item; None if there can be none."""
     least, most = counts
     comma = seq(",", space)
     rest: Expression = NOTHING
     if other is not None:
-        # Behind all the known ones, or behind the first other.
+        # After all known ones, or after the first other.
         num_before = max(1, len(known))
         rest = times(
             seq(comma, other), max(0, least - num_before), None if most is None else max(0, most - num_before)

@@ -1,8 +1,8 @@
 r"""Grammars of ECMAScript patterns.
 
-A pattern matches anywhere in a string unless `^` and `$` hold it. Shorthands such as `\d` mean ASCII, which
-every dialect agrees on; `\D`, `\W` and `\S` are ASCII, too, as dialects differ beyond. What looks around or
-back (`(?=`, `\b`, `\1`) is not regular and is refused.
+A pattern matches anywhere in a string unless `^` and `$` anchor it. Shorthands such as `\d` mean ASCII, as in
+every dialect; `\D`, `\W` and `\S` are ASCII, too, since dialects differ beyond. Lookaround, word boundaries
+and back references (`(?=`, `\b`, `\1`) are not regular and are refused.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _MAX_CHARS: Final = 4096
 
 
 def parse_pattern(pattern: str) -> Expression:
-    """What a string that the pattern matches looks like, from its beginning to its end.
+    """Grammar of the strings that match a pattern, from beginning to end.
 
     Raises:
-        SchemaError: If it is no regular expression, or one that a grammar cannot follow.
+        SchemaError: If it is no regular expression, or a grammar cannot express it.
     """
     if len(pattern) > _MAX_CHARS:
         raise SchemaError(f"pattern has {len(pattern)} characters: at most {_MAX_CHARS} work")
@@ -160,7 +160,7 @@ class _Parser:
         found = _SHORTHANDS.get(letter.lower())
         if found is not None:
             if letter.islower():
-                # In a negated class: all that any dialect takes for one, so that none of it gets through.
+                # In a negated class: everything that any dialect includes, so that none of it is accepted.
                 return merged((*found, (0x80, MAX_CODE_POINT))) if is_negated else found
             return complement(found) if is_negated else complement((*found, (0x80, MAX_CODE_POINT)))
         if not letter or letter in string.ascii_letters + string.digits:

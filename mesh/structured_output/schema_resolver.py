@@ -1,8 +1,8 @@
-"""Schema resolver: $ref, allOf, anyOf and oneOf as plain schemas.
+"""Schema resolver: $ref, allOf, anyOf and oneOf to plain schemas.
 
-What stands side by side in a schema must hold at once. So each alternative is merged with what stands beside
-it; what cannot be merged without loss is refused. A reference with nothing beside it stays one: that is how
-schemas that contain themselves come to an end.
+Keywords of one schema must hold at once. So each alternative is merged with the keywords beside it; what
+cannot be merged without loss is refused. A reference with nothing beside it stays one, so that recursive
+schemas end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Flat = dict[str, Any]
 
-# What says nothing about which values are valid, as far as grammars go. Unknown keywords say nothing either.
+# Keywords without effect on validity, for grammars. Unknown keywords have none either.
 _ALTERNATIVES: Final = ("$ref", "allOf", "anyOf", "oneOf")
 _REFUSED: Final = (
     "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "patternProperties",
@@ -36,18 +36,18 @@ _MAX_ALTERNATIVES: Final = 512
 _MAX_CHAIN: Final = 32
 _MAX_INDEX_DIGITS: Final = 9
 _MAX_COUNT: Final = 2**63 - 1
-# Schemas within schemas, those that are referred to counted each time.
+# Schemas within schemas; those that are referred to count each time.
 _MAX_LOOKS: Final = 20_000
-# Members of schemas and values of enums that are put together or held against one another: a second or two.
+# Members of schemas and values of enums that are merged or compared: a second or two.
 _MAX_WORK: Final = 500_000
 _COMPARISONS_PER_STEP: Final = 16
 
 
 class Flattener:
-    """Reads one document's schemas.
+    """Resolver of one document's schemas.
 
     Args:
-        document: What `#` means in references.
+        document: The document to which `#` refers.
     """
 
     def __init__(self, document: Any) -> None:
@@ -56,10 +56,10 @@ class Flattener:
         self._work = 0
 
     def alternatives(self, schema: Any, depth: int = 0) -> list[Flat]:
-        """The plain schemas of which one must hold; none if nothing is valid.
+        """The plain schemas of which one must hold; empty if nothing is valid.
 
         Raises:
-            SchemaError: If it is no schema, or says what a grammar cannot.
+            SchemaError: If it is no schema, or a grammar cannot express it.
         """
         if schema is True:
             return [{}]
@@ -81,7 +81,7 @@ class Flattener:
         return found
 
     def _beside(self, schema: dict[str, Any], depth: int) -> Iterator[list[Flat]]:
-        """The alternatives of all that must hold together with what a schema says itself."""
+        """Alternatives of all keywords that must hold together with the schema's own."""
         if "$ref" in schema:
             yield self.alternatives(self.target(schema["$ref"]), depth)
         for each in _list(schema, "allOf"):
@@ -94,10 +94,10 @@ class Flattener:
                 yield [each for branch in branches for each in branch]
 
     def target(self, reference: Any) -> Any:
-        """What a reference within the document refers to.
+        """Target of a reference within the document.
 
         Raises:
-            SchemaError: If it refers to nothing, or beyond the document.
+            SchemaError: If there is none, or it is beyond the document.
         """
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise SchemaError(f"$ref {_shown(reference)} leads out of the schema: only `#/…` can be followed")
@@ -115,7 +115,7 @@ class Flattener:
         return found
 
     def _both(self, left: list[Flat], right: list[Flat], depth: int) -> list[Flat]:
-        """What holds if one of each holds."""
+        """Alternatives where one of each holds."""
         if len(left) * len(right) > _MAX_ALTERNATIVES:
             raise SchemaError(f"allOf, anyOf and oneOf come to more than {_MAX_ALTERNATIVES} alternatives")
         found: list[Flat] = []
@@ -138,7 +138,7 @@ class Flattener:
         return [] if merged is None else [merged]
 
     def _require_apart(self, branches: list[list[Flat]], depth: int) -> None:
-        """No value may match two branches of a `oneOf`: a grammar could not tell."""
+        """Check that no value matches two branches of a `oneOf`, which a grammar cannot detect."""
         num_flats = sum(map(len, branches))
         if num_flats > _MAX_ALTERNATIVES:
             raise SchemaError(f"oneOf has more than {_MAX_ALTERNATIVES} alternatives")
@@ -146,7 +146,7 @@ class Flattener:
             [self._domain(flat) for each in branch for flat in self._opened(each, depth)]
             for branch in branches
         ]
-        # Each is held against each other one, which takes little.
+        # Comparing all pairs is cheap.
         self._count(num_flats**2 // _COMPARISONS_PER_STEP)
         for index, branch in enumerate(known):
             for second, other in enumerate(known[:index]):
@@ -182,7 +182,7 @@ def _is_only_reference(schema: dict[str, Any], base: Flat) -> bool:
 
 
 def types_of(flat: Flat) -> frozenset[str] | None:
-    """The types that a value may have, if it says so; `integer` is not part of `number` here."""
+    """Types of a value, if the schema names them; `integer` is not part of `number` here."""
     given = flat.get("type")
     if given is None:
         return None
@@ -208,10 +208,10 @@ def type_of(value: Any) -> str:
 
 
 class _Domain:
-    """What is known of the values of a plain schema, for telling them from another's.
+    """Known facts of a plain schema's values, to tell them from another's.
 
     Attributes:
-        size: How much that is.
+        size: Number of these facts.
     """
 
     def __init__(self, flat: Flat) -> None:
@@ -247,7 +247,7 @@ def _canonical_set(values: list[Any]) -> frozenset[str]:
 
 
 def _size(schema: dict[str, Any]) -> int:
-    """How much there is to look at, but for schemas within it."""
+    """Size of a schema, without schemas within it."""
     return 1 + sum(len(value) if isinstance(value, dict | list) else 1 for value in schema.values())
 
 
@@ -261,10 +261,10 @@ def _all_types(flat: Flat) -> frozenset[str]:
 
 
 def merge(one: Flat, other: Flat) -> Flat | None:
-    """What holds if both hold; None if nothing can.
+    """Keywords of both schemas; None if nothing can match both.
 
     Raises:
-        SchemaError: If a grammar cannot say it.
+        SchemaError: If a grammar cannot express it.
     """
     merged: Flat = {**other, **one}
     for key in one.keys() & other.keys():
@@ -331,7 +331,7 @@ def _all_of(one: Any, other: Any) -> Any:
 
 
 def _plain(schema: dict[str, Any]) -> Flat:
-    """What a schema says itself, in the newest draft's words."""
+    """A schema's own keywords, in terms of the newest draft."""
     for key in _REFUSED:
         if key in schema:
             raise SchemaError(f"{key} cannot be said by a grammar: leave it out")
@@ -392,7 +392,7 @@ def _check(flat: Flat) -> None:
 def _is_number(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
-    # Those of any length: `math` takes none that is too long for a double.
+    # Of any length: `math` accepts none that is too long for a double.
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from mesh.structured_output.schema_resolver import Flat
 
 
-# What stands for itself between quotes. JSON allows DEL, but terminals do not show it.
+# Characters without escapes. JSON allows DEL, but terminals do not show it.
 _PLAIN: Final = complement([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)])
 
-# A unit of UTF-16 that is no half of a surrogate pair, as escapes write it.
+# A UTF-16 code unit that is no surrogate, as an escape.
 _ESCAPED_UNIT: Final = either(
     seq(chars("09", "ac", "ef", "AC", "EF"), times(HEX_DIGIT, 3, 3)),
     seq(chars("d", "D"), chars("07"), times(HEX_DIGIT, 2, 2)),
@@ -46,7 +46,7 @@ def quoted(text: str) -> str:
 
 
 def in_string(expression: Expression) -> Expression:
-    """What an expression over characters is when each is written as JSON writes it."""
+    """An expression over characters with each character as JSON writes it."""
     match expression:
         case Literal(text):
             return Literal(quoted(text)[1:-1])
@@ -134,10 +134,10 @@ def _total(spans: list[tuple[int, int | None]]) -> tuple[int, int | None]:
 
 
 def string_of(flat: Flat) -> Expression | None:
-    """What a string schema allows, quotes included; None if nothing. Formats that are not known say nothing.
+    """Grammar of a string schema, quotes included; None if nothing is valid. Unknown formats have no effect.
 
     Raises:
-        SchemaError: If a grammar cannot say it.
+        SchemaError: If a grammar cannot express it.
     """
     least, most = flat.get("minLength", 0), flat.get("maxLength")
     if most is not None and least > most:
@@ -156,7 +156,7 @@ def string_of(flat: Flat) -> Expression | None:
 
 
 def _of_length(expression: Expression, least: int, most: int | None) -> Expression:
-    """The part of an expression with so many characters.
+    """The strings of an expression with this many characters.
 
     Raises:
         SchemaError: If that takes more than bounds on one repetition of single characters.

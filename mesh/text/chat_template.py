@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from mesh.text.tokenizer import Tokenizer
 
 
-# The format is that of Hermes Function Calling (Nous Research): models that were never shown tools by their
-# template follow it better than any other, since it is JSON between tags.
+# The format is that of Hermes Function Calling (Nous Research): models whose template supports no tools
+# follow it better than any other, since it is JSON between tags.
 _BEFORE: Final = (
     "These are functions that you can call, each with the JSON schema of its parameters:\n<tools>\n"
 )
@@ -35,13 +35,13 @@ _AFTER: Final = (
 def with_tool_note(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A conversation with its tools, calls and results written out as text.
+    """A conversation whose tools, calls and results are written out as text.
 
-    Results of one turn become one message of the user, as templates want turns that alternate.
+    Results of one turn become one message of the user, as templates want alternating turns.
 
     Args:
-        messages: As chat templates know them.
-        tools: Likewise; with none, only calls and results are written out.
+        messages: Messages in the form of chat templates.
+        tools: Functions in that form; if empty, only calls and results are written out.
     """
     found: list[dict[str, Any]] = []
     was_result = False
@@ -96,7 +96,7 @@ PLAIN: Final = (
 
 
 class Ending(Enum):
-    """Where a prompt ends."""
+    """Ending of a prompt."""
 
     ANSWER = auto()
     """Where the assistant's answer begins."""
@@ -107,18 +107,18 @@ class Ending(Enum):
 
 
 class ChatTemplate:
-    """One model's way to write a conversation down; see `TemplateRenderer` for what templates may do.
+    """Chat template of one model; see `TemplateRenderer` for the features of templates.
 
-    They come from a file, so they run in Jinja's sandbox, in a process apart, with their time, memory and
-    output bounded.
+    Templates come from a file, so they run in Jinja's sandbox, in a process of their own, with bounds on
+    time, memory and output.
 
     Args:
         source: Jinja source.
         bos: Text of the token that begins a sequence.
         eos: Text of the token that ends a sequence.
-        now: The local time, for templates that date their system prompt.
-        max_chars: Bound of the prompt.
-        process: Where it runs; one for all unless given.
+        now: Returns the local time, for templates that date their system prompt.
+        max_chars: Most characters of the prompt.
+        process: Process that renders; one for all unless given.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ChatTemplate:
 
     @property
     def call_format(self) -> CallFormat:
-        """How the model calls functions."""
+        """Format of the model's calls."""
         return call_format_of(self._source)
 
     def render(
@@ -151,20 +151,20 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         ending: Ending = Ending.ANSWER,
     ) -> str:
-        """The prompt, up to where the assistant's answer begins or goes on. Blocks until it is there.
+        """The prompt, up to where the assistant's answer begins or continues. Blocks.
 
-        Templates that know no tools are given them, calls and results as text: see `with_tool_note`.
+        Templates without support for tools get them, calls and results as text: see `with_tool_note`.
 
         Args:
             messages: Each with at least `role` and `content`, both text; the arguments of calls are values.
-            variables: More for the template to see, such as `enable_thinking`; all must be fit for JSON.
-            tools: Functions that the model may call, as templates know them.
-            ending: Where it ends.
+            variables: Further template variables, such as `enable_thinking`; JSON-serialisable.
+            tools: Functions that the model may call, in the form of chat templates.
+            ending: Ending of the prompt.
 
         Raises:
-            InvalidRequest: If the template cannot be parsed, fails, refuses the conversation, takes too long,
+            InvalidRequest: If the template cannot be parsed, fails, rejects the conversation, takes too long,
                 or writes more than the bound.
-            Overloaded: If other conversations took so long that this one had no turn.
+            Overloaded: If the template was busy with other conversations for too long.
         """
         if not knows_tools(self._source):
             messages, tools = with_tool_note(messages, tools), ()
@@ -184,7 +184,7 @@ class ChatTemplate:
             in_text = arguments_as_text(messages)
             if in_text is None:
                 raise
-            # Some templates put arguments into their text as they are.
+            # Some templates print arguments as they are.
             text = self._rendered({**values, "messages": in_text})
         if ending is Ending.CONTINUED:
             before, found, _ = text.rpartition(mark)
@@ -209,7 +209,7 @@ class ChatTemplate:
         return text
 
     def try_out(self) -> None:
-        """Render two words, so that the process runs, and a template that never works is known. Blocks."""
+        """Render a short conversation: starts the process, and finds templates that never work. Blocks."""
         try:
             self.render([{"role": "user", "content": "Hello"}])
         except RequestError as error:
@@ -217,10 +217,10 @@ class ChatTemplate:
 
 
 def chat_template_of(tokenizer: Tokenizer, now: Callable[[], datetime]) -> ChatTemplate:
-    """The template that the model carries, or a plain one in its place.
+    """The template of the model's file, or a default.
 
-    Without one, a model whose vocabulary has ChatML's two special tokens gets ChatML; any other gets
-    lines of `role: text` and `assistant:` to go on from.
+    Without one, a model whose vocabulary has ChatML's two special tokens gets ChatML; any other gets lines of
+    `role: text`, with `assistant:` last.
     """
     source = tokenizer.chat_template
     if source is None:
@@ -257,7 +257,7 @@ def _json_text(value: Any) -> str:
 
 
 def _unused_mark(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A text that is nowhere in the conversation."""
+    """A text that does not occur in the conversation."""
     text = json.dumps(messages)
     number = 0
     while (mark := f"[the-text-ends-here-{number}]") in text:

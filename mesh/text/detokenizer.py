@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class StopScanner:
-    """Passes text on up to the earliest stop string, however the text is cut into chunks.
+    """Passes text on up to the first stop string, independent of how the text is cut into chunks.
 
-    The longest end of the text that could still become a stop string is held back. When stop strings
-    overlap, the one that starts first wins, so the result is always the whole text cut at the smallest
+    The longest end of the text that may become a stop string is held back. Of overlapping stop strings the
+    one that starts first counts, so the result is always the whole text cut at the smallest
     `text.find(stop)`.
 
     Example:
@@ -33,7 +33,7 @@ class StopScanner:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The part of everything pushed so far that is now known to be free of stop strings."""
+        """The text that is now known to be free of stop strings."""
         if self.stopped:
             return ""
         if not self._stops:
@@ -51,7 +51,7 @@ class StopScanner:
         return held[:safe]
 
     def flush(self) -> str:
-        """What was held back, once no more text will come."""
+        """The text held back, at the end."""
         held, self._held = self._held, ""
         match = self._earliest_match(held)
         if match is None:
@@ -63,7 +63,7 @@ class StopScanner:
         return min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
 
     def _earliest_begun(self, text: str) -> int | None:
-        """Where the longest end of the text that is a proper start of some stop string begins."""
+        """Start of the longest end of the text that begins some stop string."""
         longest = max(map(len, self._stops)) - 1
         for start in range(max(0, len(text) - longest), len(text)):
             end = text[start:]
@@ -73,18 +73,17 @@ class StopScanner:
 
 
 class AnswerText:
-    """The text of one answer, token by token.
+    """Text of one answer, token by token.
 
-    A character that is spread over several tokens appears with the last of them; bytes that are not
-    UTF-8 become U+FFFD.
+    A character that spans several tokens appears with the last of them; invalid UTF-8 becomes U+FFFD.
 
     Args:
-        piece: Bytes that a token stands for.
-        stops: Strings that end the answer; no part of one is ever passed on.
+        piece: Returns the bytes of a token.
+        stops: Strings that end the answer; no part of one is passed on.
 
     Attributes:
-        num_decoded: Characters that the tokens so far make up.
-        num_passed: Those among them that were passed on.
+        num_decoded: Number of decoded characters.
+        num_passed: Number of those passed on.
     """
 
     def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
@@ -96,7 +95,7 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string came."""
+        """Whether a stop string was found."""
         return self._scanner.stopped
 
     @property
@@ -105,11 +104,11 @@ class AnswerText:
         return bool(self._decoder.getstate()[0])
 
     def push(self, token: int) -> str:
-        """The text that this token settles, often its own, sometimes none."""
+        """The text that becomes final with this token, often its own, sometimes none."""
         return self._passed(self._scanner.push(self._decoded(self._piece(token))))
 
     def flush(self) -> str:
-        """What was held back, once no more tokens will come. May find a last stop string."""
+        """The text held back, at the end. May find a last stop string."""
         text = self._scanner.push(self._decoded(b"", final=True))
         return self._passed(text + self._scanner.flush())
 

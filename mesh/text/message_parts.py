@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Content:
-    """Text for the reader."""
+    """Text for the client."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text that the model wrote for itself, before its answer."""
+    """Reasoning text, before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """The model calls a function.
+    """Beginning of a call.
 
     Attributes:
-        index: Of the call, from 0 on.
-        name: Of the function.
+        index: Index of the call, from 0.
+        name: Name of the function.
     """
 
     index: int
@@ -41,10 +41,10 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """More of a call's arguments.
+    """Further text of a call's arguments.
 
     Attributes:
-        index: Of the call.
+        index: Index of the call.
         text: Part of a JSON text.
     """
 
@@ -56,7 +56,7 @@ MessagePart = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
 def joined(pieces: Iterable[MessagePart]) -> list[MessagePart]:
-    """The same with neighbours of one kind in one piece, and without empty text.
+    """The same with neighbouring parts of one kind merged, and without empty text.
 
     Example:
         >>> joined([Content("a"), Content(""), Content("b"), Reasoning("c")])
@@ -93,7 +93,7 @@ def _kind(piece: MessagePart) -> tuple[type[Any], int]:
 #   Llama 3.1 and later.
 # - Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}]`, or `[TOOL_CALLS]name[ARGS]{…}` in newer ones.
 class CallFormat(Enum):
-    """A way to write calls down; the value is the text that one begins with."""
+    """A format of calls; the value is the text with which a call begins."""
 
     HERMES = "<tool_call>"
     LLAMA = "<|python_tag|>"
@@ -105,7 +105,7 @@ ARGUMENTS_MARK: Final = "[ARGS]"
 CALL_ID_MARK: Final = "[CALL_ID]"
 THINK_MARKS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
-# In many vocabularies these are control tokens, which have no text; whoever reads calls must see them.
+# Control tokens in many vocabularies, without text; the parser of calls must see them.
 MARKS: Final = (
     *(call_format.value for call_format in CallFormat),
     CALL_END,
@@ -118,12 +118,12 @@ _TOOLS: Final = re.compile(r"\btools\b")
 
 
 def knows_tools(template: str) -> bool:
-    """Whether a chat template does anything with the tools that it is given."""
+    """Whether a chat template uses the tools that it is given."""
     return _TOOLS.search(template) is not None
 
 
 def call_format_of(template: str) -> CallFormat:
-    """The format that a template teaches; Hermes where it teaches none, as our own note does."""
+    """Format of calls that a template describes; Hermes if it describes none, as in our own note."""
     if not knows_tools(template):
         return CallFormat.HERMES
     for call_format in (CallFormat.MISTRAL, CallFormat.HERMES):
@@ -134,10 +134,10 @@ def call_format_of(template: str) -> CallFormat:
 
 
 class MarkFinder:
-    """Holds back the longest end of the text that may still become one of the marks.
+    """Holds back the longest end of the text that may become one of the marks.
 
     Args:
-        marks: None of them begins another.
+        marks: None of them is a prefix of another.
 
     Example:
         >>> finder = MarkFinder(["<b>"])
@@ -150,7 +150,7 @@ class MarkFinder:
         self._held = ""
 
     def push(self, char: str) -> tuple[str, str | None]:
-        """Text that is no part of a mark, and the mark that is complete now, if one is."""
+        """Text that is no part of a mark, and the mark that is complete now, if any."""
         held = self._held + char
         if held in self._marks:
             self._held = ""
@@ -162,6 +162,6 @@ class MarkFinder:
         return held[:start], None
 
     def flush(self) -> str:
-        """What was held back."""
+        """The text held back."""
         held, self._held = self._held, ""
         return held

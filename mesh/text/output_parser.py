@@ -1,4 +1,4 @@
-"""Output parser: the text of an answer as message parts."""
+"""Output parser: text of an answer to message parts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How an answer is read.
+    """Format of an answer.
 
     Attributes:
-        call_format: How functions are called in it; None where none may be, so that all is text.
-        names: Of the functions that there are.
-        has_one_call: Whether it is over with its first call.
-        splits_reasoning: Whether reasoning is told from content.
-        is_in_reasoning: Whether the prompt ended in it.
+        call_format: Format of calls; None without calls, so that all is text.
+        names: Names of the functions.
+        has_one_call: Whether the answer ends with its first call.
+        splits_reasoning: Whether reasoning is split from content.
+        is_in_reasoning: Whether the prompt ends within reasoning.
     """
 
     call_format: CallFormat | None = None
@@ -41,7 +41,7 @@ class OutputFormat:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Texts that must be seen, though they may be control tokens, which have no text."""
+        """Marks that must be seen, though they may be control tokens, which have no text."""
         found = {mark for pair in THINK_MARKS for mark in pair} if self.splits_reasoning else set()
         if self.call_format is not None:
             found |= {self.call_format.value, CALL_END, ARGUMENTS_MARK, CALL_ID_MARK}
@@ -49,10 +49,10 @@ class OutputFormat:
 
 
 class OutputParser:
-    """Reads as the text comes. However it is cut into pieces, what it says joined up is the same.
+    """Incremental parser; its result does not depend on how the text is cut into chunks.
 
     Args:
-        output_format: How.
+        output_format: Format of the answer.
     """
 
     def __init__(self, output_format: OutputFormat) -> None:
@@ -78,11 +78,11 @@ class OutputParser:
 
     @property
     def is_over(self) -> bool:
-        """Whether what follows will not be read."""
+        """Whether further text is ignored."""
         return self._has_one_call and self._calls is not None and self._calls.num_complete > 0
 
     def push(self, text: str) -> list[MessagePart]:
-        """What this much more of the text settles, often itself, sometimes nothing."""
+        """The parts that become final with this text, sometimes none."""
         if self._calls is None and (self._reasoning is None or self._reasoning.is_over):
             return [Content(text)] if text else []
         message_parts: list[MessagePart] = []
@@ -94,7 +94,7 @@ class OutputParser:
         return joined(message_parts)
 
     def flush(self) -> list[MessagePart]:
-        """What was held back, once no more text will come."""
+        """The parts held back, at the end."""
         message_parts = [] if self._reasoning is None else self._with_calls(self._reasoning.flush())
         if self._calls is not None and not self.is_over:
             message_parts += self._calls.flush()

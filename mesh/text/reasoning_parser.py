@@ -1,4 +1,4 @@
-"""Streaming parser of reasoning sections."""
+"""Reasoning parser: splits reasoning from content, incrementally."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class _At(Enum):
 
 
 class ReasoningParser:
-    """Tells reasoning, which comes first if at all, from what follows.
+    """Splits reasoning, which comes first if at all, from what follows.
 
-    White space at its ends is nobody's. Marks that come later are content.
+    White space at its ends is dropped. Later marks are content.
 
     Args:
-        is_inside: Whether the prompt ended in it, so that no mark begins it.
+        is_inside: Whether the prompt ends within reasoning, so that no mark begins it.
     """
 
     def __init__(self, *, is_inside: bool) -> None:
@@ -32,16 +32,16 @@ class ReasoningParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends in it."""
+        """Whether the text so far ends within reasoning."""
         return self._at is _At.INSIDE or (self._is_inside and self._at is _At.BEGINNING)
 
     @property
     def is_over(self) -> bool:
-        """Whether all that follows is content."""
+        """Whether all further text is content."""
         return self._at is _At.CONTENT
 
     def push(self, char: str) -> list[MessagePart]:
-        """What one more character settles."""
+        """The parts that become final with one more character."""
         match self._at:
             case _At.BEGINNING:
                 return self._begin(char)
@@ -53,7 +53,7 @@ class ReasoningParser:
         return [Content(char)]
 
     def flush(self) -> list[MessagePart]:
-        """What was held back, once no more text will come."""
+        """The parts held back, at the end."""
         held, self._held = self._held, ""
         if self._at is _At.INSIDE:
             held += self._finder.flush()
@@ -82,7 +82,7 @@ class ReasoningParser:
 
     def _go_on(self, char: str) -> list[MessagePart]:
         if self._at is not _At.INSIDE:
-            # The end came among characters that had been held back.
+            # The end mark came among characters that were held back.
             return self.push(char)
         text, mark = self._finder.push(char)
         shown = ""
@@ -99,6 +99,6 @@ class ReasoningParser:
 
 
 def end_of_reasoning(prompt: str) -> str | None:
-    """The mark that ends the reasoning in which an answer to the prompt begins; None if it begins in none."""
+    """End mark of the reasoning with which an answer to the prompt begins; None if it does not."""
     said = prompt.rstrip()
     return next((end for begin, end in THINK_MARKS if said.endswith(begin)), None)

@@ -28,15 +28,15 @@ _RETRY_AFTER_S: Final = 2
 
 @dataclass(frozen=True)
 class Rendering:
-    """What to render.
+    """A request to render.
 
     Attributes:
         source: Jinja source.
         bos: Text of the token that begins a sequence.
         eos: Text of the token that ends a sequence.
-        variables: `messages` and more, fit for JSON.
+        variables: `messages` and others, JSON-serialisable.
         now: The local time, in ISO 8601.
-        max_chars: Bound of the prompt.
+        max_chars: Most characters of the prompt.
     """
 
     source: str
@@ -48,10 +48,10 @@ class Rendering:
 
 
 class TemplateProcess:
-    """Starts the process when it is first needed, and again after it ended. Any thread may ask.
+    """Process for templates, started at the first request and again after it ended. Thread-safe.
 
     Args:
-        limit_s: How long one template may run, and how long one may wait for others.
+        limit_s: Longest time for one template, and longest wait for others, in seconds.
     """
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
@@ -60,11 +60,11 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, asked: Rendering) -> str | None:
-        """The prompt; None if it is longer than the bound. Blocks until it is there.
+        """The prompt; None if it is longer than the bound. Blocks.
 
         Raises:
             InvalidRequest: If the template fails, takes too long or too much memory.
-            Overloaded: If others took so long that this one had no turn.
+            Overloaded: If others took too long.
         """
         line = json.dumps(vars(asked)).encode() + b"\n"
         if not self._lock.acquire(timeout=self._limit_s):
@@ -116,7 +116,7 @@ class TemplateProcess:
 
     def _end(self) -> None:
         if self._process is not None:
-            # What it has not read is written once more when the pipe is closed.
+            # Closing the pipe writes unread data once more.
             with suppress(BrokenPipeError), self._process:
                 self._process.kill()
             self._process = None
@@ -124,7 +124,7 @@ class TemplateProcess:
 
 @cache
 def shared_template_process() -> TemplateProcess:
-    """The one of this process, for all templates; it ends with it."""
+    """The process for all templates; ends with this one."""
     process = TemplateProcess()
     atexit.register(process.close)
     return process
@@ -132,7 +132,7 @@ def shared_template_process() -> TemplateProcess:
 
 def _start(limit_s: float) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        # Isolated, and without our environment: it may hold secrets.
+        # Isolated, and without our environment, which may hold secrets.
         [sys.executable, "-I", "-m", "mesh.text.template_worker", f"{limit_s:g}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -1,8 +1,8 @@
 """Sandboxed child process that renders chat templates with Jinja.
 
-It reads a JSON object a line and answers each with one. The kernel bounds it: memory by a limit, time by an
-alarm that nothing here handles, so that it ends the process in the middle of whatever a template makes it do.
-It has no environment, can write no file, and holds no secret.
+Reads a JSON object a line and answers each with one. The kernel bounds it: memory by a limit, time by an
+alarm without a handler, which ends the process whatever a template does. It has no environment, can write no
+file, and holds no secret.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 
-# The sandbox bars a template from everything but its variables. It bars it neither from running for ever nor
-# from filling memory: that is for the limits of this process.
+# The sandbox confines a template to its variables. It bounds neither time nor memory: the limits of this
+# process do.
 class TemplateRenderer:
-    """One model's way to write a conversation down.
+    """A compiled chat template.
 
-    Templates see what Hugging Face's do: `messages`, `add_generation_prompt`, `bos_token`, `eos_token`,
+    Templates get what Hugging Face's do: `messages`, `add_generation_prompt`, `bos_token`, `eos_token`,
     `raise_exception`, `strftime_now`, a `tojson` that leaves non-ASCII and HTML characters alone, loop
     controls and `{% generation %}` blocks.
 
@@ -42,7 +42,7 @@ class TemplateRenderer:
         eos: Text of the token that ends a sequence.
 
     Raises:
-        jinja2.TemplateError: If the source is no template.
+        jinja2.TemplateError: If the source is invalid.
     """
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
@@ -59,13 +59,12 @@ class TemplateRenderer:
         """The prompt; None if it is longer than `max_chars`.
 
         Args:
-            variables: `messages`, and more for the template to see; `add_generation_prompt` is true unless
-                they say otherwise.
+            variables: `messages`, and others; `add_generation_prompt` is true unless they set it.
             now: The local time, for templates that date their system prompt.
-            max_chars: Bound of the prompt.
+            max_chars: Most characters of the prompt.
 
         Raises:
-            Exception: A template is a program: anything can come out of it.
+            Exception: Any exception, since a template is a program.
         """
         values = {"add_generation_prompt": True, **variables, "strftime_now": now.strftime}
         parts: list[str] = []
@@ -79,7 +78,7 @@ class TemplateRenderer:
 
 
 class _GenerationBlocks(Extension):
-    """Reads `{% generation %}…{% endgeneration %}`, a mark for training, as its body."""
+    """Treats `{% generation %}…{% endgeneration %}`, a mark for training, as its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own shape
 
@@ -104,19 +103,19 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-# Beside what the interpreter takes: far more than any prompt needs.
+# Beyond the interpreter's own memory: far more than any prompt needs.
 _MEMORY_BYTES: Final = 1024 * 2**20
 _NUM_FILES: Final = 32
 _MAX_REASON_CHARS: Final = 300
 
 
 def serve(requests: IO[bytes], answers: IO[bytes], limit_s: float) -> None:
-    """Answer until there are no more requests.
+    """Answer requests until there are no more.
 
     Args:
         requests: Lines of JSON: `source`, `bos`, `eos`, `variables`, `now`, `max_chars`.
-        answers: Where lines of JSON go: `text`, which is null if it was too long, or `reason`.
-        limit_s: How long one request may take; longer ends the process.
+        answers: Lines of JSON: `text`, which is null if it was too long, or `reason`.
+        limit_s: Longest time for one request; a longer one ends the process.
     """
     for line in requests:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
@@ -147,10 +146,10 @@ def _bound() -> None:
         resource.RLIMIT_NOFILE: _NUM_FILES,
     }
     for which, limit in limits.items():
-        # Not every system knows all of them.
+        # Not every system has all of these limits.
         with suppress(ValueError, OSError):
             resource.setrlimit(which, (limit, limit))
-    # Ctrl-C is for the parent, whose end is the end of our input.
+    # Ctrl-C is handled by the parent, whose end closes our input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

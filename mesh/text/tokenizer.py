@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What token ids mean to a model.
+    """Texts of a model's token ids.
 
     Attributes:
-        name: Of the model, for error texts.
+        name: Name of the model, for errors.
         texts: The text of each id, as the vocabulary spells it.
-        special: Ids with a purpose, such as `eos`, by its name; None if there is none.
-        num_used: Ids from here on are padding that no text is ever made of.
+        special: Special ids, such as `eos`, by name; None if there is none.
+        num_used: Ids from here on are padding.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Vocabulary:
 
 
 def num_shared_tokens(draft: Vocabulary, target: Vocabulary) -> int:
-    """How many ids, from 0 on, mean the same to both. The rest is padding, of which sizes of a family differ.
+    """Number of ids, from 0, with the same text in both. The rest is padding, which differs within a family.
 
     Raises:
         InvalidModel: Naming the first id, or the first special token, that differs.
@@ -78,25 +78,25 @@ _UNUSED: Final = llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
 
 
 class Tokenizer:
-    """The vocabulary of a GGUF, loaded without its weights (SmolLM2: 0.2 s).
+    """Vocabulary of a GGUF, loaded without its weights (SmolLM2: 0.2 s).
 
-    Safe to use from any number of threads at once: llama.cpp only reads a loaded vocabulary, and the
-    piece cache is a dict whose entries never change. `encode` lets other threads run meanwhile.
+    Thread-safe: llama.cpp only reads a loaded vocabulary, and the piece cache is a dict whose entries never
+    change. `encode` releases the interpreter lock.
 
     Args:
-        path: The whole model, or its first file if it is split.
+        path: Path of the model, or of its first file if it is split.
 
     Raises:
-        InvalidModel: If llama.cpp cannot read it, or if it carries no vocabulary, as most stage files do.
+        InvalidModel: If llama.cpp cannot read it, or if it has no vocabulary, as most stage files.
 
     Attributes:
-        n_vocab: Number of token ids; all of them are below this.
+        n_vocab: Number of token ids.
         n_ctx_train: Positions that the model was trained for.
         end_tokens: Every id that ends an answer.
         bos: Text of the token that begins a sequence, empty if there is none.
         eos: Text of the token that ends a sequence, empty if there is none.
-        adds_bos: Whether `encode(…, add_special=True)` puts that token first.
-        chat_template: Jinja source, if the model carries one.
+        adds_bos: Whether `encode(…, add_special=True)` begins with that token.
+        chat_template: Jinja source, if the model has one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,10 +127,10 @@ class Tokenizer:
         Args:
             text: Any text.
             add_special: Add the tokens that the model wants around a sequence, such as BOS.
-            parse_special: Read `<|…|>` and the like as the special tokens that they name.
+            parse_special: Whether `<|…|>` and the like become the special tokens that they name.
 
         Raises:
-            InvalidRequest: If the text holds half a surrogate pair, which no UTF-8 text can.
+            InvalidRequest: If the text has a lone surrogate, which UTF-8 cannot encode.
         """
         try:
             data = text.encode()
@@ -151,18 +151,18 @@ class Tokenizer:
             room = -count
 
     def piece(self, token: int) -> bytes:
-        """What a token adds to the text: part of a UTF-8 sequence at times, nothing for a control token."""
+        """Bytes of a token: part of a UTF-8 sequence at times, empty for a control token."""
         piece = self._pieces.get(token)
         if piece is None:
             piece = self._pieces[token] = self._read_piece(token, special=False)
         return piece
 
     def name(self, token: int) -> str:
-        """What a token is called: its piece, or such as `<|im_end|>` for a control token."""
+        """Name of a token: its piece, or such as `<|im_end|>` for a control token."""
         return self._token_text(token)
 
     def piece_with(self, marks: Collection[str]) -> Callable[[int], bytes]:
-        """`piece`, but control tokens among these marks of `output_parser` have their names for text.
+        """`piece`, but with the names of control tokens among these marks of `output_parser`.
 
         Args:
             marks: Such as `<tool_call>`.
@@ -179,21 +179,21 @@ class Tokenizer:
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """What every token adds to the text, for following grammars; SmolLM2: 0.1 s when first asked."""
+        """Bytes of every token, for grammars; SmolLM2: 0.1 s at the first call."""
         return TokenTexts(tuple(self.piece(token) for token in range(self.n_vocab)), self.end_tokens)
 
     @cached_property
     def longest_piece_bytes(self) -> int:
-        """Most bytes that one token stands for, control tokens too; SmolLM2: 0.1 s when first asked."""
+        """Most bytes of one token, control tokens included; SmolLM2: 0.1 s at the first call."""
         return max(len(self._read_piece(token, special=True)) for token in range(self.n_vocab))
 
     def special_token(self, text: str) -> int | None:
-        """The one token that a text such as `<|im_end|>` stands for, if the vocabulary has it."""
+        """The single token of a text such as `<|im_end|>`, if the vocabulary has it."""
         ids = self.encode(text, add_special=False, parse_special=True)
         return ids[0] if len(ids) == 1 else None
 
     def vocabulary(self) -> Vocabulary:
-        """What each token id means, to be compared with another model's."""
+        """Texts of all token ids, to be compared with another model's."""
         vocab = self._vocab
         texts = [llama_cpp.llama_vocab_get_text(vocab, token) for token in range(self.n_vocab)]
         num_used = self.n_vocab
@@ -224,7 +224,7 @@ class Tokenizer:
             room = -size
 
     def _n_ctx_train(self, path: Path) -> int:
-        # A vocabulary-only load leaves the hyperparameters out, but keeps the metadata that they come from.
+        # Loading the vocabulary alone skips the hyperparameters, but keeps the metadata.
         key = f"{self._metadata('general.architecture')}.context_length"
         value = self._metadata(key)
         if not value.isdecimal():

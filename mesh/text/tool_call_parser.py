@@ -1,4 +1,4 @@
-"""Streaming parser of tool calls in the formats of Hermes, Llama 3 and Mistral."""
+"""Tool call parser: calls in the formats of Hermes, Llama 3 and Mistral, incrementally."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _ENDS_BARE: Final = ",}]" + SPACE
 
 
 class NotJson(Exception):
-    """The text is no JSON here."""
+    """The text is not JSON at this place."""
 
 
 def skip_space(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
-    """Take white space; returns the character behind it, which is not taken."""
+    """Consume white space; returns the next character, without consuming it."""
     while (char := (yield from characters.peek())) in SPACE:
         pass_on((yield from characters.take()))
     return char
 
 
 def read_text(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, str]:
-    """Take a JSON string; returns what it means.
+    """Consume a JSON string; returns its value.
 
     Args:
-        characters: Their next one is the quote.
-        pass_on: Given each character, quotes too.
+        characters: The next one is the quote.
+        pass_on: Called with each character, quotes too.
 
     Raises:
-        NotJson: If it is none.
+        NotJson: If it is no JSON string.
     """
     raw: list[str] = []
 
@@ -69,14 +69,14 @@ def read_text(characters: Characters, pass_on: Callable[[str], None]) -> Generat
 
 
 def pass_value(characters: Characters, pass_on: Callable[[str], None]) -> Generator[None, str, None]:
-    """Take a JSON value of any kind. Brackets are counted and strings told apart; no more is checked.
+    """Consume a JSON value of any kind. Brackets are counted and strings recognised; no more is checked.
 
     Args:
-        characters: Their next one is the value's first.
-        pass_on: Given each character.
+        characters: The next one is the first of the value.
+        pass_on: Called with each character.
 
     Raises:
-        NotJson: If nothing is there that could be a value.
+        NotJson: If no value begins there.
     """
     char = yield from characters.peek()
     if char == '"':
@@ -118,20 +118,20 @@ def _pass_text(characters: Characters, pass_on: Callable[[str], None]) -> Genera
             pass_on((yield from characters.take()))
 
 
-# Whoever reads takes characters with `yield from`, and is told of the end by an exception. What it makes of a
-# text cannot depend on how the text was cut, since it never sees the pieces.
+# Parsers take characters with `yield from`; an exception marks the end. Their result cannot depend on how the
+# text was cut, since they never see the chunks.
 class EndOfText(Exception):
-    """No more characters will come."""
+    """There are no more characters."""
 
 
 class Characters:
-    """A place between who brings characters and who takes them, with one character of looking ahead."""
+    """Buffer between the pusher and the consumer of characters, with one character of lookahead."""
 
     def __init__(self) -> None:
         self._ahead: str | None = None
 
     def peek(self) -> Generator[None, str, str]:
-        """The next character, which stays the next.
+        """The next character, without consuming it.
 
         Raises:
             EndOfText: If there is none.
@@ -141,7 +141,7 @@ class Characters:
         return self._ahead
 
     def take(self) -> Generator[None, str, str]:
-        """The next character.
+        """Consume the next character.
 
         Raises:
             EndOfText: If there is none.
@@ -153,7 +153,7 @@ class Characters:
 
 _ARGUMENTS: Final = frozenset({"arguments", "parameters"})
 _BETWEEN: Final = SPACE + ";,"
-# What stands between a name and its arguments where a call is no JSON object.
+# Between a name and its arguments, where a call is no JSON object.
 _HEAD: Final = re.compile(
     rf"([A-Za-z0-9_.-]+)\s*(?:{re.escape(CALL_ID_MARK)}[A-Za-z0-9]+)?(?:{re.escape(ARGUMENTS_MARK)})?\s*"
 )
@@ -161,14 +161,14 @@ _MAX_HEAD_CHARS: Final = 256
 
 
 class ToolCallParser:
-    """Reads an answer in which functions may be called.
+    """Parser of an answer that may call functions.
 
-    A call is told as soon as its name is known, and its arguments as they come, as the model wrote them.
-    What looks like a call and is none is content. White space between content and a call is nobody's.
+    A call is reported as soon as its name is known, and its arguments as they come, as the model wrote them.
+    Text that only looks like a call is content. White space between content and a call is dropped.
 
     Args:
-        call_format: How calls are written.
-        names: Of the functions that there are. Where nothing else marks a call, it must be of one of them.
+        call_format: Format of calls.
+        names: Names of the functions. A call without marks must name one of them.
     """
 
     def __init__(self, call_format: CallFormat, names: Collection[str]) -> None:
@@ -203,13 +203,13 @@ class ToolCallParser:
         return self._num_begun > self._num_complete
 
     def push(self, char: str) -> list[MessagePart]:
-        """What one more character settles."""
+        """The parts that become final with one more character."""
         self._machine.send(char)
         message_parts, self._message_parts = self._message_parts, []
         return message_parts
 
     def flush(self) -> list[MessagePart]:
-        """What was held back, once no more text will come."""
+        """The parts held back, at the end."""
         with suppress(StopIteration):
             self._machine.throw(EndOfText())
         message_parts, self._message_parts = self._message_parts, []
@@ -228,7 +228,7 @@ class ToolCallParser:
             self._release()
 
     def _content_or_calls(self) -> Generator[None, str, None]:
-        """Take one character; and calls, if it completes a mark."""
+        """Consume one character, and calls if it completes a mark."""
         text, mark = self._finder.push((yield from self._characters.take()))
         for char in text:
             self._held.append(char)
@@ -255,7 +255,7 @@ class ToolCallParser:
             self._release()
 
     def _bare_calls(self) -> Generator[None, str, None]:
-        """Calls that nothing marks: only where the answer begins."""
+        """Calls without marks: only at the beginning of the answer."""
         if (yield from skip_space(self._characters, self._hold)) == "{":
             try:
                 yield from self._calls_in_a_row(only_known=True)
@@ -304,7 +304,7 @@ class ToolCallParser:
         self._end()
 
     def _call(self, *, only_known: bool = False) -> Generator[None, str, None]:
-        """A call as a JSON object with a name and arguments, in whatever order.
+        """A call as a JSON object with a name and arguments, in any order.
 
         Raises:
             NotJson: If it is none.
@@ -362,7 +362,7 @@ class ToolCallParser:
 
     def _arguments(self) -> Generator[None, str, None]:
         if (yield from self._characters.peek()) == '"':
-            # JSON within JSON: some models write it so.
+            # JSON within JSON, as some models write it.
             self._argue((yield from read_text(self._characters, self._hold)))
         else:
             yield from pass_value(self._characters, self._argue)
@@ -384,7 +384,7 @@ class ToolCallParser:
         self._held.clear()
 
     def _hold(self, char: str) -> None:
-        # Of a call that has begun nothing is content any more.
+        # After the beginning of a call nothing is content.
         if not self._is_in_call:
             self._held.append(char)
 

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of a mesh."""
+"""Helpers without dependencies on the mesh."""

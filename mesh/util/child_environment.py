@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import Final
 
-# Opens an API: of no use to a child, and an environment can be read by others of the same user.
+# An API key: not needed by children, and other processes of the user can read an environment.
 API_KEY: Final = "MESH_API_KEY"
-# What `mesh join` takes instead of an argument: as good as a login.
+# A join token, in place of an argument: a credential.
 JOIN_TOKEN: Final = "MESH_JOIN_TOKEN"  # noqa: S105 - its name
 _SECRETS: Final = frozenset({API_KEY, JOIN_TOKEN})
 
 
 def inherited_environment() -> dict[str, str]:
-    """All of it but keys and tokens."""
+    """The environment without keys and tokens."""
     return {name: value for name, value in os.environ.items() if name not in _SECRETS}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 def write_private_file(path: Path, text: str) -> None:
-    """Put `text` into `path` in one step: a reader sees the old content or the new, never a part.
+    """Write a file in one step: a reader sees the old content or the new, never a part.
 
     Args:
-        path: Replaced if it exists; where it is a link, what the link leads to is replaced.
-        text: All of it.
+        path: Replaced if it exists; the target of a link is replaced.
+        text: The whole content.
 
     Raises:
         OSError: If the folder cannot be written to.

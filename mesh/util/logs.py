@@ -10,10 +10,10 @@ import structlog
 
 
 class _StandardError:
-    """Standard error as it is at the time of writing: a progress bar borrows it while it draws.
+    """Standard error at the time of writing: a progress bar replaces it while it draws.
 
-    If nobody reads it any more (the terminal was closed), events are lost, and nothing else: least of all may
-    tearing down stop half-way because it cannot say so.
+    If the terminal was closed, events are lost, and nothing else fails: the shutdown must not stop half-way
+    because it cannot log.
     """
 
     @staticmethod
@@ -28,10 +28,10 @@ class _StandardError:
 
 
 def set_up_logs(*, is_verbose: bool = False) -> None:
-    """Decide once, before the first event, how this process logs.
+    """Set up logging of this process, before the first event.
 
     Args:
-        is_verbose: Debug events too.
+        is_verbose: Whether debug events are logged.
     """
     is_terminal = sys.stderr.isatty()
     shared: list[structlog.typing.Processor] = [

@@ -22,22 +22,22 @@ _SECONDS_BETWEEN_EVENTS: Final = 5.0
 
 
 class ProgressTask(Protocol):
-    """One piece of work. Any thread may call it."""
+    """Progress of one task. Thread-safe."""
 
     def __call__(self, share: float, label: str | None = None) -> None:
-        """Note that `share` of the work is done, 0 to 1; `label` replaces what is said to go on."""
+        """Report that `share` of the work is done, 0 to 1; `label` replaces the description."""
 
 
 class ProgressBars(Protocol):
-    """Makes tasks."""
+    """Factory of tasks."""
 
     def add(self, label: str) -> ProgressTask:
-        """Begin a piece of work."""
+        """Begin a task."""
 
 
 @contextmanager
 def progress_bars() -> Iterator[ProgressBars]:
-    """Bars while in the block if standard error is a terminal, log events if not."""
+    """Progress bars for the block if standard error is a terminal, log events otherwise."""
     if not sys.stderr.isatty():
         yield _Events(time.monotonic)
         return
@@ -77,11 +77,11 @@ class _Events:
 
 
 class EventTask:
-    """Logs how far the work is, at most every few seconds, and its end.
+    """Logs progress, at most every few seconds, and the end.
 
     Args:
-        label: What is going on.
-        clock_s: Monotonic, seconds.
+        label: Description.
+        clock_s: Monotonic clock, seconds.
     """
 
     def __init__(self, label: str, clock_s: Callable[[], float]) -> None:
@@ -91,7 +91,7 @@ class EventTask:
         self._is_done = False
 
     def __call__(self, share: float, label: str | None = None) -> None:
-        """Note progress."""
+        """Report progress."""
         if label is not None and label != self._label:
             self._label, self._is_done = label, False
         is_due = self._clock_s() >= self._next_s

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# A closed terminal is as good a reason to stop as any.
+# A closed terminal ends the command as well.
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_INTERRUPTED: Final = 130
 
 
 class Interruption:
-    """Cancels one task at the first signal; later ones change nothing, tearing down takes only seconds.
+    """Cancels a task at the first signal; later ones have no effect, since the shutdown takes only seconds.
 
     Attributes:
         received: The first signal; None until one came.
@@ -36,10 +36,10 @@ class Interruption:
         self.received: signal.Signals | None = None
 
     def arm(self, task: asyncio.Task[None] | None = None) -> None:
-        """Catch the signals from now on. Call again after a library took them for itself.
+        """Handle the signals from now on. Call again after a library installed its own handlers.
 
         Args:
-            task: What is to be cancelled; the one of the last call unless given.
+            task: Task to cancel; that of the last call unless given.
         """
         self._task = task or self._task
         loop = asyncio.get_running_loop()
@@ -47,10 +47,10 @@ class Interruption:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def soften(self, ask: Callable[[], None] | None) -> None:
-        """Have the next signal only ask for an end; the one after it cancels, as ever.
+        """Let the next signal only ask for an end; the one after it cancels.
 
         Args:
-            ask: Called in the event loop; None takes it back.
+            ask: Called in the event loop; None restores cancellation.
         """
         self._ask = ask
 
@@ -83,7 +83,8 @@ def run_interruptible(work: Callable[[Interruption], Coroutine[Any, Any, None]])
                 raise
         return _EXIT_INTERRUPTED if interruption.received is signal.SIGINT else 0
 
-    # It takes gRPC's wake-ups at a smaller cost than asyncio's own loop. Ray's actors find it by themselves.
+    # uvloop handles gRPC's wake-ups at a lower cost than asyncio's own loop. Ray's actors use it by
+    # themselves.
     return uvloop.run(supervise())
 
 
@@ -105,7 +106,7 @@ Value = TypeVar("Value")
 
 @asynccontextmanager
 async def entered_in_thread(manager: AbstractContextManager[Value]) -> AsyncIterator[Value]:
-    """Open it in a thread, and close it here behind the block, or at once if nobody waits any more."""
+    """Enter a context manager in a thread; it is closed after the block, or at once on cancellation."""
     entering = asyncio.create_task(asyncio.to_thread(manager.__enter__))
     try:
         value = await asyncio.shield(entering)
