@@ -1,5 +1,5 @@
-"""Pure policy of speculation: proposers, acceptance, the controller. No I/O, no clock, no dice.
+"""Speculation policy: proposers, acceptance and the controller. Without I/O, clock and randomness.
 
-Proposers guess what follows (`proposer`), the controller says how much of it is worth sending (`controller`),
-the tail verifies, `acceptance` says what became of it and counts.
+Proposers guess the next tokens (`proposer`), the controller decides how many of them are sent (`controller`),
+the tail verifies them, and `acceptance` judges and counts the result.
 """

@@ -1,7 +1,7 @@
-"""Acceptance of a window, acceptance rates and their calibration.
+"""Acceptance: judgement of a window, acceptance statistics and calibrated confidences.
 
-The tail draws a token after each row of the window and stops at the first that differs from the proposed
-one (`proto/spanmesh_proto/windows.proto`, rule 4). Every token drawn is the target's own, so all of them
+The tail samples a token after each row of the window and stops at the first that differs from the proposed
+one (`proto/spanmesh_proto/windows.proto`, rule 4). Every sampled token is the target's own, so all of them
 are committed, up to a stop.
 """
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class SpanClass(StrEnum):
-    """How far a window held; what it means for the rows that the stages have cached.
+    """How much of a window was accepted, and so how many cached rows of the stages are valid.
 
     Attributes:
         PLAIN: Nothing was proposed.
-        FULL_ACCEPT: Every proposed token was drawn: every row stays.
-        TAIL_REJECT: All but the last: one row to trim, which the next window does by its start.
-        EARLY_REJECT: Rows after the first difference were computed for nothing.
+        FULL_ACCEPT: Every proposed token was sampled: all rows are valid.
+        TAIL_REJECT: All but the last: one row is invalid, which the start of the next window trims.
+        EARLY_REJECT: Rows after the first difference are invalid.
     """
 
     PLAIN = "plain"
@@ -37,14 +37,14 @@ class SpanClass(StrEnum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """A window and its verdict, put together.
+    """Result of a window and its verdict.
 
     Attributes:
-        committed: What joins the sequence: one id or more; an end token, if one was drawn, is the last.
+        committed: Ids that join the sequence, at least one; an end token is the last of them.
         num_proposed: Proposed tokens in the window.
-        num_accepted: Those among them that were drawn and committed.
-        span: How far the window held.
-        has_stop: Whether an end token was drawn inside.
+        num_accepted: Those among them that were sampled and committed.
+        span: How much of the window was accepted.
+        has_stop: Whether an end token was sampled within the window.
     """
 
     committed: tuple[int, ...]
@@ -55,7 +55,7 @@ class Judgement:
 
     @property
     def is_rejected(self) -> bool:
-        """Whether the stages hold rows of tokens that did not happen."""
+        """Whether the stages hold rows of rejected tokens."""
         return self.span in {SpanClass.TAIL_REJECT, SpanClass.EARLY_REJECT}
 
 
@@ -67,18 +67,18 @@ def judge(
     end_tokens: Collection[int] = (),
     max_committed: int | None = None,
 ) -> Judgement:
-    """Match a verdict with what its window proposed.
+    """Match a verdict with the proposal of its window.
 
     With 7 8 9 proposed: `[7, 8, 9, 4]` is a full accept and a free prediction, `[7, 8, 5]` a tail reject and
     `[6]` an early one.
 
     Args:
-        proposed: Proposed tokens of the window that the verdict is about, in order; none for a plain window.
-        sampled: The verdict's ids.
+        proposed: Proposed tokens of the window, in order; empty for a plain window.
+        sampled: Token ids of the verdict.
         num_confirmed: Tokens before those that were proposed too and are committed already: the first of a
-            window that flew behind another one, whose free prediction it was.
+            window behind another one, whose free prediction it was.
         end_tokens: Ids that end the sequence.
-        max_committed: At most this many ids may still be committed; None for no limit.
+        max_committed: Most ids that may still be committed; None for no limit.
 
     Raises:
         ValueError: If the verdict cannot belong to the window.
@@ -106,10 +106,10 @@ def judge(
 
 
 def judge_unread(num_proposed: int) -> Judgement:
-    """What became of a window whose first token already differs from the free prediction before it.
+    """Judgement of a window whose first token differs from the free prediction before it.
 
     Args:
-        num_proposed: Its tokens: a window that flies behind another one has no others.
+        num_proposed: Number of its tokens, all proposed.
     """
     return Judgement((), num_proposed, 0, _span_class(num_proposed, 0))
 
@@ -123,11 +123,11 @@ def _span_class(num_proposed: int, num_matched: int) -> SpanClass:
 
 
 class SpanKind(NamedTuple):
-    """A span class, with or without a stop inside.
+    """A span class, with or without a stop within the window.
 
     Attributes:
-        span: How far the window held.
-        has_stop: Whether an end token was drawn inside.
+        span: How much of the window was accepted.
+        has_stop: Whether an end token was sampled within it.
     """
 
     span: SpanClass
@@ -139,8 +139,8 @@ class SpeculationStatistics:
     """Counts over judged windows.
 
     Attributes:
-        num_windows: Windows judged, plain ones too.
-        num_drafts: Windows that proposed anything.
+        num_windows: Judged windows, plain ones included.
+        num_drafts: Windows with proposals.
         num_committed: Tokens committed by all of them.
         proposed_per_position: Entry `i`: windows that proposed more than `i` tokens.
         accepted_per_position: Entry `i`: windows that had more than `i` of them accepted.
@@ -161,30 +161,30 @@ class SpeculationStatistics:
 
     @property
     def num_accepted(self) -> int:
-        """Proposed tokens that the target drew too."""
+        """Proposed tokens that the target sampled as well."""
         return sum(self.accepted_per_position)
 
     @property
     def mean_accepted(self) -> float:
-        """Accepted tokens per window that proposed any; 0 if none did."""
+        """Accepted tokens per window with proposals; 0 without any."""
         return self.num_accepted / self.num_drafts if self.num_drafts else 0.0
 
     @property
     def mean_committed(self) -> float:
-        """Tokens per window, plain ones too: how many a trip around the ring brings; 0 without any."""
+        """Tokens per window, plain ones included: the gain of a round trip; 0 without any."""
         return self.num_committed / self.num_windows if self.num_windows else 0.0
 
     def acceptance_per_position(self) -> tuple[float, ...]:
         """Share of windows that proposed a token at each position and had it accepted.
 
-        It is unconditional: a token behind a rejected one counts as not accepted.
+        Unconditional: a token behind a rejected one counts as not accepted.
         """
         pairs = zip(self.accepted_per_position, self.proposed_per_position, strict=True)
         return tuple(accepted / proposed for accepted, proposed in pairs)
 
     @classmethod
     def of(cls, judgements: Sequence[Judgement]) -> SpeculationStatistics:
-        """Counts over many windows at once."""
+        """Counts over many windows."""
         drafts = [judgement for judgement in judgements if judgement.num_proposed]
         width = max((draft.num_proposed for draft in drafts), default=0)
         return cls(
@@ -197,11 +197,11 @@ class SpeculationStatistics:
         )
 
     def add(self, judgement: Judgement) -> SpeculationStatistics:
-        """These counts and one window more."""
+        """These counts and one more window."""
         return self.merge(SpeculationStatistics.of((judgement,)))
 
     def merge(self, other: SpeculationStatistics) -> SpeculationStatistics:
-        """The counts of both."""
+        """Sums of both counts."""
         kinds = [*self.spans, *(kind for kind in other.spans if kind not in self.spans)]
         return SpeculationStatistics(
             num_windows=self.num_windows + other.num_windows,
@@ -231,10 +231,10 @@ NUM_BUCKETS: Final = 8
 
 
 class AcceptanceTable:
-    """Judged tokens by proposer and confidence. Old ones fade.
+    """Acceptance rates by proposer and confidence, with exponential forgetting.
 
     Args:
-        memory: How many judgements a bucket remembers, about.
+        memory: Approximate number of judgements that a bucket remembers.
     """
 
     def __init__(self, memory: float) -> None:
@@ -243,33 +243,35 @@ class AcceptanceTable:
         self._judged: dict[tuple[str, int], float] = {}
 
     def add(self, proposer: str, confidence: float, *, is_accepted: bool) -> None:
-        """One token was judged."""
+        """Record the judgement of one token."""
         bucket = (proposer, bucket_of(confidence))
         self._accepted[bucket] = self._accepted.get(bucket, 0.0) * self._keep + is_accepted
         self._judged[bucket] = self._judged.get(bucket, 0.0) * self._keep + 1.0
 
     def mean(self, proposer: str) -> float | None:
-        """The acceptance seen at any confidence; None if nothing was judged."""
+        """Acceptance rate over all confidences; None without judgements."""
         judged = sum(self._judged.get((proposer, bucket), 0.0) for bucket in range(NUM_BUCKETS))
         accepted = sum(self._accepted.get((proposer, bucket), 0.0) for bucket in range(NUM_BUCKETS))
         return accepted / judged if judged else None
 
     def estimate(self, proposer: str, confidence: float, prior: float, prior_weight: float) -> float:
-        """The acceptance seen at this confidence; few judgements leave it near `prior`."""
+        """Acceptance rate at this confidence; near `prior` while there are few judgements."""
         bucket = (proposer, bucket_of(confidence))
         accepted, judged = self._accepted.get(bucket, 0.0), self._judged.get(bucket, 0.0)
         return (accepted + prior * prior_weight) / (judged + prior_weight)
 
 
 class Calibration:
-    """One session's view: its own judgements over those of all sessions over the proposer's word.
+    """Calibrated confidences of one session.
+
+    Its own judgements count most, then those of all sessions, then the proposer's confidence.
 
     Args:
-        shared: Of all sessions of a coordinator; learns along.
+        shared: Table of all sessions of a coordinator, updated as well.
     """
 
     _MEMORY: Final = 24.0
-    # How many judgements of its own make a session's view weigh as much as what all sessions saw.
+    # Number of a session's own judgements that weigh as much as those of all sessions.
     _SHARED_WEIGHT: Final = 4.0
     _WORD_WEIGHT: Final = 4.0
 
@@ -278,21 +280,21 @@ class Calibration:
         self._own = AcceptanceTable(self._MEMORY)
 
     def acceptances(self, proposal: Proposal) -> tuple[float, ...]:
-        """The chance of each token, given that those before it are right."""
+        """Acceptance probability of each token, given that those before it are accepted."""
         return tuple(self.acceptance(proposal.proposer, confidence) for confidence in proposal.confidences)
 
     def acceptance(self, proposer: str, confidence: float) -> float:
-        """The chance of a token that the proposer is so sure of."""
+        """Acceptance probability of a token of this confidence."""
         word = min(max(confidence, 0.0), 1.0)
         prior = self._shared.estimate(proposer, word, word, self._WORD_WEIGHT)
         return self._own.estimate(proposer, word, prior, self._SHARED_WEIGHT)
 
     def mean(self, proposer: str) -> float | None:
-        """How often the proposer's tokens are right in this session; None if none was judged."""
+        """Acceptance rate of the proposer in this session; None without judgements."""
         return self._own.mean(proposer)
 
     def judged(self, proposal: Proposal, num_accepted: int) -> None:
-        """A window's tokens were judged, up to the first that was wrong."""
+        """Record the judgement of a window, up to the first rejected token."""
         for index, confidence in enumerate(proposal.confidences[: num_accepted + 1]):
             word = min(max(confidence, 0.0), 1.0)
             for table in (self._own, self._shared):
@@ -300,5 +302,5 @@ class Calibration:
 
 
 def bucket_of(confidence: float) -> int:
-    """Which bucket a confidence in [0, 1] falls into."""
+    """Index of the bucket of a confidence in [0, 1]."""
     return min(int(confidence * NUM_BUCKETS), NUM_BUCKETS - 1)

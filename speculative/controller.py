@@ -1,10 +1,10 @@
-"""Speculation controller: how many tokens to propose now, its options and shared state.
+"""Speculation controller: number of tokens to propose, its options and shared measurements.
 
-Three judges, from quick to slow. Each proposed token must be likelier to be reached than its row costs
-(`acceptance.Calibration`, `cost_model.row_price`). The widths and the depth are those with the most expected
-tokens per second (`cost_model.Pace`). And what was measured has the last word: the payoff of a session, or of
-the group where several sessions share the ring, stops speculation that brings fewer tokens than plain
-windows, and tries again ever more rarely.
+Three criteria, from fast to slow. The acceptance probability of each proposed token must exceed the cost of
+its row (`acceptance.Calibration`, `cost_model.row_price`). Widths and depth are those with the most expected
+tokens per second (`cost_model.best_rate`). And measurements decide last: the payoff of a session, or of the
+group where several sessions share the ring, stops speculation that brings fewer tokens than plain windows,
+and retries ever more rarely.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ControllerOptions:
-    """What a controller may do.
+    """Limits and switches of a controller.
 
     Attributes:
         max_width: Most proposed tokens in one window.
-        max_depth: Most windows of a session under way; 1 keeps them in step.
-        fixed_width: Always this many proposed tokens, or as many as there are; 0 speculates never.
-        fixed_depth: Always this many windows under way, as far as there are proposals.
-        p_min: Tokens that are likely to be reached with less than this are not sent; None leaves it to the
-            controller.
+        max_depth: Most windows of a session in flight; 1 sends one at a time.
+        fixed_width: Always this many proposed tokens, or as many as there are; 0 for no speculation.
+        fixed_depth: Always this many windows in flight, as far as there are proposals.
+        p_min: Least acceptance probability of a token that is sent; None leaves it to the controller.
 
     Raises:
         ValueError: If a value is out of range.
@@ -61,14 +60,14 @@ _ACCEPTANCE_MEMORY: Final = 200.0
 
 @dataclass
 class SharedMeasures:
-    """Made once per coordinator, handed to each session's controller.
+    """Measurements shared by all sessions of a coordinator.
 
     Attributes:
-        timing: How long the ring takes.
-        acceptance: What proposers' confidences turned out to be worth.
-        group_payoff: Whether speculating pays while several sessions run.
-        decode_time: What a plain window takes a session that runs by itself and does not speculate.
-        records: How speculating came out in the sessions before, by who proposed.
+        timing: Times of the ring.
+        acceptance: Acceptance rates by confidence.
+        group_payoff: Payoff of speculation while several sessions run.
+        decode_time: Time of a plain window of a session that runs alone without speculation.
+        records: Payoff of former sessions, by proposers.
     """
 
     timing: Timing = field(default_factory=Timing)
@@ -78,46 +77,46 @@ class SharedMeasures:
     records: dict[str, PayoffRecord] = field(default_factory=dict)
 
     def forget_ring(self) -> None:
-        """Forget all times: the ring was made anew. What proposers are worth does not depend on it."""
+        """Drop all times, for a new ring. Acceptance rates do not depend on it."""
         self.timing.forget_ring()
         self.group_payoff = GroupPayoff()
         self.decode_time = DecodeTimeModel()
 
     def add_plain(self, outcome: WindowOutcome) -> None:
-        """Learn from a plain window that had the ring to itself."""
+        """Record a plain window that had the ring to itself."""
         self.timing.add(outcome, is_alone=True)
         self.add_plain_time(outcome)
 
     def add_plain_time(self, outcome: WindowOutcome) -> None:
-        """Learn from it how long plain windows take, and nothing of the stages."""
+        """Record its time as a plain window, but not the stages' times."""
         computed_ms = sum(stage.compute_ms for stage in outcome.stages)
         self.decode_time.add(outcome.position, outcome.arrived_ms - outcome.sent_ms, computed_ms)
 
 
-# Rows of one batch that all sessions together may propose.
+# Most proposed rows of all sessions together in one batch.
 _ROW_BUDGET: Final = 48
-# Judged windows between two looks for a better pace.
+# Judged windows between two computations of the best rate.
 _PACE_EVERY: Final = 8
 # Plain windows of the first session, before anything is proposed.
 _NUM_FIRST_PLAIN: Final = 2
-# Tokens that a draft model may still be at when nothing is wanted any more.
+# Tokens that a draft model may still draft after nothing is wanted any more.
 _NUM_DRAFTED_ON: Final = 8
-# The proposer whose tokens take time; see `speculative.draft.model`.
+# The proposer whose tokens cost time; see `speculative.draft.model`.
 _DRAFT: Final = "draft"
 _FIRST_PROBE: Final = 32
 _MAX_PROBE: Final = 512
 
 
 class Controller:
-    """One session's controller.
+    """Controller of one session.
 
     Args:
         options: Limits and switches.
-        shared: What the sessions of a coordinator learn together.
-        proposers: Names those that propose for it: how they came out before is remembered by this name.
+        shared: Measurements shared by the sessions of a coordinator.
+        proposers: Names of its proposers, under which its payoff is recorded.
 
     Attributes:
-        is_resting: Whether nothing will be wanted for a while.
+        is_resting: Whether no proposals will be wanted for a while.
     """
 
     def __init__(self, options: ControllerOptions, shared: SharedMeasures, proposers: str = "") -> None:
@@ -129,16 +128,16 @@ class Controller:
         self._num_sessions = 1
         self._position = 0
         self._payoff = SessionPayoff(record=self._record())
-        # The chance of each window under way to be right, given those ahead of it.
+        # Acceptance probability of each window in flight, given those ahead of it.
         self._flying: deque[float] = deque()
         self._last_arrived_ms: float | None = None
         self._last_behind_ms = -math.inf
         self._is_after_stale = False
         self._is_plain_turn = True
         self.is_resting = False
-        # Whether a draft model computes for this session: it may slow plain windows.
+        # Whether a draft model computes for this session, which may slow plain windows.
         self._is_drafting = False
-        # Tokens committed since anything was wanted.
+        # Tokens committed since proposals were last wanted.
         self._num_plain = 0
         self._rates: dict[tuple[int, float], WindowPlanRate] = {}
         self._num_judged = 0
@@ -148,7 +147,7 @@ class Controller:
         self._reason = "nothing decided yet"
 
     def wanted(self, context: ProposalContext) -> int:
-        """How many tokens to ask the proposer for now; 0: none are wanted."""
+        """Number of tokens to request from the proposer now; 0 for none."""
         self._num_sessions = context.num_sessions
         self._position = context.position
         if context.num_in_flight == 0:

@@ -1,8 +1,8 @@
-"""Lookup proposers: n-gram, predicted output, earlier answers and recorded ones.
+"""Lookup proposers: n-grams, predicted outputs, earlier answers and recorded ones.
 
-Prompt lookup (Saxena 2023) with the longest possible n-gram, and with a memory of where it is: the session's
-own text is followed as a reader's finger follows the line (`speculative.ngram_index`). The more speaks for a
-place, the more is proposed: chance repeats are short, quotations and rewrites are long.
+Prompt lookup (Saxena 2023) with the longest matching n-gram, and with a cursor that follows the session's own
+text (`speculative.ngram_index`). The stronger the evidence for a match, the more is proposed: chance repeats
+are short, quotations and rewrites are long.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NgramOptions:
-    """How bold the proposer is, and how much it remembers.
+    """Length of proposals and size of the index.
 
     Attributes:
         tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_index`): a match of
-            two tokens anywhere is worth 4, one of four tokens 6, each token that came as foretold 2 more.
-        max_indexed_tokens: Beyond this many, the older half is forgotten. Each takes about 0.5 KB.
+            two tokens anywhere counts 4, one of four tokens 6, each correctly predicted token 2 more.
+        max_indexed_tokens: Beyond this number the older half is dropped. Each takes about 0.5 KB.
 
     Raises:
         ValueError: If a value is not positive.
@@ -40,10 +40,10 @@ class NgramOptions:
 
 
 class NgramProposer:
-    """Proposes from one session's own text; see `speculative.proposer.Proposer`.
+    """Proposer from one session's own text; see `speculative.proposer.Proposer`.
 
     Args:
-        options: How bold it is, and how much it remembers.
+        options: Length of proposals and size of the index.
     """
 
     name = "ngram"
@@ -61,34 +61,34 @@ class NgramProposer:
         if self._has_begun:
             self._index.extend(tokens, self._cursor.advance(tokens))
         elif tokens:
-            # The prompt is one text from outside; whether it repeats itself says nothing about the answer.
+            # Repeats within the prompt say nothing about the answer.
             self._index.extend(tokens)
             self._cursor.start(tokens)
             self._has_begun = True
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
-        """How the known text goes on from where the committed tokens and `after` stand in it."""
+        """Continuation of the known text after the committed tokens and `after`."""
         return self._cursor.predict(max_tokens, after, self.name)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
-        """It answers at once."""
+        """No effect: proposals are never delayed."""
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """No effect: it holds no resources."""
 
 
-# A client that goes to the trouble means it: a handful of tokens at first, all of it once it proves right.
+# A prediction of the client is meant: some tokens at first, all of it once it proves right.
 _TRUST: Final = CursorPosition(source=0, evidence=8, anchor=0)
 
 
 class PredictionProposer:
-    """Proposes from a text that the answer is expected to follow; see `speculative.proposer.Proposer`.
+    """Proposer from a predicted output; see `speculative.proposer.Proposer`.
 
-    Where the answer departs from it, the proposer looks for the place where it returns.
+    Where the answer departs from it, the proposer searches for the position where it returns.
 
     Args:
-        prediction: The expected answer, at least one token.
-        tokens_per_evidence: How much is proposed for each unit of evidence (`speculative.ngram_index`).
+        prediction: Token ids of the predicted output, at least one.
+        tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_index`).
     """
 
     name = "prediction"
@@ -100,7 +100,7 @@ class PredictionProposer:
         self._has_begun = False
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The prompt, then committed tokens, which are looked up in the prediction."""
+        """Take the prompt, then committed tokens, which are searched in the prediction."""
         if self._has_begun:
             self._cursor.advance(tokens)
         elif tokens:
@@ -108,44 +108,44 @@ class PredictionProposer:
             self._has_begun = True
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
-        """How the prediction goes on from where the committed tokens and `after` stand in it."""
+        """Continuation of the prediction after the committed tokens and `after`."""
         return self._cursor.predict(max_tokens, after, self.name)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
-        """It answers at once."""
+        """No effect: proposals are never delayed."""
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """No effect: it holds no resources."""
 
 
-# Off unless the operator asks for it. Answers are kept per key and never cross from one to another: what a
-# key is proposed, and so how fast its answers come, depends on its own requests alone.
+# Off by default. Answers are kept per key and never used for another: proposals, and so the speed of answers,
+# depend on the key's own requests only.
 _MAX_PROMPTS: Final = 1024
-# The very same question: what was answered before is very likely said again.
+# A repeated prompt: the earlier answer is very likely repeated.
 _ASKED_BEFORE: Final = 64
 
 
 class History:
-    """The answers to one key.
+    """Earlier answers of one key.
 
     Args:
-        max_tokens: Beyond this many, the older half is forgotten. Each takes about 0.5 KB.
+        max_tokens: Beyond this number the older half is dropped. Each takes about 0.5 KB.
 
     Attributes:
-        answers: All of them, one behind the other.
-        table: How likely an answer goes on like an earlier one, learned by all sessions: answers to different
-            questions share their phrases more than their course.
+        answers: All answers, concatenated.
+        table: Acceptance by evidence, learned from all sessions: answers to different questions share phrases
+            more than their course.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.answers = NgramIndex(max_tokens)
         self.table = EvidenceTable()
-        # Where the answer to a prompt begins, the latest last. Prompts are told apart by their hash: were two
-        # taken for one, a proposal would be wrong, nothing else.
+        # Start of the answer to each prompt, the latest last. Prompts are identified by their hash: a
+        # collision would only cause wrong proposals.
         self._starts: OrderedDict[int, int] = OrderedDict()
 
     def add(self, prompt_hash: int, answer: Sequence[int]) -> None:
-        """Keep an answer; it takes the place of an earlier one to the same prompt."""
+        """Add an answer; it replaces an earlier one to the same prompt."""
         if not answer:
             return
         known = self.start_of(prompt_hash)
@@ -157,17 +157,17 @@ class History:
             self._starts.popitem(last=False)
 
     def start_of(self, prompt_hash: int) -> int | None:
-        """Position of the answer to a prompt, unless it is forgotten."""
+        """Position of the answer to a prompt, if it is still kept."""
         start = self._starts.get(prompt_hash)
         return start if start is not None and start >= self.answers.first else None
 
 
 class Histories:
-    """The histories of several keys; the one not used for longest goes first.
+    """Histories of several keys; the least recently used is dropped.
 
     Args:
-        max_keys: How many are kept.
-        max_tokens: What each holds at most.
+        max_keys: Most keys.
+        max_tokens: Most tokens of each.
 
     Raises:
         ValueError: If a value is out of range.
@@ -192,11 +192,11 @@ class Histories:
 
 
 class HistoryProposer:
-    """Proposes from earlier answers, and adds its session's own; see `speculative.proposer.Proposer`.
+    """Proposer from earlier answers; adds its session's own; see `speculative.proposer.Proposer`.
 
     Args:
-        history: Of the session's key.
-        tokens_per_evidence: How much is proposed for each unit of evidence (`speculative.ngram_index`).
+        history: History of the session's key.
+        tokens_per_evidence: Tokens proposed for each unit of evidence (`speculative.ngram_index`).
     """
 
     name = "history"
@@ -213,39 +213,39 @@ class HistoryProposer:
         self._answer: list[int] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The prompt, which may have been asked before, then committed tokens."""
+        """Take the prompt, which may be a repeated one, then committed tokens."""
         if self._prompt_hash is not None:
             self._answer.extend(tokens)
             self._cursor.advance(tokens)
         elif tokens:
             self._prompt_hash = hash(tuple(tokens))
             start = self._history.start_of(self._prompt_hash)
-            # How prompts end is the chat template's doing: it says nothing about the answer.
+            # Prompts end as the chat template ends them: no evidence for the answer.
             evidence = 0 if start is None else _ASKED_BEFORE
             self._cursor.start((), CursorPosition(source=start, evidence=evidence, anchor=start))
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
-        """How an earlier answer went on from where the committed tokens and `after` stand in it."""
+        """Continuation of an earlier answer after the committed tokens and `after`."""
         return self._cursor.predict(max_tokens, after, self.name)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
-        """It answers at once."""
+        """No effect: proposals are never delayed."""
 
     def close(self) -> None:
-        """Leave the answer to the sessions that come."""
+        """Add the answer to the history."""
         if self._prompt_hash is not None:
             self._history.add(self._prompt_hash, self._answer)
         self._answer = []
 
 
 class ReplayProposer:
-    """Proposes a recorded answer; see `speculative.proposer.Proposer`.
+    """Proposer of a recorded answer; see `speculative.proposer.Proposer`.
 
-    It is certain for as long as the answer is the recorded one. Without exact mode another shape of batch may
-    let the model choose otherwise once; after that it looks for the place to go on.
+    Certain for as long as the answer is the recorded one. Without the exact mode another batch shape may lead
+    to another token; after that it searches for the position to continue.
 
     Args:
-        answer: Token ids that followed the prompt when it was asked before; none if that was never.
+        answer: Token ids of the recorded answer; empty if there is none.
     """
 
     name = "replay"
@@ -261,7 +261,7 @@ class ReplayProposer:
         self._has_diverged = not answer
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The prompt, which says nothing, then committed tokens."""
+        """Take the prompt, which is ignored, then committed tokens."""
         if not self._has_begun:
             self._has_begun = bool(tokens)
             return
@@ -270,7 +270,7 @@ class ReplayProposer:
         self._cursor.advance(tokens)
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
-        """The recorded tokens from there on."""
+        """The recorded tokens after the committed tokens and `after`."""
         if self._has_diverged or not self._continuation(after):
             return self._cursor.predict(max_tokens, after, self.name)
         start = self._num_committed + len(after)
@@ -278,10 +278,10 @@ class ReplayProposer:
         return Proposal(tokens, (1.0,) * len(tokens), self.name) if tokens else EMPTY
 
     def listen(self, on_ready: Callable[[], None]) -> None:
-        """It answers at once."""
+        """No effect: proposals are never delayed."""
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """No effect: it holds no resources."""
 
     def _continuation(self, tokens: Sequence[int]) -> bool:
         start = self._num_committed

@@ -1,9 +1,9 @@
-"""N-gram index: the hash index of a growing text, a cursor in it, confidence by evidence.
+"""N-gram index: hash index of a growing text, cursor, and confidence by evidence.
 
-For a few lengths the index keeps, of every n-gram, the place of its latest occurrence. The longest match of a
-context is found by trying the lengths upwards and reading on backwards from there. Tokens are entered in bulk
-by `dict.update`, which costs a fraction of what a suffix automaton does in Python, and text that was copied
-from elsewhere in the index is not entered again. Old text is forgotten one generation at a time.
+For a few lengths the index keeps the latest position of every n-gram. The longest match of a context is found
+by trying the lengths upwards and comparing backwards from there. Tokens are entered in bulk by `dict.update`,
+which costs a fraction of a suffix automaton in Python, and text that was copied from elsewhere in the index
+is not entered again. Old text is dropped one generation at a time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 ORDERS: Final = (2, 4, 8)
-# Matches are told apart up to this length.
+# Longest context that is compared.
 MAX_ORDER: Final = 16
 _STEPS_BACK: Final = (8, 4, 2, 1, 1)
-# So many n-grams and fewer are entered one by one: for them that is quicker than in bulk.
+# So few n-grams are entered one by one, which is quicker than in bulk.
 _FEW: Final = 4
 
 
 class Occurrence(NamedTuple):
-    """Where a context was found.
+    """Match of a context.
 
     Attributes:
-        end: Position of the token that followed it.
-        length: Tokens of the context that agree, at most `MAX_ORDER`.
+        end: Position of the token after it.
+        length: Number of matching tokens, at most `MAX_ORDER`.
     """
 
     end: int
@@ -39,16 +39,16 @@ class Occurrence(NamedTuple):
 
 
 class NgramIndex:
-    """The tokens of a text by position, and where n-grams ended last.
+    """Tokens of a text by position, and the latest end of each n-gram.
 
-    Positions count from the text's first token and stay what they are when old text is forgotten.
+    Positions count from the text's first token and do not change when old text is dropped.
 
     Args:
-        max_tokens: How much text is kept: at least half of this, at most all of it.
+        max_tokens: Size of the kept text: at least half of this, at most all of it.
 
     Attributes:
         first: Position of the first token that is kept.
-        young_first: Position of the first token that will be kept when old text is forgotten next.
+        young_first: Position of the first token to be kept when old text is dropped next.
 
     Raises:
         ValueError: If `max_tokens` is below 2.
@@ -63,25 +63,25 @@ class NgramIndex:
         self._tokens: list[int] = []
         self._young: tuple[dict[int, int], ...] = tuple({} for _ in ORDERS)
         self._old: tuple[dict[int, int], ...] = tuple({} for _ in ORDERS)
-        # Where the copied text that the index ends with began; None if it does not end with any.
+        # Start of the original of the copied text at the index's end; None if it does not end with any.
         self._copied_from: int | None = None
 
     @property
     def stop(self) -> int:
-        """Position behind the last token."""
+        """Position after the last token."""
         return self.first + len(self._tokens)
 
     def read(self, start: int, stop: int) -> list[int]:
-        """The tokens at positions `[start, stop)`; `start` is not before `first`."""
+        """Tokens at positions `[start, stop)`; `start` is not before `first`."""
         return self._tokens[start - self.first : stop - self.first]
 
     def extend(self, tokens: Sequence[int], num_copied: int = 0) -> None:
-        """Add text.
+        """Append text.
 
         Args:
-            tokens: What to add.
-            num_copied: So many of the first are what followed in the younger half of the index, too: there is
-                no need to find them here as well.
+            tokens: Token ids.
+            num_copied: Number of first tokens that are copied from the younger half of the index: they need
+                not be found here as well.
         """
         begin = 0
         while begin < len(tokens):
@@ -93,7 +93,7 @@ class NgramIndex:
                 self._forget()
 
     def find(self, context: list[int]) -> Occurrence | None:
-        """The latest occurrence of the longest n-gram at the end of `context`; two tokens at least."""
+        """Latest occurrence of the longest n-gram at the end of `context`, of at least two tokens."""
         found = None
         for order, young, old in zip(ORDERS, self._young, self._old, strict=True):
             key = hash(tuple(context[-order:]))
@@ -116,7 +116,7 @@ class NgramIndex:
             return None
 
     def agreement(self, end: int, context: list[int]) -> int:
-        """How many tokens before position `end` agree with the end of `context`, at most `MAX_ORDER`."""
+        """Number of tokens before position `end` that match the end of `context`, at most `MAX_ORDER`."""
         tokens, place = self._tokens, end - self.first
         length = 0
         # Halving steps: their sum is `MAX_ORDER`, and each is one comparison.
@@ -137,7 +137,7 @@ class NgramIndex:
         if self._copied_from is None:
             self._enter(start, stop)
             return
-        # N-grams that lie within a copy are known from where it was copied.
+        # N-grams within a copy are known from its original.
         if start < self._copied_from + ORDERS[-1]:
             self._enter(start, num_new, self._copied_from)
         if num_new < stop:
@@ -145,7 +145,7 @@ class NgramIndex:
             self._copied_from = None
 
     def _enter(self, start: int, stop: int, copied_from: int | None = None) -> None:
-        """Note the n-grams that end before the positions `[start, stop)`, but none within a copy."""
+        """Enter the n-grams that end before the positions `[start, stop)`, except those within a copy."""
         tokens, first = self._tokens, self.first
         for order, young in zip(ORDERS, self._young, strict=True):
             begin = max(start - first, order)
@@ -165,31 +165,30 @@ class NgramIndex:
         self._old, self._young = self._young, tuple({} for _ in ORDERS)
 
 
-# Evidence is a small whole number: where a continuation was found sets its start (`MATCHED`, `NEARBY`), and
-# each token that came as foretold adds two. Starting values and chances were fitted to rewritten files of
-# five Python packages (not those of the benchmark); a session's own hits and misses correct the chances as it
-# goes.
+# Evidence is a small integer: its start depends on the match (`MATCHED`, `NEARBY`), and each correctly
+# predicted token adds two. Starting values and probabilities were fitted to rewritten files of five Python
+# packages (not those of the benchmark); a session's own hits and misses correct the probabilities.
 PER_TOKEN: Final = 2
 
-# Evidence of a context that agrees over so many tokens; a match of one says next to nothing.
+# Evidence of a match of this many tokens; a match of one says next to nothing.
 MATCHED: Final = (0, 2, 4, 5, 6, 6, 7, 7, 7, 7, 8, 8, 9, 9, 10, 10, 14)
 
-# What is added for being found 0, 1, … tokens behind the place where the text was left.
+# Added for a match 0, 1, … tokens behind the anchor.
 NEARBY: Final = (4, *[2] * 3, *[1] * 12)
 
-# From each of these amounts of evidence on, the chance that the next token comes as foretold.
+# From each of these amounts of evidence on, the probability that the next token is predicted correctly.
 _STEPS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 16, 24, 40, 64, 128)
 _CHANCES: Final = (0.10, 0.19, 0.33, 0.46, 0.58, 0.67, 0.78, 0.86, 0.93, 0.96, 0.98, 0.991, 0.998)
 _LAST: Final = len(_STEPS) - 1
-# The step of each amount of evidence, up to where the last one begins.
+# Step of each amount of evidence, up to the start of the last one.
 _STEP_OF: Final = tuple(max(bisect_right(_STEPS, evidence) - 1, 0) for evidence in range(_STEPS[-1]))
 
 
 class EvidenceTable:
-    """The chance of the next token for each amount of evidence, learning as it goes.
+    """Probability of a correct prediction by evidence, updated with hits and misses.
 
     Args:
-        prior_weight: How many of its own observations weigh as much as the fitted chance.
+        prior_weight: Number of observations that weigh as much as the fitted probability.
     """
 
     def __init__(self, prior_weight: float = 8.0) -> None:
@@ -198,18 +197,18 @@ class EvidenceTable:
         self._chances = list(_CHANCES)
 
     def chances(self, evidence: int, count: int) -> tuple[float, ...]:
-        """For each of the next `count` tokens the chance that it is right if those before it were."""
+        """Probability of each of the next `count` tokens, given that those before it are right."""
         chances = self._chances
         steps = _STEP_OF[evidence : evidence + PER_TOKEN * count : PER_TOKEN]
         return tuple([chances[step] for step in steps]) + (chances[_LAST],) * (count - len(steps))
 
     def learn(self, evidence: int, num_right: int, *, is_missed: bool) -> None:
-        """Note what became of a continuation.
+        """Record the result of a continuation.
 
         Args:
-            evidence: For its first token.
-            num_right: So many tokens came as foretold.
-            is_missed: Whether then one did not.
+            evidence: Evidence for its first token.
+            num_right: Number of tokens predicted correctly.
+            is_missed: Whether a wrong one followed.
         """
         while num_right:
             step = _step_of(evidence)
@@ -232,27 +231,28 @@ def _step_of(evidence: int) -> int:
     return _STEP_OF[evidence] if evidence < len(_STEP_OF) else _LAST
 
 
-# While the sequence says what the known text says, following costs one comparison. Where it departs, the
-# place is kept as an *anchor*: edited text returns to the original a little behind the place where it left
-# it, so one token found there says more than two found anywhere. Everything else is found by the longest
-# match.
-# How far behind the anchor a lone token is looked for, and after how much other text the anchor is given up.
+# While a sequence follows the known text, following costs one comparison. Where it departs, the position is
+# kept as an *anchor*: edited text returns to the original a little after the position where it left it, so
+# one matching token there is stronger evidence than two elsewhere. All other positions are found by the
+# longest match.
+# Distance behind the anchor up to which a single token is searched, and number of other tokens after which
+# the anchor is dropped.
 _REACH: Final = 64
 _MAX_DIVERGED: Final = 4096
 # A continuation that held for this many tokens, or that began this close to the anchor, moves the anchor.
 _SETTLED: Final = 8
 _CLOSE: Final = 16
-# Prompts end alike because a chat template ends them: at most so much evidence that answers begin alike.
+# Prompts end alike because of the chat template: most evidence at the beginning of an answer.
 _AT_START: Final = 4
 
 
 class CursorPosition(NamedTuple):
-    """Where a sequence stands in the known text.
+    """Position of a sequence in the known text.
 
     Attributes:
-        source: Position of the token that should come next, or None if nothing is known.
-        evidence: How much speaks for it (`speculative.ngram_index`).
-        num_followed: Tokens that came as foretold since the place was found.
+        source: Position of the predicted next token, or None if there is none.
+        evidence: Evidence for it (`speculative.ngram_index`).
+        num_followed: Number of correctly predicted tokens since the position was found.
         anchor: Position where the text was left, or None.
         num_diverged: Tokens since then.
     """
@@ -265,14 +265,14 @@ class CursorPosition(NamedTuple):
 
 
 class IndexCursor:
-    """Follows one sequence through an index.
+    """Follows a sequence through an index.
 
     Args:
         index: The known text.
         is_own_text: Whether the index holds the sequence itself and grows with it: then a continuation may
-            run into the end and repeat what it says itself.
-        tokens_per_evidence: How much is foretold for each unit of evidence.
-        table: Learns how likely texts like this go on; None for one of its own.
+            run into the end and repeat the proposal.
+        tokens_per_evidence: Number of tokens predicted for each unit of evidence.
+        table: Probabilities for texts of this kind, shared; None for one of its own.
     """
 
     def __init__(
@@ -291,11 +291,11 @@ class IndexCursor:
         self._tail: list[int] = []
 
     def start(self, tokens: Sequence[int], position: CursorPosition | None = None) -> None:
-        """Take note of what goes before, without learning from it.
+        """Take the text before the sequence, without learning from it.
 
         Args:
-            tokens: The end of it is enough.
-            position: Where the sequence stands after them; None to look for it.
+            tokens: Its end is sufficient.
+            position: Position of the sequence after them; None to search for it.
         """
         self._tail = list(tokens[-MAX_ORDER:])
         if position is None:
@@ -304,10 +304,10 @@ class IndexCursor:
         self._position = position
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Follow committed tokens, and learn from how well they were foretold.
+        """Follow committed tokens, and learn from the predictions.
 
         Returns:
-            How many of the first were copied from the younger half of the index.
+            Number of first tokens that were copied from the younger half of the index.
         """
         position = self._position
         foretold = self._predicted(position, len(tokens), ())
@@ -320,12 +320,12 @@ class IndexCursor:
         return num_right if is_young else 0
 
     def predict(self, max_tokens: int, ahead: Sequence[int], name: str) -> Proposal:
-        """What follows the committed tokens and then `ahead`.
+        """Prediction of the tokens after the committed ones and `ahead`.
 
         Args:
-            max_tokens: At most so many.
+            max_tokens: Most tokens.
             ahead: Tokens in flight.
-            name: The proposer's.
+            name: Name of the proposer.
         """
         if max_tokens <= 0:
             return EMPTY
@@ -342,13 +342,13 @@ class IndexCursor:
         return Proposal(tuple(tokens), self._table.chances(position.evidence, len(tokens)), name)
 
     def _predicted(self, position: CursorPosition, count: int, ahead: Sequence[int]) -> list[int]:
-        """The next `count` tokens from a place, or fewer if the text ends before."""
+        """The next `count` tokens from a position, or fewer if the text ends before."""
         index, source = self._index, position.source
         if source is None or source < index.first or count <= 0:
             return []
         tokens = index.read(source, source + count)
         if len(tokens) < count and self._is_own_text:
-            # A text that repeats itself right now runs out of known tokens; what it is about to say goes on.
+            # A text that is repeating itself runs out of known tokens; its tokens in flight continue.
             tokens += ahead[max(0, source - index.stop) :]
             tokens = list(islice(cycle(tokens), count)) if tokens else tokens
         return tokens
@@ -356,7 +356,7 @@ class IndexCursor:
     def _moved(
         self, position: CursorPosition, num_right: int, num_tokens: int, tail: list[int]
     ) -> CursorPosition:
-        """The place after `num_tokens` more, the first `num_right` of which were foretold."""
+        """Position after `num_tokens` more, the first `num_right` of which were predicted correctly."""
         source, evidence, num_followed, anchor, num_diverged = position
         if source is None:
             return self._find(tail, anchor, num_diverged + num_tokens)
@@ -369,7 +369,7 @@ class IndexCursor:
         return self._find(tail, anchor, num_diverged + num_followed + num_tokens - num_right)
 
     def _find(self, tail: list[int], anchor: int | None, num_diverged: int) -> CursorPosition:
-        """The likeliest place by what was said last: the longest match, or a shorter one near the anchor."""
+        """The likeliest position by the last tokens: the longest match, or a shorter one near the anchor."""
         index = self._index
         source, evidence = None, 0
         match = index.find(tail)
@@ -389,7 +389,7 @@ class IndexCursor:
 
 
 def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
+    """Length of the common prefix."""
     if len(left) == len(right) and left == list(right):
         return len(left)
     count = 0

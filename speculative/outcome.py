@@ -1,4 +1,4 @@
-"""Messages between the coordinator and the speculation controller."""
+"""Messages between coordinator and speculation controller."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProposalContext:
-    """When a window could be sent.
+    """State of a session when a window could be sent.
 
     Attributes:
-        now_ms: A monotonic clock's reading.
-        num_in_flight: Windows of this session under way.
-        position: Tokens of its text that are committed, prompt included.
-        room: Most proposed tokens that fit: context, tokens still wanted, rows of a batch.
-        num_sessions: How many run at once, this one too.
+        now_ms: Monotonic clock, milliseconds.
+        num_in_flight: Windows of this session in flight.
+        position: Number of prompt and committed tokens.
+        room: Most proposed tokens within context, requested tokens and rows of a batch.
+        num_sessions: Running sessions, this one included.
     """
 
     now_ms: float
@@ -31,12 +31,11 @@ class ProposalContext:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the window carries.
+    """Number of proposed tokens to send.
 
     Attributes:
-        width: Proposed tokens to send now. 0 sends none: a plain window if none is under way, otherwise no
-            window at all.
-        reason: Why, for logs and `timings`.
+        width: Proposed tokens to send now. 0 sends a plain window if none is in flight, otherwise none.
+        reason: Reason, for logs and `timings`.
     """
 
     width: int
@@ -45,12 +44,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class StageMeasure:
-    """How one stage dealt with a window.
+    """Times of one stage for a window.
 
     Attributes:
-        num_rows: Rows of the batch that it was computed in.
-        queue_ms: Waiting before that.
-        compute_ms: Computing the whole batch.
+        num_rows: Rows of its batch.
+        queue_ms: Waiting before the batch.
+        compute_ms: Computing of the whole batch.
     """
 
     num_rows: int
@@ -63,15 +62,15 @@ class WindowOutcome:
     """A judged window.
 
     Attributes:
-        judgement: What became of it.
-        proposal: Those of its tokens that were proposed: all, if windows were ahead of it when it was sent.
-        position: Of its first token.
-        sent_ms: When it left.
+        judgement: Its judgement.
+        proposal: Its proposed tokens: all of them, if windows were in flight ahead of it.
+        position: Position of its first token.
+        sent_ms: When it was sent.
         arrived_ms: When its verdict came.
-        num_in_flight: Windows of the session that were ahead of it when it was sent.
-        stages: One measure for each stage, in pipeline order; empty if the stages told none.
+        num_in_flight: Windows of the session in flight when it was sent.
+        stages: Times of each stage, in pipeline order; empty if there are none.
         num_stale: Windows behind it that its verdict voided.
-        num_behind: Windows behind it that fly on.
+        num_behind: Windows behind it that remain in flight.
     """
 
     judgement: Judgement

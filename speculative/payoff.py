@@ -1,9 +1,9 @@
-"""Payoff of speculation, of one session and of all sessions together.
+"""Payoff of speculation: for one session, and for all sessions together.
 
-While a session speculates, what it commits is set against what plain windows would have committed in the
-same time. The account starts even. Once it is overdrawn the session goes on plainly, and after a pause it
-may try again; each try in vain doubles the pause. So speculation that does not pay costs a few tokens per
-answer whatever a model of it may have promised, and text that turns predictable is noticed.
+While a session speculates, its committed tokens are compared with those that plain windows would have
+committed in the same time. The balance starts at zero. Once it is overdrawn the session continues with plain
+windows, and after a pause it may try again; each failed try doubles the pause. So speculation that does not
+pay costs a few tokens per answer, whatever the model predicts, and text that becomes predictable is noticed.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-# How many times more a run may owe while it lasts.
+# Factor of the allowed loss while a run lasts.
 _MID_RUN: Final = 2.0
-# Tokens of credit for each token that was won for one.
+# Tokens of initial credit for each token won per plain token.
 _CREDIT: Final = 5.0
-# An account of fewer tokens tells nothing.
+# A record over fewer tokens is not significant.
 _NUM_TELLING: Final = 16
-# What the newest session says counts for so much.
+# Weight of the newest session.
 _NEWEST_SHARE: Final = 0.5
-# Most tokens that a session waits because of the one before: its text is another.
+# Longest wait caused by the session before, in tokens: its text is another.
 _MAX_CARRIED: Final = 96
-# Plain windows that take so many times longer, or shorter, are another ring's.
+# A plain window time that differs by this factor belongs to another ring.
 _OTHER_RING: Final = 1.4
 
 
 @dataclass(frozen=True)
 class PayoffRecord:
-    """How speculating came out so far.
+    """Payoff of former sessions.
 
     Attributes:
-        won_share: Tokens won for each that plain windows would have brought; below zero if they were lost.
-        plain_ms: What a plain window took then.
-        pause: How long the next pause will be, in tokens.
-        wait: Tokens left of the latest one.
+        won_share: Tokens won per plain token; negative if they were lost.
+        plain_ms: Time of a plain window then.
+        pause: Length of the next pause, in tokens.
+        wait: Tokens left of the current pause.
     """
 
     won_share: float
@@ -43,23 +43,23 @@ class PayoffRecord:
     wait: int
 
     def holds_at(self, plain_ms: float) -> bool:
-        """Whether the ring is much the same still: another wire, or another split, is another question."""
+        """Whether the ring is about the same, by the time of a plain window."""
         return max(plain_ms, self.plain_ms) <= _OTHER_RING * min(plain_ms, self.plain_ms)
 
 
 @dataclass(frozen=True)
 class PayoffOptions:
-    """How patient it is. Amounts are tokens, or plain windows, which bring one token each.
+    """Patience of a session. Amounts are tokens, or plain windows, which bring one token each.
 
     Attributes:
-        max_loss: Speculation stops when the account is this far below zero at the end of a run, or twice as
+        max_loss: Speculation stops when the balance is this far below zero at the end of a run, or twice as
             far within one.
         retry_loss: And again when a new try has lost this much.
-        max_credit: Gains beyond this are not remembered, or a good start would pay for a long bad end.
+        max_credit: Bound of the balance, so that a good start does not pay for a long bad end.
         first_pause: Tokens to wait before the first new try.
-        max_pause: The longest wait.
-        premium: Time counts for so much more than it is: what plain windows take is not known exactly either.
-        max_excess: Waiting longer for one verdict is a hiccup of the machine; it counts as this much.
+        max_pause: Longest wait.
+        premium: Factor of elapsed time, since the time of plain windows is not known exactly.
+        max_excess: Bound of the wait for one verdict, which may be disturbed.
     """
 
     max_loss: float = 0.6
@@ -72,18 +72,18 @@ class PayoffOptions:
 
 
 class SessionPayoff:
-    """One session's account.
+    """Balance of one session.
 
     Args:
-        options: How patient it is.
-        record: How the session before came out: a gain opens the account with a credit; after a loss this
-            one has less to lose, and goes on with the pause. None if nothing is known.
+        options: Patience.
+        record: Payoff of former sessions: after a gain the balance starts with a credit; after a loss with
+            less to lose, and with the rest of the pause. None without a record.
 
     Attributes:
-        balance: Tokens won (above zero) or lost, as far as remembered.
-        wait: Tokens until the next try; 0 while speculating is allowed.
-        num_tokens: Committed while speculating was allowed.
-        num_plain_tokens: What plain windows would have brought in the same time.
+        balance: Tokens won (above zero) or lost, within the bounds.
+        wait: Tokens until the next try; 0 while speculation is allowed.
+        num_tokens: Tokens committed while speculation was allowed.
+        num_plain_tokens: Tokens of plain windows in the same time.
         elapsed_ms: That time.
     """
 
@@ -106,7 +106,7 @@ class SessionPayoff:
 
     @property
     def record(self) -> PayoffRecord | None:
-        """What the next session should know; None if this one did not speculate enough to tell."""
+        """Payoff for the next session; None if this one did not speculate enough."""
         share = None if self._before is None else self._before.won_share
         if self.num_tokens >= _NUM_TELLING:
             own = self.num_tokens / self.num_plain_tokens - 1.0
@@ -115,22 +115,22 @@ class SessionPayoff:
 
     @property
     def is_open(self) -> bool:
-        """Whether speculating is allowed now."""
+        """Whether speculation is allowed now."""
         return self.wait == 0
 
     def add_plain(self, num_tokens: int) -> None:
-        """Tokens were committed while it was not."""
+        """Record tokens committed while it was not allowed."""
         self.wait = max(0, self.wait - num_tokens)
 
     def add(self, num_tokens: int, elapsed_ms: float, plain_ms: float, *, is_run_over: bool = True) -> None:
-        """Enter what was committed while speculating.
+        """Record tokens committed while speculating.
 
         Args:
-            num_tokens: Committed, perhaps none.
-            elapsed_ms: Since the verdict before.
-            plain_ms: What a plain window takes.
-            is_run_over: Whether nothing more flies. A run pays at its start, waiting for the first verdict,
-                and earns behind it: in the middle it would seem to lose.
+            num_tokens: Committed tokens, perhaps none.
+            elapsed_ms: Time since the verdict before.
+            plain_ms: Time of a plain window.
+            is_run_over: Whether no window is in flight. A run costs time at its start, until the first
+                verdict, and gains later: in the middle it would seem to lose.
         """
         options = self._options
         self._plain_ms = plain_ms
@@ -153,19 +153,19 @@ class SessionPayoff:
         return self._options.retry_loss - self._options.max_loss
 
 
-# A row that one session wastes is a row that another waits for, so with several at once no session's own
-# account tells the truth. Here they take turns together: plainly for a while, speculating for a while,
-# plainly again, and the time that a token took each of them decides. What does not pay pauses, each time for
-# longer; what pays goes on, each time for longer.
+# A row that one session wastes delays another, so with several at once no session's own balance is right.
+# Here all take turns: plain windows for a while, speculation for a while, plain windows again, and the
+# measured times of a token decide. What does not pay pauses, each time for longer; what pays continues, each
+# time for longer.
 class GroupPhase(StrEnum):
-    """What all sessions do now.
+    """Current turn of all sessions.
 
     Attributes:
-        BEFORE: Plain, to know what a token takes.
-        TRIAL: Speculating, to compare.
-        AFTER: Plain once more: what changed meanwhile must not pass for a gain.
-        ON: Speculating, for it pays.
-        OFF: Plain, for it does not.
+        BEFORE: Plain windows, to measure the time of a token.
+        TRIAL: Speculation, to compare.
+        AFTER: Plain windows again: other changes meanwhile must not count as a gain.
+        ON: Speculation, which pays.
+        OFF: Plain windows, as speculation does not pay.
     """
 
     BEFORE = "before"
@@ -177,20 +177,20 @@ class GroupPhase(StrEnum):
 
 @dataclass(frozen=True)
 class GroupPayoffOptions:
-    """How long turns are: measured ones in tokens of all sessions, the others in tokens of each.
+    """Lengths of turns: measured ones in tokens of all sessions, the others in tokens of each.
 
     Attributes:
         before: Tokens of the plain turn before a trial.
-        trial: Of a trial.
-        after: Of the plain turn behind it.
-        settle: Tokens of each after a change of turn that are not counted: windows of the old turn still fly.
-        first_run: Tokens of each in the turn that follows the first verdict in favour.
-        max_run: In the longest such turn.
-        first_pause: In the turn that follows the first verdict against.
-        max_pause: In the longest such turn.
-        min_gain: How many times more tokens than plain windows speculation must bring.
-        max_row_price: Where a row takes as long as this many tokens of all sessions do, stages have no time
-            to spare: no trial is made.
+        trial: Tokens of a trial.
+        after: Tokens of the plain turn after it.
+        settle: Tokens of each session after a change of turn that are not counted: old windows are in flight.
+        first_run: Tokens of each session in the turn after the first decision for speculation.
+        max_run: Tokens in the longest such turn.
+        first_pause: Tokens of each session in the turn after the first decision against it.
+        max_pause: Tokens in the longest such turn.
+        min_gain: Least ratio of tokens to those of plain windows.
+        max_row_price: If a row takes as long as this many tokens of all sessions, stages have no time to
+            spare: no trial is made.
     """
 
     before: int = 64
@@ -207,7 +207,7 @@ class GroupPayoffOptions:
 
 @dataclass
 class _GroupRecord:
-    """What is known for about so many sessions."""
+    """State for about this many sessions."""
 
     phase: GroupPhase = GroupPhase.BEFORE
     length: int = 0
@@ -217,10 +217,10 @@ class _GroupRecord:
 
 
 class GroupPayoff:
-    """The turns of all sessions of a coordinator. What is learned is kept for 2, 3 to 4, 5 to 8 … sessions.
+    """Turns of all sessions of a coordinator, with a state for each of 2, 3 to 4, 5 to 8 … sessions.
 
     Args:
-        options: How long turns are.
+        options: Lengths of turns.
     """
 
     def __init__(self, options: GroupPayoffOptions | None = None) -> None:
@@ -231,40 +231,40 @@ class GroupPayoff:
 
     @property
     def gain(self) -> float | None:
-        """Tokens with speculation over tokens without, as last compared; None before that."""
+        """Ratio of tokens with and without speculation, as last measured; None before that."""
         return self._record.gain
 
     @property
     def phase(self) -> GroupPhase:
-        """What all sessions do now."""
+        """Current turn."""
         return self._record.phase
 
     @property
     def plain_ms(self) -> float | None:
-        """What a token took each session when none speculated; None before that was measured."""
+        """Time of a token of each session without speculation; None before it was measured."""
         return self._record.plain_ms
 
     def allows(self, num_sessions: int) -> bool:
         """Whether sessions may speculate now.
 
         Args:
-            num_sessions: How many there are.
+            num_sessions: Running sessions.
         """
         if num_sessions != self._num_sessions:
             self._num_sessions = num_sessions
             if self.phase in {GroupPhase.TRIAL, GroupPhase.AFTER}:
-                # With others about nothing can be compared.
+                # Other sessions make the comparison meaningless.
                 self._record.phase = GroupPhase.BEFORE
             self._begin()
         return self.phase in {GroupPhase.TRIAL, GroupPhase.ON}
 
     def add(self, num_tokens: int, elapsed_ms: float, *, row_ms: float = 0.0) -> None:
-        """A session committed tokens.
+        """Record tokens committed by a session.
 
         Args:
-            num_tokens: How many.
-            elapsed_ms: Since those before.
-            row_ms: What one more row adds to a batch, as far as is known.
+            num_tokens: Number of tokens.
+            elapsed_ms: Time since those before.
+            row_ms: Time that one more row adds to a batch, if known.
         """
         if self._settling > 0:
             self._settling -= num_tokens

@@ -1,4 +1,4 @@
-"""Proposer protocol, proposals, and the chain of proposers."""
+"""Proposer protocol, proposals, and the chain of several proposers."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ if TYPE_CHECKING:
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of one session.
+    """Source of proposals for one session.
 
-    It hears of committed tokens only, each once and in order, so it never has anything to take back: a
-    rejected proposal is simply not among them. Tokens proposed but not judged yet are named at each call.
+    It receives committed tokens only, each once and in order, so nothing is ever rolled back. Proposed tokens
+    in flight are passed with each call.
     """
 
     @property
     def name(self) -> str:
-        """Such as `ngram`: what its proposals are signed with."""
+        """Name of the proposer, such as `ngram`, as its proposals carry it."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens that became part of the sequence: the prompt first, then each verdict's."""
+        """Append tokens to the sequence: the prompt first, then those of each verdict."""
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
-        """Guess what follows the committed tokens and then `after`. Never blocks.
+        """Propose the tokens after the committed ones and `after`. Never blocks.
 
         Args:
-            max_tokens: At most this many ids; 0 or fewer asks for none, and tells what is in flight.
-            after: Tokens in flight: proposed before, not judged yet. In-step windows have none.
+            max_tokens: Most ids; with 0 or fewer the call only passes the tokens in flight.
+            after: Tokens in flight: proposed before, not judged yet. Empty for windows sent one at a time.
 
         Returns:
-            Fewer ids, or none, where the proposer knows no better: a wrong guess costs a row at every stage.
+            Fewer ids, or none, where the proposer has no good guess: a wrong one costs a row at every stage.
         """
 
     def listen(self, on_ready: Callable[[], None]) -> None:
-        """Name a function to call, from any thread, when a short or empty answer would now be longer.
+        """Set a function to be called, from any thread, when a short or empty proposal would now be longer.
 
-        Proposers that answer at once have nothing to call it for.
+        Proposers without background work never call it.
         """
 
     def close(self) -> None:
-        """Let go of everything that the session holds; it is not asked again."""
+        """Release the session's resources; not used any more afterwards."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A guess at what comes next.
+    """Guessed next tokens.
 
     Attributes:
-        tokens: Ids, in order; none where the proposer knows no better.
-        confidences: One for each token, in [0, 1]: the proposer's own estimate that it is the target's, given
-            that those before it were.
+        tokens: Token ids, in order; empty for no guess.
+        confidences: One for each token, in [0, 1]: the proposer's estimate of its acceptance, given that
+            those before it are accepted.
         proposer: Name of the proposer, such as `ngram`.
     """
 
@@ -62,7 +62,7 @@ class Proposal:
     proposer: str
 
     def first(self, count: int) -> Proposal:
-        """At most `count` tokens of it."""
+        """Its first `count` tokens."""
         if count >= len(self.tokens):
             return self
         count = max(count, 0)
@@ -77,14 +77,14 @@ CONFIRMED_SHARE: Final = 0.95
 
 
 class ChainProposer:
-    """Asks all and answers with one; see `speculative.proposer.Proposer`.
+    """Asks several proposers and returns the best proposal; see `speculative.proposer.Proposer`.
 
-    All are asked each time, so that one that drafts in the background hears what is in flight, whoever
-    proposed it. A member that fails is its guard's business: to the chain it falls silent.
+    All are asked each time, so that one that drafts in the background gets the tokens in flight of all.
+    Errors of a member are handled by its guard.
 
     Args:
-        proposers: Cheapest first, at least one.
-        acceptances: The chance of each token of a proposal, given that those before it are right.
+        proposers: Proposers, cheapest first, at least one.
+        acceptances: Returns the acceptance probability of each token of a proposal, given those before it.
     """
 
     name = "chain"
@@ -96,19 +96,19 @@ class ChainProposer:
         self._acceptances = acceptances
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Tell all of them."""
+        """Pass to all of them."""
         for proposer in self._proposers:
             proposer.extend(tokens)
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
-        """What the one that is likeliest to be right says, signed by it."""
+        """The proposal of the likeliest one, under its name."""
         best = EMPTY
         for proposer in self._proposers:
             best = better_of(best, proposer.propose(max_tokens, after), self._acceptances)
         return best
 
     def listen(self, on_ready: Callable[[], None]) -> None:
-        """Any of them may come to know more."""
+        """Set the function for all of them."""
         for proposer in self._proposers:
             proposer.listen(on_ready)
 
@@ -121,17 +121,17 @@ class ChainProposer:
 def better_of(
     cheap: Proposal, dear: Proposal, acceptances: Callable[[Proposal], Sequence[float]]
 ) -> Proposal:
-    """The proposal to send.
+    """The better of two proposals.
 
-    Where both say the same, the longer one is sent, but what only the cheap one says has to be nearly as
-    likely as what both say: the dear one will soon have its own word on it. Two that differ are compared over
-    the length that both have, by the tokens that each should get accepted: a long guess must not outweigh a
-    short certainty, as a rejection costs all that is in flight behind it.
+    Where both agree, the longer one is sent, but the tokens that only the cheap one proposes have to be
+    nearly as likely as the common ones: the expensive one will soon propose on. Two that differ are compared
+    over the common length, by the expected number of accepted tokens: a long guess must not outweigh a short
+    certainty, as a rejection voids all windows in flight behind it.
 
     Args:
-        cheap: Wins where both are equally likely.
-        dear: The other.
-        acceptances: The chance of each token of a proposal, given that those before it are right.
+        cheap: Preferred where both are equally likely.
+        dear: The expensive one.
+        acceptances: Returns the acceptance probability of each token of a proposal, given those before it.
     """
     common = min(len(cheap.tokens), len(dear.tokens))
     if common == 0:
@@ -144,6 +144,6 @@ def better_of(
 
 
 def _expected(chances: Sequence[float]) -> float:
-    """How many of the tokens should be accepted."""
+    """Expected number of accepted tokens."""
     reached: Iterable[float] = accumulate(chances, mul)
     return sum(reached)

@@ -1,1 +1,1 @@
-"""Drafting with a small model; the one part of speculation that computes."""
+"""Draft model: the part of speculation that computes."""

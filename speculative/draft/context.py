@@ -1,7 +1,7 @@
-"""llama.cpp context of the draft model, its options and the confidence in its tokens.
+"""Draft context: llama.cpp context of the draft model, its options, and confidences of its tokens.
 
-Speed counts here, not exactness: whatever is drafted, the target's own tokens are committed. So weights may
-be repacked, flash attention is llama.cpp's choice, and all sessions share one KV cache and one batch.
+Speed matters here, not exactness: the committed tokens are the target's own. So weights may be repacked,
+flash attention is llama.cpp's choice, and all sessions share one KV cache and one batch.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 class DraftUnusable(Exception):
-    """The draft model cannot be loaded, or cannot serve as one; the message says why, in one line."""
+    """The draft model cannot be loaded or used; the message gives the reason, in one line."""
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How a draft model drafts and computes.
+    """Options of the draft model.
 
     Attributes:
-        draft_max: How many tokens it drafts beyond those in flight.
-        draft_min: Fewer than this many are not worth offering, unless fewer were asked for.
-        p_min: A line stops at a token that the draft itself thinks less likely than this.
-        ctx_size: Positions of one session; beyond them it has nothing to say.
-        num_sessions: Sessions at once.
+        draft_max: Tokens that it drafts beyond those in flight.
+        draft_min: Shortest draft that is offered, unless fewer were requested.
+        p_min: A draft ends at a token whose probability by the draft model is below this.
+        ctx_size: Positions of one session; beyond them nothing is proposed.
+        num_sessions: Concurrent sessions.
         num_threads: Threads of llama.cpp; they spin, so no more than cores that no stage uses.
         num_gpu_layers: Layers on the GPU, if there is one; -1 for all.
-        kv_type: Format of the KV cache, as llama.cpp calls it.
+        kv_type: Format of the KV cache, in llama.cpp's words.
         niceness: How much the thread yields to others on its host, 0 to 18 (Linux only).
 
     Raises:
@@ -90,9 +90,9 @@ class DraftRows(NamedTuple):
 
     Attributes:
         slot: Its sequence in the KV cache.
-        start: Absolute position of the first row; what the slot held from there on is forgotten.
+        start: Absolute position of the first row; the slot's rows from there on are dropped.
         tokens: Token ids, one a row.
-        has_output: Whether the last row gives logits.
+        has_output: Whether the last row returns logits.
     """
 
     slot: int
@@ -102,7 +102,7 @@ class DraftRows(NamedTuple):
 
 
 class DraftContext:
-    """A loaded draft model with its KV cache. One thread at a time may use it, except for `abort`.
+    """A loaded draft model with its KV cache. For one thread at a time, except `abort`.
 
     Args:
         path: The GGUF, or its first file if it is split.
@@ -121,8 +121,8 @@ class DraftContext:
         self._model = _load(path, options)
         try:
             self._check(path)
-            # llama.cpp polls this while it computes. libc's strlen reads a C string's first byte as no Python
-            # function could: without waiting for the interpreter's lock at each of a thousand tensors.
+            # llama.cpp polls this while it computes. libc's strlen reads the first byte of a C string as no
+            # Python function could: without waiting for the interpreter lock at each of a thousand tensors.
             self._abort_flag = ctypes.create_string_buffer(2)
             self._abort_callback = llama_cpp.ggml_abort_callback(
                 ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value
@@ -171,11 +171,11 @@ class DraftContext:
         return outputs
 
     def abort(self) -> None:
-        """Let a decode that is under way in another thread, and all to come, end at once."""
+        """End a decode in another thread, and all later ones, at once."""
         self._abort_flag[0] = b"\1"
 
     def resume(self) -> None:
-        """Let decodes run again."""
+        """Allow decodes again."""
         self._abort_flag[0] = b"\0"
 
     def is_end(self, token: int) -> bool:
@@ -183,11 +183,11 @@ class DraftContext:
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
     def free(self, slot: int) -> None:
-        """Forget all that a slot holds."""
+        """Drop all rows of a slot."""
         llama_cpp.llama_memory_seq_rm(self._memory, slot, 0, -1)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         if self._context is not None:
             llama_cpp.llama_batch_free(self._batch)
             llama_cpp.llama_free(self._context)
@@ -211,7 +211,7 @@ class DraftContext:
         params.n_batch = params.n_ubatch = MAX_ROWS
         params.n_seq_max = options.num_sessions
         params.kv_unified = True
-        # A pruned sliding-window cache may already lack what a trim goes back to.
+        # A pruned sliding-window cache may lack rows that a trim goes back to.
         params.swa_full = True
         params.n_threads = params.n_threads_batch = options.num_threads
         params.type_k = params.type_v = _kv_type(options.kv_type)
@@ -268,10 +268,10 @@ def probability(logits: NDArray[np.float32], token: int) -> float:
 
     Args:
         logits: float32, shape (n_vocab,).
-        token: Which.
+        token: Token id.
 
     Raises:
-        ValueError: If the logits are not finite where it matters.
+        ValueError: If the relevant logits are not finite.
     """
     scaled = logits - logits.max()
     chosen = float(scaled[token])

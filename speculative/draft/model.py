@@ -1,10 +1,10 @@
-"""Draft-model proposer.
+"""Draft model: the proposer of tokens from a small model.
 
 Speculative decoding with a separate draft model (Leviathan et al. 2023, Chen et al. 2023), run continuously
-as in PipeInfer (Butler et al. 2024): while windows fly it drafts on from what is in flight, and after a
-rejection it trims its own KV cache and goes on from there. It chooses tokens as the target's sampler would,
-with the same noise (Daliri et al. 2024, drafter-invariant speculative decoding), so the two also agree at a
-temperature.
+as in PipeInfer (Butler et al. 2024): while windows are in flight it drafts on from them, and after a
+rejection it trims its own KV cache and continues there. It samples as the target's sampler would, with the
+same noise (Daliri et al. 2024, drafter-invariant speculative decoding), so the two agree above temperature 0
+as well.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NUM_TIMED_TOKENS: Final = 4
 
 
 class DraftModel:
-    """A loaded draft model, its thread, and the sessions that it drafts for. One for each coordinator.
+    """A loaded draft model, its thread, and its sessions. One for each coordinator.
 
     Args:
         path: The GGUF, or its first file if it is split.
-        options: How it drafts and computes.
-        num_tokens: How many token ids the target knows; it proposes none beyond.
-        clock_s: Monotonic, seconds.
+        options: Options of the draft model.
+        num_tokens: Number of token ids of the target; higher ones are never proposed.
+        clock_s: Monotonic clock, seconds.
 
     Raises:
         DraftUnusable: If the file cannot serve as a draft model, or there is no memory for its KV cache.
@@ -53,28 +53,28 @@ class DraftModel:
 
     @property
     def draft_ms_per_token(self) -> float:
-        """What a drafted token takes, in ms: a running mean, of whole batches if several sessions draft."""
+        """Time of a drafted token, in ms: a running mean, of whole batches if several sessions draft."""
         return self._thread.ms_per_token
 
     def open(self, choose: Choose) -> DraftProposer:
         """A proposer for one session; at most `options.num_sessions` may be open at once.
 
         Args:
-            choose: The token for an absolute position, given the draft's logits before it, float32, shape
-                (n_vocab,), and the tokens at all positions before it. It is called on the draft's thread and
+            choose: Returns the token for an absolute position, given the draft's logits before it, float32,
+                shape (n_vocab,), and the tokens at all positions before it. Called on the draft's thread;
                 must not keep the array. With the target's own sampler and seed the two share their noise.
         """
         sequence = DraftSequence(NAME, self._options, self._context.is_end)
         return DraftProposer(self._thread, DraftSession(sequence, choose))
 
     def close(self) -> None:
-        """End the thread at once, whatever it is doing, and give all memory back; proposers fall silent."""
+        """End the thread at once and free all memory; proposers then propose nothing."""
         self._thread.close()
         self._context.close()
 
 
 class DraftProposer:
-    """Proposes for one session; see `speculative.proposer.Proposer`. From `DraftModel.open`."""
+    """Proposer for one session; see `speculative.proposer.Proposer`. From `DraftModel.open`."""
 
     name = NAME
 
@@ -89,27 +89,27 @@ class DraftProposer:
         return self._thread.ms_per_token
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take note of committed tokens; costs little computing until a proposal is asked for."""
+        """Append committed tokens; little is computed until a proposal is requested."""
         with self._thread.text_of(self._session) as sequence:
             sequence.extend(tokens)
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
-        """What is drafted behind `after` by now; the thread drafts on meanwhile."""
+        """Tokens drafted after `after` so far; the thread drafts on meanwhile."""
         with self._thread.text_of(self._session) as sequence:
             return sequence.propose(max_tokens, after)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
-        """Name a function that the draft's thread calls when a short answer would now be longer."""
+        """Set the function that the draft's thread calls when a short proposal would now be longer."""
         with self._thread.text_of(self._session):
             self._session.on_ready = on_ready
 
     def close(self) -> None:
-        """Let go of the session, at any moment."""
+        """Remove the session, at any time."""
         self._thread.remove(self._session)
 
 
 def _time_token_ms(context: DraftContext, clock_s: Callable[[], float]) -> float:
-    """The quickest of a few tokens: what is known before the first session. The first only warms up."""
+    """Shortest time of a few tokens: the estimate before the first session. The first only warms up."""
     times_ms = []
     for position in range(_NUM_TIMED_TOKENS):
         started_s = clock_s()

@@ -1,12 +1,12 @@
-"""Drafted text of one session.
+"""Draft session: drafted text of one session.
 
-The text has three parts: committed tokens, tokens in flight (proposed, by whomever, and not judged yet), and
-tokens drafted beyond those. Committed tokens that are the drafted ones leave everything in place. The first
-that differs cuts the text there; what the KV cache holds up to the cut stays, so nothing is computed twice.
+The text has three parts: committed tokens, tokens in flight (proposed by any proposer, not judged yet), and
+tokens drafted beyond those. Committed tokens that equal the drafted ones change nothing. The first that
+differs cuts the text there; the KV cache up to the cut remains valid, so nothing is computed twice.
 
-Pure book-keeping: no thread, no llama.cpp. Computing takes time during which the text may change, so it has
-two ends: `next_span` says what to compute, `computed` enters the result, and between them the line keeps
-track of how much of it is still true.
+Bookkeeping only, without threads and llama.cpp. The text may change during a computation, so that has two
+ends: `next_span` says what to compute, `computed` enters the result, and between them the session tracks
+which part of it is still valid.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftSpan:
-    """Rows that a line wants computed.
+    """Rows to be computed for a session.
 
     Attributes:
-        start: Absolute position of the first; what the cache holds from there on is void.
+        start: Absolute position of the first; the cache's rows from there on are invalid.
         tokens: Token ids, one a row.
-        is_drafting: Whether the last row is to tell the next token.
+        is_drafting: Whether the last row returns the next token.
     """
 
     start: int
@@ -44,11 +44,11 @@ class DraftSpan:
 
 @dataclass(frozen=True)
 class DraftedToken:
-    """What a draft model says next.
+    """Next token by the draft model.
 
     Attributes:
         id: Token id.
-        probability: The model's own, at temperature 1.
+        probability: Its probability by the draft model, at temperature 1.
     """
 
     id: int
@@ -56,20 +56,20 @@ class DraftedToken:
 
 
 class DraftSequence:
-    """One session's text, with as much drafted as was asked for.
+    """Text of one session, with as much drafted as was requested.
 
-    Until it is first asked for a proposal it only wants the prompt read, and that not urgently; beyond what
-    was asked for it wants little. So a session that does not speculate costs next to nothing.
+    Until the first request for a proposal only the prompt is computed, with low priority; beyond requests
+    little is. So a session that does not speculate costs next to nothing.
 
     Args:
-        name: Signs its proposals.
-        options: How far it drafts.
-        is_end: Whether a token ends an answer; nothing is drafted behind one that is not in flight.
+        name: Name in its proposals.
+        options: Options of the draft model.
+        is_end: Whether a token ends an answer; nothing is drafted after one that is not in flight.
 
     Attributes:
         tokens: The text.
-        num_cached: How many of its first tokens the KV cache holds.
-        is_urgent: Whether anybody waits for what it wants computed.
+        num_cached: Number of its first tokens in the KV cache.
+        is_urgent: Whether a proposal waits for its rows.
     """
 
     def __init__(self, name: str, options: DraftOptions, is_end: Callable[[int], bool]) -> None:
@@ -80,35 +80,35 @@ class DraftSequence:
         self._options = options
         self._is_end = is_end
         self._num_committed = 0
-        # Of the tokens behind the committed ones; None for those that others proposed.
+        # Of the tokens after the committed ones; None for those of other proposers.
         self._confidences: list[float | None] = []
-        # Positions up to which it follows what others say, and drafts on by itself.
+        # Positions up to which it computes tokens of others, and drafts by itself.
         self._follow_until = 0
         self._draft_until = 0
         self._is_unsure = False
-        # By the latest proposal.
+        # In the latest request.
         self._num_asked = 0
         self._running: DraftSpan | None = None
-        # How much of the text was not changed since the running span began.
+        # Length of the text that was not changed since the running span began.
         self._num_unchanged = 0
 
     @property
     def is_running_in_vain(self) -> bool:
-        """Whether nothing of what is being computed is of use any more."""
+        """Whether the running computation is of no use any more."""
         return self._running is not None and self._num_unchanged <= self._running.start
 
     @property
     def num_wanted_rows(self) -> int:
-        """How many rows it could use now."""
+        """Number of rows that it could use now."""
         start, stop = self._missing_rows()
         return max(0, stop - start)
 
     def adopt(self, num_cached: int) -> None:
-        """Note that the cache it was given already holds that many of its first tokens."""
+        """Record that its slot already holds this many of its first tokens."""
         self.num_cached = num_cached
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take note of committed tokens: the prompt first."""
+        """Append committed tokens: the prompt first."""
         if not self.tokens:
             self._follow_until = len(tokens)
         self._agree(tokens)
@@ -116,10 +116,10 @@ class DraftSequence:
         del self._confidences[: len(tokens)]
 
     def propose(self, max_tokens: int, after: Sequence[int]) -> Proposal:
-        """What follows the committed tokens and then `after`, as far as it is drafted; ask for more to come.
+        """Tokens drafted after the committed ones and `after`; requests more.
 
         Args:
-            max_tokens: At most this many; 0 or fewer only follows `after`.
+            max_tokens: Most tokens; with 0 or fewer only `after` is computed.
             after: Tokens in flight.
         """
         self.is_urgent = True
@@ -142,9 +142,9 @@ class DraftSequence:
         return Proposal(tuple(self.tokens[begin:stop]), confidences, self._name)
 
     def next_span(self, max_rows: int) -> DraftSpan | None:
-        """What to compute now, at most `max_rows` rows; None if there is nothing to do.
+        """Rows to compute now, at most `max_rows`; None if there is nothing to do.
 
-        `computed` must follow before it is called again.
+        `computed` or `dropped` must be called before the next call.
         """
         start, stop = self._missing_rows()
         stop = min(stop, start + max_rows)
@@ -156,13 +156,13 @@ class DraftSequence:
         return self._running
 
     def computed(self, drafted: DraftedToken | None = None) -> bool:
-        """The running span is in the cache.
+        """Record that the running span is in the cache.
 
         Args:
-            drafted: What its last row says comes next, if it was drafting.
+            drafted: Next token by its last row, if it was drafting.
 
         Returns:
-            Whether a proposal that was short would now be longer.
+            Whether a short proposal would now be longer.
         """
         if self._running is None:
             raise RuntimeError("computed() without a span from next_span()")
@@ -178,7 +178,7 @@ class DraftSequence:
         return self._is_worth_telling()
 
     def dropped(self) -> None:
-        """The running span was given up: the cache holds none of its rows."""
+        """Record that the running span was aborted: the cache holds none of its rows."""
         if self._running is not None:
             self.num_cached = min(self._running.start, self._num_unchanged)
             self._running = None
@@ -188,13 +188,13 @@ class DraftSequence:
         num_tokens = len(self.tokens)
         if not 0 < num_tokens < self._draft_until or num_tokens > self._options.ctx_size or self._is_unsure:
             return False
-        # Only whoever sends an end token, or commits it, means to go on behind it.
+        # After an end token only others continue, by sending or committing more.
         return num_tokens <= self._follow_until or not self._is_end(self.tokens[-1])
 
     def _missing_rows(self) -> tuple[int, int]:
-        """Positions of the rows to compute, start and stop."""
+        """Start and stop positions of the rows to compute."""
         if self._is_drafting:
-            # A text that is cached whole has lost what its last row said.
+            # The last row of a fully cached text is computed again, for its output.
             return min(self.num_cached, len(self.tokens) - 1), len(self.tokens)
         return self.num_cached, min(len(self.tokens), self._follow_until, self._options.ctx_size)
 
@@ -203,7 +203,7 @@ class DraftSequence:
         return min(self._options.draft_min, self._num_asked) <= num_ready <= self._num_asked
 
     def _agree(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` what follows the committed ones; what was drafted stays as far as it agrees."""
+        """Replace the text after the committed tokens; drafted tokens remain as far as they agree."""
         begin = self._num_committed
         num_known = 0
         for known, token in zip(self.tokens[begin:], tokens, strict=False):
@@ -217,14 +217,14 @@ class DraftSequence:
         self._confidences.extend([None] * (len(tokens) - num_known))
 
     def _forget_others(self, num_ahead: int) -> None:
-        """Drop what others proposed and what is not in flight any more: it was never said here."""
+        """Drop tokens of other proposers that are not in flight any more."""
         for index, own in enumerate(self._confidences[num_ahead:], num_ahead):
             if own is None:
                 self._cut(index)
                 return
 
     def _cut(self, num_ahead: int) -> None:
-        """Keep only so many tokens behind the committed ones."""
+        """Keep only this many tokens after the committed ones."""
         cut = self._num_committed + num_ahead
         del self.tokens[cut:]
         del self._confidences[num_ahead:]

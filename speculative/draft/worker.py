@@ -1,4 +1,4 @@
-"""Drafting thread: slots, shared rows and priorities."""
+"""Draft worker: thread, slots, shared rows and priorities."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MAX_ROWS_UNASKED: Final = 64
 
 
 def share_rows(wanted: Sequence[int], max_rows: int) -> list[int]:
-    """Rows for each session.
+    """Number of rows for each session.
 
-    A session that drafts wants a row or two, and waits for them; one whose prompt is still to be read wants
-    hundreds. So few rows are granted first, and beside them a prompt only gets a small part of the batch.
-    Who comes first gets more: the caller lets sessions take turns at that.
+    A session that drafts needs a row or two, and waits for them; one whose prompt is still to be computed
+    needs hundreds. So small requests are granted first, and beside them a prompt gets a small part of the
+    batch only. Earlier sessions get more: the caller rotates them.
 
     Args:
-        wanted: How many rows each session could use.
+        wanted: Number of rows that each session could use.
         max_rows: Rows of the batch.
     """
     granted = [rows if rows <= _FEW_ROWS else 0 for rows in wanted]
@@ -57,26 +57,26 @@ def share_rows(wanted: Sequence[int], max_rows: int) -> list[int]:
 
 
 # A closed session leaves its rows behind. A later one that begins with the same tokens, the next turn of a
-# conversation or another with the same system prompt, takes them over instead of computing them again.
+# conversation or another with the same system prompt, reuses them.
 class DraftSlots:
-    """The free slots and what they hold.
+    """Free slots and their content.
 
     Args:
-        num_slots: How many there are, numbered from 0.
+        num_slots: Number of slots.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._held: dict[int, list[int]] = {slot: [] for slot in range(num_slots)}
 
     def take(self, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """The free slot that holds most of how `tokens` begins, and how much; None if none is free."""
+        """The free slot with the longest prefix of `tokens`, and its length; None if none is free."""
         if not self._held:
             return None
         slot = max(self._held, key=lambda slot: _num_shared(self._held[slot], tokens))
         return slot, _num_shared(self._held.pop(slot), tokens)
 
     def give_back(self, slot: int, tokens: Sequence[int]) -> None:
-        """A slot is free again, and holds the rows of `tokens`."""
+        """Free a slot, which holds the rows of `tokens`."""
         self._held[slot] = list(tokens)
 
 
@@ -90,14 +90,14 @@ def _num_shared(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class ThreadPriority:
-    """The priority of one thread.
+    """Scheduling priority of one thread.
 
-    Linux schedules each thread on its own terms, but lets only privileged processes (or those with a limit
-    that allows it) take a concession back. Where that is not so, the thread stays as it is.
+    Linux schedules each thread by itself, but only privileged processes (or those with a suitable limit) may
+    raise a priority again. Elsewhere the priority does not change.
 
     Args:
-        thread_id: The kernel's.
-        niceness: What it yields to others at all times, 0 to 18.
+        thread_id: The kernel's thread id.
+        niceness: How much it always yields to others, 0 to 18.
 
     Attributes:
         can_be_lowered: Whether `lowered` has any effect.
@@ -113,10 +113,10 @@ class ThreadPriority:
 
     @contextmanager
     def lowered(self) -> Iterator[None]:
-        """Run only where nobody else would while in the block, or until `raise_again`.
+        """Run only on otherwise idle processors for the block, or until `raise_again`.
 
-        Hold no lock in it, the interpreter's included, for longer than a moment: whoever wanted it would wait
-        behind everybody else too.
+        Hold no lock in it, the interpreter's included, for longer than a moment: waiting threads would be
+        delayed by all other processes.
         """
         if self.can_be_lowered:
             self._is_low = True
@@ -142,13 +142,13 @@ class ThreadPriority:
         return True
 
     def _schedule(self, *, is_idle: bool) -> None:
-        # Unlike a thread that is merely nice, an idle one is interrupted at once.
+        # Unlike a thread of low priority, an idle one is preempted at once.
         if sys.platform == "linux":
             policy = os.SCHED_IDLE if is_idle else os.SCHED_OTHER
             os.sched_setscheduler(self._thread_id, policy, os.sched_param(0))
 
 
-# The token for an absolute position, given the logits and all tokens before it.
+# Returns the token for an absolute position, given the logits and all tokens before it.
 Choose: TypeAlias = "Callable[[NDArray[np.float32], int, Sequence[int]], int]"
 
 _NEWEST_WEIGHT: Final = 0.1
@@ -156,14 +156,14 @@ _NEWEST_WEIGHT: Final = 0.1
 
 @dataclass(eq=False)
 class DraftSession:
-    """One session, as the thread sees it. All of it changes under the thread's lock only.
+    """One session of the thread. Changed under the thread's lock only.
 
     Attributes:
         sequence: Its text.
-        choose: The token for a position, given the logits and the tokens before it.
+        choose: Returns the token for a position, given the logits and the tokens before it.
         on_ready: Called when a short proposal would now be longer.
         slot: Its sequence in the KV cache, once it has computed anything.
-        error: Why it drafts no more.
+        error: Reason why it drafts no more.
     """
 
     sequence: DraftSequence
@@ -179,13 +179,13 @@ class _Part(NamedTuple):
 
 
 class DraftThread:
-    """Owns the context while it runs.
+    """The drafting thread, which owns the context while it runs.
 
     Args:
-        context: What computes. It is not closed here.
-        options: How many sessions, and how much the thread yields to others.
-        clock_s: Monotonic, seconds.
-        ms_per_token: What a drafted token took when nobody else was computing.
+        context: Draft context; not closed here.
+        options: Number of sessions, and niceness.
+        clock_s: Monotonic clock, seconds.
+        ms_per_token: Time of a drafted token when no other session was computing.
     """
 
     def __init__(
@@ -200,18 +200,18 @@ class DraftThread:
         self._is_closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
-        # A thread has no id before it runs, and must not run before its priority is known.
+        # A thread has no id before it runs, and must not run before its priority is set.
         with self._changed:
             self._thread.start()
             self._priority = ThreadPriority(self._thread.native_id or 0, options.niceness)
 
     def add(self, session: DraftSession) -> None:
-        """Let a session take part."""
+        """Add a session."""
         with self._changed:
             self._sessions.append(session)
 
     def remove(self, session: DraftSession) -> None:
-        """Forget a session, at any moment, even if it is being computed or was removed before."""
+        """Remove a session, at any time, also while it is computed. Later calls have no effect."""
         with self._changed:
             if session not in self._sessions:
                 return
@@ -223,10 +223,10 @@ class DraftThread:
 
     @contextlib.contextmanager
     def text_of(self, session: DraftSession) -> Iterator[DraftSequence]:
-        """Read and change a session's line; never waits for a computation.
+        """Read and change a session's text; never waits for a computation.
 
         Raises:
-            Exception: What ended the session's drafting, if anything did.
+            Exception: The error that ended the session's drafting, if there was one.
         """
         with self._changed:
             if session.error is not None:
@@ -238,7 +238,7 @@ class DraftThread:
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread, whatever it is doing. The context may be closed afterwards."""
+        """End the thread at once. The context may be closed afterwards."""
         with self._changed:
             self._is_closing = True
             self._abort()
@@ -246,7 +246,7 @@ class DraftThread:
         self._thread.join()
 
     def _abort_if_in_vain(self) -> None:
-        """Stop a decode that would bring nobody anything: after a rejection the next one is urgent."""
+        """Abort a decode that is of no use any more: after a rejection the next one is urgent."""
         running = self._running
         if running and all(
             session not in self._sessions or session.sequence.is_running_in_vain for session in running
@@ -255,7 +255,7 @@ class DraftThread:
 
     def _abort(self) -> None:
         self._context.abort()
-        # Or it may be long before the thread notices.
+        # Otherwise it may be long before the thread notices.
         self._priority.raise_again()
 
     def _run(self) -> None:
@@ -270,11 +270,11 @@ class DraftThread:
             self._compute(parts)
 
     def _next_parts(self) -> list[_Part]:
-        # The one that came first last time comes last.
+        # Rotates the sessions: the first of the last batch is the last of this one.
         self._sessions[:] = [*self._sessions[1:], *self._sessions[:1]]
         able = [session for session in self._sessions if session.error is None]
         parts = self._parts_of([session for session in able if session.sequence.is_urgent], MAX_ROWS)
-        # With several sessions about nobody has time to spare for what may never be asked for.
+        # With several sessions no time is spent on tokens that may never be requested.
         if parts or len(able) > 1 or not self._priority.can_be_lowered:
             return parts
         return self._parts_of(able, MAX_ROWS_UNASKED)
@@ -310,13 +310,13 @@ class DraftThread:
                 if all(len(part.span.tokens) == 1 for part in parts):
                     self.ms_per_token += _NEWEST_WEIGHT * (elapsed_ms - self.ms_per_token)
         for session in told:
-            # Outside the lock: the listener may ask for a proposal at once.
+            # Outside the lock: the listener may request a proposal at once.
             _notify(session)
 
     def _draft(
         self, parts: Sequence[_Part]
     ) -> tuple[dict[DraftSession, DraftedToken | None] | None, Exception | None]:
-        """What each session's last row says; None if nothing was computed, and the failure if it was one."""
+        """Next token of each session; None if nothing was computed, with the failure if there was one."""
         rows = [
             DraftRows(part.session.slot or 0, part.span.start, part.span.tokens, part.span.is_drafting)
             for part in parts
@@ -338,7 +338,7 @@ class DraftThread:
 
 def _choose(part: _Part, logits: NDArray[np.float32]) -> DraftedToken | None:
     try:
-        # Should the text change meanwhile, what is drafted here is forgotten.
+        # If the text changes meanwhile, the drafted token is dropped.
         before = part.session.sequence.tokens[: part.span.stop]
         token = part.session.choose(logits, part.span.stop, before)
         return DraftedToken(token, probability(logits, token))
