@@ -1,3 +1,3 @@
-"""One host's share of a model: cutting it, running it, serving it."""
+"""Stages: slicing of a model, and running and serving the layers of one host."""
 
 import spanmesh_proto.grpc_tuning  # noqa: F401 - before anything imports grpc

@@ -20,10 +20,10 @@ class Abandoned(Exception):
 
 
 class CancellableWork:
-    """What one task has done in threads. The work calls `check` whenever it can stop.
+    """Work in threads for one task. The work calls `check` wherever it can stop.
 
     Args:
-        executor: Of the threads; None for those of the event loop, which everybody shares.
+        executor: Executor of the threads; None for the event loop's shared one.
     """
 
     def __init__(self, executor: Executor | None = None) -> None:
@@ -31,7 +31,7 @@ class CancellableWork:
         self._is_abandoned = threading.Event()
 
     def check(self) -> None:
-        """Go on, unless nobody waits any more.
+        """Return, unless the waiting task was cancelled.
 
         Raises:
             Abandoned: If the waiting task was cancelled.
@@ -40,7 +40,7 @@ class CancellableWork:
             raise Abandoned
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Wait for work in a thread; when cancelled, until that thread is done with what it uses."""
+        """Run work in a thread; a cancellation waits until the thread has ended."""
         in_context = functools.partial(contextvars.copy_context().run, work)
         thread = asyncio.get_running_loop().run_in_executor(self._executor, in_context)
         try:
@@ -49,5 +49,5 @@ class CancellableWork:
             self._is_abandoned.set()
             await asyncio.wait([thread])
             if not thread.cancelled():
-                thread.exception()  # seen: whatever it was, nobody waits for it
+                thread.exception()  # retrieved: the task was cancelled, so nothing else reads it
             raise

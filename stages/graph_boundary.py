@@ -1,9 +1,9 @@
 """Graph boundary: names and widths of the tensors where hidden states leave and enter a graph.
 
-llama.cpp takes hidden states in place of an embedding's rows and, in many families, does with them what it
-does with an embedding: scales them, norms them, adds learned positions. Such a stage is given token ids
-instead, and what the graph made of them is replaced by the hidden states, in the tensor that the first layer
-reads (the *inlet*). What follows is then the whole model's own arithmetic on the whole model's own numbers.
+llama.cpp takes hidden states in place of an embedding's rows and, in many families, treats them as an
+embedding: scales them, norms them, adds learned positions. Such a stage gets token ids instead, and the
+hidden states replace the result in the tensor that the first layer reads (the *inlet*). All later arithmetic
+is then the whole model's own, on the whole model's own numbers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PREFIX: Final = "spanmesh."
 
 @dataclass(frozen=True)
 class GraphBoundary:
-    """How a stage's graph is entered and left.
+    """Entry and exit of a stage's graph.
 
     Attributes:
         row_width: float32 values of one row of hidden states.
         outlet: Name of the tensor that is a layer's output, without the layer's number.
-        inlet: Name of the tensor that incoming hidden states replace; None if they go in as embeddings.
-        takes_tokens: Whether the stage looks at the token ids themselves, whatever its layers.
-        blanks_before: Layers without weights that stand in the file before the stage's own, see
+        inlet: Name of the tensor that hidden states replace; None if they go in as embeddings.
+        takes_tokens: Whether layers of the stage use token ids.
+        blanks_before: Layers without weights in the file before the stage's own, see
             `stages.slicing.architectures.rules.Blanks`.
         blanks_after: The same after them.
     """
@@ -44,7 +44,7 @@ class GraphBoundary:
         return f"{self.outlet}-{self.blanks_before + layer}"
 
     def to_metadata(self, n_embd: int) -> Mapping[str, str | int | bool]:
-        """What a stage file says of it: nothing that is usual, so that most files say nothing."""
+        """Metadata of a stage file; empty for the usual values, so for most files."""
         usual = GraphBoundary(n_embd)
         return {
             _PREFIX + name: value
@@ -54,10 +54,10 @@ class GraphBoundary:
 
     @classmethod
     def from_metadata(cls, text_of: Callable[[str], str | None], n_embd: int) -> GraphBoundary:
-        """What a loaded file says.
+        """The boundary from a loaded file's metadata.
 
         Args:
-            text_of: Gives a metadata value as text, or None.
+            text_of: Returns a metadata value as text, or None.
             n_embd: Width of the model.
         """
         return cls(

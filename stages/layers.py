@@ -35,5 +35,5 @@ def ranges_from_cuts(cuts: tuple[int, ...], n_layers: int) -> tuple[LayerRange, 
 
 
 def cuts_of(layers: LayerRange, n_layers: int) -> tuple[int, ...]:
-    """Where a stage's layers part from the rest; nowhere for the whole model."""
+    """The cuts at both ends of a stage; none for the whole model."""
     return tuple(cut for cut in (layers.start, layers.stop) if 0 < cut < n_layers)

@@ -1,1 +1,1 @@
-"""llama.cpp as one stage runs it: runtime, hidden-state tap, devices, memory and KV state."""
+"""Runtime: llama.cpp for one stage, with hidden-state tap, devices, memory and KV state."""

@@ -1,12 +1,11 @@
-"""Devices of llama.cpp, the layers each holds, and how fast each reads weights.
+"""Devices of llama.cpp: choice, layers of each, and read speed.
 
-The list and all that is known of a device comes from llama.cpp's library, so it holds for any backend that it
-was built with: CUDA, HIP, Metal, Vulkan, SYCL. Which devices layers go to is chosen as llama.cpp chooses when
-nobody says anything: every GPU once, even if two backends know it; integrated GPUs only where there is no
-other.
+The list and the properties come from llama.cpp's library, so they hold for any backend: CUDA, HIP, Metal,
+Vulkan, SYCL. Devices for layers are chosen by llama.cpp's defaults: every GPU once, even if two backends list
+it; integrated GPUs only where there is no other.
 
-To ask wakes the devices up: CUDA, for one, gives a process that looks at a GPU a few hundred MB of it. So a
-process that stays, and computes nothing there, has another one look: see `mesh.cluster.host_facts`.
+Listing devices initialises them: CUDA takes a few hundred MB of a GPU for each process. So a long-running
+process that does not compute there lets a child list them: see `mesh.cluster.host_facts`.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ if TYPE_CHECKING:
 
 # `enum ggml_backend_dev_type`.
 _KINDS: Final = ("cpu", "gpu", "integrated gpu", "accelerator", "meta")
-# Its devices count as GPUs, but Apple's processors share their memory with them.
+# Its devices count as GPUs, but share their memory with Apple's processors.
 _METAL: Final = "MTL"
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device.
+    """A device of llama.cpp.
 
     Attributes:
-        name: As llama.cpp calls it, such as `CUDA0`.
-        description: For people.
+        name: llama.cpp's name, such as `CUDA0`.
+        description: Name for display.
         kind: `cpu`, `gpu`, `integrated gpu`, `accelerator` or `meta`.
-        backend: What brings it, such as `CUDA`.
-        id: Of the hardware, the same whichever backend speaks of it; empty if unknown.
-        free_bytes: Of its memory, now; 0 together with `total_bytes` if it does not tell.
-        total_bytes: Of its memory.
-        index: Its place in llama.cpp's list.
+        backend: Name of its backend, such as `CUDA`.
+        id: Hardware id, the same for all backends; empty if unknown.
+        free_bytes: Free memory; 0 together with `total_bytes` if unknown.
+        total_bytes: All of its memory.
+        index: Index in llama.cpp's list.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Device:
 
     @property
     def shares_host_memory(self) -> bool:
-        """Whether what it holds is taken from the host's own memory."""
+        """Whether its memory is the host's own."""
         return self.kind == "integrated gpu" or self.backend == _METAL
 
 
@@ -83,23 +82,23 @@ class _Props(ctypes.Structure):
         ("type", ctypes.c_int),
         ("device_id", ctypes.c_char_p),
         ("caps", _Caps),
-        # A newer llama.cpp may write more than is known here.
+        # Room for fields of a newer llama.cpp.
         ("room", ctypes.c_byte * 256),
     )
 
 
 def list_devices() -> tuple[Device, ...]:
-    """Every device that llama.cpp knows, the processor among them."""
+    """Every device of llama.cpp, the processor included."""
     init_backend()
     library = ggml_devices()
     return tuple(_read(library.ggml_backend_dev_get(i), i) for i in range(library.ggml_backend_dev_count()))
 
 
 def layer_devices(devices: Iterable[Device] | None = None) -> tuple[Device, ...]:
-    """Those that layers go to, in the order in which llama.cpp fills them.
+    """Devices for layers, in the order in which llama.cpp fills them.
 
     Args:
-        devices: All there are; asked of llama.cpp unless given.
+        devices: All devices; from llama.cpp unless given.
     """
     if devices is None:
         devices = list_devices()
@@ -107,7 +106,7 @@ def layer_devices(devices: Iterable[Device] | None = None) -> tuple[Device, ...]
     gpus: list[Device] = []
     for device in everything:
         is_known = device.id and any(other.id == device.id for other in gpus)
-        # Lent by another program over a connection: they come first, as each hop costs time.
+        # Devices of another program over a connection come first, as each hop costs time.
         if device.kind == "gpu" and device.backend != "RPC" and not is_known:
             gpus.append(device)
     remote = [device for device in everything if device.kind == "gpu" and device.backend == "RPC"]
@@ -117,7 +116,7 @@ def layer_devices(devices: Iterable[Device] | None = None) -> tuple[Device, ...]
 
 
 def device_pointers(devices: Sequence[Device]) -> Any:
-    """What `llama_model_params.devices` takes: an array that ends with NULL; an empty one bars them all."""
+    """Array for `llama_model_params.devices`, ending with NULL; an empty one excludes all devices."""
     library = ggml_devices()
     handles = [library.ggml_backend_dev_get(device.index) for device in devices]
     return (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
@@ -125,7 +124,7 @@ def device_pointers(devices: Sequence[Device]) -> Any:
 
 @functools.cache
 def ggml_devices() -> Any:
-    """libggml, where backends are registered, with the prototypes used here."""
+    """libggml, where backends are registered, with the used prototypes."""
     library = llama_library("ggml")
     library.ggml_backend_dev_count.argtypes = []
     library.ggml_backend_dev_count.restype = ctypes.c_size_t
@@ -163,12 +162,11 @@ def _text(value: bytes | None) -> str:
 
 @dataclass(frozen=True)
 class GpuPlacing:
-    """What is to be said to llama.cpp about devices.
+    """Devices and numbers of layers for llama.cpp.
 
     Attributes:
-        devices: Those that layers go to.
-        counts: How many layers each holds; None for all, shared out as llama.cpp does by default, which is by
-            free memory.
+        devices: Devices for layers.
+        counts: Layers of each; None for llama.cpp's default, proportional to free memory.
     """
 
     devices: tuple[Device, ...]
@@ -176,17 +174,17 @@ class GpuPlacing:
 
     @classmethod
     def find(cls, wanted: Sequence[tuple[str, int]] | None) -> Self:
-        """Look for the devices that are wanted.
+        """Look up devices.
 
         Args:
-            wanted: Names and numbers of layers, in the order of layers; None for all that there are.
+            wanted: Names and numbers of layers, in the order of layers; None for all devices.
 
         Raises:
-            ClusterError: If one of them is not there.
+            ClusterError: If one of them does not exist.
         """
         if wanted is not None and not wanted:
             return cls((), ())
-        # Looking at them wakes GPUs up.
+        # Listing them initialises GPUs.
         init_backend()
         there = layer_devices() if llama_cpp.llama_supports_gpu_offload() else ()
         if wanted is None:
@@ -203,17 +201,17 @@ class GpuPlacing:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether any layer goes to a device."""
+        """Whether any device holds layers."""
         return bool(self.devices)
 
     def apply(self, params: Any) -> None:
-        """Write it into `llama_model_params`.
+        """Write the choice into `llama_model_params`.
 
-        llama.cpp counts the head as a layer behind the last, and fills devices in the given proportions; with
-        whole numbers of layers for these, layers go exactly where they are to.
+        llama.cpp counts the head as a layer after the last, and fills devices in the given proportions; whole
+        numbers of layers put layers exactly where they belong.
 
         Args:
-            params: Keeps what llama.cpp points to alive.
+            params: Parameters; they keep the referenced arrays alive.
         """
         pointers = device_pointers(self.devices)
         params.devices = ctypes.cast(pointers, ctypes.c_void_p)
@@ -234,7 +232,7 @@ _ROUNDS: Final = 5
 _WIDTH: Final = 4096
 _F32, _F16 = 0, 1
 _F16_BYTES: Final = 2
-# The matrix, the vector, what comes of them, and room for more.
+# The matrix, the vector, the product, and spare ones.
 _TENSORS: Final = 8
 
 
@@ -245,16 +243,16 @@ class _InitParams(ctypes.Structure):
 
 
 def device_speed_gb_per_s(device: Device, *, probe_bytes: int = _PROBE_BYTES) -> float:
-    """How fast a device reads a large F16 matrix that it multiplies by a vector, the best of several rounds.
+    """Speed at which a device reads a large F16 matrix times a vector, the best of several rounds.
 
-    That is what a token costs: every weight is read once, and hardly anything else is done.
+    This is the cost of a token: every weight is read once, and little else is done.
 
     Args:
-        device: Which.
-        probe_bytes: Size of the matrix, if so much is free four times over; smaller otherwise.
+        device: The device.
+        probe_bytes: Size of the matrix; smaller unless four times as much is free.
 
     Raises:
-        ClusterError: If the device does not compute it.
+        ClusterError: If the device cannot compute it.
     """
     init_backend()
     if device.free_bytes:
@@ -278,7 +276,7 @@ def device_speed_gb_per_s(device: Device, *, probe_bytes: int = _PROBE_BYTES) ->
         if not buffer:
             raise ClusterError(f"the device {device.name} has no {probe_bytes} bytes free for a measurement")
         stack.callback(ggml.ggml_backend_buffer_free, buffer)
-        # Else the pages of a processor's memory are not there yet.
+        # Touches the pages of a processor's memory before the measurement.
         ggml.ggml_backend_buffer_clear(buffer, 0)
         best_s = min(_time(ggml, backend, graph, device) for _ in range(_ROUNDS))
     return rows * _WIDTH * _F16_BYTES / best_s / 1e9
@@ -295,7 +293,7 @@ def _time(ggml: Any, backend: int, graph: int, device: Device) -> float:
 
 @functools.cache
 def _ggml() -> Any:
-    """libggml-base, with the prototypes used here."""
+    """libggml-base, with the used prototypes."""
     library = ggml_base()
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
     prototypes: dict[str, tuple[Any, list[Any]]] = {

@@ -1,8 +1,9 @@
 """Hidden-state tap: reads and injects hidden states in llama.cpp's graph, in C or in Python.
 
-llama.cpp asks `cb_eval` about each node of its graph: first "do you want this one?" and, after computing it,
-"here it is, go on?". Wanting the last layer's output and then answering "no" gives the residual after the
-stage's last layer and skips norm and head. Wanting the inlet and writing to it gives the layers what another
+llama.cpp calls `cb_eval` for each node of its graph: first whether the node's data is wanted and, after
+computing it, whether to continue. Asking for the last layer's output and then stopping yields the residual
+after the stage's last layer and skips norm and head. Asking for the inlet and writing to it replaces the
+layers' input by another stage's output.
 stage computed.
 """
 
@@ -31,7 +32,7 @@ class LayerTap:
     """Copies the outputs of some layers, float32 of shape (rows, row_width), during one decode.
 
     Args:
-        layers: Layers whose output is wanted, counted from 0 within the loaded file.
+        layers: Layers whose output is copied, counted from 0 within the loaded file.
         boundary: Names and widths.
         stop: Whether the graph ends after the last of them.
     """
@@ -50,11 +51,10 @@ class LayerTap:
         self.user_data: int | None = None
 
     def begin(self, hidden: NDArray[np.float32] | None = None) -> None:
-        """Forget the last decode.
+        """Reset before a decode.
 
         Args:
-            hidden: What enters at the inlet, float32 (rows, row_width); it must stay until the decode is
-                over.
+            hidden: Rows for the inlet, float32 (rows, row_width); must exist until the decode has ended.
         """
         self._taken.clear()
         self._given = hidden
@@ -62,11 +62,11 @@ class LayerTap:
 
     @property
     def num_given(self) -> int:
-        """Rows that have entered at the inlet in the decode since `begin`."""
+        """Rows written to the inlet in the decode since `begin`."""
         return self._given_rows
 
     def take(self, layer: int) -> NDArray[np.float32] | None:
-        """The layer's output in the decode since `begin`, or None if it did not come by."""
+        """Output of the layer in the decode since `begin`, or None if it was not computed."""
         return self._taken.get(layer)
 
     def _on_node(self, tensor: int, ask: bool, _user_data: int | None) -> bool:  # noqa: FBT001 - C calls it
@@ -82,7 +82,7 @@ class LayerTap:
         rows = np.empty((num_bytes // self._row_bytes, self._row_bytes // 4), dtype=np.float32)
         ggml_base().ggml_backend_tensor_get(tensor, rows.ctypes.data_as(ctypes.c_void_p), 0, rows.nbytes)
         layer = self._names[name]
-        # A micro-batch follows another when a batch is larger than n_ubatch: rows keep their order.
+        # A batch above n_ubatch has several micro-batches: rows keep their order.
         if layer in self._taken:
             self._taken[layer] = np.concatenate((self._taken[layer], rows))
         else:
@@ -99,10 +99,10 @@ class LayerTap:
             self._given_rows = stop
 
 
-# Where the family wants it, it also puts those of the stage before in.
+# For some families it also writes hidden states of the stage before to the inlet.
 #
-# The callback is `stop_tap.c`, compiled when the package is installed. Where it is missing, as in a plain
-# copy of the sources, `LayerTap` does the same, slower.
+# The callback is `stop_tap.c`, compiled at installation. Where it is missing, as in a plain copy of the
+# sources, `LayerTap` does the same, more slowly.
 log = structlog.get_logger()
 
 _EXTENSION: Final = "stages._stop_tap"
@@ -131,12 +131,12 @@ class StopTap:
     """Copies one layer's output, float32 of shape (rows, row_width), and ends the graph after it.
 
     Args:
-        layer: Counted from 0 within the loaded file; None if nothing is to leave, as at the tail.
+        layer: Layer counted from 0 within the loaded file; None at the tail.
         boundary: Names and widths.
         max_rows: Most rows of one batch.
 
     Raises:
-        ImportError: If the compiled callback is not there.
+        ImportError: If the compiled callback is missing.
     """
 
     def __init__(self, layer: int | None, boundary: GraphBoundary, max_rows: int) -> None:
@@ -162,30 +162,30 @@ class StopTap:
         self.user_data = ctypes.addressof(self._struct)
 
     def begin(self, hidden: NDArray[np.float32] | None = None) -> None:
-        """Forget the last decode.
+        """Reset before a decode.
 
         Args:
-            hidden: What enters at the inlet, float32 (rows, row_width), contiguous.
+            hidden: Rows for the inlet, float32 (rows, row_width), contiguous.
         """
         self._struct.filled_bytes = 0
         self._struct.entered_bytes = 0
-        self._given = hidden  # which keeps its memory alive
+        self._given = hidden  # keeps its memory alive
         self._struct.given = None if hidden is None else hidden.ctypes.data
         self._struct.given_bytes = 0 if hidden is None else hidden.nbytes
 
     @property
     def num_given(self) -> int:
-        """Rows that have entered at the inlet in the decode since `begin`."""
+        """Rows written to the inlet in the decode since `begin`."""
         return int(self._struct.entered_bytes) // self._row_bytes
 
     def take(self, layer: int) -> NDArray[np.float32] | None:
-        """The layer's output in the decode since `begin`, or None if it did not come by."""
+        """Output of the layer in the decode since `begin`, or None if it was not computed."""
         num_rows = self._struct.filled_bytes // self._row_bytes
         return self._rows[:num_rows].copy() if num_rows and layer == self._layer else None
 
 
 def make_stop_tap(layer: int | None, boundary: GraphBoundary, max_rows: int) -> StopTap | LayerTap:
-    """The compiled tap, or the one in Python where that is missing."""
+    """The compiled tap, or the Python one where that is missing."""
     try:
         return StopTap(layer, boundary, max_rows)
     except (ImportError, OSError, AttributeError) as error:

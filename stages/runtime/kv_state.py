@@ -1,11 +1,11 @@
 """Parser of llama.cpp's saved sequence state: KV rows by position.
 
-llama.cpp saves a sequence whole (`llama_state_seq_get_data`). A copy of a stage on another host wants only
-the positions that are new to it, so the saved bytes are taken apart here: cut to a range of positions, they
-are again bytes that llama.cpp would take, and two such ranges put together are too.
+llama.cpp saves a whole sequence (`llama_state_seq_get_data`). A replica needs only the new positions, so the
+saved bytes are parsed here: cut to a range of positions they are valid state for llama.cpp again, and so are
+two adjacent ranges joined.
 
-What is saved (from llama.cpp's source as llama-cpp-python 0.3.36 brings it, `llama_kv_cache::state_write`),
-all little-endian: u32 magic, i32 sequence, then of each cache of the model's, one after the other:
+Format (from llama.cpp's source in llama-cpp-python 0.3.36, `llama_kv_cache::state_write`), all little-endian:
+u32 magic, i32 sequence, then for each cache of the model:
 
     u32 streams; for each: u32 cells, and if there are any
         for each cell: i32 position, u32 1, in models that look at more than positions 12 bytes, i32 sequence
@@ -14,9 +14,8 @@ all little-endian: u32 magic, i32 sequence, then of each cache of the model's, o
         for each layer's values, if there are any: the same;
             transposed: i32 type, u32 bytes of an element, u32 elements of a row, for each of them all cells
 
-Nothing of it is taken on trust: whatever does not fit this to the last byte, or has positions that do not
-follow one another, is refused. So are sliding windows that have begun to slide, whose first positions are not
-saved, and recurrent state.
+The format is checked to the last byte: anything else, and positions that are not consecutive, is refused. So
+are sliding windows that have begun to slide, whose first positions are not saved, and recurrent state.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _U32: Final = struct.Struct("<I")
 _HEAD_BYTES: Final = 8
 _ROWS_HEAD: Final = struct.Struct("<iQ")
 _TRANSPOSED_HEAD: Final = struct.Struct("<iII")
-# Of a cell without those 12 bytes, and with them.
+# Without and with those 12 bytes.
 _CELL_BYTES: Final = (12, 24)
 
 
@@ -67,14 +66,14 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Cache:
-    """One cache of the sequence's.
+    """One cache of the sequence.
 
     Attributes:
-        num_streams: Of the cache; the sequence has cells in one of them.
-        stream: That one.
+        num_streams: Streams of the cache; the sequence has cells in one of them.
+        stream: Index of that one.
         cells: uint8 (cells, bytes of a cell's record).
-        is_transposed: Whether values are.
-        num_layers: With keys.
+        is_transposed: Whether values are transposed.
+        num_layers: Layers with keys.
         parts: Keys of all layers, then values.
     """
 
@@ -87,7 +86,7 @@ class _Cache:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What two ranges of the same model have in common."""
+        """Properties common to all ranges of one model."""
         heads = tuple(part.head for part in self.parts)
         return self.num_streams, self.cells.shape[1], self.is_transposed, self.num_layers, heads
 
@@ -116,7 +115,7 @@ class KvRows:
 
     Attributes:
         start: The first position.
-        stop: Behind the last one.
+        stop: Last position plus one.
     """
 
     start: int
@@ -126,13 +125,13 @@ class KvRows:
 
     @classmethod
     def from_bytes(cls, saved: bytes | bytearray | memoryview | NDArray[np.uint8]) -> KvRows:
-        """Read what llama.cpp saved of a sequence, or `to_bytes` gave. Nothing is copied.
+        """Parse saved state of a sequence, without copying.
 
         Args:
-            saved: All of it.
+            saved: All bytes, from llama.cpp or `to_bytes`.
 
         Raises:
-            UncuttableModel: If it is anything else than rows of consecutive positions.
+            UncuttableModel: If it is not the state of consecutive positions.
         """
         data = np.frombuffer(saved, np.uint8)
         for cell_bytes in _CELL_BYTES:
@@ -161,10 +160,10 @@ class KvRows:
         return self.stop - self.start
 
     def cut(self, start: int, stop: int) -> KvRows:
-        """Those of its positions from `start` to before `stop`.
+        """The positions from `start` to before `stop`.
 
         Raises:
-            ValueError: If they are none, or not all here.
+            ValueError: If they are empty, or not all here.
         """
         if not self.start <= start < stop <= self.stop:
             raise ValueError(f"positions {start} to {stop} of {self.start} to {self.stop}")
@@ -172,10 +171,10 @@ class KvRows:
         return KvRows(start, stop, self._head, tuple(cache.cut(first, last) for cache in self._caches))
 
     def followed_by(self, other: KvRows) -> KvRows:
-        """These positions and those right behind them.
+        """These positions and the adjacent ones after them.
 
         Raises:
-            UncuttableModel: If the other ones are not those, or not of this model.
+            UncuttableModel: If the other ones are not adjacent, or not of this model.
         """
         if other.start != self.stop or len(other._caches) != len(self._caches):
             raise _unknown(f"positions from {other.start} do not follow those before {self.stop}")
@@ -184,12 +183,12 @@ class KvRows:
         return KvRows(self.start, other.stop, self._head, caches)
 
     def to_bytes(self) -> bytes:
-        """As llama.cpp saves it."""
+        """In llama.cpp's format."""
         return b"".join([self._head, *(piece for cache in self._caches for piece in cache.to_bytes())])
 
 
 class _Reader:
-    """Raises struct.error or ValueError wherever bytes are missing or are none of these."""
+    """Raises struct.error or ValueError for missing or invalid bytes."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data = data

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KvType:
-    """How keys and values are kept.
+    """Format of keys and values.
 
     Attributes:
-        name: As llama.cpp calls it.
-        number: As llama.cpp and GGUF files number it, `ggml_type`.
+        name: llama.cpp's name.
+        number: `ggml_type` in llama.cpp and GGUF files.
         block_width: Elements that are packed together; a head must consist of whole blocks.
-        block_bytes: What such a block takes.
+        block_bytes: Size of a block.
     """
 
     name: str
@@ -33,7 +33,7 @@ class KvType:
         return self.block_width > 1
 
     def num_bytes(self, width: int) -> int:
-        """What `width` elements take, whole blocks of them."""
+        """Size of `width` elements, whole blocks of them."""
         return width // self.block_width * self.block_bytes
 
 
@@ -54,13 +54,13 @@ KV_TYPES: Final[Mapping[str, KvType]] = {kv_type.name: kv_type for kv_type in _T
 
 
 def check_kv_type(name: str, model: str, head_widths: tuple[int, ...], *, option: str) -> None:
-    """Refuse a format that a model's heads cannot be kept in.
+    """Check that a model's heads can have a format.
 
     Args:
-        name: Of the format.
+        name: Name of the format.
         model: Name of the model, for the message.
         head_widths: Elements of a key head and of a value head.
-        option: Where the user named the format.
+        option: Option with the format, for the message.
 
     Raises:
         ClusterError: If there is no such format, or a head is not a whole number of its blocks.

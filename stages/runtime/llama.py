@@ -23,11 +23,11 @@ _partial_line: dict[int, str] = {}
 
 
 def llama_library(name: str) -> Any:
-    """One of the libraries that llama.cpp itself is linked with, `ggml` or `ggml-base`.
+    """A library that libllama depends on, `ggml` or `ggml-base`.
 
     Not loaded by its path: a wheel holds copies where others have links, so that would be a second library
-    with devices of its own. What libllama depends on is found through libllama, but on Windows, which goes by
-    names.
+    with devices of its own. Dependencies of libllama are found through libllama, except on Windows, which
+    goes by names.
     """
     if sys.platform != "win32":
         return ctypes.CDLL(llama_cpp.llama_cpp._lib._name)  # noqa: SLF001 - the very one
@@ -38,7 +38,7 @@ def llama_library(name: str) -> Any:
 
 @functools.cache
 def ggml_base() -> ctypes.CDLL:
-    """libggml-base, with the prototypes used here."""
+    """libggml-base, with the used prototypes."""
     lib: ctypes.CDLL = llama_library("ggml-base")
     lib.ggml_get_name.argtypes = [ctypes.c_void_p]
     lib.ggml_get_name.restype = ctypes.c_char_p
@@ -72,13 +72,13 @@ def _on_log(level: int, text: bytes, _user_data: Any) -> None:
 
 @functools.cache
 def init_backend() -> None:
-    """Start llama.cpp once for this process and route its log to ours."""
+    """Initialise llama.cpp once for this process, and route its log to ours."""
     llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
 
 
 def last_complaint() -> str:
-    """llama.cpp's latest warning or error that gives a reason, for an error text of ours."""
-    # The very last line of a failed load says only that it failed.
+    """llama.cpp's latest warning or error with a reason, for our errors."""
+    # The last line of a failed load gives no reason.
     reasons = (line for line in reversed(_recent_complaints) if not line.endswith("failed to load model"))
     return next(reasons, "no reason given")

@@ -1,4 +1,4 @@
-"""Locations of llama.cpp's shared libraries, found without loading them."""
+"""Paths of llama.cpp's shared libraries, found without loading them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-# Names another folder for the libraries, in llama-cpp-python's words.
+# Variable of llama-cpp-python for another folder of the libraries.
 _FOLDER: Final = "LLAMA_CPP_LIB_PATH"
-# Those that bring no device with memory of its own.
+# Libraries without a device that has memory of its own.
 _PLAIN: Final = frozenset({"ggml", "ggml-base", "ggml-blas"})
 
 
 def library_folder() -> Path | None:
-    """Where llama-cpp-python finds llama.cpp's libraries; None if it is not installed."""
+    """Folder of llama.cpp's libraries in llama-cpp-python; None if it is not installed."""
     named = os.environ.get(_FOLDER)
     if named is not None:
         return Path(named)
@@ -23,13 +23,13 @@ def library_folder() -> Path | None:
 
 
 def may_have_layer_devices() -> bool:
-    """Whether llama.cpp was built with anything but the processor's kernels; yes if its files do not tell."""
+    """Whether llama.cpp was built with other backends than the processor's; True if its files do not show."""
     folder = library_folder()
     names = (
         set()
         if folder is None
         else {path.name.removeprefix("lib").partition(".")[0] for path in folder.glob("*ggml*.*")}
     )
-    # A processor may have several, one for each of its generations.
+    # There may be several for the processor, one for each of its generations.
     special = {name for name in names - _PLAIN if name != "ggml-cpu" and not name.startswith("ggml-cpu-")}
     return "ggml-base" not in names or bool(special)

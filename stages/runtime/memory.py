@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _GroupFiles(NamedTuple):
-    """Where one version of Linux control groups says what it allows."""
+    """Files with the limits of one version of Linux control groups."""
 
     limit: str
     used: str
@@ -33,15 +33,15 @@ _ROOT: Final = Path("/")
 
 
 def free_memory_bytes() -> int:
-    """What new processes may take before the host swaps or a control group's limit is met."""
+    """Memory for new processes before the host swaps or a control group's limit is reached."""
     return min([psutil.virtual_memory().available, *free_in_groups_bytes()])
 
 
 def free_in_groups_bytes(root: Path = _ROOT) -> list[int]:
-    """What each control group with a limit leaves free, from this process's own upwards.
+    """Memory left by each control group with a limit, from this process's own upwards.
 
-    A container's limit is one of these; the host's own memory says nothing of it. Pages of files count as
-    free: the kernel drops them before it kills anybody.
+    A container's limit is one of these; the host's own memory does not show it. Pages of files count as free:
+    the kernel drops them before it kills a process.
 
     Args:
         root: Of the file system that holds `proc` and `sys`.
@@ -62,7 +62,7 @@ def free_in_groups_bytes(root: Path = _ROOT) -> list[int]:
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The group's folder and all above it. Inside a container the first may not be visible."""
+    """The group's folder and all above it. Inside a container the first may be invisible."""
     folder = mount / path.lstrip("/")
     while folder != mount:
         yield folder
@@ -85,7 +85,7 @@ def _free_in(folder: Path, files: _GroupFiles) -> int | None:
 
 
 def resident_bytes() -> int:
-    """Bytes in memory, those of files that it maps included."""
+    """Resident memory of this process, mapped files included."""
     return int(_own().memory_info().rss)
 
 
@@ -96,15 +96,15 @@ def _own() -> psutil.Process:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a stage takes, in bytes; never less than it will really take.
+    """Memory of a stage, in bytes; an upper bound.
 
     Attributes:
         weight_bytes: Weights, with embedding and head where it holds them.
         cache_bytes: The KV cache, and the state of recurrent layers.
-        buffer_bytes: What llama.cpp computes in, and logits.
-        process_bytes: The process around it.
-        gpus: What of the weights and of the cache lies on GPUs, in the order of layers. Layers before those
-            are computed by the processor.
+        buffer_bytes: llama.cpp's compute buffers, and logits.
+        process_bytes: The rest of its process.
+        gpus: Shares of weights and cache on GPUs, in the order of layers. Layers before those are on the
+            processor.
     """
 
     weight_bytes: int
@@ -115,12 +115,12 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All that it takes of the host's own memory."""
+        """All of the host's own memory."""
         return self.loading_bytes + self.process_bytes
 
     @property
     def loading_bytes(self) -> int:
-        """What of that comes on top once the process runs."""
+        """The part that is added once the process runs."""
         elsewhere = sum(
             -gpu.buffer_bytes if gpu.shares_host_memory else gpu.weight_bytes + gpu.cache_bytes
             for gpu in self.gpus
@@ -129,7 +129,7 @@ class StageMemory:
 
     @property
     def gpu_layers(self) -> tuple[tuple[str, int], ...]:
-        """Devices with how many layers each holds, as `RuntimeOptions` takes them."""
+        """Devices with their numbers of layers, as `RuntimeOptions` takes them."""
         return tuple((gpu.device, gpu.num_layers) for gpu in self.gpus)
 
     def __str__(self) -> str:
@@ -148,12 +148,12 @@ class GpuShare:
     """Consecutive layers of a stage on one device, the head with the stage's last layer if it is the tail.
 
     Attributes:
-        device: As llama.cpp calls it.
+        device: llama.cpp's name of the device.
         num_layers: How many layers.
         weight_bytes: Their weights.
         cache_bytes: Their KV cache.
-        buffer_bytes: What llama.cpp computes in there, and what the backend takes for itself.
-        shares_host_memory: Whether all that is taken from the host's own memory.
+        buffer_bytes: llama.cpp's compute buffers there, and the backend's own memory.
+        shares_host_memory: Whether all that is the host's own memory.
     """
 
     device: str
@@ -165,36 +165,35 @@ class GpuShare:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Sum of its parts."""
         return self.weight_bytes + self.cache_bytes + self.buffer_bytes
 
 
-# glibc gives threads memory pools of their own, and what one of gRPC's threads freed in its pool is of no use
-# to the others: a stage that was sent 100,000 hostile frames came to 162 to 178 MiB and still grew, with one
-# pool it stayed at 117. Nothing that is in a hurry allocates. Other C libraries ignore it.
+# glibc gives threads memory pools of their own, and memory freed in one pool is not used by others: a stage
+# that was sent 100,000 malformed frames grew to 162 to 178 MiB and still grew, with one pool it stayed at
+# 117. No time-critical code allocates. Other C libraries ignore it.
 ALLOCATOR: Final = {"MALLOC_ARENA_MAX": "1"}
 
 
-# llama.cpp maps a whole file and has all of it read at once. Weights that its CPU kernels want in another
-# order (the repacked ones), or that lie on a GPU, it then copies; but the pages that they came from stay in
-# the process as long as the model does, so that its weights lie in memory twice. Such pages can go at any
-# time: the kernel takes them from the file again, mostly from its page cache, should anybody look. What
-# llama.cpp has yet to copy, and what it reads in the mapping for ever, such as norms and the rows of the
-# embedding, comes back that way.
+# llama.cpp maps a whole file and reads all of it at once. Weights that its CPU kernels need in another layout
+# (repacked), or that go to a GPU, are then copied; but the original pages stay in the process as long as the
+# model does, so that its weights are in memory twice. Such pages can be dropped at any time: the kernel reads
+# them again on access, mostly from its page cache. So do weights that llama.cpp has yet to copy, and those
+# that it reads in the mapping, such as norms and rows of the embedding.
 _MADV_DONTNEED: Final = 4
 _SELF: Final = Path("/proc/self")
-# Of what is loaded: if more than that was copied, the pages of the file are not what is computed with.
+# Share of copied weights from which the pages of the file are not those computed with.
 _MUCH: Final = 0.125
-# Looked at after each such share of the file.
+# Checked after each such share of the file.
 _STEP: Final = 0.05
 
 
 class CopiedPages:
-    """Watches a model being loaded, and gives back pages as soon as they have been copied.
+    """Drops pages of a model file as soon as llama.cpp has copied them.
 
     Args:
-        path: Of the file that is about to be loaded.
-        on_gpu: Whether layers go to a GPU, where nobody sees them arrive.
+        path: File that is about to be loaded.
+        on_gpu: Whether layers go to a GPU, where copies cannot be observed.
     """
 
     def __init__(self, path: Path, *, on_gpu: bool) -> None:
@@ -205,7 +204,7 @@ class CopiedPages:
         self._next_share = _STEP
 
     def loaded(self, share: float) -> None:
-        """Note how much is loaded, 0 to 1; at the end this is to be said once more."""
+        """Report the loaded share, 0 to 1; once more at the end."""
         if share < min(self._next_share, 1.0):
             return
         self._next_share = share + _STEP
@@ -215,7 +214,7 @@ class CopiedPages:
 
 
 def anonymous_bytes() -> int:
-    """What this process holds of memory that no file stands behind; 0 where there is no Linux to tell."""
+    """Anonymous memory of this process; 0 without Linux."""
     if sys.platform != "linux":
         return 0
     for line in (_SELF / "status").read_text(encoding="ascii", errors="replace").splitlines():
@@ -225,13 +224,13 @@ def anonymous_bytes() -> int:
 
 
 def give_back_mapped_pages(path: Path) -> int:
-    """Have this process hold no page of a file that it has mapped, until it looks at one again.
+    """Drop all pages of a mapped file from this process, until the next access.
 
     Args:
-        path: Of the file.
+        path: The file.
 
     Returns:
-        How many bytes of address space that concerned; 0 where there is no Linux.
+        Bytes of its address space; 0 without Linux.
     """
     if sys.platform != "linux":
         return 0
@@ -245,13 +244,13 @@ def give_back_mapped_pages(path: Path) -> int:
 
 
 def _mappings(path: Path) -> list[tuple[int, int]]:
-    """Where this process has mapped a file to read it, addresses half-open."""
+    """Address ranges, half-open, where this process maps a file for reading."""
     name = str(path.resolve())
     found = []
     for line in (_SELF / "maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        # Addresses, rights, offset, device, inode, and a name that may have spaces in it.
+        # Addresses, rights, offset, device, inode, and a name that may contain spaces.
         fields = line.split(maxsplit=5)
-        # What may be written to must stay: it need not be what the file holds.
+        # Writable pages must stay: they may differ from the file.
         if len(fields) == 6 and fields[5] == name and "w" not in fields[1]:
             start, _, stop = fields[0].partition("-")
             found.append((int(start, 16), int(stop, 16)))

@@ -1,19 +1,19 @@
-"""Numeric modes, exact and fast.
+"""Numeric modes: exact and fast.
 
-llama.cpp picks its kernels by batch shape, so a token verified in a span of four can round differently from
-the same token decoded alone. On a CPU, bit-equality for every batch of fewer than 64 rows needs all of these:
-flash attention on, no repacked weights, the tiled matrix product off (`GGML_CPU_TILED_MM=0`), never a lone
-row when several threads run (a lone row over 512 or more cached positions splits its attention by threads), a
-cache of its own for each sequence (in a shared one a sequence also gets cells that another has freed, and
-attention sums in the order of cells, not of positions), and, for F16 and BF16 weights, a build without
-llamafile kernels.
+llama.cpp chooses its kernels by batch shape, so a token verified in a span of four can be rounded differently
+from the same token decoded alone. On a CPU, bit equality for every batch of fewer than 64 rows needs all of
+these: flash attention on, no repacked weights, the tiled matrix product off (`GGML_CPU_TILED_MM=0`), never a
+lone row when several threads run (a lone row over 512 or more cached positions splits its attention by
+threads), a cache of its own for each sequence (in a shared one a sequence also gets cells that another has
+freed, and attention sums in the order of cells, not of positions), and, for F16 and BF16 weights, a build
+without llamafile kernels.
 
-In `fast` too sequences have caches of their own, unless there is a GPU. In a shared one attention walks over
-the cells of all sequences to find its own, those of idle ones included. On one CPU thread, with eight slots
-that held 1024 positions each, a stage of ten layers then took 1.5 times as long for a token, and 2.7 times as
-long for a chunk of a prompt. What caches of their own cost, a decode for each run of slots with as many
-rows instead of one for all, came to less. A GPU reads all weights anew for every decode, so there one decode
-should count for more; that is not measured.
+In `fast` mode sequences have caches of their own, too, unless there is a GPU. In a shared one attention
+visits the cells of all sequences, idle ones included. On one CPU thread, with eight slots that held 1024
+positions each, a stage of ten layers then took 1.5 times as long for a token, and 2.7 times as long for a
+prefill chunk. The cost of separate caches, a decode for each run of slots with as many rows instead of one
+for all, was less. A GPU reads all weights for every decode, so there one decode should count for more; that
+is not measured.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from spanmesh_proto.errors import ClusterError
 EXACT_MAX_ROWS: Final = 63
 FAST_MAX_ROWS: Final = 128
 
-# llama.cpp makes caches of whole multiples of this.
+# llama.cpp rounds sizes of caches up to multiples of this.
 _CELLS_AT_ONCE: Final = 256
 _TILED_MM: Final = "GGML_CPU_TILED_MM"
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """What a numeric mode asks of llama.cpp.
+    """Settings of llama.cpp for a numeric mode.
 
     Attributes:
-        exact: Whether a row's logits must not depend on the batch that it is in.
-        max_rows: Most rows of one batch. In `fast` this bounds memory: llama.cpp keeps a row of logits,
+        exact: Whether a row's logits do not depend on its batch.
+        max_rows: Most rows of one batch. In `fast` mode this bounds memory: llama.cpp keeps a row of logits,
             n_vocab floats, for each.
         use_repacked_weights: llama.cpp's `use_extra_bufts`.
-        min_rows: Spans with fewer rows are filled up, and the surplus forgotten.
+        min_rows: Spans with fewer rows are padded, and the padding dropped.
         has_shared_cache: Whether sequences share one KV cache. If not, or with recurrent state, llama.cpp
-            computes together only slots that follow one another with equally many rows each.
+            computes together only consecutive slots with equally many rows each.
     """
 
     exact: bool
@@ -53,18 +53,18 @@ class Numerics:
     has_shared_cache: bool
 
     def num_cells(self, ctx_size: int, num_slots: int) -> int:
-        """Positions that the KV cache must have for `num_slots` sequences of `ctx_size` positions each."""
+        """Positions of the KV cache for `num_slots` sequences of `ctx_size` positions each."""
         cells = self.num_cells_seen(ctx_size, num_slots)
         return cells if self.has_shared_cache else cells * num_slots
 
     def num_cells_seen(self, ctx_size: int, num_slots: int) -> int:
-        """How many of them one row's attention walks over at most: those of all sequences if they share."""
+        """Most positions that one row's attention visits: those of all sequences if they share a cache."""
         cells = ctx_size + self.min_rows - 1
         return _whole_multiple(cells * num_slots if self.has_shared_cache else cells)
 
 
 def numerics_for(*, exact: bool, num_threads: int, has_gpu: bool = False) -> Numerics:
-    """The settings of a mode for a context that computes with `num_threads` threads."""
+    """Settings of a mode for a context with `num_threads` threads."""
     if exact:
         return Numerics(
             exact=True,
@@ -87,20 +87,20 @@ def _whole_multiple(cells: int) -> int:
 
 
 class _Process:
-    """llama.cpp reads the switch once, at its first matrix product, for the life of the process.
+    """State of the switch that llama.cpp reads once per process, at its first matrix product.
 
     Attributes:
-        is_tiled: What it reads, or has read; None until a mode was asked for.
+        is_tiled: Its value; None before the first mode.
     """
 
     is_tiled: bool | None = None
 
 
 def prepare_process(numerics: Numerics) -> None:
-    """Set what llama.cpp reads once per process. Call before each model load.
+    """Set the switch that llama.cpp reads once per process. Call before each model load.
 
     Raises:
-        ClusterError: If this process has computed in fast mode before; exact mode is then out of reach.
+        ClusterError: If this process has computed in fast mode before; exact mode is then impossible.
     """
     if numerics.exact:
         if _Process.is_tiled:

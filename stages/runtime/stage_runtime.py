@@ -58,7 +58,7 @@ class Batch:
         )
 
     def clear(self) -> None:
-        """Start over."""
+        """Remove all rows."""
         self.struct.n_tokens = 0
 
     def add(
@@ -69,7 +69,7 @@ class Batch:
         hidden: NDArray[np.float32] | None,
         first_output: int,
     ) -> None:
-        """Append rows of one slot; those from `first_output` on give an output."""
+        """Append rows of one slot; those from `first_output` on return an output."""
         first = self.struct.n_tokens
         stop = first + len(tokens)
         if self._hidden is None:
@@ -89,19 +89,19 @@ def _pointer(array: NDArray[Any], kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """How a stage computes.
+    """Options of a stage's computation.
 
     Attributes:
-        num_slots: Sequences that it holds at once.
+        num_slots: Number of concurrent sequences.
         ctx_size: Positions of each.
         num_threads: Threads of llama.cpp; they spin, so no more than free cores.
         exact: Numeric mode, see `stages.runtime.numerics`.
         kv_type: Format of the KV cache, one of `stages.runtime.kv_types.KV_TYPES`.
-        observe_layers: Layers whose outputs `observed` gives after a decode; for certifying.
-        gpu_layers: Devices, by llama.cpp's names, each with how many layers it holds, in the order of layers:
-            those before are the processor's, and the head goes with the last. None leaves it to llama.cpp,
-            which puts all on what it finds. In exact mode the processor computes alone, whatever this says.
-        observe_as: What is a layer's output in a file that was never cut; for certifying.
+        observe_layers: Layers whose outputs `observed` returns after a decode; for certification.
+        gpu_layers: Devices, by llama.cpp's names, each with its number of layers, in the order of layers:
+            those before are the processor's, and the head goes with the last. None for llama.cpp's default,
+            which puts all on the devices. In exact mode the processor computes alone in any case.
+        observe_as: Boundary of layers in a file that was never cut; for certification.
     """
 
     num_slots: int = 1
@@ -116,18 +116,17 @@ class RuntimeOptions:
 
 @dataclass(frozen=True)
 class StageInfo:
-    """What the loaded file is.
+    """Facts of the loaded file.
 
     Attributes:
-        layers: Which layers of the whole model it holds.
+        layers: Its layers of the whole model.
         n_layers: Layers of the whole model.
-        n_embd: Values of a row of hidden states: the model's width, or a multiple where several streams
-            cross.
-        n_vocab: Rows of the head; meaningful at the tail.
+        n_embd: Values of a row of hidden states: the model's width, or a multiple with several streams.
+        n_vocab: Rows of the head; valid at the tail.
         n_ctx_train: Positions that the model was trained for.
         num_bytes: Size of the weights.
-        can_trim: Whether a slot can go back to any position that it has passed. One with recurrent state can
-            only be emptied.
+        can_trim: Whether a slot can go back to any earlier position. One with recurrent state can only be
+            emptied.
     """
 
     layers: LayerRange
@@ -140,25 +139,25 @@ class StageInfo:
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes token ids."""
+        """Whether it takes token ids as input."""
         return self.layers.start == 0
 
     @property
     def is_tail(self) -> bool:
-        """Whether it gives logits."""
+        """Whether it returns logits."""
         return self.layers.stop == self.n_layers
 
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive rows of one slot, to be computed in one batch with others.
+    """Consecutive rows of one slot, for a batch.
 
     Attributes:
         slot: Sequence slot.
-        start: Absolute position of the first row. What the slot held from there on is forgotten.
+        start: Absolute position of the first row. The slot's rows from there on are dropped.
         tokens: Token ids, one a row.
-        hidden: float32 (rows, n_embd); needed unless the stage is the first.
-        num_outputs: At the tail, how many of the last rows give logits.
+        hidden: float32 (rows, n_embd); required except at the first stage.
+        num_outputs: At the tail, number of last rows that return logits.
     """
 
     slot: int
@@ -169,19 +168,19 @@ class Span:
 
 
 class StageRuntime:
-    """One loaded stage and its KV cache. Not thread-safe: one thread owns it.
+    """A loaded stage and its KV cache. Not thread-safe: one thread owns it.
 
-    A GGUF that was never cut loads as the one stage of a whole model.
+    A GGUF that was never cut is loaded as the single stage of a whole model.
 
     Args:
         path: The stage file.
-        options: How it computes.
+        options: Options of its computation.
         progress: Called with the loaded share, 0 to 1.
 
     Raises:
-        InvalidModel: If llama.cpp does not load the file.
-        ModelDoesNotFit: If there is no memory for its KV cache and buffers.
-        ClusterError: If the numeric mode is out of reach in this process, or a device is not there.
+        InvalidModel: If llama.cpp cannot load the file.
+        ModelDoesNotFit: If there is not enough memory for its KV cache and buffers.
+        ClusterError: If the numeric mode is impossible in this process, or a device does not exist.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class StageRuntime:
         self.info = self._read_info()
         self._tap = self._make_tap()
         self._lengths = [0] * options.num_slots
-        # llama.cpp copies the rows of a slot when it next computes, not when it is told to.
+        # llama.cpp copies the rows of a slot at the next decode, not at the call.
         self._has_copies_to_come = False
         try:
             self._context = self._make_context()
@@ -221,7 +220,7 @@ class StageRuntime:
 
     @property
     def num_slots(self) -> int:
-        """Sequences that it holds at once."""
+        """Number of concurrent sequences."""
         return self._options.num_slots
 
     @property
@@ -230,10 +229,10 @@ class StageRuntime:
         return self._options.ctx_size
 
     def check(self, span: Span) -> None:
-        """Whether `decode` would take the span.
+        """Check that `decode` accepts the span.
 
         Raises:
-            InvalidWindow: Naming what is wrong with its slot, position, sizes or token ids.
+            InvalidWindow: Naming the invalid slot, position, size or token id.
         """
         rows = len(span.tokens)
         if not 0 <= span.slot < self._options.num_slots:
@@ -251,7 +250,7 @@ class StageRuntime:
             )
         if not 0 <= span.num_outputs <= rows:
             raise InvalidWindow(f"{span.num_outputs} rows to verify in a window of {rows}")
-        # Elsewhere tokens only pass through.
+        # Other stages do not use token ids.
         looks_up = self.info.is_first or self.info.is_tail or self._boundary.takes_tokens
         if looks_up and (max(span.tokens) >= self.info.n_vocab or min(span.tokens) < 0):
             raise InvalidWindow(f"token {max(span.tokens)} is outside the vocabulary of {self.info.n_vocab}")
@@ -289,11 +288,10 @@ class StageRuntime:
 
     @property
     def computes_runs(self) -> bool:
-        """Whether only slots that follow one another, with equally many rows each, are computed together.
+        """Whether only consecutive slots with equally many rows each are computed together.
 
-        So llama.cpp does it without a shared cache. And recurrent layers take as many rows of each sequence
-        at a time as the shortest has: of sequences that differ in it rows would leave in another order than
-        that in which they entered.
+        So it is without a shared cache. And recurrent layers take as many rows of each sequence at a time as
+        the shortest has: with different lengths, rows would leave in another order than they entered.
         """
         return not (self._numerics.has_shared_cache and self.info.can_trim)
 
@@ -308,23 +306,23 @@ class StageRuntime:
         return taken
 
     def length(self, slot: int) -> int:
-        """Positions that a slot holds."""
+        """Number of positions that a slot holds."""
         return self._lengths[slot]
 
     def trim(self, slot: int, num_positions: int) -> None:
-        """Forget all that a slot holds but its first positions.
+        """Drop all but the first positions of a slot.
 
         Raises:
-            UncuttableModel: If its memory has no positions to go back to.
+            UncuttableModel: If its memory cannot go back to a position.
         """
         if self._lengths[slot] > num_positions:
             self._forget(slot, num_positions)
             self._lengths[slot] = num_positions
 
     def copy(self, source: int, slot: int, num_positions: int) -> None:
-        """Have a slot hold the first positions of another, and nothing else.
+        """Replace the content of a slot by the first positions of another.
 
-        In a shared cache the two share the cells. In caches of their own llama.cpp copies all of it, before
+        In a shared cache the two share the cells. Between separate caches llama.cpp copies all of it, before
         the next decode.
 
         Raises:
@@ -338,17 +336,17 @@ class StageRuntime:
                 f"slot {source} holds {self._lengths[source]} positions: {num_positions} cannot be copied"
             )
         self._forget(slot, 0)
-        # Between caches of their own llama.cpp copies whole ones only.
+        # Between separate caches llama.cpp copies whole ones only.
         llama_cpp.llama_memory_seq_cp(self._memory, source, slot, -1, -1)
         self._has_copies_to_come = True
         self._lengths[slot] = self._lengths[source]
         self.trim(slot, num_positions)
 
     def kv_rows(self, slot: int) -> KvRows:
-        """What the KV cache holds of a slot that is not empty, for a stage with the same layers.
+        """KV rows of a slot that is not empty, for a stage with the same layers.
 
         Raises:
-            UncuttableModel: If llama.cpp keeps it in a form that has no rows, or has yet to copy them.
+            UncuttableModel: If llama.cpp's state has no rows, or a copy is pending.
         """
         if self._has_copies_to_come:
             raise UncuttableModel("llama.cpp has yet to copy rows from slot to slot")
@@ -363,16 +361,16 @@ class StageRuntime:
         return rows
 
     def num_kv_bytes(self, slot: int) -> int:
-        """What `kv_state` takes of the memory, in bytes."""
+        """Size of `kv_rows`' result, in bytes."""
         return int(llama_cpp.llama_state_seq_get_size(self._context, slot))
 
     def put_kv_rows(self, slot: int, rows: KvRows) -> None:
-        """Have a slot hold rows that another stage computed, behind those that it holds before them.
+        """Put rows that another stage computed into a slot, after those that it holds.
 
         Raises:
-            InvalidWindow: If the slot does not exist or ends before them, or the context does.
+            InvalidWindow: If the slot does not exist or ends before them, or they exceed the context.
             UncuttableModel: If they are of another model.
-            StageFailed: If llama.cpp does not take them; the slot is empty then.
+            StageFailed: If llama.cpp rejects them; the slot is empty then.
         """
         if not 0 <= slot < self._options.num_slots:
             raise InvalidWindow(f"slot {slot} of {self._options.num_slots} does not exist")
@@ -391,7 +389,7 @@ class StageRuntime:
         self._lengths[slot] = whole.stop
 
     def close(self) -> None:
-        """Give all memory back. The runtime is unusable afterwards."""
+        """Free all memory. The runtime is unusable afterwards."""
         if self._context is not None:
             llama_cpp.llama_free(self._context)
             self._context = None
@@ -400,9 +398,9 @@ class StageRuntime:
             self._model = None
 
     def _batches_of_equals(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
-        """The spans in batches that llama.cpp computes at one go.
+        """The spans in batches that llama.cpp computes in one pass.
 
-        Those are slots that follow one another, with equally many rows each, padding and all.
+        Those are consecutive slots with equally many rows each, padding included.
         """
         batch: list[Span] = []
         rows = 0
@@ -417,7 +415,7 @@ class StageRuntime:
         yield batch
 
     def _decode_batch(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
-        """`decode` of spans that are known to fit, in one batch of llama.cpp."""
+        """`decode` of checked spans, in one batch of llama.cpp."""
         for span in spans:
             self.trim(span.slot, span.start)
         paddings = [self._padding(span) for span in spans]
@@ -444,7 +442,7 @@ class StageRuntime:
         self._placing.apply(params)
         pages = CopiedPages(path, on_gpu=self._placing.has_gpu)
 
-        # ctypes keeps no reference: the callback must outlive the call.
+        # ctypes keeps no reference: the callback must exist until the end of the call.
         @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
         def on_progress(share: float, _data: Any) -> bool:
             pages.loaded(share)
@@ -508,9 +506,9 @@ class StageRuntime:
         params.n_ctx = self._numerics.num_cells(options.ctx_size, options.num_slots)
         params.n_batch = params.n_ubatch = self._numerics.max_rows
         params.n_seq_max = options.num_slots
-        # In a unified cache rows leave llama.cpp in the order in which they entered, whatever spans meet.
+        # In a unified cache rows leave llama.cpp in the order in which they entered, for any spans.
         params.kv_unified = self._numerics.has_shared_cache
-        # A pruned sliding-window cache may already lack what a trim goes back to.
+        # A pruned sliding-window cache may lack rows that a trim goes back to.
         params.swa_full = True
         params.type_k = params.type_v = KV_TYPES[options.kv_type].number
         params.n_threads = params.n_threads_batch = options.num_threads
@@ -537,15 +535,15 @@ class StageRuntime:
             )
 
     def _padding(self, span: Span) -> int:
-        """Rows to fill the span up with. The last trained position stays bare: a table may end there."""
-        if not self.info.can_trim:  # what fills up could not be forgotten again
+        """Padding rows of the span. The last trained position is never padded: a table may end there."""
+        if not self.info.can_trim:  # the padding could not be dropped again
             return 0
         rows = len(span.tokens)
         room = self.info.n_ctx_train - span.start - rows
         return max(0, min(self._numerics.min_rows - rows, room))
 
     def _fill(self, spans: Sequence[Span], paddings: Sequence[int]) -> int:
-        """Lay the rows out for llama.cpp, and count them."""
+        """Write the rows into the batch, and count them."""
         self._batch.clear()
         looks_up = self.info.is_first or self._boundary.takes_tokens
         for span, padding in zip(spans, paddings, strict=True):
@@ -555,7 +553,7 @@ class StageRuntime:
                 first = self._batch.struct.n_tokens
                 self._incoming[first : first + rows] = span.hidden
                 self._incoming[first + rows : first + rows + padding] = 0
-            # Token ids that nobody looks at may be of another vocabulary than the file's filler.
+            # Unused token ids may be beyond the file's placeholder vocabulary.
             tokens = span.tokens if looks_up else [0] * rows
             self._batch.add(span.slot, span.start, tokens, span.hidden, first_output)
             if padding:
@@ -568,7 +566,7 @@ class StageRuntime:
         status = llama_cpp.llama_decode(self._context, self._batch.struct)
         self._has_copies_to_come = False
         if status != 0:
-            # What llama.cpp kept of the batch is unknown: trust nothing of these slots.
+            # llama.cpp's state of the batch is unknown: these slots are emptied.
             raise StageFailed(f"llama_decode failed with status {status}: {last_complaint()}")
 
     def _hidden(self) -> NDArray[np.float32] | None:
@@ -592,7 +590,7 @@ class StageRuntime:
             return [np.empty((0, self.info.n_vocab), np.float32) for _ in spans]
         pointer = llama_cpp.llama_get_logits(self._context)
         logits = np.ctypeslib.as_array(pointer, shape=(num_outputs, self.info.n_vocab))
-        # A copy: llama.cpp writes the next decode's logits to the same place.
+        # A copy: llama.cpp writes the next decode's logits to the same memory.
         return _split(logits.copy(), [span.num_outputs for span in spans])
 
 

@@ -1,6 +1,6 @@
 """Stage actor of Ray: fetches, loads and serves one stage, and ends when its head is gone.
 
-Ray places it, starts it and watches it; tokens never pass through Ray.
+Ray places, starts and monitors it; tokens never pass through Ray.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 async def orphaned(alone_s: Callable[[], float], orphan_s: float) -> None:
-    """Wait until nobody has needed the stage for so long.
+    """Wait until the stage has been without a coordinator for this long.
 
     Args:
-        alone_s: For how long nobody has now, in seconds; 0 while somebody does.
-        orphan_s: How long that may last.
+        alone_s: Returns for how long it has been without one, in seconds; 0 with one.
+        orphan_s: The longest time without one, in seconds.
     """
     while (left_s := orphan_s - alone_s()) > 0:  # noqa: ASYNC110 - nothing tells that nobody came
         await asyncio.sleep(left_s)
@@ -55,25 +55,25 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class StageConfig:
-    """All that a stage needs to know.
+    """Configuration of a stage.
 
     Attributes:
         stage_index: Its place in the pipeline, from 0.
-        layers: Which layers it holds; for messages.
+        layers: Its layers, for messages.
         sha256: Hash of the recipe of the stage file; empty for the model as it is.
-        whole: The model itself, first file, if it is on the stage's host and the stage has all its layers.
-        source: Where the file comes from if this host's cache lacks it.
+        whole: Path of the model's first file, if it is on the stage's host and the stage has all layers.
+        source: Source of the file if this host's cache lacks it.
         cache_dir: The host's cache, or None for the default place.
-        options: How it computes.
+        options: Options of the runtime.
         host: Name of its host; for messages.
-        memory: What it will take.
-        beside_bytes: What other stages, placed on the same host, are yet to take of its own memory.
-        beside_gpu_bytes: What they are yet to take of its GPUs, by device.
-        mesh_id: Which mesh it belongs to.
-        mesh_key: Shared by all stages and the coordinator.
-        hidden_type: How its hidden states travel to the next stage.
-        term: Of the coordinator that it is for.
-        orphan_s: Without a coordinator for so long, in seconds, it ends its own process.
+        memory: Memory that it takes.
+        beside_bytes: Memory of this host that other stages, placed at the same time, are yet to take.
+        beside_gpu_bytes: The same for GPUs, by device.
+        mesh_id: Identifier of the mesh.
+        mesh_key: Key shared by all stages and the coordinator.
+        hidden_type: Format of its hidden states on the wire to the next stage.
+        term: Term of its coordinator.
+        orphan_s: Time without a coordinator after which it ends its process, in seconds.
     """
 
     stage_index: int
@@ -96,13 +96,13 @@ class StageConfig:
 
 @dataclass(frozen=True)
 class StageProgress:
-    """How far a stage has come.
+    """Progress of loading a stage.
 
     Attributes:
-        phase: What it is doing.
-        share: How much of that is done, 0 to 1.
-        done_bytes: Of the weights, while they are fetched.
-        total_bytes: Of all weights, likewise.
+        phase: Current step.
+        share: Share of the step that is done, 0 to 1.
+        done_bytes: Weights fetched so far.
+        total_bytes: All weights to fetch.
     """
 
     phase: Literal["waiting", "fetching", "loading", "ready"]
@@ -112,17 +112,17 @@ class StageProgress:
 
     @property
     def label(self) -> str:
-        """For a person."""
+        """Text for the operator."""
         if not self.total_bytes:
             return self.phase
         return f"{self.phase} {format_size(self.done_bytes)} of {format_size(self.total_bytes)}"
 
 
 class StageActor:
-    """One stage on this host. Every method is safe to call at any time; `stop` undoes all.
+    """One stage on this host. Every method may be called at any time; `stop` undoes all.
 
     Args:
-        config: All that it needs to know.
+        config: Configuration of the stage.
         end_process: Ends this process at once.
     """
 
@@ -141,23 +141,23 @@ class StageActor:
         self._settling: asyncio.Task[None] | None = None
 
     async def check_memory(self) -> None:
-        """Whether all that is to be loaded on this host finds room. To be asked before any stage loads.
+        """Check that everything to be loaded on this host fits. Before any stage loads.
 
         Raises:
-            ModelDoesNotFit: If not.
+            ModelDoesNotFit: If it does not.
         """
         self._require_free(self._config.beside_bytes)
         await asyncio.to_thread(self._require_free_on_gpus, self._config.beside_gpu_bytes)
 
     async def load(self) -> Transfer:
-        """Bring the stage file to this host if it is not here, and load it.
+        """Bring the stage file to this host if it is missing, and load it.
 
         Returns:
-            Where the weights came from that were not in the file.
+            Sources of the weights that were not in the file.
 
         Raises:
             InvalidModel: If llama.cpp does not load it.
-            ModelDoesNotFit: If there is no memory for it, or none left by now.
+            ModelDoesNotFit: If there is not enough memory for it.
             HostUnreachable: If the head does not answer.
         """
         config = self._config
@@ -183,19 +183,19 @@ class StageActor:
         )
 
     async def progress(self) -> StageProgress:
-        """How far `load` has come."""
+        """Progress of `load`."""
         self._last_call_s = time.monotonic()
         return self._progress
 
     async def certificate_request(self) -> bytes:
-        """Make a key for connections to come; returns the request to have it certified, PEM."""
+        """Generate a key for connections to come; returns the certificate request, PEM."""
         self._key = NewKey()
         return self._key.request_pem()
 
     async def take_certificate(self, certificate_pem: bytes, authority_pem: bytes) -> None:
-        """What came of the latest request: what the stage shows its peers from now on, and whom it believes.
+        """Use the certificate of the latest request, and the authority, for new connections.
 
-        Connections that are open stay.
+        Open connections are kept.
         """
         if self._key is None:
             raise ClusterError(f"stage {self._config.stage_index} got a certificate that it did not ask for")
@@ -245,13 +245,13 @@ class StageActor:
         term: int,
         hidden_type: HiddenType | None = None,
     ) -> None:
-        """Take another place, in another ring, with the same layers; see `StageService.rejoin`.
+        """Take a place in another ring, with the same layers; see `StageService.rejoin`.
 
-        Returns when the batch that computes now is done.
+        Returns when the current batch is done.
 
         Raises:
-            ClusterError: If it does not serve.
-            ProtocolError: If a coordinator of a higher term was here meanwhile.
+            ClusterError: If it is not serving.
+            ProtocolError: If a coordinator of a higher term took over meanwhile.
         """
         self._last_call_s = time.monotonic()
         if self._service is None:
@@ -276,10 +276,10 @@ class StageActor:
         await self._service.connect(next_address, next_host)
 
     async def follow(self, address: str, host: str, mesh_id: str, mesh_key: str, term: int) -> None:
-        """Keep up with a stage that this one is a copy of; see `StageService.follow`.
+        """Follow a stage as its replica; see `StageService.follow`.
 
         Raises:
-            ClusterError: If it does not serve.
+            ClusterError: If it is not serving.
         """
         if self._service is None:
             raise ClusterError(f"the copy of {self._config.layers} was to follow before it was started")
@@ -306,7 +306,7 @@ class StageActor:
             self._held = None
 
     async def _end_if_orphaned(self, service: StageService) -> None:
-        """A head that was killed says no goodbye; what it started must not hold memory for ever."""
+        """End the process after the loss of its head: a killed head cannot release its stages."""
         orphan_s = self._config.orphan_s
         await orphaned(lambda: min(service.idle_s, time.monotonic() - self._last_call_s), orphan_s)
         log.error(
@@ -324,7 +324,7 @@ class StageActor:
         return self._identity
 
     def _require_free(self, beside_bytes: int) -> None:
-        """Refuse rather than be killed for memory: what was free when the host joined may be taken by now."""
+        """Check the free memory, which may have shrunk since the host joined, to avoid an OOM kill."""
         config, free_bytes = self._config, free_memory_bytes()
         needed_bytes = config.memory.loading_bytes + beside_bytes
         if needed_bytes <= free_bytes:
@@ -338,7 +338,7 @@ class StageActor:
         )
 
     def _require_free_on_gpus(self, beside_bytes: Mapping[str, int]) -> None:
-        """The same of each GPU. What a device does not tell is not held against it."""
+        """Check the free memory of each GPU, where the device reports it."""
         config = self._config
         if not config.memory.gpus:
             return
@@ -362,9 +362,9 @@ class StageActor:
 
 
 async def _settle(store: StageStore, sha256: str) -> None:
-    """While it computes already: the disk takes its time."""
+    """Write the file to disk while the stage already computes."""
     try:
         await asyncio.to_thread(store.settle, sha256)
     except (MeshError, OSError) as error:
-        # It is read once more when it is next looked for; that is all.
+        # It is verified again when it is next used, nothing else.
         log.warning("stage_not_settled", sha256=sha256[:12], reason=str(error))

@@ -1,6 +1,6 @@
-"""KV cache by slot: token ids, rows sent on for replays, copies and trims.
+"""KV cache by slot: token ids, rows kept for replays, copies and trims.
 
-The three always hold the same positions, so they are changed here together, and only here told to others.
+The three always hold the same positions, so all changes go through this module.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from stages.runtime.stage_runtime import Span, StageRuntime
 
 
-# A stage that was lost has to compute all its sessions anew, and for that it needs what the stage before it
-# gave: hidden states, which no KV cache holds. Kept here, they leave a second time without a layer being
-# computed. So a repair costs what the lost stage computes, not what all do. Petals keeps the inputs of every
-# server at its clients for that (Borzunov et al. 2023); here each stage keeps its own outputs, and the
+# A replacement of a lost stage has to compute all its sessions anew, and for that it needs the hidden states
+# of the stage before it, which no KV cache holds. Kept here, they are sent a second time without computing a
+# layer. So a recovery costs the computation of the lost stage, not of all stages. Petals keeps the inputs of
+# every server at its clients for that (Borzunov et al. 2023); here each stage keeps its own outputs, and the
 # coordinator never sees hidden states.
 # Enough for a few short sessions.
 LEAST_SENT_BYTES: Final = 8 * 2**20
-# Of most models a row is about a fifth of what a stage's KV cache takes for it.
+# For most models a row is about a fifth of its share of a stage's KV cache.
 SHARE_OF_CACHE: Final = 32
 
 
 def max_sent_bytes(cache_bytes: int) -> int:
-    """How many bytes of rows a stage keeps at most.
+    """Most bytes of rows that a stage keeps.
 
     Args:
-        cache_bytes: Its KV cache.
+        cache_bytes: Size of its KV cache.
     """
     return max(LEAST_SENT_BYTES, cache_bytes // SHARE_OF_CACHE)
 
@@ -47,36 +47,36 @@ def max_sent_bytes(cache_bytes: int) -> int:
 class SentHiddenStates:
     """Encoded rows by slot and position, each slot's from 0 on without a gap.
 
-    When there is no room for a row, those of the slot that has sent nothing for longest are dropped. What
-    is missing here is computed again.
+    When there is no room for a row, those of the least recently sending slot are dropped. Missing rows are
+    computed again.
 
     Args:
-        num_slots: Slots of the stage.
-        most_bytes: What all rows together may take.
+        num_slots: Number of slots.
+        most_bytes: Most bytes of all rows together.
     """
 
     def __init__(self, num_slots: int, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._row_bytes = 0
         self._num_bytes = 0
-        # The one that sent last is at the end.
+        # In the order of sending, the latest last.
         self._rows: OrderedDict[int, bytearray] = OrderedDict(
             (slot, bytearray()) for slot in range(num_slots)
         )
 
     @property
     def num_bytes(self) -> int:
-        """What all rows together take now."""
+        """Size of all rows."""
         return self._num_bytes
 
     def keep(self, slot: int, start: int, rows: bytes, row_bytes: int) -> None:
-        """Note rows that left, in place of what was there from `start` on.
+        """Store rows that were sent, replacing the slot's rows from `start` on.
 
         Args:
-            slot: Whose.
-            start: Position of the first.
-            rows: All of them.
-            row_bytes: What each takes; rows of another wire type, so of another size, are dropped.
+            slot: The slot.
+            start: Position of the first row.
+            rows: The rows, concatenated.
+            row_bytes: Size of each; rows of another size, so of another wire type, are dropped.
         """
         if row_bytes != self._row_bytes:
             self._row_bytes = row_bytes
@@ -90,7 +90,7 @@ class SentHiddenStates:
             self._num_bytes += len(rows)
 
     def find(self, slot: int, start: int, num_rows: int, row_bytes: int) -> bytes | None:
-        """Rows as they left; None if not all of them are here in this size."""
+        """Rows as sent; None if some are missing or have another size."""
         stop = (start + num_rows) * row_bytes
         kept = self._rows[slot]
         if row_bytes != self._row_bytes or stop > len(kept):
@@ -106,7 +106,7 @@ class SentHiddenStates:
             del kept[len(kept) - surplus :]
 
     def copy(self, source: int, slot: int, num_rows: int) -> None:
-        """Have a slot hold the first rows of another, as far as they are here, and nothing else."""
+        """Replace a slot's rows by the first rows of another, as far as they are kept."""
         self.trim(slot, 0)
         self._rows.move_to_end(source)
         self._rows.move_to_end(slot)
@@ -116,7 +116,7 @@ class SentHiddenStates:
             self._num_bytes += len(rows)
 
     def _has_room_for(self, num_bytes: int, slot: int) -> bool:
-        """Make room; no slot makes room for itself."""
+        """Make room in other slots."""
         if len(self._rows[slot]) + num_bytes > self._most_bytes:
             return False
         for other in list(self._rows):
@@ -128,10 +128,10 @@ class SentHiddenStates:
 
 
 class SlotTokens:
-    """Token ids by slot and position, as the KV cache has them. Follows every change of the cache.
+    """Token ids by slot and position. Changed together with the KV cache.
 
     Args:
-        num_slots: Slots that there are.
+        num_slots: Number of slots.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -139,18 +139,18 @@ class SlotTokens:
         self._cursors: list[ReplicationCursor] = []
 
     def length(self, slot: int) -> int:
-        """Positions that a slot holds."""
+        """Number of positions that a slot holds."""
         return len(self._records[slot])
 
     def tokens(self, slot: int) -> NDArray[np.int64]:
-        """Its token ids, int64; a view that the next `write` may change."""
+        """Token ids of a slot, int64; a view that the next `write` may change."""
         record = self._records[slot]
         return record.before(len(record))
 
     def num_same(self, slot: int, start: int, tokens: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, a slot holds at the positions from `start` on.
+        """Number of these tokens, from the first on, that a slot holds at the positions from `start` on.
 
-        A slot that does not exist holds none.
+        0 for a slot that does not exist.
         """
         if not 0 <= slot < len(self._records):
             return 0
@@ -160,11 +160,11 @@ class SlotTokens:
         return int(differs[0]) if len(differs) else len(held)
 
     def digest(self, slot: int, num_positions: int) -> bytes:
-        """A hash of its first token ids: slots of two stages with the same one hold the same there."""
+        """Hash of its first token ids, for comparison with another stage."""
         return hashlib.sha256(self._records[slot].before(num_positions).tobytes()).digest()
 
     def write(self, slot: int, start: int, tokens: Sequence[int]) -> None:
-        """Put tokens in place of what was there from `start` on.
+        """Replace the tokens from `start` on.
 
         Raises:
             InvalidWindow: If that would leave a gap.
@@ -173,20 +173,20 @@ class SlotTokens:
         self._lower(slot, start)
 
     def trim(self, slot: int, start: int) -> None:
-        """Forget a slot's tokens from a position on."""
+        """Drop a slot's tokens from a position on."""
         if start < self.length(slot):
             self.write(slot, start, ())
 
     def copy(self, source: int, slot: int, num_positions: int) -> None:
-        """Have a slot hold the first tokens of another, and nothing else."""
+        """Replace a slot's tokens by the first tokens of another."""
         self.write(slot, 0, self._records[source].before(num_positions).tolist())
 
     def attach(self, cursor: ReplicationCursor) -> None:
-        """Keep the marks of somebody who is told of every slot, until `detach`."""
+        """Update a cursor with every change, until `detach`."""
         self._cursors.append(cursor)
 
     def detach(self, cursor: ReplicationCursor) -> None:
-        """Keep them no more."""
+        """Stop updating a cursor."""
         self._cursors.remove(cursor)
 
     def _lower(self, slot: int, start: int) -> None:
@@ -195,14 +195,14 @@ class SlotTokens:
 
 
 class ReplicationCursor:
-    """What somebody has been told of the slots.
+    """State of replication to one replica, by slot.
 
     Args:
-        num_slots: Slots that there are.
+        num_slots: Number of slots.
 
     Attributes:
-        num_sent: By slot, how many of its first positions, as they are now.
-        sessions: By slot, which session's they were; 0 for none.
+        num_sent: Number of first positions that were sent and are unchanged.
+        sessions: Session of the sent positions; 0 for none.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -210,19 +210,19 @@ class ReplicationCursor:
         self.sessions = [0] * num_slots
 
 
-# llama.cpp gives a slot's rows only all together, for which there has to be memory.
+# llama.cpp returns a slot's rows only together, which takes memory.
 _MOST_KV_BYTES: Final = 64 * 2**20
 _MOST_MESSAGE_BYTES: Final = 8 * 2**20
-# As many proposals are seldom under way.
+# More proposals are seldom in flight.
 _NUM_LEFT_OUT: Final = 32
 
 
 class KvSlots:
-    """Slots of one stage.
+    """KV cache, token ids and sent rows of one stage, by slot.
 
     Args:
-        runtime: Has the KV cache.
-        sent: What the stage sent on.
+        runtime: Runtime with the KV cache.
+        sent: Rows that the stage sent.
     """
 
     def __init__(self, runtime: StageRuntime, sent: SentHiddenStates) -> None:
@@ -231,27 +231,27 @@ class KvSlots:
         self._tokens = SlotTokens(runtime.num_slots)
 
     def trim(self, slot: int, num_positions: int) -> None:
-        """Forget all that a slot holds but its first positions."""
+        """Drop all but the first positions of a slot."""
         self._sent.trim(slot, num_positions)
         self._tokens.trim(slot, num_positions)
         self._runtime.trim(slot, num_positions)
 
     def begin(self, slot: int, source: int, cached: Sequence[int], num_resumed: int) -> None:
-        """Have a slot hold what a session begins with, and nothing else.
+        """Prepare a slot with a session's cached prefix, and nothing else.
 
-        The coordinator names the tokens, this stage compares them with what the slots hold: a wrong belief
-        costs time, never a wrong answer.
+        The coordinator names the cached tokens, and this stage compares them with those of the slots: a wrong
+        expectation costs time, never a wrong answer.
 
         Args:
-            slot: The session's.
-            source: The slot that holds its first tokens, perhaps the same one.
-            cached: These tokens' ids.
-            num_resumed: How many positions of `slot` are kept although they are not among `cached`: they may
-                be the session's from before a repair, which `num_same` tells.
+            slot: Slot of the session.
+            source: Slot with the prefix, perhaps the same one.
+            cached: Token ids of the prefix.
+            num_resumed: Number of positions of `slot` that are kept although they are not in `cached`: they
+                may be the session's from before a recovery, which `num_same` checks.
 
         Raises:
             PrefixMismatch: If neither slot holds these tokens.
-            UncuttableModel: If a slot's memory has no positions to go back to.
+            UncuttableModel: If the slot's memory cannot go back to a position.
         """
         if self._tokens.num_same(slot, 0, cached) == len(cached):
             self.trim(slot, max(len(cached), num_resumed))
@@ -266,36 +266,36 @@ class KvSlots:
             )
 
     def num_same(self, span: Span) -> int:
-        """How many of the span's tokens, from the first on, its slot holds at these positions."""
+        """Number of the span's tokens, from the first on, that its slot holds at these positions."""
         return self._tokens.num_same(span.slot, span.start, span.tokens)
 
     def give_up(self, slot: int, start: int) -> None:
-        """Forget a slot's positions from `start` on, or all if its memory cannot go back to one."""
+        """Drop a slot's positions from `start` on, or all if its memory cannot go back to one."""
         try:
             self.trim(slot, start)
         except UncuttableModel:
             self.trim(slot, 0)
 
     def computed(self, span: Span) -> None:
-        """Note what the runtime has computed."""
+        """Record computed rows."""
         self._tokens.write(span.slot, span.start, span.tokens)
 
     def sent_on(self, span: Span, rows: bytes) -> None:
-        """Note what left of that; nothing did if there are no rows."""
+        """Record the rows that were sent; empty at the tail."""
         if rows:
-            # Of its own size: the type for the windows to come may be another by now.
+            # By their own size: the wire type of later windows may differ.
             self._sent.keep(span.slot, span.start, rows, len(rows) // len(span.tokens))
 
     def find_sent(self, span: Span, row_bytes: int) -> bytes | None:
-        """What left at these positions; None if not all of it is here in this size."""
+        """Sent rows of these positions; None if some are missing or have another size."""
         return self._sent.find(span.slot, span.start, len(span.tokens), row_bytes)
 
     def attach_cursor(self, cursor: ReplicationCursor, held: Sequence[wire.HeldSlot]) -> None:
-        """Keep the marks of a copy of this stage, until `detach_cursor`.
+        """Begin replication to a replica, until `detach_cursor`.
 
         Args:
-            cursor: New ones.
-            held: What the copy has from before; what the slot here holds by now counts as told.
+            cursor: A new cursor.
+            held: Positions that the replica holds; those that are the same here count as sent.
         """
         self._tokens.attach(cursor)
         for one in held:
@@ -304,14 +304,15 @@ class KvSlots:
                 cursor.num_sent[one.slot] = one.num_positions if digest == one.tokens_sha256 else 0
 
     def detach_cursor(self, cursor: ReplicationCursor) -> None:
-        """Keep them no more."""
+        """End replication to a replica."""
         self._tokens.detach(cursor)
 
     def held(self, num_left_out: int = _NUM_LEFT_OUT) -> list[wire.HeldSlot]:
-        """What the slots here have, for `attach_cursor` of the stage that this one is a copy of.
+        """Positions held by the slots of a replica, for `attach_cursor` of the stage that it follows.
 
         Args:
-            num_left_out: Positions of each that are not spoken of: the stage may have gone back on them.
+            num_left_out: Number of last positions of each that are left out: the stage may have rolled them
+                back.
         """
         lengths = [self._tokens.length(slot) - num_left_out for slot in range(self._runtime.num_slots)]
         return [
@@ -323,16 +324,16 @@ class KvSlots:
     def updates(
         self, slot: int, session: int, cursor: ReplicationCursor, sent_row_bytes: int
     ) -> list[wire.SlotRows]:
-        """What a copy has not been told of a slot; now it counts as told.
+        """Rows of a slot that were not sent to a replica; they count as sent from now on.
 
         Args:
             slot: The slot.
-            session: Whose it is.
-            cursor: The copy's.
-            sent_row_bytes: Size of a row that leaves now.
+            session: Session of the slot.
+            cursor: Cursor of the replica.
+            sent_row_bytes: Current size of a row of hidden states.
 
         Returns:
-            In order; nothing if the rows are too many, or llama.cpp gives none.
+            Messages in order; empty if the rows are too many, or llama.cpp returns none.
         """
         start, stop = cursor.num_sent[slot], self._tokens.length(slot)
         if start == stop and cursor.sessions[slot] == session:
@@ -355,11 +356,11 @@ class KvSlots:
         ]
 
     def apply_update(self, update: wire.SlotRows) -> None:
-        """Hold what the stage that this one is a copy of has computed.
+        """Put rows of the followed stage into the KV cache.
 
         Raises:
-            ProtocolError: If the message cannot be meant for what the slot holds.
-            MeshError: If the rows are not of this stage; the slot is empty then.
+            ProtocolError: If the message does not fit the content of the slot.
+            MeshError: If the rows are not of this stage's layers; the slot is empty then.
         """
         slot, start = update.slot, update.start
         if slot >= self._runtime.num_slots or start > self._tokens.length(slot):

@@ -1,6 +1,6 @@
 """KV replication: streams a stage's KV rows to its replicas, source and sink.
 
-So a repair that puts the copy in the stage's place has little left to compute. DéjàVu (Strati et al. 2024)
+With them a recovery that turns a replica into a stage has little left to compute. DéjàVu (Strati et al. 2024)
 copies KV caches between stages for the same purpose.
 """
 
@@ -32,20 +32,20 @@ log = structlog.get_logger()
 
 
 class ReplicationSink:
-    """The copy's end; runs until the stage ends or lets go of it, or `close`.
+    """The replica's end; runs until the stage ends the stream, or `close`.
 
     Args:
         address: `host:port` of the stage.
         host: Name of the host that must answer there.
-        hello: Of the stage's ring.
-        mesh_key: Of the stage's ring.
-        identity: What this process shows there; None if both ends are in one process.
-        held: What the copy has from before.
-        take: Called with everything that arrives, in order.
+        hello: First message, for the stage's ring.
+        mesh_key: Key of the stage's ring.
+        identity: TLS identity of this process; None if both ends are in one process.
+        held: Positions that the replica already holds.
+        take: Called with every update, in order.
 
     Attributes:
-        is_unfit: Whether the copy could not take what the stage has: on other hardware llama.cpp may keep it
-            in another form.
+        is_unfit: Whether the replica rejected the rows: on other hardware llama.cpp may save them in another
+            form.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class ReplicationSink:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will arrive."""
+        """Whether the stream has ended."""
         return self._task.done()
 
     def does_for(self, address: str, mesh_id: str) -> bool:
-        """Whether there is no use in another one for the stage that serves there, in that ring."""
+        """Whether it follows the stage at this address in this ring, or could not."""
         is_same = (address, mesh_id) == (self._address, self._mesh_id)
         return is_same and (self.is_unfit or not self.is_over)
 
     async def close(self) -> None:
-        """Let go of the stage; nothing is taken after that."""
+        """End the stream; no update is applied after that."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
@@ -101,29 +101,29 @@ class ReplicationSink:
                 await self._channel.close(None)
 
 
-# Two copies there are, and those that were told to follow anew before their old streams have ended.
+# Two replicas, and further streams that have not yet ended.
 _MOST_FOLLOWERS: Final = 8
 _UPDATE_S: Final = 0.5
-# What it costs the stage, its host's processor and the link, of the time.
+# Share of time that replication may take from the stage, its host's processor and the link.
 _SHARE: Final = 0.1
 
 
 def pause_s(took_s: float) -> float:
-    """How long a stage waits before it tells a copy more.
+    """Pause between two rounds of updates.
 
     Args:
-        took_s: How long it took to tell the latest, until the copy had taken all but the last of it.
+        took_s: Duration of the last round, until the replica had received all but the last update.
     """
     return max(_UPDATE_S, took_s / _SHARE)
 
 
 class ReplicationSource:
-    """All who follow one stage.
+    """The stage's end: streams to all of its replicas.
 
     Args:
-        engine: The stage's sessions and slots.
-        num_slots: That exist.
-        pause_s: How long to wait between two rounds, given how long the one took, in seconds.
+        engine: Sessions and slots of the stage.
+        num_slots: Number of slots.
+        pause_s: Returns the pause after a round, in seconds, from its duration.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ReplicationSource:
         self._leaving: set[asyncio.Event] = set()
 
     def refusal(self, request: wire.FollowRequest) -> ProtocolError | None:
-        """Why a copy is not told anything; None if it is."""
+        """The error for a replica that may not follow; None if it may."""
         if len(self._leaving) >= _MOST_FOLLOWERS:
             return ProtocolError(f"{len(self._leaving)} copies follow this stage: no more may")
         if len(request.held) > self._num_slots:
@@ -143,7 +143,7 @@ class ReplicationSource:
         return None
 
     async def updates(self, request: wire.FollowRequest) -> AsyncGenerator[wire.SlotRows, None]:
-        """What the copy does not have, round by round, until `close`. Ask for a `refusal` first."""
+        """Updates for a replica, round by round, until `close`. Check `refusal` first."""
         leaving = asyncio.Event()
         self._leaving.add(leaving)
         cursor = ReplicationCursor(self._num_slots)
@@ -160,6 +160,6 @@ class ReplicationSource:
             self._engine.detach_cursor(cursor)
 
     def close(self) -> None:
-        """End with everybody."""
+        """End all streams."""
         for leaving in self._leaving:
             leaving.set()

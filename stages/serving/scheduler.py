@@ -1,4 +1,4 @@
-"""Window scheduler: the queue of windows, and which of them share the next batch.
+"""Window scheduler: queue of windows, and choice of those that share the next batch.
 
 Filled by the event loop, emptied by the thread that owns llama.cpp.
 """
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def run_around(slot: int, rows_of: Mapping[int, int], most_slots: int, most_rows: int) -> range:
-    """Slots that follow one another with equally many rows each, the given one among them.
+    """Consecutive slots with equally many rows each, around a given one.
 
-    A longer run is divided from its beginning, so that a slot meets the same neighbours again and again:
-    those that go round the pipeline together come back together.
+    A longer run is divided from its beginning, so that a slot always meets the same neighbours: sessions that
+    are batched together come back together.
 
     Args:
-        slot: One of `rows_of`.
-        rows_of: Rows that wait, by slot; a window without any is refused later, but by itself.
-        most_slots: How many may be computed together, at least 1.
-        most_rows: How many rows may be, at least those of the slot.
+        slot: A key of `rows_of`.
+        rows_of: Waiting rows by slot; a window without any is refused later, by itself.
+        most_slots: Most slots of a batch, at least 1.
+        most_rows: Most rows of a batch, at least those of the slot.
     """
     num_rows = rows_of[slot]
     first = last = slot
@@ -47,21 +47,21 @@ _MOST_PASSED_OVER: Final = 4
 
 @dataclass(frozen=True)
 class QueuedWindow:
-    """One window as it waits.
+    """A waiting window.
 
     Attributes:
-        session: The session's id.
+        session: Id of the session.
         epoch: Its epoch when the window was sent.
         id: The window's id within the session.
-        span: What llama.cpp gets, but for hidden states.
-        verifier: Its session's, at the tail.
-        times: What the stages before took.
+        span: Rows for llama.cpp, without hidden states.
+        verifier: Verifier of its session, at the tail.
+        times: Times of the stages before.
         arrived_us: When it arrived, on this host's monotonic clock.
         most_together: Windows that may share its batch, itself included; 0: as many as fit.
-        hidden: Hidden states of its rows, unless the stage is the first.
-        num_resumed: What the slot holds of the session's first positions may be used as it is, up to here.
-        num_held: How many of its first rows are there so, and need not be computed.
-        held: What they were sent on as; nothing at the tail.
+        hidden: Hidden states of its rows, except at the first stage.
+        num_resumed: First positions that the slot may hold from before a recovery.
+        num_held: Number of its first rows that are held and need not be computed.
+        held: Those rows as they were sent; empty at the tail.
     """
 
     session: int
@@ -95,15 +95,14 @@ class QueuedWindow:
 
 @dataclass(frozen=True)
 class SlotAssigned:
-    """A slot that a session takes over.
+    """Change: a session takes over a slot.
 
     Attributes:
         session: Its id.
-        source: The slot that holds the session's first positions, perhaps its own.
-        slot: The slot that is to hold them, and nothing else.
-        cached: Ids of the tokens there, which `source` holds, or will once the windows that came before are
-            computed.
-        num_resumed: How many positions `slot` itself may hold from before a repair.
+        source: Slot with the session's cached prefix, perhaps its own.
+        slot: Slot of the session.
+        cached: Token ids of the prefix, which `source` holds once earlier windows are computed.
+        num_resumed: Number of positions that `slot` may hold from before a recovery.
     """
 
     session: int
@@ -113,17 +112,17 @@ class SlotAssigned:
     num_resumed: int = 0
 
     def follows(self, window: QueuedWindow) -> bool:
-        """Whether a window that came before brings something that is cached: here, or at a stage behind."""
+        """Whether an earlier window computes part of the prefix, here or at a later stage."""
         span = window.span
         return span.slot == self.source != self.slot and span.start < len(self.cached)
 
 
 @dataclass(frozen=True)
 class QueueBarrier:
-    """Nothing to change: tells that all that came before is computed or dropped.
+    """Marker: everything before it is computed or dropped.
 
     Attributes:
-        on_passed: Called in the thread that computes.
+        on_passed: Called in the computing thread.
     """
 
     on_passed: Callable[[], object]
@@ -134,7 +133,7 @@ Change = SlotAssigned | QueueBarrier
 
 @dataclass(frozen=True)
 class _Pending:
-    """A change that waits, and the windows that came for its session since."""
+    """A waiting change, and later windows of its session."""
 
     change: Change
     windows: deque[QueuedWindow] = field(default_factory=deque)
@@ -142,7 +141,7 @@ class _Pending:
 
 @dataclass(frozen=True)
 class Work:
-    """What the thread does next: first the changes of slots, in order, then `windows` as one batch."""
+    """Work for the computing thread: first changes of slots, in order, then `windows` as one batch."""
 
     changes: tuple[Change, ...]
     windows: tuple[QueuedWindow, ...]
@@ -151,22 +150,22 @@ class Work:
 class WindowScheduler:
     """Windows of different sessions share a batch while their rows fit, first come, first served.
 
-    Where slots have caches of their own only neighbours share one.
+    Where slots have caches of their own only neighbouring slots share one.
 
-    Two windows of one session never share a batch: the second may trim what the first computes. Nor does a
-    chunk of a prompt share one with others: it takes turns with all that wait after the chunk before. So a
-    token of one session waits for at most one chunk of another, however many of them are queued. Of several
-    chunks the shortest goes first, so that a short prompt does not wait for long ones; but the one that has
-    waited longest is passed over a few times only.
+    Two windows of one session never share a batch: the second may trim what the first computes. A prefill
+    chunk is computed alone, in turns with all windows that arrived before the next chunk, so a token of one
+    session waits for one chunk of others at most. Among several chunks the shortest goes first, so that a
+    short prompt does not wait for long ones; but the one that has waited longest is passed over a few times
+    only.
 
-    Changes of slots keep their order. A session that begins with what another slot holds waits until the
-    windows that bring it are taken, if they came before.
+    Changes of slots keep their order. A session that begins with another slot's content waits until the
+    windows that compute it are taken, if they came before.
 
     Args:
         max_rows: Rows of one batch.
-        is_live: Whether a window of (session, epoch) is still wanted; asked when it is taken.
-        takes_runs: Whether only slots that follow one another, with equally many rows each, gain by sharing a
-            batch: others would be computed one after the other, and wait for one another.
+        is_live: Whether a window of (session, epoch) is still valid; called when it is taken.
+        takes_runs: Whether only consecutive slots with equally many rows each gain from a shared batch:
+            others would be computed one after the other, and delay one another.
     """
 
     def __init__(
@@ -175,23 +174,24 @@ class WindowScheduler:
         self._max_rows = max_rows
         self._is_live = is_live
         self._takes_runs = takes_runs
-        # Everything comes by this queue: unlike a condition variable it wakes the taker without Python on
-        # either side, and what was taken from it is the taker's alone.
+        # All arrivals pass this queue: unlike a condition variable it wakes the computing thread without
+        # Python on either side, and what was taken from it belongs to that thread alone.
         self._arrivals: queue.SimpleQueue[QueuedWindow | Change | None] = queue.SimpleQueue()
         self._waiting: deque[QueuedWindow] = deque()
         self._changes: list[Change] = []
         self._pending: deque[_Pending] = deque()
-        # Windows of all of these: other threads ask for the length, and must not walk what the taker changes.
+        # Windows of `_pending`: other threads ask for the length, and must not iterate over what this one
+        # changes.
         self._num_pending_windows = 0
-        # Windows that are still to be taken before the next chunk.
+        # Number of windows to be taken before the next chunk.
         self._num_before_chunk: int | None = None
-        # Chunks taken since the one that waits longest came to be that.
+        # Number of chunks taken since the oldest one became the oldest.
         self._num_passed_over = 0
         self._is_closed = False
         self.num_dropped = 0
 
     def __len__(self) -> int:
-        """Number of windows that wait, for any thread: one that moves at this moment may be missed."""
+        """Number of waiting windows, from any thread; one that is moved at this moment may be missed."""
         return len(self._waiting) + self._num_pending_windows + self._arrivals.qsize()
 
     def put(self, window: QueuedWindow) -> None:
@@ -199,11 +199,11 @@ class WindowScheduler:
         self._arrivals.put(window)
 
     def change(self, change: Change) -> None:
-        """Have a slot changed before the next batch."""
+        """Queue a change of a slot, before later batches."""
         self._arrivals.put(change)
 
     def close(self) -> None:
-        """Wake the taker for the last time."""
+        """Wake the computing thread for the last time."""
         self._arrivals.put(None)
 
     def take(self) -> Work | None:
@@ -233,28 +233,28 @@ class WindowScheduler:
             self._release_changes()
 
     def _queue_of(self, session: int) -> deque[QueuedWindow]:
-        """Where a window of the session has to wait."""
+        """Queue for a window of the session."""
         for pending in reversed(self._pending):
             if isinstance(pending.change, SlotAssigned) and pending.change.session == session:
                 return pending.windows
         return self._waiting
 
     def _release_changes(self) -> None:
-        """Have the changes made that wait for nothing any more, up to the first that does."""
+        """Release changes that wait for nothing any more, up to the first that does."""
         while self._pending and not self._has_to_wait(self._pending[0].change):
             pending = self._pending.popleft()
             self._changes.append(pending.change)
             if pending.windows:
                 self._num_pending_windows -= len(pending.windows)
                 self._waiting += pending.windows
-                # Of a session that is over by now, whose slot the next change gives to another.
+                # Windows of a session that has ended, whose slot the next change reassigns.
                 self._drop_void()
 
     def _has_to_wait(self, change: Change) -> bool:
         return isinstance(change, SlotAssigned) and any(map(change.follows, self._waiting))
 
     def _firsts(self) -> tuple[QueuedWindow, ...]:
-        """The first window of each session, in the order of their arrivals."""
+        """First window of each session, in the order of arrival."""
         firsts: dict[int, QueuedWindow] = {}
         for window in self._waiting:
             firsts.setdefault(window.session, window)
@@ -275,7 +275,7 @@ class WindowScheduler:
         return (self._take_chunk(chunks),)
 
     def _take_chunk(self, chunks: list[QueuedWindow]) -> QueuedWindow:
-        """Of the first chunk of each session, in the order of their arrivals."""
+        """Take a chunk among the first of each session, in the order of arrival."""
         longest_waiting = chunks[0]
         chunk = longest_waiting
         if self._num_passed_over < _MOST_PASSED_OVER:
@@ -288,7 +288,7 @@ class WindowScheduler:
         return self._take_run() if self._takes_runs else self._take_any()
 
     def _take_run(self) -> tuple[QueuedWindow, ...]:
-        """The window that has waited longest, and its neighbours."""
+        """Take the window that has waited longest, and its neighbours."""
         small = {window.span.slot: window for window in self._firsts() if not _is_chunk(window)}
         if not small:
             return ()
@@ -317,7 +317,7 @@ class WindowScheduler:
                 sessions.add(window.session)
             else:
                 waiting.append(window)
-                # Whatever this session sent later has to wait as well.
+                # Later windows of this session have to wait as well.
                 sessions.add(window.session)
         self._waiting = waiting
         return tuple(taken)
@@ -329,5 +329,5 @@ class WindowScheduler:
 
 
 def _is_chunk(window: QueuedWindow) -> bool:
-    """Whether it is a part of a prompt: elsewhere every row but a committed one is verified."""
+    """Whether it is part of a prompt: in other windows every row but a committed one is verified."""
     return window.span.num_outputs < len(window.span.tokens)

@@ -1,4 +1,4 @@
-"""gRPC server of one stage, and its place in a ring."""
+"""gRPC server of one stage, with its place in a ring."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from stages.transport.channels import Identity
 
 
-# A mesh id is a sha256 in hex.
+# Length of a mesh id: a sha256 in hex.
 _SHOWN_CHARS: Final = 64
 
 
 @dataclass(frozen=True)
 class RingPlace:
-    """One stage's place.
+    """Place of a stage in a ring.
 
     Attributes:
-        stage_index: From 0, in the pipeline.
-        mesh_id: Which ring it is.
-        mesh_key: Shared by all stages and the coordinator of the ring.
-        term: Of the coordinator that the ring is for.
+        stage_index: Place in the pipeline, from 0.
+        mesh_id: Identifier of the ring.
+        mesh_key: Key shared by all stages and the coordinator.
+        term: Term of the ring's coordinator.
     """
 
     stage_index: int
@@ -51,14 +51,14 @@ class RingPlace:
     term: int
 
     def is_of(self, hello: wire.Hello) -> bool:
-        """Whether a peer greeted this very ring."""
+        """Whether a hello is for this ring."""
         return hello.mesh_id == self.mesh_id
 
     def refusal(self, hello: wire.Hello | None) -> MeshError | None:
-        """Why a peer is not talked to; None if it is.
+        """The error for a peer of another ring, version or lower term; None if it fits.
 
         Args:
-            hello: The first message of its stream; None if that was something else.
+            hello: First message of its stream; None if that was something else.
         """
         if hello is None:
             return ProtocolError("the first message of a stream must be a Hello")
@@ -78,10 +78,10 @@ class RingPlace:
         return None
 
     def stale(self, sender: str, term: int) -> ProtocolError:
-        """What a peer of a lower term is told.
+        """The error for a peer of a lower term.
 
         Args:
-            sender: What the peer calls itself.
+            sender: The peer's name.
             term: The peer's.
         """
         return ProtocolError(
@@ -91,7 +91,7 @@ class RingPlace:
 
 
 def _shown(text: str) -> str:
-    """What a peer says of itself, fit for one line: a status with more is not delivered at all."""
+    """Text of a peer, shortened to one line: gRPC does not deliver a status with more."""
     return "".join(letter for letter in text[:_SHOWN_CHARS] if letter.isprintable())
 
 
@@ -99,25 +99,25 @@ log = structlog.get_logger()
 
 
 class StageService(rpc.StageServicer):
-    """One stage: takes windows from upstream, computes them, sends them on or judges them.
+    """One stage: receives windows, computes them, and sends them on or verifies them.
 
-    Lives in the event loop that made it; llama.cpp runs in the worker's thread. `rejoin` gives it another
-    place, in another ring, and leaves what is loaded as it is.
+    Runs in the event loop that made it; llama.cpp runs in the worker's thread. `rejoin` moves it to another
+    ring and keeps the loaded layers.
 
     Args:
         runtime: The loaded stage.
         stage_index: Its place in the pipeline.
-        mesh_id: Which mesh it belongs to; peers of another one are refused.
-        mesh_key: Shared by all stages and the coordinator.
-        hidden_type: How its hidden states travel to the next stage. What arrives says its type itself.
-        identity: What it shows the next stage, asked at each connection; None if that is in this process.
-        term: Of the coordinator that it is for; one of a lower term is refused.
-        most_sent_bytes: How much of what it sent on it keeps, to send it again after a repair.
-        pause_s: How long it waits before it tells copies more, see `stages.serving.kv_replication.pause_s`.
+        mesh_id: Identifier of the ring; peers of another one are refused.
+        mesh_key: Key shared by all stages and the coordinator.
+        hidden_type: Format of its hidden states on the wire to the next stage. Incoming rows name their own.
+        identity: Returns the TLS identity for each connection to the next stage; None within one process.
+        term: Term of its coordinator; a lower one is refused.
+        most_sent_bytes: Most bytes of sent rows that it keeps, to send them again after a recovery.
+        pause_s: Pause between updates of replicas, see `stages.serving.kv_replication.pause_s`.
 
     Attributes:
-        key_check: What its server must ask first.
-        handshakes: What its server must tell of connections.
+        key_check: Interceptor for its server.
+        handshakes: Monitor for its server's connections.
     """
 
     def __init__(
@@ -184,17 +184,17 @@ class StageService(rpc.StageServicer):
         self._engine.next = link
 
     async def follow(self, address: str, host: str, mesh_id: str, mesh_key: str, term: int) -> None:
-        """Keep up with a stage of a ring that this one is a copy of, until it takes a place in a ring itself.
+        """Follow a stage of a ring as its replica, until it joins a ring itself.
 
         Args:
-            address: `host:port` of that stage. One that is followed already, or could not be, is left alone.
+            address: `host:port` of that stage. No effect if it is followed already, or could not be.
             host: Name of the host that must answer there.
-            mesh_id: Which ring it is in.
-            mesh_key: Of that ring.
-            term: Of the coordinator that orders this.
+            mesh_id: Identifier of its ring.
+            mesh_key: Key of that ring.
+            term: Term of the calling coordinator.
 
         Raises:
-            ProtocolError: If a coordinator of a higher term was here meanwhile.
+            ProtocolError: If a coordinator of a higher term took over meanwhile.
         """
         if term < self._place.term:
             raise self._place.stale(f"the coordinator of the copy of stage {self._place.stage_index}", term)
@@ -204,7 +204,7 @@ class StageService(rpc.StageServicer):
         place = self._place
         await self._stop_replication()
         if self._place is not place or self._replication_sink is not None:
-            # Another order has come in that time, and counts.
+            # A later call came in that time, and counts.
             return
         hello = _hello(mesh_id, f"a copy of stage {self._place.stage_index}", term)
         self._replication_sink = ReplicationSink(
@@ -218,7 +218,7 @@ class StageService(rpc.StageServicer):
         )
 
     def _serve(self, term: int) -> None:
-        """Be for the coordinator of this term: if it is a new one, its session ids mean other sessions."""
+        """Accept a coordinator's term: session ids of a new one mean other sessions."""
         if term > self._place.term:
             self._engine.close_all(forgotten=True)
             self._place = replace(self._place, term=term)
@@ -237,25 +237,25 @@ class StageService(rpc.StageServicer):
         *,
         hidden_type: HiddenType | None = None,
     ) -> None:
-        """Leave the ring for a place in another one; what is loaded stays. `connect` then links it onward.
+        """Move to another ring; the loaded layers stay. `connect` then links it to the next stage.
 
-        All streams of the old ring end, its peers are refused from now on, and its sessions are over. Returns
-        when the batch that computes now is done: nothing of the old ring leaves after that.
+        All streams of the old ring end, its peers are refused from now on, and its sessions end. Returns when
+        the current batch is done: nothing of the old ring is sent after that.
 
         Args:
             stage_index: Its place in the new pipeline.
-            mesh_id: Which ring it belongs to from now on.
-            mesh_key: Shared by all stages of that ring and the coordinator.
-            term: Of the coordinator that it is for.
-            hidden_type: How its hidden states travel to the next stage; None leaves that as it was.
+            mesh_id: Identifier of the new ring.
+            mesh_key: Key shared by all its stages and the coordinator.
+            term: Term of the calling coordinator.
+            hidden_type: Format of its hidden states on the wire to the next stage; None for no change.
 
         Raises:
-            ProtocolError: If a coordinator of a higher term was here meanwhile.
+            ProtocolError: If a coordinator of a higher term took over meanwhile.
         """
         self._refuse_former(term)
         while self._replication_sink is not None:
             await self._stop_replication()
-        # Another coordinator may have been here in that time.
+        # Another coordinator may have taken over in that time.
         self._refuse_former(term)
         engine, former = self._engine, self._place
         self._place = RingPlace(stage_index, mesh_id, mesh_key, term)
@@ -282,7 +282,7 @@ class StageService(rpc.StageServicer):
 
     @property
     def idle_s(self) -> float:
-        """For how long no coordinator was connected, in seconds; 0 while one is."""
+        """Seconds since the last coordinator disconnected; 0 while one is connected."""
         return 0.0 if self._idle_since_s is None else time.monotonic() - self._idle_since_s
 
     async def close(self) -> None:
@@ -292,7 +292,7 @@ class StageService(rpc.StageServicer):
         await self._engine.stop()
 
     def stats(self) -> wire.StageStats:
-        """Counts since the start."""
+        """Counters since the start."""
         return self._engine.stats()
 
     async def Link(  # noqa: N802 - the name in the .proto
@@ -325,7 +325,7 @@ class StageService(rpc.StageServicer):
         if hello is None or not self._place.is_of(hello):
             yield welcome
             return
-        # Before the welcome: what the coordinator sends after it may fail, and is to be told of that.
+        # Before the welcome: the coordinator's next messages may fail, and the failures must reach it.
         self._serve(hello.term)
         reader = asyncio.create_task(self._read_control(request_iterator, replies))
         reader.add_done_callback(lambda _reader: replies.put_nowait(None))
@@ -341,7 +341,7 @@ class StageService(rpc.StageServicer):
             reader.cancel()
             del self._controls[replies]
             if not self._controls:
-                # No coordinator, nobody to answer.
+                # Without a coordinator there is no recipient for failures.
                 self._idle_since_s = time.monotonic()
                 self._engine.close_all()
 
@@ -371,7 +371,7 @@ class StageService(rpc.StageServicer):
         request: wire.FollowRequest,
         context: grpc.aio.ServicerContext[wire.FollowRequest, wire.SlotRows],
     ) -> AsyncIterator[wire.SlotRows]:
-        """What the sessions here have in the KV cache, to a copy of this stage."""
+        """KV rows of the sessions here, for a replica of this stage."""
         self.handshakes.called(context.peer())
         hello = request.hello if request is not None and request.HasField("hello") else None
         await self._greet(hello, context)
@@ -410,10 +410,10 @@ class StageService(rpc.StageServicer):
         await abort(context, error)
 
     async def _listen(self, context: grpc.aio.ServicerContext[wire.Frame, wire.Welcome]) -> None:
-        """A Link until it ends, or this stage leaves the ring.
+        """Read a Link until it ends, or this stage leaves the ring.
 
         Raises:
-            ProtocolError: If the peer sends what no peer of the mesh sends.
+            ProtocolError: If a message violates the protocol.
         """
         first = await context.read()
         is_hello = isinstance(first, wire.Frame) and first.WhichOneof("kind") == "hello"
@@ -474,6 +474,6 @@ def _hello(mesh_id: str, sender: str, term: int) -> wire.Hello:
 
 
 def _require_session(session: int) -> None:
-    """A failure of session 0 means the whole stage: no window may bring that about."""
+    """Refuse session 0: a failure of that id means the whole stage."""
     if not session:
         raise ProtocolError("the peer named session 0: ids begin at 1")

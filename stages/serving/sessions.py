@@ -18,14 +18,14 @@ _NUM_CLOSED_REMEMBERED: Final = 4096
 
 @dataclass
 class StageSession:
-    """One open session.
+    """An open session.
 
     Attributes:
-        id: Given by the coordinator; never used twice.
+        id: Id from the coordinator; never used twice.
         slot: Its sequence slot in llama.cpp.
-        verifier: Draws for it at the tail.
+        verifier: Its verifier at the tail.
         epoch: Windows of a lower epoch are void.
-        num_resumed: First positions that its slot may hold from before a repair.
+        num_resumed: First positions that its slot may hold from before a recovery.
     """
 
     id: int
@@ -40,15 +40,15 @@ class SessionTable:
     """The open sessions of one stage.
 
     Attributes:
-        num_slots: Slots that exist.
+        num_slots: Number of slots.
     """
 
     num_slots: int
     _open: dict[int, StageSession] = field(default_factory=dict)
     _owner: dict[int, int] = field(default_factory=dict)
-    # Of each slot the session that had it last, also when that is over.
+    # The latest session of each slot, also after its end.
     _latest: dict[int, int] = field(default_factory=dict)
-    # Ids that are over. A `Close` comes out of band and may overtake its `Open`.
+    # Ids of closed sessions. A `Close` comes out of band and may overtake its `Open`.
     _closed: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
@@ -57,16 +57,16 @@ class SessionTable:
     def open(
         self, session: int, slot: int, verifier: WindowVerifier, resumed: Resumed = NOTHING_RESUMED
     ) -> StageSession:
-        """Give the slot to the session; the session that had it ends.
+        """Assign the slot to the session; the slot's former session ends.
 
-        A session that was closed before it was opened is over at once: it takes the slot from the session
-        before it, as every stage must, and leaves it free.
+        A session that was closed before it was opened ends at once: it takes the slot from the session before
+        it, as at every stage, and leaves it free.
 
         Args:
             session: Its id.
             slot: The slot.
-            verifier: Draws for it.
-            resumed: What it goes on with: counts only if the slot was that session's last.
+            verifier: Its verifier.
+            resumed: Former id and positions; valid only if the slot was that session's last.
 
         Raises:
             InvalidWindow: If there is no such slot.
@@ -85,7 +85,7 @@ class SessionTable:
         return entry
 
     def close(self, session: int) -> int | None:
-        """End the session; returns the slot that is free now, or None if the session is not open here."""
+        """End the session; returns its slot, or None if the session is not open here."""
         self._closed[session] = None
         while len(self._closed) > _NUM_CLOSED_REMEMBERED:
             self._closed.popitem(last=False)
@@ -101,17 +101,17 @@ class SessionTable:
             self.close(session)
 
     def forget(self) -> None:
-        """End every session and forget its id: those of the next coordinator mean other sessions."""
+        """End every session and drop its id: ids of the next coordinator mean other sessions."""
         self.close_all()
         self._latest.clear()
         self._closed.clear()
 
     def adopt(self, slot: int, session: int) -> None:
-        """Note that a slot is to hold what a session computed at another stage, as far as it is told.
+        """Record that a slot holds rows of another stage's session.
 
         Args:
             slot: The slot.
-            session: Its id there.
+            session: Its id at that stage.
         """
         self._latest[slot] = session
 
@@ -131,15 +131,15 @@ class SessionTable:
         return session in self._open
 
     def is_live(self, session: int, epoch: int) -> bool:
-        """Whether a window of this session and epoch is still worth computing."""
+        """Whether a window of this session and epoch is still valid."""
         entry = self._open.get(session)
         return entry is not None and epoch >= entry.epoch
 
     def admit(self, session: int, epoch: int) -> StageSession | None:
-        """The session of an arriving window, or None if the window is void and to be dropped.
+        """The session of an arriving window, or None if the window is void.
 
         Raises:
-            UnknownSession: If the session was never open here.
+            UnknownSession: If the session was never opened here.
         """
         entry = self._open.get(session)
         if entry is None:

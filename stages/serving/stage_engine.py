@@ -1,4 +1,4 @@
-"""Stage engine: the way of windows from the streams through the worker to the next stage."""
+"""Stage engine: path of windows from the streams through the worker to the next stage."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ log = structlog.get_logger()
 
 Result = TypeVar("Result")
 
-# A coordinator has a few dozen windows of a session under way: whoever sends so many ahead means no good.
+# A coordinator has a few dozen windows of a session in flight; more than this violates the protocol.
 _MOST_QUEUED_PER_SLOT: Final = 512
 
 
 def monotonic_us() -> int:
-    """Microseconds of this host's monotonic clock."""
+    """Monotonic clock of this host, microseconds."""
     return time.monotonic_ns() // 1000
 
 
 class StageEngine:
-    """Sessions, queue and worker of one stage, in the event loop that made it.
+    """Sessions, scheduler and worker of one stage, in the event loop that made it.
 
     Args:
         runtime: The loaded stage; it computes in the worker's thread.
         stage_index: Its place in the pipeline.
-        hidden_type: How its hidden states travel to the next stage.
-        most_sent_bytes: How much of what it sent on it keeps, to send it again after a repair.
-        on_verdicts: Called with those of live sessions.
-        on_failures: Called with what went wrong; a failure of session 0 means the whole stage.
+        hidden_type: Format of its hidden states on the wire to the next stage.
+        most_sent_bytes: Most bytes of sent rows that it keeps, to send them again after a recovery.
+        on_verdicts: Called with verdicts of live sessions.
+        on_failures: Called with failures; one of session 0 means the whole stage.
 
     Attributes:
-        stage_index: As given; another one after a repair.
-        next: The link to the next stage, once and as long as there is one.
+        stage_index: As given; another one after `rejoin`.
+        next: The link to the next stage, while there is one.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class StageEngine:
         self._worker.start()
 
     def open(self, message: wire.Open) -> None:
-        """Begin a session, and have the next stage begin it in its turn."""
+        """Open a session here and at the next stage."""
         try:
             spec = SessionSpec.from_wire(message)
             if self._info.is_tail:
                 spec.require_vocabulary(self._info.n_vocab)
             verifier = WindowVerifier.of(spec, self._grammars)
             session = self._sessions.open(spec.session, spec.slot, verifier, spec.resumed)
-            # What cannot go back to a position cannot go on from one before its end either.
+            # A slot that cannot go back to a position cannot be resumed before its end either.
             num_resumed = session.num_resumed if self._info.can_trim else 0
             if num_resumed:
                 log.info(
@@ -113,7 +113,7 @@ class StageEngine:
             self._scheduler.change(
                 SlotAssigned(session.id, spec.source_slot, session.slot, spec.cached, num_resumed)
             )
-            # Not before the windows that bring what a later stage is to copy.
+            # After the windows that compute what a later stage is to copy.
             self._scheduler.change(
                 QueueBarrier(lambda: self._loop.call_soon_threadsafe(self._pass_on, message))
             )
@@ -122,14 +122,14 @@ class StageEngine:
         self._cpu_latency.update(len(self._sessions))
 
     def take(self, window: wire.Window) -> None:
-        """Queue a window of a live session; one of a session that is over is dropped."""
+        """Queue a window of a live session; windows of ended sessions are dropped."""
         try:
             session = self._sessions.admit(window.session, window.epoch)
             if session is None:
                 self._scheduler.num_dropped += 1
                 return
             if len(window.tokens) > self._max_rows:
-                # It would wait for ever: no batch has room for it.
+                # No batch has room for it, so it would wait forever.
                 raise InvalidWindow(
                     f"a window has {len(window.tokens)} rows; this stage takes {self._max_rows}"
                 )
@@ -156,10 +156,10 @@ class StageEngine:
         )
 
     def take_vocabulary(self, vocabulary: wire.Vocabulary) -> None:
-        """What grammars are made of; only the tail samples.
+        """Store the vocabulary for grammars, at the tail.
 
         Raises:
-            ProtocolError: If it is no vocabulary of the model's.
+            ProtocolError: If it does not fit the model's.
         """
         if self._info.is_tail:
             self._grammars.take(vocabulary)
@@ -167,19 +167,19 @@ class StageEngine:
             self.next.send(vocabulary)
 
     def cancel(self, session: int, epoch: int) -> None:
-        """What a session sent before an epoch is of no use any more."""
+        """Void a session's windows below an epoch."""
         self._sessions.cancel(session, epoch)
 
     def close(self, session: int) -> None:
-        """A session is over."""
+        """Close a session."""
         self._sessions.close(session)
         self._cpu_latency.update(len(self._sessions))
 
     def close_all(self, *, forgotten: bool = False) -> None:
-        """All sessions are over.
+        """Close all sessions.
 
         Args:
-            forgotten: Their ids may come again: those of another coordinator begin anew.
+            forgotten: Whether their ids may come again, from another coordinator.
         """
         if forgotten:
             self._sessions.forget()
@@ -188,33 +188,33 @@ class StageEngine:
         self._cpu_latency.update(0)
 
     def send_as(self, hidden_type: HiddenType) -> None:
-        """How hidden states travel to the next stage from now on."""
+        """Set the format of hidden states on the wire to the next stage."""
         self._worker.send_as(hidden_type)
 
     def next_lost(self, error: MeshError) -> None:
-        """The link to the next stage broke: the coordinator is told."""
+        """Report the loss of the link to the next stage to the coordinator."""
         log.error("link_lost", stage=self.stage_index, reason=error.message)
         self.next = None
         self._report([_failure(0, 0, 0, error)])
 
     async def drained(self) -> None:
-        """Return when the batch that computes now is done: nothing of closed sessions leaves after that."""
+        """Return when the current batch is done: nothing of closed sessions is sent after that."""
         await self._in_worker(lambda: None)
 
     async def held(self) -> list[wire.HeldSlot]:
-        """What the slots have, for a stage that this one is to follow."""
+        """Positions held by the slots, for a stage that this one is to follow."""
         return await self._in_worker(self._slots.held)
 
     async def attach_cursor(self, cursor: ReplicationCursor, held: Sequence[wire.HeldSlot]) -> None:
-        """Keep the marks of a copy of this stage, until `detach_cursor`; see `KvSlots.attach_cursor`."""
+        """Begin replication to a replica; see `KvSlots.attach_cursor`."""
         await self._in_worker(lambda: self._slots.attach_cursor(cursor, held))
 
     def detach_cursor(self, cursor: ReplicationCursor) -> None:
-        """Keep them no more."""
+        """End replication to a replica."""
         self._scheduler.change(QueueBarrier(lambda: self._slots.detach_cursor(cursor)))
 
     async def updates(self, cursor: ReplicationCursor) -> AsyncIterator[wire.SlotRows]:
-        """What a copy has not been told of the open sessions, one slot after the other.
+        """Updates of the open sessions for a replica, one slot after the other.
 
         Windows are computed between two of them.
         """
@@ -226,17 +226,17 @@ class StageEngine:
                 yield message
 
     async def apply_update(self, update: wire.SlotRows) -> None:
-        """Hold what the stage that this one follows has computed.
+        """Put rows of the followed stage into the KV cache.
 
         Raises:
-            MeshError: If that is not of this stage.
+            MeshError: If they are not of this stage's layers.
         """
-        # Should this one become a stage meanwhile, what it was told so far counts: its tokens are compared.
+        # If this replica becomes a stage meanwhile, the rows count: their tokens are compared.
         self._sessions.adopt(update.slot, update.session)
         await self._in_worker(lambda: self._slots.apply_update(update))
 
     def stats(self) -> wire.StageStats:
-        """Counts since the start."""
+        """Counters since the start."""
         counts = self._worker.counts
         return wire.StageStats(
             num_windows=counts.num_windows,
@@ -259,7 +259,7 @@ class StageEngine:
         await asyncio.to_thread(self._worker.join)
 
     async def _in_worker(self, work: Callable[[], Result]) -> Result:
-        """Have the thread that computes do something between two batches."""
+        """Run a function in the computing thread, between two batches."""
         done: asyncio.Future[Result] = self._loop.create_future()
 
         def settle(result: Result | None, error: BaseException | None) -> None:
@@ -281,7 +281,7 @@ class StageEngine:
         return await done
 
     def _pass_on(self, message: wire.Open) -> None:
-        # Even if the session is over by now: later ones count on what its slot holds at every stage.
+        # Also for a session that has ended: later ones rely on the content of its slot at every stage.
         if self.next is not None:
             self.next.send(message)
 

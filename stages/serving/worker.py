@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 @dataclass
 class WorkerCounts:
-    """What the thread has done since it started; written by it alone.
+    """Counters of the thread, written by it alone.
 
     Attributes:
         num_windows: Windows computed.
@@ -45,17 +45,17 @@ class WorkerCounts:
 
 
 class StageWorker(threading.Thread):
-    """Runs until its queue is closed, then frees the runtime.
+    """Thread that runs until its scheduler is closed, then frees the runtime.
 
     Args:
         runtime: Owned by this thread from `start` on.
-        scheduler: Where windows come from.
-        clock_us: Monotonic, microseconds.
-        hidden_type: How hidden states travel to the next stage.
-        slots: What it holds, to send it again after a repair. Belongs to this thread as well.
-        on_windows: Gets windows for the next stage; called in this thread.
-        on_verdicts: Gets the tail's answers; called in this thread.
-        on_failures: Gets windows that could not be computed; called in this thread.
+        scheduler: Source of windows.
+        clock_us: Monotonic clock, microseconds.
+        hidden_type: Format of hidden states on the wire to the next stage.
+        slots: KV cache and sent rows, owned by this thread.
+        on_windows: Called with windows for the next stage, in this thread.
+        on_verdicts: Called with the tail's verdicts, in this thread.
+        on_failures: Called with windows that could not be computed, in this thread.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class StageWorker(threading.Thread):
         self.counts = WorkerCounts()
 
     def send_as(self, hidden_type: HiddenType) -> None:
-        """Have hidden states travel in another type from now on."""
+        """Set the format of hidden states for later windows."""
         self._hidden_type = hidden_type
 
     def run(self) -> None:
@@ -106,7 +106,7 @@ class StageWorker(threading.Thread):
         try:
             self._slots.begin(assigned.slot, assigned.source, assigned.cached, assigned.num_resumed)
         except MeshError as error:
-            # What the slot holds now is another session's: no window may find that and go on with it.
+            # The slot holds another session's rows: no window may use them.
             self._slots.trim(assigned.slot, 0)
             if assigned.cached:
                 failure = wire.Failure(
@@ -115,7 +115,7 @@ class StageWorker(threading.Thread):
                 self._on_failures([failure])
 
     def _without_held(self, windows: tuple[QueuedWindow, ...], started_us: int) -> list[QueuedWindow]:
-        """The windows that are to be computed, or their rest: what is there from before is sent again."""
+        """The windows, or parts, to be computed; rows that are held are sent again."""
         left = []
         for whole in windows:
             window = self._with_held(whole)
@@ -126,22 +126,22 @@ class StageWorker(threading.Thread):
         return left
 
     def _with_held(self, window: QueuedWindow) -> QueuedWindow:
-        """Look how many rows are in the slot as the session means them, and nothing is asked of them."""
+        """The window with the number of its first rows that are held, if it requests nothing of them."""
         span = window.span
         stop = min(window.num_resumed, self._runtime.length(span.slot), span.start + len(span.tokens))
         num_held = min(stop - span.start, len(span.tokens) - span.num_outputs)
         if num_held <= 0:
             return window
-        # A proposal may be there that was rejected, or what another session computed.
+        # The slot may hold a rejected proposal, or rows of another session.
         num_held = self._slots.num_same(replace(span, tokens=span.tokens[:num_held]))
         if not num_held or self._runtime.info.is_tail:
             return replace(window, num_held=num_held)
         held = self._slots.find_sent(replace(span, tokens=span.tokens[:num_held]), self.sent_row_bytes)
-        # What left the first time may not be there any more.
+        # The sent rows may have been dropped.
         return window if held is None else replace(window, num_held=num_held, held=held)
 
     def _send_again(self, window: QueuedWindow, started_us: int) -> None:
-        """Answer without computing."""
+        """Answer a window without computing."""
         queue_us = max(0, started_us - window.arrived_us)
         if self._runtime.info.is_tail:
             verdict = self._verdict(window, np.empty((0, self._runtime.info.n_vocab), np.float32))
@@ -155,11 +155,11 @@ class StageWorker(threading.Thread):
 
     @property
     def sent_row_bytes(self) -> int:
-        """What a row of hidden states takes that leaves now."""
+        """Current size of a row of hidden states on the wire."""
         return self._hidden_type.row_bytes(self._runtime.info.n_embd)
 
     def _without_invalid(self, windows: list[QueuedWindow]) -> list[QueuedWindow]:
-        """The windows with their hidden states decoded. One bad window must not take the batch with it."""
+        """The windows with decoded hidden states. An invalid one fails alone, not the batch."""
         valid = []
         for queued in windows:
             window = queued.decoded()
@@ -201,7 +201,7 @@ class StageWorker(threading.Thread):
             onward = [self._onward(*pair) for pair in zip(windows, computed, strict=True)]
             counts.compute_us += self._stamp_all(windows, onward, started_us)
             self._on_windows([window for window, rows in zip(onward, computed, strict=True) if rows])
-            # After they left: nobody waits for this.
+            # After sending, since the next stage does not wait for this.
             for window, rows in zip(windows, computed, strict=True):
                 self._slots.sent_on(window.to_compute, rows)
 
@@ -211,7 +211,7 @@ class StageWorker(threading.Thread):
         messages: Sequence[wire.Window | wire.Verdict | None],
         started_us: int,
     ) -> int:
-        """Write into each message how long this stage and those before it took; returns its own time."""
+        """Write the times of this stage and those before into each message; returns its own time."""
         compute_us = self._clock_us() - started_us
         num_rows = _num_rows(windows)
         for window, message in zip(windows, messages, strict=True):
@@ -221,7 +221,7 @@ class StageWorker(threading.Thread):
         return compute_us
 
     def _verdict(self, window: QueuedWindow, logits: NDArray[np.float32]) -> wire.Verdict | None:
-        """None if the rows cannot be judged: that fails one session, not those that shared its batch."""
+        """None if the rows cannot be verified: that fails one session, not the batch."""
         try:
             return self._verify(window, logits)
         except MeshError as error:
@@ -243,7 +243,7 @@ class StageWorker(threading.Thread):
         )
 
     def _onward(self, window: QueuedWindow, rows: bytes) -> wire.Window:
-        """The window for the next stage, with what is held and these rows."""
+        """The window for the next stage, with held and computed rows."""
         span = window.span
         return wire.Window(
             session=window.session,
@@ -258,7 +258,7 @@ class StageWorker(threading.Thread):
         )
 
     def _encoded(self, window: QueuedWindow, hidden: NDArray[np.float32]) -> bytes:
-        """Nothing if values are no numbers: that fails one session, not those that shared its batch."""
+        """Encoded rows; empty if a value is not finite, which fails one session, not the batch."""
         try:
             return encode(hidden, self._hidden_type)
         except MeshError as error:
@@ -286,7 +286,7 @@ def _stamp(
 
 
 def failure_of(window: QueuedWindow, error: MeshError) -> wire.Failure:
-    """What the coordinator hears about a window that could not be computed."""
+    """Failure message for the coordinator."""
     return wire.Failure(
         session=window.session,
         epoch=window.epoch,

@@ -1,4 +1,4 @@
-"""gRPC channels and ports over mutual TLS, with the identity of a host and failed handshakes."""
+"""gRPC channels and ports over mutual TLS: identities, key check, and failed handshakes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a process shows its peers, and whom it believes. All PEM.
+    """TLS identity of a process, all PEM.
 
     Attributes:
-        certificate_pem: Names the host that the process runs on; signed by the authority.
-        private_key_pem: Made in this process.
-        authority_pem: The mesh's authority: a peer whose certificate it did not sign is refused.
+        certificate_pem: Certificate for its host, signed by the authority.
+        private_key_pem: Key generated in this process.
+        authority_pem: Certificate of the mesh's authority, which must have signed those of peers.
     """
 
     certificate_pem: bytes
@@ -39,7 +39,7 @@ class Identity:
 
 
 class NewKey:
-    """A P-256 key that is made here and stays here; only the request to certify it travels."""
+    """A new P-256 key that never leaves this process; only its certificate request does."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -50,12 +50,12 @@ class NewKey:
         return self._key.public_key()
 
     def request_pem(self) -> bytes:
-        """PKCS #10. It names nobody: who this host is, the authority knows from elsewhere."""
+        """PKCS #10, without a name: the authority adds the host's."""
         request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
         return request.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     def identity(self, certificate_pem: bytes, authority_pem: bytes) -> Identity:
-        """What the key becomes with the certificate that was made for it."""
+        """The identity of the key with its certificate."""
         private_key_pem = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -65,8 +65,8 @@ class NewKey:
 def peer_name(host: str) -> str:
     """The DNS name in the certificates of a host.
 
-    Hosts may be called what no DNS name may, `10.0.0.7` among them, and `a` is another host than `A`: hence a
-    digest. The name that people know is the certificate's common name.
+    Names of hosts need not be valid DNS names, and are case-sensitive: hence a digest. The host's own name is
+    the certificate's common name.
     """
     return f"{hashlib.sha256(host.encode()).hexdigest()[:32]}.host.spanmesh"
 
@@ -76,8 +76,8 @@ log = structlog.get_logger()
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 _KEY_HEADER: Final = "x-mesh-key"
 _CLIENT_PING_MS: Final = 8_000
-# gRPC frees what it made of the former certificate, though a handshake that began a moment before may be just
-# about to use it, and then crashes (grpc/grpc issue 36693). So renewals are rare, and give that one time.
+# gRPC frees the former certificate though a handshake that began just before may still use it, and then
+# crashes (grpc/grpc issue 36693). So renewals are rare, and leave such a handshake this time.
 _RENEWAL_S: Final = 0.05
 
 _SIZES: Final = (
@@ -91,11 +91,11 @@ CLIENT_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A proxy has no business between the hosts of a mesh.
+    # No proxies between the hosts of a mesh.
     ("grpc.enable_http_proxy", 0),
 )
 
-# The server must allow pings twice as often as clients send them, or a long prefill ends in GOAWAY.
+# The server must allow pings twice as often as clients send them, or a long prefill ends with GOAWAY.
 SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     *_SIZES,
     ("grpc.http2.min_ping_interval_without_data_ms", _CLIENT_PING_MS // 2),
@@ -110,8 +110,8 @@ def open_channel(address: str, host: str, identity: Identity | None) -> grpc.aio
 
     Args:
         address: `host:port` of the peer.
-        host: Name of the host that must answer there; its certificate has to say so.
-        identity: What this process shows. None speaks plain text, which no other process should hear.
+        host: Name of the host that must answer there, by its certificate.
+        identity: TLS identity of this process. None for plain text, within one process only.
     """
     if identity is None:
         return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
@@ -128,14 +128,14 @@ def add_port(
     identity: Callable[[], Identity] | None,
     on_connection: Callable[[], None] = lambda: None,
 ) -> int:
-    """Have a server listen over mutual TLS: peers without a certificate of the same mesh are turned away.
+    """Let a server listen over mutual TLS: peers without a certificate of the mesh are refused.
 
     Args:
-        server: Not started yet.
+        server: Server before its start.
         address: `host:port`; port 0 takes a free one.
-        identity: What this process shows; asked at each connection, as certificates are renewed. None speaks
-            plain text, which no other process should hear.
-        on_connection: Called in a thread of gRPC's when a peer begins its handshake; never for plain text.
+        identity: Returns the current TLS identity at each connection. None for plain text, within one process
+            only.
+        on_connection: Called in a thread of gRPC at the beginning of each handshake; never for plain text.
 
     Returns:
         The port.
@@ -172,7 +172,7 @@ def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
 
 
 def key_metadata(mesh_key: str) -> tuple[tuple[str, str], ...]:
-    """What a caller adds to each call."""
+    """Metadata of each call, with the mesh key."""
     return ((_KEY_HEADER, mesh_key),)
 
 
@@ -187,11 +187,11 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: MeshError) -
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
-    """Turns away every call that does not carry the mesh key, and what cannot be decoded in those that do.
+    """Interceptor that refuses calls without the mesh key, and malformed messages of others.
 
     Args:
-        mesh_key: What it asks for.
-        on_refused: Called with the peer of each call that is turned away.
+        mesh_key: The expected key.
+        on_refused: Called with the peer of each refused call.
     """
 
     def __init__(self, mesh_key: str, on_refused: Callable[[str], None] = lambda _peer: None) -> None:
@@ -199,7 +199,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         self._on_refused = on_refused
 
     def replace(self, mesh_key: str) -> None:
-        """Ask for another key from now on."""
+        """Set another key for later calls."""
         self._key = mesh_key.encode()
 
     async def intercept_service(
@@ -217,9 +217,9 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 
 
 def _decoding(handler: Any) -> Any:
-    """The same handler, but bytes that are no message are an error of ours that blames the peer.
+    """The handler, with malformed messages as protocol errors.
 
-    Where there is one request, decoded before the handler is called, it gets None.
+    A single request, which is decoded before the handler is called, becomes None.
     """
     if handler is None:
         return None
@@ -262,22 +262,22 @@ def _refusal(handler: Any, on_refused: Callable[[str], None]) -> Any:
     return grpc.unary_stream_rpc_method_handler(refuse_stream)
 
 
-# A peer that speaks plain text, or whose certificate another authority signed, fails in the handshake. gRPC
-# tells a server that a handshake begins, since it asks which certificate to show, and whose each call is. Who
-# connected and is not among the callers a few seconds later is a stranger.
-# Members call as soon as they are connected; so does a slow one, over a slow network, by then.
+# A peer that uses plain text, or whose certificate another authority signed, fails in the handshake. gRPC
+# reports the beginning of a handshake to a server, as it asks for the certificate, and the peer of each call.
+# A peer that connected and has not called a few seconds later is no member.
+# Members call as soon as they are connected, even over a slow network within this time.
 PATIENCE_S: Final = 3.0
 # Connections with calls; a mesh has a few for each stage.
 _MOST_REMEMBERED: Final = 4096
 
 
 class HandshakeMonitor:
-    """Counts the connections to one server, and logs those on which nobody called in time.
+    """Counts connections to one server, and logs those without a call in time.
 
-    Lives in the event loop that made it.
+    For the event loop that made it.
 
     Args:
-        patience_s: How long a peer may take from the beginning of its handshake to its first call.
+        patience_s: Longest time from the beginning of a handshake to the first call, in seconds.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -289,14 +289,14 @@ class HandshakeMonitor:
         self._num_logged = 0
 
     def connected(self) -> None:
-        """Somebody begins a handshake. May be called in any thread, as long as the loop is open."""
+        """Record the beginning of a handshake. From any thread, while the loop is open."""
         self._loop.call_soon_threadsafe(self._loop.call_later, self._patience_s, self._check)
 
     def called(self, peer: str) -> None:
-        """A call came, whether it is answered or not.
+        """Record a call, answered or not.
 
         Args:
-            peer: Address and port, as gRPC names them: one for each connection.
+            peer: Address and port, as gRPC names them, unique for each connection.
         """
         if peer not in self._callers:
             self._num_callers += 1
@@ -307,7 +307,7 @@ class HandshakeMonitor:
 
     def _check(self) -> None:
         self._num_judged += 1
-        # Callers whose own time is not over yet only put this off until it is.
+        # Recent callers only delay the decision.
         if self._num_judged - self._num_logged > self._num_callers:
             self._num_logged += 1
             log.warning(

@@ -1,12 +1,12 @@
 """Codec of hidden states: float32, float16 and 8-bit blocks.
 
-A row is encoded by itself: its bytes do not depend on the rows beside it, so a text does not depend on how
-windows were cut or batched.
+Each row is encoded by itself: its bytes do not depend on other rows, so a text does not depend on how windows
+were cut or batched.
 
-`q8` is the idea of GGML's Q8_0, block-wise quantisation with one scale for 32 values, with two differences.
-All scales of a row come before all its values, so that a last block may be short. And a scale keeps
-float32's range in two bytes (the upper half of its bits, as in bfloat16): some models have hidden states
-beyond what half precision holds.
+`q8` follows GGML's Q8_0, block-wise quantisation with one scale for 32 values, with two differences. All
+scales of a row precede its values, so that a last block may be short. And a scale keeps float32's range in
+two bytes (the upper half of its bits, as in bfloat16): some models have hidden states beyond the range of
+half precision.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LARGEST_F16: Final = np.float32(65504)
 
 
 class HiddenType(StrEnum):
-    """How the values of a hidden state travel, the most exact first."""
+    """Formats of hidden states on the wire, the most exact first."""
 
     F32 = "f32"
     """As computed."""
@@ -43,7 +43,7 @@ class HiddenType(StrEnum):
     """In blocks of 32 values, each a multiple, -127 to 127, of the block's scale."""
 
     def row_bytes(self, n_embd: int) -> int:
-        """What a row of `n_embd` values takes."""
+        """Size of a row of `n_embd` values."""
         match self:
             case HiddenType.F32:
                 return 4 * n_embd
@@ -58,13 +58,13 @@ def encode(hidden: NDArray[np.float32], hidden_type: HiddenType) -> bytes:
 
     Args:
         hidden: float32 (rows, n_embd).
-        hidden_type: How.
+        hidden_type: The format.
 
     Returns:
         `row_bytes` bytes for each row.
 
     Raises:
-        StageFailed: If a value is infinite or no number, which only `f32` can carry.
+        StageFailed: If a value is infinite or NaN, which only `f32` can represent.
     """
     match hidden_type:
         case HiddenType.F32:
@@ -78,15 +78,15 @@ def encode(hidden: NDArray[np.float32], hidden_type: HiddenType) -> bytes:
 
 
 def decode(data: bytes, hidden_type: HiddenType, n_embd: int) -> NDArray[np.float32]:
-    """The rows that were encoded, as near as their type has them.
+    """Rows from bytes, as exact as the format.
 
     Args:
-        data: What `encode` gave: whole rows.
-        hidden_type: How they were encoded.
+        data: Result of `encode`: whole rows.
+        hidden_type: Their format.
         n_embd: Values of a row.
 
     Returns:
-        float32 (rows, n_embd); not to be written to.
+        float32 (rows, n_embd), read-only.
     """
     match hidden_type:
         case HiddenType.F32:
@@ -102,7 +102,7 @@ def _quantised(hidden: NDArray[np.float32]) -> bytes:
     num_blocks = _num_blocks(n_embd)
     scale_bits = _rounded_up(_largest_of_blocks(hidden) / np.float32(_MOST_STEPS))
     scales = _scales(scale_bits)
-    # A block of zeros, or of numbers too small for a scale, has the scale 0.
+    # A block of zeros, or of values too small for a scale, has the scale 0.
     divisors = _per_value(np.where(scales == 0, np.float32(np.inf), scales), n_embd)
     encoded = np.empty((rows, num_blocks * _SCALE_BYTES + n_embd), np.uint8)
     encoded[:, : num_blocks * _SCALE_BYTES] = scale_bits.view(np.uint8)
@@ -165,11 +165,11 @@ _FROM_WIRE: Final = {number: hidden_type for hidden_type, number in TO_WIRE.item
 
 @dataclass(frozen=True)
 class EncodedHidden:
-    """Rows that wait for the thread that computes: decoding many takes milliseconds.
+    """Encoded rows for the computing thread: decoding many takes milliseconds.
 
     Attributes:
-        data: Of whole rows.
-        hidden_type: How they are encoded.
+        data: Whole rows.
+        hidden_type: Their format.
         n_embd: Values of a row.
     """
 
@@ -179,10 +179,10 @@ class EncodedHidden:
 
     @classmethod
     def of_window(cls, window: wire.Window, n_embd: int) -> EncodedHidden:
-        """What a window brings to a stage that is not the first.
+        """Rows of a window for a stage other than the first.
 
         Raises:
-            InvalidWindow: If the type is not known here, or the size is not that of the window's rows.
+            InvalidWindow: If the format is unknown, or the size is not that of the window's rows.
         """
         hidden_type = _FROM_WIRE.get(window.hidden_type)
         if hidden_type is None:

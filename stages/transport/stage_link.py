@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 def explain(error: grpc.aio.AioRpcError, peer: str) -> MeshError:
-    """The exception that a failed call to `peer` stands for."""
+    """The exception for a failed call to `peer`."""
     code = _mesh_code(error.trailing_metadata())
     text = error.details() or error.code().name
     if code is not None:
@@ -34,15 +34,15 @@ def explain(error: grpc.aio.AioRpcError, peer: str) -> MeshError:
 
 
 def _mesh_code(metadata: Any) -> str | None:
-    """The code of `spanmesh_proto.errors.WIRE` that a stage attached to its status."""
+    """The code of `spanmesh_proto.errors.WIRE` in the metadata of a status."""
     return next((str(value) for key, value in metadata or () if key == "x-mesh-code"), None)
 
 
 LinkMessage = wire.Vocabulary | wire.Open | wire.Window
 
-# Windows wait for one another to be read: large ones travel alone.
+# Windows of a frame are received together: large ones travel alone.
 _MOST_BUNDLED_BYTES: Final = 64 * 1024
-# A stage takes no more in one frame.
+# The receiver's limit for one frame.
 MOST_BUNDLED_WINDOWS: Final = 256
 
 
@@ -51,14 +51,14 @@ class StageLink:
 
     Args:
         address: `host:port` of the stage.
-        hello: First frame; carries the protocol version.
-        mesh_key: Shared by all stages and the coordinator.
+        hello: First frame, with the protocol version.
+        mesh_key: Key shared by all stages and the coordinator.
         on_lost: Called once with the reason when the stream ends without `close`.
         host: Name of the host that must answer there.
-        identity: What this process shows there; None if both ends are in one process.
+        identity: TLS identity of this process; None if both ends are in one process.
 
     Attributes:
-        num_sent_bytes: Of all frames so far.
+        num_sent_bytes: Size of all frames so far.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class StageLink:
         return welcome
 
     def send(self, message: LinkMessage) -> None:
-        """Queue a message. Call in the event loop."""
+        """Queue a message. For the event loop."""
         self._waiting.put_nowait(message)
 
     async def close(self) -> None:
@@ -125,7 +125,7 @@ class StageLink:
         await self._channel.close(None)
 
     async def _write(self) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # `_watch` tells why
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # see `_watch`
             while True:
                 for frame in frames(await self._waiting.get(), self._waiting):
                     await self._call.write(frame)
@@ -137,7 +137,7 @@ class StageLink:
                 pass
         if not self._is_closing:
             self._on_lost(await self._reason())
-            # Nobody closes a link that was lost.
+            # A lost link is not closed by its owner.
             self._tasks[0].cancel()
             await self._channel.close(None)
 
@@ -152,7 +152,7 @@ class StageLink:
 
 
 def frames(first: LinkMessage, waiting: asyncio.Queue[LinkMessage]) -> Iterator[wire.Frame]:
-    """Frames for a message and all that waits behind it: windows in a row share one, within bounds."""
+    """Frames for a message and all that wait behind it: consecutive windows share one, within bounds."""
     bundle: list[wire.Window] = []
     num_bytes = 0
     messages = [first, *(waiting.get_nowait() for _ in range(waiting.qsize()))]
