@@ -1,1 +1,1 @@
-"""Certification: whether a model cut into stages computes what the whole model does."""
+"""Certification: bit equality of a model cut into stages with the whole model."""

@@ -1,15 +1,14 @@
 """Certification: a model cut into stages compared with the whole model, phase by phase.
 
-Four phases, all in exact numeric mode. `prefill`: one batch of prompt rows. `decode`: one row at a time,
-each the whole model's greedy choice, whatever the cut model would have chosen. `chunks`: a longer prompt in
-several batches, past the model's sliding window if it has one, where a wrong window shows. `spans`: several
-rows at once, as they are when proposed tokens are verified, from positions that had been passed before; not
-for models that cannot go back.
+Four phases, all in exact numeric mode. `prefill`: one batch of prompt rows. `decode`: one row at a time, each
+the whole model's greedy choice. `chunks`: a longer prompt in several batches, past the model's sliding window
+if it has one, where an error of windows shows. `spans`: several rows at once, as in verification, from
+positions that had been passed before; not for models that cannot go back.
 
-The whole model runs once; what it had at each cut is kept and compared with what the first stage hands on.
-At last the model is cut at all those places at once, into stages as small as they can be. A model that
-cannot be cut is compared with the one stage that it makes.
-Smaller wire types are tried on the second stage alone: the first one does not notice.
+The whole model runs once; its hidden states at each cut are kept and compared with the first stage's output.
+At last the model is cut at all those places at once, into the smallest stages. A model that cannot be cut is
+compared with its single stage.
+Smaller wire types are tried on the second stage alone: the first one is not affected.
 """
 
 from __future__ import annotations
@@ -49,29 +48,29 @@ if TYPE_CHECKING:
     from stages.slicing.source_model import SourceModel
 
 PHASES: Final = ("prefill", "decode", "chunks", "spans")
-# Those with logits of every position.
+# Phases with logits of every position.
 _LOSS_PHASES: Final = ("prefill", "decode")
 _SLOT: Final = 0
 _SEED: Final = 20_240_613
 _CHUNK_ROWS: Final = 40
 _CHUNKS: Final = 2
-# A row of logits of a large vocabulary is 1 MB: of each chunk, these last rows are compared.
+# A row of logits of a large vocabulary is 1 MB: of each chunk, only these last rows are compared.
 _LOGIT_ROWS_PER_CHUNK: Final = 2
-# From where spans start, before the end of the long prompt, and how many rows each has: the second goes back.
+# Starts of spans before the end of the long prompt, and numbers of rows: the second goes back.
 _SPANS: Final = ((-12, 6), (-9, 4), (-5, 1))
-# Windows longer than this would take longer to fill than certifying is worth.
+# Longer windows would take too long to fill.
 _LONGEST_WINDOW: Final = 2048
 
 
 @dataclass(frozen=True)
 class _Decode:
-    """One decode of the whole model.
+    """A decode of the whole model.
 
     Attributes:
         phase: One of `PHASES`.
         start: Position of the first row; 0 begins a new sequence.
-        tokens: One a row.
-        logits: float32 (rows asked for, n_vocab).
+        tokens: Token ids, one a row.
+        logits: float32 (requested rows, n_vocab).
         hidden: By cut, float32 (rows, n_embd): output of the layer before it.
     """
 
@@ -88,13 +87,13 @@ class _Decode:
 
 @dataclass(frozen=True)
 class CertifyOptions:
-    """How much is compared.
+    """Extent of a certification.
 
     Attributes:
         n_prompt: Rows of the prefill, at most 63.
-        n_decode: Rows decoded one at a time.
+        n_decode: Number of rows decoded one at a time.
         num_threads: Threads of llama.cpp.
-        wires: Smaller wire types whose losses are to be measured.
+        wires: Smaller wire types whose losses are measured.
     """
 
     n_prompt: int = 48
@@ -111,20 +110,20 @@ def certify(
     folder: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EquivalenceReport:
-    """Cut a model in two at each of some layers alone, and compare with the whole.
+    """Cut a model in two at each of some layers, and compare with the whole model.
 
     Args:
         model: A whole model, a GGUF file.
-        cuts: First layers of the second stage, each 1 to n_layers - 1; all where the model can be cut in two
-            if None, perhaps none.
-        options: How much is compared.
-        folder: Where stage files lie for a while, one at a time; the system's temporary folder if None.
-        progress: Called with decodes done and decodes in all.
+        cuts: First layers of the second stage, each 1 to n_layers - 1; None for all places where the model
+            can be cut in two, perhaps none.
+        options: Extent of the comparison.
+        folder: Folder for one stage file at a time; the system's temporary folder if None.
+        progress: Called with the number of decodes done and of all decodes.
 
     Raises:
-        InvalidModel: If llama.cpp does not load the model or a stage of it, or it computes no numbers.
-        UncuttableModel: If it has no such layer, or its layers have no outputs to tap.
-        ClusterError: If exact mode is out of reach in this process.
+        InvalidModel: If llama.cpp cannot load the model or a stage of it, or results are not finite.
+        UncuttableModel: If it has no such layer, or the outputs of its layers cannot be tapped.
+        ClusterError: If exact mode is impossible in this process.
     """
     source = read_source(model)
     chosen = source.lone_cuts if cuts is None else tuple(cuts)
@@ -140,7 +139,7 @@ def certify(
         raise UncuttableModel(f"{model.name} has {source.n_layers} layers; there is nothing to cut")
     plan = _Plan(options or CertifyOptions(), _num_chunk_rows(source), not source.family.has_recurrent_state)
     runs_per_cut = 2 + len(plan.options.wires)
-    # A single cut was everything together.
+    # A single cut is all cuts at once.
     num_together = 0 if len(chosen) == 1 else len(chosen) + 1
     meter = _Meter(plan.num_decodes * (1 + runs_per_cut * len(chosen) + num_together), progress)
     decodes = []
@@ -209,7 +208,7 @@ def _run_whole(source: SourceModel, plan: _Plan, cuts: tuple[int, ...]) -> Itera
                 raise InvalidModel(
                     f"{model.name} computes logits that are no numbers; there is nothing to certify"
                 )
-            # Rows that the runtime added come after ours.
+            # Padding rows of the runtime follow ours.
             hidden = {cut: runtime.observed(cut - 1)[: len(tokens)] for cut in cuts}
             return _Decode(phase, start, tokens, logits, hidden)
 
@@ -244,7 +243,7 @@ class _Meter:
 
 @dataclass(frozen=True)
 class _Bench:
-    """Where a model is cut and its stages run, one at a time."""
+    """Cuts a model and runs its stages, one at a time."""
 
     source: SourceModel
     plan: _Plan
@@ -272,7 +271,7 @@ class _Bench:
         return CutResult(cut, phases_of(differences, PHASES), losses)
 
     def certify_together(self, cuts: Sequence[int], decodes: Sequence[_Decode]) -> Difference:
-        """Cut at all these places at once; if there are none, the one stage of a whole model."""
+        """Cut at all these places at once; without any, the single stage of a whole model."""
         edges = (0, *sorted(cuts), self.source.n_layers)
         hidden: Sequence[NDArray[np.float32] | None] = [None] * len(decodes)
         for start, stop in pairwise(edges):
@@ -299,7 +298,7 @@ class _Bench:
 
 
 def _carried(hidden: NDArray[np.float32], wire: HiddenType) -> NDArray[np.float32]:
-    """What arrives of hidden states, float32 (rows, n_embd)."""
+    """Hidden states after encoding and decoding, float32 (rows, n_embd)."""
     return hidden_codec.decode(hidden_codec.encode(hidden, wire), wire, hidden.shape[1])
 
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Difference:
-    """How two runs of the same rows differ, at the cut and at the end.
+    """Difference of two runs of the same rows, at the cut and at the end.
 
     Attributes:
-        n_rows: Rows of hidden states compared at the cut.
-        n_tokens: Rows of logits compared.
-        n_equal_tokens: Of these, rows whose largest logit is of the same token.
-        max_logit_diff: Largest absolute difference of two logits; infinite where one is no number.
-        max_hidden_diff: The same at the cut, between two values of the hidden state.
+        n_rows: Number of compared rows of hidden states at the cut.
+        n_tokens: Number of compared rows of logits.
+        n_equal_tokens: Of these, rows with the same token of the largest logit.
+        max_logit_diff: Largest absolute difference of two logits; infinite where one is not finite.
+        max_hidden_diff: The same for hidden states at the cut.
         is_bit_equal: Whether all bits of both are equal.
     """
 
@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """One way of running the model: `prefill`, `decode` or `chunks`."""
+    """Difference in one phase: `prefill`, `decode`, `chunks` or `spans`."""
 
     phase: str
     difference: Difference
@@ -56,12 +56,12 @@ class PhaseResult:
 
 @dataclass(frozen=True)
 class CutResult:
-    """The model cut in two at one layer, against the whole.
+    """Result for one cut, compared with the whole model.
 
     Attributes:
         cut: First layer of the second stage.
-        phases: The difference in each phase, hidden states crossing the cut as they are.
-        wire_losses: What smaller wire types cost there, prompt and decode together.
+        phases: Difference in each phase, with unencoded hidden states.
+        wire_losses: Losses by smaller wire types there, prompt and decode together.
     """
 
     cut: int
@@ -70,23 +70,23 @@ class CutResult:
 
     @property
     def difference(self) -> Difference:
-        """Over all phases."""
+        """Sum over all phases."""
         return sum((result.difference for result in self.phases), Difference())
 
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """The model cut at each of some layers alone, against the whole, in exact numeric mode.
+    """Result for all cuts of a model, compared with the whole model, in exact numeric mode.
 
     Attributes:
-        model: The file's name.
+        model: Name of the file.
         architecture: `general.architecture`.
-        n_layers: Layers of the model.
+        n_layers: Number of layers of the model.
         cuts: One result for each cut.
-        together: The model cut at all of them at once; None for a single one.
-        rules: Names of the rules that its family needed beyond the generic ones.
-        is_known: Whether its family is in the table.
-        refused_cuts: Where it is not cut, and why.
+        together: The model cut at all places at once; None for a single cut.
+        rules: Names of the rules of its family beyond the generic ones.
+        is_known: Whether its family is in the registry.
+        refused_cuts: Places where it is not cut, with the reasons.
     """
 
     model: str
@@ -127,7 +127,7 @@ def compare(
 
 
 def phases_of(results: Iterable[tuple[str, Difference]], order: Sequence[str]) -> tuple[PhaseResult, ...]:
-    """Add up the differences of each phase."""
+    """Sum of the differences of each phase."""
     totals = {phase: Difference() for phase in order}
     for phase, difference in results:
         totals[phase] += difference
@@ -150,15 +150,15 @@ def _max_abs_diff(left: NDArray[np.float32], right: NDArray[np.float32]) -> floa
 
 @dataclass(frozen=True)
 class WireLoss:
-    """Over some positions, each with its row of logits.
+    """Loss by a smaller wire type, over some positions, each with its row of logits.
 
     Attributes:
-        hidden_type: How hidden states crossed the cut.
-        n_tokens: Positions compared.
-        n_changed_tokens: Of these, where another token has the largest logit.
+        hidden_type: The wire type.
+        n_tokens: Number of compared positions.
+        n_changed_tokens: Of these, positions where another token has the largest logit.
         max_logit_diff: Largest absolute difference of two logits.
         mean_logit_diff: Mean of the same.
-        max_kl_nats: Largest Kullback-Leibler divergence of the cut model's distribution from the whole's.
+        max_kl_nats: Largest Kullback-Leibler divergence from the whole model's distribution.
         mean_kl_nats: Mean of the same.
     """
 
@@ -172,10 +172,10 @@ class WireLoss:
 
 
 def wire_loss(hidden_type: HiddenType, whole: NDArray[np.float32], cut: NDArray[np.float32]) -> WireLoss:
-    """Compare logits.
+    """Compare logits of the whole model and the cut one.
 
     Args:
-        hidden_type: How hidden states crossed the cut.
+        hidden_type: The wire type.
         whole: float32 (positions, n_vocab), at least one position, of the whole model.
         cut: The same of the cut one.
     """
@@ -194,7 +194,7 @@ def wire_loss(hidden_type: HiddenType, whole: NDArray[np.float32], cut: NDArray[
 
 def _divergence_nats(whole: NDArray[np.float32], cut: NDArray[np.float32]) -> float:
     log_whole, log_cut = _log_softmax(whole), _log_softmax(cut)
-    # Never negative but for rounding.
+    # Negative by rounding only.
     return max(0.0, float(np.sum(np.exp(log_whole) * (log_whole - log_cut))))
 
 

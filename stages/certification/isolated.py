@@ -1,7 +1,7 @@
 """Certification in a child process, and the self-check of unknown architectures before a cut.
 
-The process hands its progress and its result back through a pipe; what it prints goes to a file, whose last
-line tells why llama.cpp aborted, if it did.
+The process sends progress and result through a pipe; its output goes to a file, whose last line gives the
+reason if llama.cpp aborted.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def certify_isolated(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> EquivalenceReport:
-    """`certify` in a process of its own. Whatever becomes of it, no file and no process stays.
+    """`certify` in a process of its own, which leaves no file and no process behind.
 
     Args:
         model: A whole model, a GGUF file.
-        cuts: As for `certify`.
-        options: As for `certify`.
-        progress: Called with decodes done and decodes in all.
+        cuts: See `certify`.
+        options: See `certify`.
+        progress: Called with the number of decodes done and of all decodes.
 
     Raises:
         MeshError: As `certify` does.
@@ -77,7 +77,7 @@ def certify_isolated(
 
 
 def _start_ignoring_ctrl_c(process: BaseProcess) -> None:
-    """Ctrl-C reaches the whole process group: this process hears it, ends that one and cleans up."""
+    """Ctrl-C reaches the whole process group: only this process handles it, and ends the child."""
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
@@ -110,8 +110,8 @@ def _crash_message(model: Path, exit_code: int | None, folder: Path) -> str:
 def _certify_and_send(
     sender: Connection, model: Path, cuts: Sequence[int] | None, options: CertifyOptions, folder: Path
 ) -> None:
-    """What the process does. A parent that is gone breaks the pipe, which ends it too."""
-    os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
+    """Entry point of the process. The end of the parent breaks the pipe, which ends it too."""
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # otherwise an abort starts a debugger
     output = os.open(folder / _OUTPUT, os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -130,10 +130,10 @@ log = structlog.get_logger()
 
 
 def require_exact_cut(model: SourceModel, layers: LayerRange) -> None:
-    """Compare an unknown family's model, cut where these layers start and end, with itself whole.
+    """Compare a model of an unknown family, cut at both ends of these layers, with the whole model.
 
     Raises:
-        UncuttableModel: If the two differ, llama.cpp does not run them, or layers have no outputs to tap.
+        UncuttableModel: If the two differ, llama.cpp cannot run them, or layers have no outputs to tap.
     """
     cuts = cuts_of(layers, model.n_layers)
     if model.is_known or not cuts:
@@ -167,15 +167,15 @@ def _refusal(model: SourceModel, reason: str) -> UncuttableModel:
 def cut_stage(
     source: Path, layers: LayerRange, output: Path, *, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Write the stage file for some layers of a model. It appears whole or not at all.
+    """Write the stage file of some layers of a model, as a whole or not at all.
 
-    A family that the table does not know is compared with the whole model first.
+    A model of an unknown family is compared with its stages first.
 
     Args:
         source: The whole model, a GGUF file.
-        layers: Which of its layers.
+        layers: The layers.
         output: The stage file; replaced if it exists.
-        progress: Called with bytes done and bytes in all.
+        progress: Called with the number of bytes done and of all bytes.
 
     Raises:
         InvalidModel: If the source is no GGUF, truncated, or lacks a tensor.

@@ -1,1 +1,1 @@
-"""What a host tells of itself with llama.cpp loaded: reports, profiles and crash logs."""
+"""Host: reports, profiles and crash logs of one host, with llama.cpp loaded."""

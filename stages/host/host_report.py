@@ -1,6 +1,6 @@
 """Host report for `mesh doctor`: versions, devices, memory, disk and clock.
 
-Run as a program: sha256 of recipes of stage files as arguments, the findings as JSON on standard output.
+Run as a program: sha256 digests of recipes of stage files as arguments; prints the report as JSON.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _PACKAGES = {"llama_cpp": "llama-cpp-python", "ray": "ray", "grpc": "grpcio"}
 
 @dataclass(frozen=True)
 class HostSelfReport:
-    """What was found.
+    """Report of one host.
 
     Attributes:
-        versions: Of spanmesh, its protocol, Python, and the packages that matter.
+        versions: Versions of spanmesh, its protocol, Python, and the relevant packages.
         platform: System and architecture.
-        devices: What llama.cpp finds; layers go to those that are no CPU first.
-        can_offload: Whether llama.cpp was built for something else than the CPU.
-        free_memory_bytes: What new processes may take.
-        free_disk_bytes: Where stage files are kept.
-        cache_dir: That place.
+        devices: Devices of llama.cpp; layers go to those that are no CPU first.
+        can_offload: Whether llama.cpp was built with support for other devices than the CPU.
+        free_memory_bytes: Memory for new processes.
+        free_disk_bytes: Free space for stage files.
+        cache_dir: Folder of the stage files.
         can_stay_awake: Whether processors can be kept awake while requests run, see
             `stages.host.cpu_latency`.
-        files: By the sha256 of its recipe, whether a stage file is what that says; None if it is not there.
-        unix_s: This host's clock when it was done.
+        files: By the sha256 of its recipe, whether a stage file is intact; None if it is missing.
+        unix_s: This host's clock at the end.
     """
 
     versions: dict[str, str]
@@ -64,10 +64,10 @@ class HostSelfReport:
 
 
 def report_host(hashes: Iterable[str] = ()) -> HostSelfReport:
-    """Look around; reads the stage files named, whole.
+    """Report of this host; reads the named stage files completely.
 
     Args:
-        hashes: sha256 of the recipes of stage files, hex.
+        hashes: sha256 digests of the recipes of stage files, hex.
     """
     init_backend()
     root = default_root()
@@ -89,7 +89,7 @@ def report_host(hashes: Iterable[str] = ()) -> HostSelfReport:
 
 
 def _nearest_folder(path: Path) -> Path:
-    """The path, or the first above it that exists."""
+    """The path, or the nearest parent that exists."""
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
@@ -108,23 +108,23 @@ def _is_whole(folder: Path, sha256: str) -> bool | None:
     except FileNotFoundError:
         return None
     except OSError:
-        return False  # the disk does not give it any more
+        return False  # unreadable
 
 
 class HostReporter:
-    """The Ray actor that looks around on one host."""
+    """Ray actor that reports on one host."""
 
     async def report(self, hashes: list[str]) -> dict[str, Any]:
-        """See `report`; fit for JSON."""
+        """See `report_host`; JSON-serialisable."""
         return asdict(await asyncio.to_thread(report_host, hashes))
 
     async def clock_s(self) -> float:
-        """Unix time here, now."""
+        """Unix time of this host."""
         return time.time()
 
 
 def main() -> None:
-    """Look and print."""
+    """Print the report."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=sys.stderr))
     sys.stdout.write(json.dumps(asdict(report_host(sys.argv[1:]))) + "\n")
 

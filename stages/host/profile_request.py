@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What is to be timed.
+    """A stage to be timed.
 
     Attributes:
-        blank: The stage.
-        num_threads: Of llama.cpp.
+        blank: The blank stage.
+        num_threads: Threads of llama.cpp.
         is_exact: Numeric mode, see `stages.runtime.numerics`.
         kv_type: Format of the KV cache.
-        position: Where in a session the timed rows start: attention walks over all before them.
-        num_rounds: Times that a row is timed; medians count.
-        pause_ms: Before each, as a stage has it while the others compute and the wire is busy.
+        position: Position of the timed rows: attention visits all before them.
+        num_rounds: Number of measurements of a row, of which the median is taken.
+        pause_ms: Pause before each, as between two windows in a pipeline.
     """
 
     blank: BlankStage
@@ -35,13 +35,13 @@ class ProfileRequest:
     pause_ms: float = 5.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """JSON-serialisable."""
         header = base64.b64encode(self.blank.header).decode()
         return asdict(self) | {"blank": {"header": header, "num_bytes": self.blank.num_bytes}}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ProfileRequest:
-        """What `as_dict` gave."""
+        """The request from `as_dict`'s result."""
         blank = fields["blank"]
         header = base64.b64decode(blank["header"], validate=True)
         return cls(**{**fields, "blank": BlankStage(header, int(blank["num_bytes"]))})
@@ -49,12 +49,12 @@ class ProfileRequest:
 
 @dataclass(frozen=True)
 class StageTiming:
-    """Of one stage on one host.
+    """Times of one stage on one host.
 
     Attributes:
-        row_ms: A window of one row, which is what a token without speculation takes.
-        chunk_ms: A window of `chunk_rows` rows, as prompts come in.
-        chunk_rows: The most that one window may have.
+        row_ms: Time of a window of one row, as of a token without speculation.
+        chunk_ms: Time of a window of `chunk_rows` rows, as of a prefill chunk.
+        chunk_rows: Most rows of one window.
     """
 
     row_ms: float

@@ -1,7 +1,7 @@
 """Stage profiler: times a stage with blank weights, in a child process or a Ray actor.
 
-Run as a program: an order as JSON on standard input, timings as JSON on standard output. A process of its own
-takes llama.cpp away with it; on other hosts Ray starts one, see `StageProfiler`.
+Run as a program: a request as JSON on standard input, timings as JSON on standard output. Its process takes
+llama.cpp's memory with it; on other hosts Ray starts one, see `StageProfiler`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stages.sampling.sampler import SamplingParams
 from stages.sampling.verifier import WindowVerifier
 from stages.units import format_size
 
-# Weights may be kept twice: as the file's pages, and rearranged for the processor.
+# Weights may be in memory twice: as the file's pages, and repacked for the processor.
 _WEIGHT_COPIES: Final = 2
 _BESIDE_BYTES: Final = 256 * 2**20
 _NUM_WARM_UP: Final = 3
@@ -36,12 +36,12 @@ _NUM_CHUNKS: Final = 3
 
 
 def profile_stage(request: ProfileRequest) -> StageTiming:
-    """Load the blank stage, time it, and leave nothing.
+    """Load the blank stage, time it, and remove it.
 
     Raises:
-        ModelDoesNotFit: If there is no memory for it now.
-        InvalidModel: If llama.cpp does not load it.
-        MeshError: If it does not compute.
+        ModelDoesNotFit: If there is not enough memory for it.
+        InvalidModel: If llama.cpp cannot load it.
+        MeshError: If it cannot compute it.
     """
     needed_bytes = _WEIGHT_COPIES * request.blank.num_bytes + _BESIDE_BYTES
     free_bytes = free_memory_bytes()
@@ -74,7 +74,7 @@ def _time(path: Path, request: ProfileRequest) -> StageTiming:
             player.play(start, min(chunk_rows, request.position - start))
         return StageTiming(
             row_ms=player.median_ms(request, 1, _NUM_WARM_UP, request.num_rounds),
-            # These take long, so that a few tell as much.
+            # These take long, so that few measurements suffice.
             chunk_ms=player.median_ms(request, chunk_rows, 1, _NUM_CHUNKS),
             chunk_rows=chunk_rows,
         )
@@ -85,12 +85,12 @@ def _time(path: Path, request: ProfileRequest) -> StageTiming:
 
 
 class _Player:
-    """Does what a stage's worker does with a window, as far as it takes time."""
+    """Computes windows as a stage's worker does, as far as it takes time."""
 
     def __init__(self, runtime: StageRuntime) -> None:
         self._runtime = runtime
         self._verifier = WindowVerifier(SamplingParams())
-        # Values of no meaning, of the size that hidden states have; the blank norms make zeros of them.
+        # Arbitrary values of a plausible magnitude; the blank norms turn them into zeros.
         shape = (runtime.max_rows, runtime.info.n_embd)
         self._hidden = np.random.default_rng(0).standard_normal(shape, np.float32)
 
@@ -116,16 +116,16 @@ class _Player:
 
 
 class StageProfiler:
-    """The Ray actor that rehearses on one host."""
+    """Ray actor that times stages on one host."""
 
     async def profile(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Time what an order names; see `profile`."""
+        """Time the stage of a request; see `profile_stage`."""
         request = ProfileRequest.from_dict(fields)
         return asdict(await asyncio.to_thread(profile_stage, request))
 
 
 def main() -> None:
-    """One order from standard input; exit code 1 with the reason on standard error if it cannot be timed."""
+    """One request from standard input; exits with 1 and the reason if it cannot be timed."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=sys.stderr))
     try:
         timing = profile_stage(ProfileRequest.from_dict(json.load(sys.stdin)))

@@ -1,1 +1,1 @@
-"""Sampling and verification of windows at the tail."""
+"""Sampling: samplers and verification of windows at the tail."""

@@ -1,7 +1,7 @@
 """Log probabilities of sampled tokens, and their wire form.
 
-That is what vLLM (`raw_logprobs`) and llama.cpp report unless told otherwise, and what clients expect: a bias
-that forces a token does not make it look likely.
+Computed from the model's own logits, before penalties and biases, as by default in vLLM (`raw_logprobs`) and
+llama.cpp: a bias that forces a token does not make it look likely.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_TOP_LOGPROBS: Final = 20
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely the model held one token of the answer, and which it held likeliest in its place.
+    """Log probability of one token of the answer, and of the likeliest tokens in its place.
 
     Attributes:
         logprob: Natural logarithm of its probability.
@@ -40,11 +40,11 @@ def token_logprobs(logits: NDArray[np.float32], token: int, num_top: int) -> Tok
 
     Args:
         logits: float32, shape (n_vocab,): the model's, with a finite largest value.
-        token: The id that was drawn.
-        num_top: How many of the likeliest to name, from 0 to `MAX_TOP_LOGPROBS`.
+        token: The sampled id.
+        num_top: Number of likeliest tokens, from 0 to `MAX_TOP_LOGPROBS`.
     """
     peak = logits.max()
-    # float32 is exact enough for each summand; the sum of a whole vocabulary wants more.
+    # float32 is exact enough for each summand; the sum over a whole vocabulary needs more.
     log_total = float(peak) + float(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
     top: tuple[tuple[int, float], ...] = ()
     if num_top:
@@ -55,7 +55,7 @@ def token_logprobs(logits: NDArray[np.float32], token: int, num_top: int) -> Tok
 
 
 def to_wire(logprobs: Iterable[TokenLogprobs]) -> list[wire.TokenLogprobs]:
-    """As a verdict carries them, in float32."""
+    """Messages of a verdict, in float32."""
     return [
         wire.TokenLogprobs(
             logprob=each.logprob,
@@ -67,10 +67,10 @@ def to_wire(logprobs: Iterable[TokenLogprobs]) -> list[wire.TokenLogprobs]:
 
 
 def from_wire(messages: Iterable[wire.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    """What a verdict carries.
+    """Log probabilities from a verdict.
 
     Raises:
-        ValueError: If a message names more or fewer ids than logprobs.
+        ValueError: If a message has different numbers of ids and log probabilities.
     """
     return tuple(
         TokenLogprobs(each.logprob, tuple(zip(each.top_tokens, each.top_logprobs, strict=True)))

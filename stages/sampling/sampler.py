@@ -19,20 +19,19 @@ if TYPE_CHECKING:
 
 # - `frequency_penalty` and `presence_penalty` as OpenAI defines them: an id that the answer holds `c` times
 #   loses `c * frequency + presence`. Only the answer counts, never the prompt, as at OpenAI and in vLLM.
-# - `repetition_penalty` as in CTRL (Keskar et al. 2019), with the usual care for signs: the logit of an id
-#   seen before is divided by it if it is positive and multiplied by it otherwise. Prompt and answer count,
-#   all of them or the latest `repetition_window` tokens, as in vLLM and llama.cpp.
-# - `logit_bias` is added last: minus 100 rules an id out and 100 brings it about, however often it came
-#   before.
+# - `repetition_penalty` as in CTRL (Keskar et al. 2019), respecting signs: the logit of an id that occurred
+# before is divided by it if it is positive and multiplied by it otherwise. Prompt and answer count, all of
+# them or the latest `repetition_window` tokens, as in vLLM and llama.cpp.
+# - `logit_bias` is added last: minus 100 excludes an id and 100 forces it, however often it occurred before.
 #
-# Each is a function of the row and of the tokens before it, so a row computed again, or one that is rejected,
-# leaves nothing behind.
+# Each is a function of the row and of the tokens before it, so rows that are computed again or rejected leave
+# no state behind.
 class LogitAdjustment:
-    """One session's penalties and biases, ready to be applied.
+    """Penalties and biases of one session, as arrays.
 
     Args:
-        sampling: The session's settings.
-        num_prompt: How many of its first tokens are the prompt.
+        sampling: Sampling parameters of the session.
+        num_prompt: Number of its first tokens that are the prompt.
     """
 
     def __init__(self, sampling: SamplingParams, num_prompt: int = 0) -> None:
@@ -48,22 +47,22 @@ class LogitAdjustment:
 
     @property
     def needs_history(self) -> bool:
-        """Whether it asks what came before."""
+        """Whether it depends on earlier tokens."""
         return self._counts_answer or self._counts_all
 
     @property
     def is_idle(self) -> bool:
-        """Whether it leaves every row as it is."""
+        """Whether it changes no row."""
         return not self.needs_history and not self._bias_ids.size
 
     def apply(
         self, logits: NDArray[np.float32], before: Sequence[int] | NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        """The row as it is drawn from.
+        """The adjusted row.
 
         Args:
-            logits: float32, shape (n_vocab,); it is not changed.
-            before: The session's tokens up to this row, the prompt's too; read only if `needs_history`.
+            logits: float32, shape (n_vocab,); not changed.
+            before: The session's tokens before this row, prompt included; used only if `needs_history`.
 
         Returns:
             float32, shape (n_vocab,): `logits` itself if there is nothing to adjust.
@@ -77,7 +76,8 @@ class LogitAdjustment:
         return adjusted
 
     def _penalise(self, row: NDArray[np.float32], before: NDArray[np.int64]) -> None:
-        # An id that stands in `seen` or `said` more than once is written as often, each time the same value.
+        # An id that occurs several times in `seen` or `said` is written as often, each time with the same
+        # value.
         if self._counts_all:
             seen = before[-self._window :] if self._window else before
             values = row[seen]
@@ -90,13 +90,13 @@ class LogitAdjustment:
 
 # They apply in that order to the distribution *after* temperature, each to what the one before left:
 #
-# 1. temperature first, so that top-p and min-p speak of the probabilities that are really drawn from; 2.
-# top-k, which only counts, and bounds the work of the others; 3. top-p over the probabilities of what top-k
-# left, scaled up to sum to 1 again; 4. min-p last: it is a ratio to the most likely token, which neither the
-# scaling nor the others change.
+# 1. temperature first, so that top-p and min-p refer to the sampled probabilities; 2. top-k, which only
+# counts, and bounds the work of the others; 3. top-p over the probabilities that top-k left, normalised
+# again; 4. min-p last: it is a ratio to the most likely token, which neither normalisation nor the other
+# filters change.
 #
-# All three keep the head of one ranking, so each only says how long that head is. The ranking is by logit,
-# and by lowest id where logits tie: no tie depends on a sorting algorithm.
+# All three keep the head of one ranking, so each only yields its length. The ranking is by logit, and by
+# lowest id where logits are equal: no result depends on a sorting algorithm.
 _FIRST_NUCLEUS_TRY: Final = 64
 _NUCLEUS_GROWTH: Final = 8
 
@@ -104,7 +104,7 @@ _NUCLEUS_GROWTH: Final = 8
 def candidate_ids(
     logits: NDArray[np.float32], scaled: NDArray[np.float64], sampling: SamplingParams
 ) -> NDArray[np.int64]:
-    """The ids that pass all filters; never none, as the most likely token passes each.
+    """The ids that pass all filters; never empty, as the most likely token passes each.
 
     Args:
         logits: float32, shape (n_vocab,), without NaN.
@@ -143,9 +143,9 @@ def top_ids(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:
 
 
 def nucleus_size(scaled: NDArray[np.float64], count: int, top_p: float) -> int:
-    """How many of the `count` most likely tokens it takes to reach `top_p` of their probability.
+    """Number of most likely tokens, among `count`, whose probability reaches `top_p`.
 
-    Only as much of the ranking is sorted as the answer needs.
+    Only as much of the ranking is sorted as needed.
 
     Args:
         scaled: float64, shape (n_vocab,): `(logit - largest logit) / temperature`.
@@ -164,10 +164,10 @@ def nucleus_size(scaled: NDArray[np.float64], count: int, top_p: float) -> int:
         size *= _NUCLEUS_GROWTH
 
 
-# Up to here it is quicker to read every candidate's noise than to look for those that need not be read.
+# Up to this many candidates, reading all of their noise is faster than bounding it.
 _FEW: Final = 1024
 
-# OpenAI's ranges, and for repetition_penalty, which is not OpenAI's, one that keeps any logit a number.
+# OpenAI's range; that of repetition_penalty, which OpenAI does not have, keeps all logits finite.
 MAX_PENALTY: Final = 2.0
 MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 10.0
@@ -177,7 +177,7 @@ MAX_BIASES: Final = 1024
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One session's sampler settings.
+    """Sampling parameters of one session.
 
     Attributes:
         temperature: 0 is greedy.
@@ -186,11 +186,11 @@ class SamplingParams:
         min_p: Drop tokens less likely than this share of the most likely one; 0 drops none.
         seed: Key of the noise, 64 bits. The same seed, prompt and model give the same text, whatever
             was proposed.
-        frequency_penalty: A token's logit loses this for each time that the answer holds it.
-        presence_penalty: And this if it holds it at all.
-        repetition_penalty: Weakens tokens of prompt and answer by this factor; 1 is off.
-        repetition_window: It counts this many of the latest tokens; 0 counts all.
-        logit_bias: Pairs of token id and what is added to its logit, at most `MAX_BIASES`.
+        frequency_penalty: Subtracted from a token's logit for each occurrence in the answer.
+        presence_penalty: Subtracted once if it occurs in the answer.
+        repetition_penalty: Factor that weakens tokens of prompt and answer; 1 is off.
+        repetition_window: Number of latest tokens that it applies to; 0 for all.
+        logit_bias: Pairs of token id and addend of its logit, at most `MAX_BIASES`.
 
     Raises:
         InvalidRequest: If a value is out of its range; `param` names the field.
@@ -262,29 +262,29 @@ class SamplingParams:
 
 
 class Constraint(Protocol):
-    """Which tokens may come at one place; see `stages.grammar`."""
+    """Tokens that a grammar allows at one position; see `stages.grammar`."""
 
     def allows(self, token: int) -> bool:
-        """Whether a token may."""
+        """Whether a token is allowed."""
 
     def restrict(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The row with minus infinity for all that may not.
+        """The row with minus infinity for all tokens that are not allowed.
 
         Raises:
-            InvalidRequest: If none may.
+            InvalidRequest: If none is allowed.
         """
 
 
 class Sampler:
-    """Draws one session's tokens: greedy, or by Gumbel-max among what the filters leave.
+    """Sampler of one session: greedy, or Gumbel-max among the tokens that pass the filters.
 
-    It holds settings and no state: the noise is a function of (seed, position, id), see
-    `stages.sampling.gumbel`, and penalties are one of the tokens before, see `stages.sampling.sampler`. So a
-    row drawn twice gives the same id, and rows that are rejected leave no trace.
+    Stateless: the noise is a function of (seed, position, id), see `stages.sampling.gumbel`, and penalties
+        are functions of the tokens before. So a row sampled twice gives the same id, and rejected rows leave
+        no trace.
 
     Args:
-        sampling: The session's settings.
-        num_prompt: How many of the session's first tokens are the prompt.
+        sampling: Sampling parameters of the session.
+        num_prompt: Number of the session's first tokens that are the prompt.
     """
 
     def __init__(self, sampling: SamplingParams, num_prompt: int = 0) -> None:
@@ -293,7 +293,7 @@ class Sampler:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a draw depends on the tokens before it."""
+        """Whether a sample depends on the tokens before it."""
         return self._adjustment.needs_history
 
     def sample(
@@ -305,18 +305,18 @@ class Sampler:
     ) -> int:
         """The token for `position`.
 
-        A grammar comes behind penalties and biases, and before temperature and filters: those choose among
-        what it allows.
+        A grammar applies after penalties and biases, and before temperature and filters, which choose among
+        the tokens that it allows.
 
         Args:
-            logits: float32, shape (n_vocab,): the row before it. Minus infinity rules a token out.
-            position: Absolute position of the token drawn.
+            logits: float32, shape (n_vocab,): the row before it. Minus infinity excludes a token.
+            position: Absolute position of the sampled token.
             before: The tokens at all positions before it; needed only if `needs_history`.
-            constraint: Which tokens a grammar allows here; None allows all.
+            constraint: Tokens that a grammar allows here; None allows all.
 
         Raises:
-            StageFailed: If the largest logit is not a number, or not finite.
-            InvalidRequest: If the grammar allows none, or makes too much work.
+            StageFailed: If the largest logit is not finite.
+            InvalidRequest: If the grammar allows none, or takes too much work.
         """
         if not self._adjustment.is_idle:
             logits = self._adjustment.apply(logits, before)
@@ -330,8 +330,8 @@ class Sampler:
         if constraint is None:
             return self._choose(logits, top, position)
         if self.sampling.temperature == 0.0 or not self.sampling.filters:
-            # The best of all is the best of those that are allowed, if it is one of them; with filters it is
-            # not, as they would let through others.
+            # The best of all tokens is the best of the allowed ones, if it is one of them; not so with
+            # filters, which would choose among others.
             token = self._choose(logits, top, position)
             if constraint.allows(token):
                 return token
@@ -339,7 +339,7 @@ class Sampler:
         return self._choose(allowed, int(np.argmax(allowed)), position)
 
     def _choose(self, logits: NDArray[np.float32], top: int, position: int) -> int:
-        """The draw among tokens of finite logits, of which `top` has the largest."""
+        """The sample among tokens of finite logits, of which `top` has the largest."""
         peak = float(logits[top])
         sampling = self.sampling
         if sampling.temperature == 0.0:

@@ -1,4 +1,4 @@
-"""Session specification: what opens a session at every stage, and its wire form."""
+"""Session specification: settings that open a session at every stage, and their wire form."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stages.sampling.sampler import SamplingParams
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a session was in the ring before, if that broke.
+    """Former id and positions of a session, after a recovery.
 
     Attributes:
-        session: Its id there; 0 if it was not there.
-        num_positions: Its first positions that a stage which was in that ring still has, as far as that stage
-            had come.
+        session: Its id in the former ring; 0 for none.
+        num_positions: First positions that stages of the former ring still hold, as far as they had computed
+            them.
     """
 
     session: int = 0
@@ -31,22 +31,23 @@ NOTHING_RESUMED: Final = Resumed()
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """One session's terms.
+    """Settings of one session.
 
     Attributes:
         session: Its id; never used twice.
-        slot: The sequence slot that it takes at every stage.
-        sampling: How the tail draws.
-        num_prompt: How many of its first tokens are the prompt, for penalties that count the answer alone.
-        num_top_logprobs: How many likeliest tokens the tail reports beside the logprob of each that it drew;
-            None reports nothing.
-        cached: The session's first tokens, if `source_slot` holds their positions from a session before.
-        source_slot: Where they are.
-        resumed: What it was before a repair.
-        grammar: GBNF that the answer must match; None leaves it free.
+        slot: Its slot at every stage.
+        sampling: Sampling parameters.
+        num_prompt: Number of its first tokens that are the prompt, for penalties over the answer only.
+        num_top_logprobs: Number of likeliest tokens that the tail reports with each sampled one; None for no
+            log probabilities.
+        cached: Token ids of the cached prefix, whose positions `source_slot` holds.
+        source_slot: The slot with the cached prefix.
+        resumed: Former id and positions, after a recovery.
+        grammar: GBNF that the answer must match; None for none.
 
     Raises:
-        InvalidRequest: If more logprobs are asked for than a verdict may carry, or the grammar is too large.
+        InvalidRequest: If more log probabilities are requested than a verdict may carry, or the grammar is
+            too large.
     """
 
     session: int
@@ -73,7 +74,7 @@ class SessionSpec:
 
         Raises:
             InvalidRequest: If one with a bias does not.
-            InvalidWindow: If a cached one does not.
+            InvalidWindow: If one of the cached prefix does not.
         """
         self.sampling.require_vocabulary(n_vocab)
         if self.cached and max(self.cached) >= n_vocab:
@@ -109,7 +110,7 @@ class SessionSpec:
 
     @classmethod
     def from_wire(cls, message: wire.Open) -> SessionSpec:
-        """What the message says.
+        """The specification from a message.
 
         Raises:
             InvalidRequest: If a value is out of its range.

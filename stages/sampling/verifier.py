@@ -29,24 +29,24 @@ def verify(
     start: int,
     choose: Callable[[NDArray[np.float32], int], int],
 ) -> list[int]:
-    """Draw the target's own token after each verified row, for as long as it is the one that was proposed.
+    """Sample the target's own token after each verified row, until one differs from the proposal.
 
-    Row `i` of a window tells what follows `tokens[i]`, so its draw has absolute position `start + i + 1` and
-    is compared with `tokens[i + 1]`. The first difference voids the rows after it: they were computed on a
-    history that was not taken. The last row has nothing to be compared with and is a free prediction.
+    Row `i` of a window predicts the token after `tokens[i]`, so its sample has absolute position `start + i +
+    1` and is compared with `tokens[i + 1]`. The first difference voids the rows after it, which were computed
+    on rejected tokens. The last row has nothing to be compared with and is a free prediction.
 
-    With tokens 5 6 7 8 at 40 and all four rows verified, draws 6 7 9 answer `[6, 7, 9]`: two accepted, and 9
-    in the place of 8, at position 43.
+    With tokens 5 6 7 8 at 40 and all four rows verified, samples 6 7 9 give `[6, 7, 9]`: two accepted, and 9
+    in place of 8, at position 43.
 
     Args:
         rows_logits: float32, shape (verify_rows, n_vocab): logits of the window's last rows.
         tokens: All tokens of the window.
         start: Absolute position of its first row.
-        choose: The session's own draw: the token for an absolute position, given the row before it.
+        choose: Returns the session's sample for an absolute position, given the row before it.
 
     Returns:
-        The ids drawn, up to and including the first that differs from the proposed token; empty if no row is
-        to be verified.
+        The sampled ids, up to and including the first that differs from the proposed token; empty if no row
+        is verified.
 
     Raises:
         InvalidWindow: If there are more rows than tokens.
@@ -67,9 +67,9 @@ _FIRST_CAPACITY: Final = 256
 
 
 class TokenRecord:
-    """Token ids by absolute position. Like the cache it is cut where a window starts, and goes on with it.
+    """Token ids by absolute position. Truncated at the start of each window, like the KV cache.
 
-    So there is nothing to take back after a rejection: the next window overwrites what was rejected.
+    So nothing has to be rolled back after a rejection: the next window overwrites it.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class TokenRecord:
         return self._size
 
     def write(self, start: int, tokens: Sequence[int]) -> None:
-        """Forget everything from `start` on and put `tokens` there.
+        """Replace all tokens from `start` on.
 
         Raises:
             InvalidWindow: If that would leave a gap.
@@ -104,11 +104,11 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What the rows of a window gave.
+    """Samples of a window.
 
     Attributes:
         tokens: Ids up to and including the first that differs from the proposed one.
-        logprobs: One entry for each of them if the session asked for that, else none.
+        logprobs: One entry for each of them if requested, else empty.
     """
 
     tokens: list[int]
@@ -116,19 +116,19 @@ class SampledTokens:
 
 
 class WindowVerifier:
-    """Draws and compares for one session.
+    """Sampler and comparison of one session.
 
-    Row `i` of a window is drawn with exactly the tokens before it in mind: those that the window itself
-    proposed are among them, as the row counts only if they were accepted. For the thread that computes the
-    windows, in the order in which they are computed.
+    Row `i` of a window is sampled with exactly the tokens before it, proposed ones of the window included, as
+    the row counts only if they are accepted. For the computing thread, with windows in the order in which
+    they are computed.
 
     Args:
-        sampling: The session's settings.
-        num_prompt: How many of its first tokens are the prompt.
-        num_top_logprobs: How many likeliest tokens to report beside the logprob of each that was drawn; None
-            reports nothing.
-        cached: The session's first tokens, of which no window will come.
-        open_masks: Gives what the answer must keep to, when it is first needed; None if it is free.
+        sampling: Sampling parameters of the session.
+        num_prompt: Number of the session's first tokens that are the prompt.
+        num_top_logprobs: Number of likeliest tokens to report with each sampled one; None for no log
+            probabilities.
+        cached: Token ids of the cached prefix, which no window brings.
+        open_masks: Returns the grammar's masks, when first needed; None without a grammar.
     """
 
     def __init__(
@@ -148,11 +148,11 @@ class WindowVerifier:
 
     @classmethod
     def of(cls, spec: SessionSpec, grammars: Grammars) -> WindowVerifier:
-        """The judge of a session that begins.
+        """The verifier of a new session.
 
         Args:
-            spec: Its terms.
-            grammars: Makes its grammar ready, when that is first needed.
+            spec: Settings of the session.
+            grammars: Compiles its grammar, when first needed.
         """
         return cls(
             spec.sampling,
@@ -168,7 +168,7 @@ class WindowVerifier:
         tokens: Sequence[int],
         start: int,
     ) -> SampledTokens:
-        """Take a window that was just computed; every one, those without rows to verify too.
+        """Verify a computed window. To be called for every window, also for those without verified rows.
 
         Args:
             rows_logits: float32, shape (verify_rows, n_vocab): logits of the window's last rows.
@@ -178,14 +178,14 @@ class WindowVerifier:
         Raises:
             InvalidWindow: If there are more rows than tokens, or it leaves a gap before its start.
             StageFailed: If a row's logits are not finite.
-            InvalidRequest: If the session's grammar does not work, or leaves nothing to draw.
+            InvalidRequest: If the session's grammar is invalid, or allows no token.
         """
         self._write(start, tokens)
         drawn = verify(rows_logits, tokens, start, self._sample)
         if self._num_top_logprobs is None:
             return SampledTokens(drawn)
         num_top = self._num_top_logprobs
-        # Rows behind the last that was drawn say nothing: strict would ask for them.
+        # Rows after the last sampled one are not used: strict would require them.
         pairs = zip(rows_logits, drawn, strict=False)
         return SampledTokens(drawn, tuple(token_logprobs(logits, token, num_top) for logits, token in pairs))
 

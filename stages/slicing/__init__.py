@@ -1,1 +1,1 @@
-"""Slicing of a GGUF into stage files, each an ordinary smaller GGUF that unmodified llama.cpp loads."""
+"""Slicing: stage files from a GGUF, each an ordinary smaller GGUF that unmodified llama.cpp loads."""

@@ -2,12 +2,12 @@
 
 1. The stage's layers are renumbered from 0 and `block_count` is their number.
 2. Metadata arrays with one entry per layer keep the entries of the stage's layers.
-3. Tensors outside the layers are small and go into every stage (norms, rope factors), all but those with one
-   row per token: the first stage holds the embedding, the tail holds the head.
-4. Where llama.cpp's loader insists on one of these in a stage that never uses it, the stage gets zeros: a few
-   rows if it has neither, as many as the vocabulary if it has the other one.
-5. Stages work with token ids, so the vocabulary's texts stay behind (`tokenizer.ggml.model` = "no_vocab").
-6. The size of a head, if the file leaves it to the first layer's number of heads, is written out.
+3. Tensors outside the layers are small and go into every stage (norms, rope factors), except those with one
+row per token: the first stage holds the embedding, the tail holds the head.
+4. Where llama.cpp's loader requires one of these in a stage that never uses it, the stage gets zeros: a few
+rows if it has neither, as many as the vocabulary if it has the other one.
+5. Stages work with token ids, so the vocabulary's texts are left out (`tokenizer.ggml.model` = "no_vocab").
+6. The size of a head, if the file leaves it to the first layer's number of heads, is written explicitly.
 
 `stages.slicing.architectures.registry` adds what single families need, blank layers among them
 (`stages.slicing.architectures.rules.Blanks`).
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from stages.graph_boundary import GraphBoundary
     from stages.slicing.source_model import SourceModel
 
-# Raise this when a stage file made by the same source and layers comes out otherwise than before.
+# To be raised when the file for the same source and layers changes.
 FORMAT_VERSION: Final = 3
 
-# Rows of an embedding that nobody looks into. llama.cpp also copies a row of logits, one float for each, per
-# output row of a stage, so few are cheap twice.
+# Rows of an unused embedding. llama.cpp also copies a row of logits, one float for each, per output row of a
+# stage, so few are cheap twice.
 FILLER_VOCAB: Final = 8
 
-# By size per weight, smallest first; for zeros, which any of them can hold.
+# By size per weight, smallest first; for zeros, which any type can represent.
 _FILLER_TYPES: Final = (GGMLQuantizationType.IQ1_S, GGMLQuantizationType.Q4_0, GGMLQuantizationType.F32)
 
-# Matrices of these types may be anything but the factors of a product, which alone can be quantised.
+# Matrices of these types may be other than factors of a product, which alone can be quantised.
 _FLOATS: Final = ("F32", "F16", "BF16")
 
 
@@ -56,8 +56,8 @@ class StageTensor:
         name: In the stage file.
         shape: Elements per dimension, fastest first.
         type: Quantisation.
-        n_bytes: Without padding.
-        source: Where its bytes lie in the model, or None for zeros.
+        n_bytes: Size without padding.
+        source: Region of its bytes in the model, or None for zeros.
     """
 
     name: str
@@ -69,7 +69,7 @@ class StageTensor:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """A stage file before it is written."""
+    """Content of a stage file before it is written."""
 
     alignment: int
     metadata: Mapping[str, Value]
@@ -77,11 +77,11 @@ class StageLayout:
 
 
 def lay_out(source: SourceModel, layers: LayerRange) -> StageLayout:
-    """What the stage file for some layers of a model holds.
+    """Layout of the stage file of some layers of a model.
 
     Args:
         source: The whole model.
-        layers: Which layers, within the model.
+        layers: The layers, within the model.
     """
     header, family = source.header, source.family
     blanks = source.blanks(layers)
@@ -108,7 +108,7 @@ def lay_out(source: SourceModel, layers: LayerRange) -> StageLayout:
 
 
 def _stage_metadata(source: SourceModel, held: LayerRange, n_vocab: int) -> dict[str, Value]:
-    """Of a file with these layers, blanks among them."""
+    """Metadata of a file with these layers, blanks included."""
     header, architecture = source.header, source.header.architecture
     metadata: dict[str, Value | None] = {}
     for key, value in header.metadata.items():
@@ -125,7 +125,7 @@ def _stage_metadata(source: SourceModel, held: LayerRange, n_vocab: int) -> dict
 
 
 def _head_sizes(source: SourceModel) -> dict[str, Value]:
-    """What llama.cpp would take from the first layer's number of heads, where layers differ in it."""
+    """Sizes that llama.cpp would take from the first layer's number of heads, where layers differ in it."""
     header, prefix = source.header, f"{source.header.architecture}."
     heads = header.per_layer(prefix + "attention.head_count", source.n_layers, 0)
     if len(set(heads)) == 1 or not heads[0]:
@@ -142,7 +142,7 @@ def _encoded(value: str | int | bool) -> Value:  # noqa: FBT001 - metadata are o
 
 
 def _outside(tensor: TensorInfo, source: SourceModel, held: LayerRange) -> StageTensor:
-    """A tensor outside the layers; one that has a part for each layer keeps those of the held ones."""
+    """A tensor outside the layers; one with a part for each layer keeps those of the held ones."""
     dimension = source.family.per_layer_parts.get(tensor.name)
     if dimension is None:
         return _copied(tensor, tensor.name)
@@ -177,7 +177,7 @@ def _blank(tensor: TensorInfo, name: str) -> StageTensor:
 
 
 class _Vocabulary:
-    """The tensors with one row per token, in a stage that may need none, one or both of them."""
+    """Tensors with one row per token, in a stage that may need none, one or both of them."""
 
     def __init__(self, source: SourceModel, layers: LayerRange, boundary: GraphBoundary) -> None:
         tensors = source.header.tensors
@@ -193,7 +193,7 @@ class _Vocabulary:
         self.size = self._embedding.shape[-1] if looks_up else self._rows_of_filler()
 
     def _rows_of_filler(self) -> int:
-        # llama.cpp ends the process where a head has more rows than the embedding.
+        # llama.cpp aborts where a head has more rows than the embedding.
         return self._output.shape[-1] if self._head_rows and self._output is not None else FILLER_VOCAB
 
     def tensors(self) -> list[StageTensor]:
@@ -222,7 +222,7 @@ class _Vocabulary:
 
     @staticmethod
     def _filler(tensor: TensorInfo, rows: int) -> StageTensor:
-        """Zeros in the shape of `tensor`, but for so many rows, in the smallest type that fits."""
+        """Zeros in the shape of `tensor`, with another number of rows, in the smallest type that fits."""
         shape = (*tensor.shape[:-1], rows)
         kinds = _FILLER_TYPES if len(shape) > 1 and rows > FILLER_VOCAB else (GGMLQuantizationType.F32,)
         kind = next(kind for kind in kinds if shape[0] % GGML_QUANT_SIZES[kind][0] == 0)

@@ -1,4 +1,4 @@
-"""Sizes and shapes of a model, read from its header for the planner."""
+"""Model facts: sizes and shapes of a model, from its header."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from stages.slicing.source_model import SourceModel
 
 
-# Names of tensors, after `blk.<layer>.`, that only layers with such a state have: Mamba and the gated delta
-# rules, RWKV, short convolutions.
+# Names of tensors, after `blk.<layer>.`, of recurrent layers only: Mamba and the gated delta rules, RWKV,
+# short convolutions.
 _MARKS: Final = ("ssm_", "time_mix_", "shortconv.")
-# MiniMax's lightning attention has a state, but no tensors of its own: all layers but each eighth.
+# MiniMax's lightning attention has a state without tensors of its own, in all layers but each eighth.
 _MINIMAX: Final = "minimax-01"
 _MINIMAX_INTERVAL: Final = 8
 _TOKEN_SHIFTS: Final = 2
@@ -33,13 +33,13 @@ _KDA_KERNEL: Final = 4
 
 
 def state_widths(header: GgufHeader, layers: Sequence[Sequence[TensorInfo]]) -> tuple[int, ...]:
-    """Float32 elements that one sequence takes in each layer; 0 for those with attention alone.
+    """Float32 elements of the recurrent state of one sequence in each layer; 0 for attention alone.
 
-    The formulas are those of llama.cpp's `llama_hparams::n_embd_r` and `n_embd_s`: what a convolution must
-    remember of the rows before, and the state proper.
+    By the formulas of llama.cpp's `llama_hparams::n_embd_r` and `n_embd_s`: rows kept for a convolution, and
+    the state proper.
 
     Args:
-        header: Of the file.
+        header: Header of the file.
         layers: The tensors of each layer.
     """
     width = _convolution_width(header) + _state_width(header)
@@ -78,12 +78,12 @@ def _state_width(header: GgufHeader) -> int:
 
 
 def _number(header: GgufHeader, key: str, default: int = 0) -> int:
-    """Of the model's own metadata."""
+    """A number of the model's own metadata."""
     return header.integer(f"{header.architecture}.{key}", default)
 
 
 def _n_heads(header: GgufHeader) -> int:
-    """Of the first layer, as llama.cpp takes them for this; of the one with most if they differ."""
+    """Of the first layer, as llama.cpp takes them for this; the largest number if layers differ."""
     key = f"{header.architecture}.attention.head_count"
     value = header.metadata.get(key)
     if value is None or value.count is None:
@@ -91,8 +91,8 @@ def _n_heads(header: GgufHeader) -> int:
     return max(header.per_layer(key, value.count, 0), default=0)
 
 
-# Bytes of a block in the file, and at most how many come on top: sums and scales that the kernels for AMX
-# keep with each block (`get_row_size` in llama.cpp's amx/mmq.cpp). The other kernels add nothing.
+# Bytes of a block in the file, and most additional bytes: sums and scales that the AMX kernels keep with each
+# block (`get_row_size` in llama.cpp's amx/mmq.cpp). Other kernels add nothing.
 _ADDED: Final = {
     GGMLQuantizationType.Q8_0: (34, 4),
     GGMLQuantizationType.Q4_K: (144, 4),
@@ -102,7 +102,7 @@ _ADDED: Final = {
 
 
 def packing_bytes(tensors: Iterable[TensorInfo]) -> int:
-    """How much more these tensors may take in fast mode than in the file."""
+    """Bytes that these tensors may take in fast mode beyond their size in the file."""
     return sum(
         tensor.n_bytes * added // block_bytes
         for tensor in tensors
@@ -112,36 +112,36 @@ def packing_bytes(tensors: Iterable[TensorInfo]) -> int:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model in numbers.
+    """Sizes and shapes of a model.
 
     Attributes:
         path: The GGUF file.
         architecture: `general.architecture`.
         name: `general.name`, or the file's name.
-        n_layers: Layers.
+        n_layers: Number of layers.
         n_embd: Width of the hidden state.
         n_vocab: Rows of the token embedding.
         n_ctx_train: Positions that the model was trained for.
         file_bytes: Size of the file.
-        layer_bytes: Weights of each layer.
-        embedding_bytes: The token embedding, which the first stage holds.
-        head_bytes: Output norm and head, which the tail holds; a tied embedding counts again.
+        layer_bytes: Size of each layer's weights.
+        embedding_bytes: Size of the token embedding, on the first stage.
+        head_bytes: Size of output norm and head, on the tail; a tied embedding counts again.
         is_tied: Whether the embedding is the head, so that a stage with all layers holds it once.
-        kv_widths: Per layer, elements that one position takes in a KV cache: keys and values of all heads.
+        kv_widths: Per layer, elements of one position in a KV cache: keys and values of all heads.
         head_widths: Elements of one key head and of one value head.
-        row_width: Elements that one row takes while a layer is computed, at most.
+        row_width: Most elements of one row during the computation of a layer.
         has_windows: Whether some layers attend to a sliding window only.
         allowed_cuts: Layers at which a stage may start, 0 left out.
-        state_widths: Per layer, float32 elements that one sequence takes however long it is; none at all if
-            no layer is recurrent.
-        packing_bytes: Per layer, what its weights may take more once fast kernels have put them in their own
-            order; none at all if that is nothing.
-        head_packing_bytes: The same of what the tail holds.
-        refused_cuts: The others, each with the reason.
-        refused_lengths: How many layers no stage may have, each with the reason.
+        state_widths: Per layer, float32 elements of one sequence's recurrent state; empty if no layer is
+            recurrent.
+        packing_bytes: Per layer, bytes that its weights may take more after repacking for fast kernels; empty
+            for none.
+        head_packing_bytes: The same for the tail's tensors.
+        refused_cuts: Other layers, each with the reason.
+        refused_lengths: Numbers of layers that no stage may have, each with the reason.
         can_trim: Whether sessions can go back to an earlier position; those with recurrent state cannot.
-        n_streams: How many rows of hidden states make one that crosses from stage to stage.
-        num_blanks: Layers that every stage but the first computes in vain; see
+        n_streams: Rows of hidden states that make one row on the wire.
+        num_blanks: Layers that every stage but the first computes without use; see
             `stages.slicing.architectures.rules.Blanks`.
         embeds_everywhere: Whether every stage holds the token embedding.
     """
@@ -174,14 +174,14 @@ class ModelFacts:
     embeds_everywhere: bool = False
 
     def may_be_stage(self, layers: LayerRange) -> bool:
-        """Whether a stage may have just these layers, which start and stop where the model may be cut."""
+        """Whether a stage may have these layers, whose ends are allowed cuts."""
         return len(layers) == self.n_layers or len(layers) not in self.refused_lengths
 
     @property
     def stage_counts(self) -> frozenset[int]:
-        """Into how many stages it can be cut."""
+        """Possible numbers of stages."""
         edges = (0, *self.allowed_cuts, self.n_layers)
-        # By the layer behind a way: numbers of stages on it, a bit for each.
+        # By last layer: numbers of stages up to there, a bit for each.
         counts = dict.fromkeys(edges, 0) | {0: 1}
         for stop_at, stop in enumerate(edges[1:], 1):
             for start in edges[:stop_at]:
@@ -191,14 +191,14 @@ class ModelFacts:
         return frozenset(number for number in range(1, len(edges)) if found >> number & 1)
 
     def may_be_stages(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """The same of many at once, by their first layers and those behind their last."""
+        """`may_be_stage` for many stages, by their first layers and last layers plus one."""
         lengths = stops - starts
         may_be: NDArray[np.bool_] = (lengths == self.n_layers) | ~np.isin(lengths, [*self.refused_lengths])
         return may_be
 
     @property
     def hidden_width(self) -> int:
-        """Values of a row that crosses from stage to stage."""
+        """Values of a row on the wire between stages."""
         return self.n_embd * self.n_streams
 
 
@@ -248,7 +248,7 @@ def read_model_facts(path: Path) -> ModelFacts:
 
 
 def _layer_bytes(source: SourceModel) -> tuple[int, ...]:
-    """Tensors of each layer, and its part of those that have one for each."""
+    """Size of each layer's tensors, with its part of those that have one for each layer."""
     tensors = source.header.tensors
     shared = sum(tensors[name].n_bytes for name in source.family.per_layer_parts if name in tensors)
     part = shared // source.n_layers
@@ -288,7 +288,7 @@ def _head_counts(source: SourceModel) -> tuple[int, ...]:
 
 
 def _row_width(source: SourceModel) -> int:
-    """What llama.cpp keeps at a time of one row: hidden states, queries, and the inside of the FFN.
+    """Elements of one row in llama.cpp at a time: hidden states, queries, and the inside of the FFN.
 
     Measured: 12 x 576 for SmolLM2-135M and 14 x 640 for Gemma-3-270m; this gives half as much again.
     """

@@ -37,16 +37,16 @@ def layer_of(name: str) -> int | None:
 
 
 def renumbered(name: str, shift: int) -> str:
-    """The layer's tensor as it is called when the layer moves down by `shift`."""
+    """The tensor's name when its layer moves down by `shift`."""
     match = _BLOCK.fullmatch(name)
     return f"blk.{int(match[1]) - shift}.{match[2]}" if match else name
 
 
 def count_layers(header: GgufHeader) -> int:
-    """Layers of the model, from its metadata.
+    """Number of layers, from the metadata.
 
     Raises:
-        InvalidModel: If the metadata name no layers.
+        InvalidModel: If the metadata have no number of layers.
         UncuttableModel: If some of its layers are no plain decoder layers.
     """
     architecture = header.architecture
@@ -122,11 +122,11 @@ def require_uniform_layers(header: GgufHeader, n_layers: int) -> None:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A whole model.
+    """A whole model, checked.
 
     Attributes:
-        header: Of the file.
-        family: Its rules.
+        header: Header of the file.
+        family: Rules of its family.
         layers: The tensors of each layer.
     """
 
@@ -141,12 +141,12 @@ class SourceModel:
 
     @property
     def is_known(self) -> bool:
-        """Whether the families table has its certified rules, so that no self-check is needed."""
+        """Whether the registry has its certified rules, so that no self-check is needed."""
         return self.family.architecture in FAMILIES and self.family.is_certified
 
     @property
     def rules_used(self) -> tuple[Rule, ...]:
-        """The rules that matter to this very model; those of entering and leaving its graph come last."""
+        """The rules that affect this model; those of entry and exit of its graph come last."""
         return tuple(rule for rule in self.family.rules if self._matters(rule)) + self.family.entry.rules(
             self.header
         )
@@ -164,12 +164,12 @@ class SourceModel:
 
     @cached_property
     def refused_cuts(self) -> Mapping[int, str]:
-        """Where it cannot be cut exactly, and why."""
+        """Places where it cannot be cut exactly, with the reasons."""
         return self.family.refused(self.header)
 
     @cached_property
     def refused_lengths(self) -> Mapping[int, str]:
-        """How many layers a stage must not have, and why."""
+        """Numbers of layers that a stage must not have, with the reasons."""
         return self.family.refused_lengths(self.header)
 
     @property
@@ -179,7 +179,7 @@ class SourceModel:
 
     @property
     def lone_cuts(self) -> tuple[int, ...]:
-        """Those at which it can be cut in two, without any other."""
+        """Cuts at which it can be cut in two, without any other."""
         return tuple(
             cut
             for cut in self.allowed_cuts
@@ -188,13 +188,13 @@ class SourceModel:
         )
 
     def _refused_length(self, layers: LayerRange) -> int:
-        """How many layers a stage's file would have, if it must not have so many, else 0."""
+        """The number of layers of a stage's file, if it is not allowed, else 0."""
         blanks = self.blanks(layers)
         length = len(layers) + blanks.before + blanks.after
         return length if length in self.refused_lengths and len(layers) < self.n_layers else 0
 
     def blanks(self, layers: LayerRange) -> Blanks:
-        """What layers a stage's file needs besides its own."""
+        """Blank layers of a stage's file."""
         return NO_BLANKS if len(layers) == self.n_layers else self.family.blanks(self.header, layers)
 
     def check_range(self, layers: LayerRange) -> None:
@@ -222,7 +222,7 @@ class SourceModel:
 
 
 def read_source(path: Path) -> SourceModel:
-    """Read a whole model's header and check that nothing of it is missing.
+    """Read and check a whole model's header.
 
     Raises:
         InvalidModel: If the file is no GGUF, truncated, lacks a tensor, or is itself a stage.
@@ -244,10 +244,10 @@ def read_source(path: Path) -> SourceModel:
 
 
 def _require_decoder(header: GgufHeader) -> None:
-    """Only what continues a text token by token is served.
+    """Check that the model generates text token by token.
 
     Raises:
-        UncuttableModel: Naming what the model is instead.
+        UncuttableModel: Naming its actual kind.
     """
     reason = family_of(header.architecture).not_served
     causal = header.metadata.get(f"{header.architecture}.attention.causal")
@@ -267,7 +267,7 @@ def _require_embedding(header: GgufHeader) -> None:
         raise InvalidModel(f"{header.path}: {EMBEDDING} has shape {shape}, expected ({n_embd}, vocabulary)")
 
 
-# Arrays below the architecture's name that have a fixed length, which may happen to be the number of layers.
+# Arrays below the architecture's name of a fixed length, which may happen to equal the number of layers.
 _NOT_PER_LAYER: Final = (
     "rope.dimension_sections",
     "classifier.output_labels",

@@ -1,4 +1,4 @@
-"""Stage file writer, also of blank ones."""
+"""Stage writer: stage files from a layout, and blank stages."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def stage_bytes(layout: StageLayout) -> int:
 
 
 class StageWriter:
-    """Writes one stage file in constant memory; zeros stay holes.
+    """Writes one stage file in constant memory; zeros become holes.
 
     Args:
-        source: The whole model's files.
-        output: Where to write; empty.
+        source: Files of the whole model.
+        output: File to write; empty.
         on_bytes: Called with the number of bytes just written.
     """
 
@@ -110,7 +110,7 @@ class StageWriter:
 
 
 def padded(n_bytes: int, alignment: int) -> int:
-    """With what it takes to the next multiple of the alignment."""
+    """Size padded to a multiple of the alignment."""
     return -(-n_bytes // alignment) * alignment
 
 
@@ -125,23 +125,23 @@ def _value(value: Value) -> bytes:
     return struct.pack("<IIQ", ValueType.ARRAY, value.type, value.count) + value.payload
 
 
-# Blocks are shared whole: what is copied must lie alike in both files within a block. Layers that follow one
-# another in the model do so in the stage, too; so it is enough to begin them at the same place within a
-# block. What it takes is put into the header, as a value that nobody reads.
+# Disk blocks are shared as a whole: copied bytes must have the same offset within a block in both files.
+# Adjacent layers of the model are adjacent in the stage, too; so it suffices to align their beginning. The
+# padding is put into the header, as an unused value.
 _KEY: Final = "spanmesh.padding"
-# Smaller ones are no matter.
+# Smaller tensors do not matter.
 _LEAST_BYTES: Final = 64 * 1024
 
 
 def with_shared_blocks(layout: StageLayout) -> StageLayout:
-    """The same stage, with its first large tensor of a layer where the model has it within a block."""
+    """The same stage, with its first large tensor of a layer at the model's offset within a block."""
     at = 0
     for tensor in layout.tensors:
         is_large = tensor.n_bytes >= _LEAST_BYTES and layer_of(tensor.name) is not None
         if is_large and tensor.source is not None:
             bare = _with_padding(layout, 0)
             missing = (tensor.source.start - len(encode_header(bare)) - at) % BLOCK_BYTES
-            # A multiple of the alignment, unless the model is aligned otherwise than it says.
+            # A multiple of the alignment, unless the model's actual alignment differs.
             return layout if missing % layout.alignment else _with_padding(layout, missing)
         at += padded(tensor.n_bytes, layout.alignment)
     return layout
@@ -168,11 +168,11 @@ def write_stage(
 
 
 class ByteCounter:
-    """Adds up bytes and reports them.
+    """Adds up bytes and reports progress.
 
     Args:
-        total: Bytes in all.
-        progress: Called with bytes done and bytes in all, if given.
+        total: Total number of bytes.
+        progress: Called with the number of bytes done and of all bytes, if given.
     """
 
     def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
@@ -181,29 +181,29 @@ class ByteCounter:
         self._done = 0
 
     def add(self, count: int) -> None:
-        """Count bytes just done."""
+        """Add bytes just done."""
         self._done += count
         if self._progress is not None:
             self._progress(self._done, self._total)
 
 
-# llama.cpp loads one like any other and computes in it for as long as in the real stage, since how long a
-# matrix product takes does not depend on what the matrix holds. It costs no disk (the file is one hole) and
-# next to nothing on the wire, so any host can be asked how fast it would be before anything is cut or sent.
+# llama.cpp loads one like any other and computes in it for as long as in the real stage, since the time of a
+# matrix product does not depend on its values. It takes no disk (the file is sparse) and next to nothing on
+# the wire, so any host can time it before anything is cut or sent.
 @dataclass(frozen=True)
 class BlankStage:
-    """What it takes to make one.
+    """A stage file without weights.
 
     Attributes:
         header: Magic, metadata and tensor directory.
-        num_bytes: Size of the whole file.
+        num_bytes: Size of the file.
     """
 
     header: bytes
     num_bytes: int
 
     def write(self, path: Path) -> None:
-        """Make the file; all but the header is a hole.
+        """Write the file; all but the header is a hole.
 
         Raises:
             ModelError: If it cannot be written.
@@ -221,7 +221,7 @@ def blank_stage(source: SourceModel, layers: LayerRange) -> BlankStage:
 
     Args:
         source: The whole model.
-        layers: Which layers, within the model.
+        layers: The layers, within the model.
 
     Raises:
         UncuttableModel: If it has no such layers, or cannot be cut there.

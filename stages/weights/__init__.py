@@ -1,1 +1,1 @@
-"""Weights of stages: recipes, hashes, the store of stage files and their transfer."""
+"""Weights: recipes, hashes, store and transfer of stage files."""

@@ -1,7 +1,7 @@
-"""Assembly of a stage file from pieces in any order, with transfer counts.
+"""Assembly: a stage file filled from pieces in any order, with transfer counts.
 
-Beside the file lies a note of the pieces that are in it, one byte each. A process that is killed leaves both;
-the next one checks what the note claims, and goes on.
+A second file beside it records the pieces that are in it, one byte each. A killed process leaves both; the
+next one checks the recorded pieces and continues.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _HERE: Final = b"\x01"
 
 
 class Assembly:
-    """Use as a context manager; whoever does must see to it that nobody else works on the same file.
+    """Context manager for one stage file; its user must hold the lock of the file.
 
     Args:
-        recipe: Of the stage.
-        path: The file; what is there from an earlier try is gone on with.
+        recipe: Recipe of the stage.
+        path: Path of the file; pieces of an earlier try are kept.
     """
 
     def __init__(self, recipe: Recipe, path: Path) -> None:
@@ -63,24 +63,24 @@ class Assembly:
 
     @property
     def descriptor(self) -> int:
-        """To write pieces to."""
+        """Descriptor for writing pieces."""
         return self._file
 
     @property
     def done_bytes(self) -> int:
-        """Of the pieces that are here."""
+        """Size of the present pieces."""
         return sum(self.recipe.pieces[index].num_bytes for index in self._here)
 
     @property
     def missing(self) -> list[int]:
-        """Indices of the pieces that are not here, in order."""
+        """Indices of missing pieces, in order."""
         return [index for index in range(len(self.recipe.pieces)) if index not in self._here]
 
     def resume(self) -> int:
-        """Take in what an earlier try has left, and what is zeros anyway; to be called first.
+        """Check the pieces of an earlier try, and those of zeros; to be called first.
 
         Returns:
-            How many pieces the note claims that do not have their hash.
+            Number of recorded pieces with a wrong hash.
 
         Raises:
             OSError: If the file cannot be read.
@@ -97,20 +97,20 @@ class Assembly:
                     num_wrong += 1
                     os.pwrite(self._note, b"\0", index)
         for index, piece in enumerate(pieces):
-            # A new file is all zeros; where a wrong piece was, it is not.
+            # A new file is all zeros; the place of a wrong piece is not.
             if index not in claimed and piece.sha256 == zeros_sha256(piece.num_bytes):
                 self.check(index)
         return num_wrong
 
     def check(self, index: int) -> bool:
-        """Read a piece that was written here, and take it in if it has its hash."""
+        """Check a piece that was written, and record it if its hash is right."""
         is_right = self._found_sha256(index) == self.recipe.pieces[index].sha256
         if is_right:
             self.claim(index)
         return is_right
 
     def claim(self, index: int) -> None:
-        """Take in a piece whose hash was found to be right as it was written."""
+        """Record a piece whose hash was checked while it was written."""
         self._here.add(index)
         os.pwrite(self._note, _HERE, index)
 
@@ -120,7 +120,7 @@ class Assembly:
 
 
 def note_path(path: Path) -> Path:
-    """Where the note of an assembly lies."""
+    """Path of the record of an assembly."""
     return path.with_suffix(".pieces")
 
 
@@ -128,12 +128,11 @@ def wrong_pieces(recipe: Recipe, path: Path) -> list[int] | None:
     """Check a whole stage file, byte by byte.
 
     Args:
-        recipe: What it must be.
+        recipe: The expected recipe.
         path: The file.
 
     Returns:
-        Indices of the pieces that do not have their hash; None if it is wrong elsewhere: in its header, in
-        its size, or where it must be zeros.
+        Indices of the pieces with a wrong hash; None if the header, the size or the zeros are wrong.
 
     Raises:
         OSError: If it cannot be read.
@@ -164,15 +163,15 @@ def _are_zeros(descriptor: int, stretches: Iterable[tuple[int, int]]) -> bool:
 
 
 class SentPieces:
-    """Takes them in as they come.
+    """Writes pieces of a stream into an assembly.
 
     Args:
-        assembly: Gets them.
-        indices: Which pieces come, in this order.
+        assembly: The assembly.
+        indices: Indices of the pieces, in the order of the stream.
 
     Attributes:
-        wrong: Those that did not have their hash.
-        num_bytes: Of what came.
+        wrong: Indices of those with a wrong hash.
+        num_bytes: Size of the received data.
     """
 
     def __init__(self, assembly: Assembly, indices: Sequence[int]) -> None:
@@ -185,15 +184,15 @@ class SentPieces:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have come."""
+        """Whether all pieces have come."""
         return not self._coming
 
     def take(self, data: bytes) -> None:
-        """The next bytes.
+        """Write the next bytes of the stream.
 
         Raises:
             OSError: If they cannot be written.
-            InvalidModel: If there are more than were asked for.
+            InvalidModel: If there are more than expected.
         """
         view = memoryview(data)
         self.num_bytes += len(data)
@@ -224,13 +223,13 @@ class SentPieces:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Counts of one stage, or of several.
+    """Origin of the bytes of one stage, or of several.
 
     Attributes:
-        reused_bytes: Of weights that the host had: in another stage, in a model file, from an earlier try.
-        head_bytes: Of weights that the head sent.
-        hub_bytes: Of weights that came straight from the hub.
-        wrong_pieces: Pieces that did not have their hash, and were fetched once more.
+        reused_bytes: Weights that the host had: in another stage, in a model file, from an earlier try.
+        head_bytes: Weights sent by the head.
+        hub_bytes: Weights from the hub.
+        wrong_pieces: Number of pieces with a wrong hash, which were fetched again.
     """
 
     reused_bytes: int = 0
@@ -239,7 +238,7 @@ class Transfer:
     wrong_pieces: int = 0
 
     def __add__(self, other: Transfer) -> Transfer:
-        """Both together."""
+        """Sum of both."""
         return Transfer(
             self.reused_bytes + other.reused_bytes,
             self.head_bytes + other.head_bytes,
@@ -249,5 +248,5 @@ class Transfer:
 
     @property
     def moved_bytes(self) -> int:
-        """What crossed a network."""
+        """Bytes that crossed a network."""
         return self.head_bytes + self.hub_bytes

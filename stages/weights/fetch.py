@@ -39,28 +39,28 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# The name in the head's certificate. Hosts know the head by its fingerprint, so any name will do.
+# Name in the head's certificate. Hosts know the head by its fingerprint, so any name serves.
 SERVER_NAME: Final = "spanmesh-head"
-# The largest message that the head reads: anybody may send one, before any secret was looked at.
+# Largest message that the head reads before it has checked a secret.
 MAX_REQUEST_BYTES: Final = 256 * 1024
-# Of one request, two varints each: at most 24 bytes, so that it stays below that.
+# Ranges of one request, two varints each, at most 24 bytes: within the limit above.
 MOST_RANGES: Final = 8192
 _MAX_FRUITLESS_ATTEMPTS: Final = 3
-# A piece that came so often with other bytes than its hash says will not come otherwise.
+# A piece that came this often with a wrong hash is not requested again.
 _MOST_WRONG: Final = 3
 _PAUSE_S: Final = 0.5
 
 
 @dataclass(frozen=True)
 class FetchSource:
-    """Where stages come from.
+    """Source of stage files.
 
     Attributes:
         address: `host:port` of the head's membership service.
         certificate_pem: The only certificate to trust there.
         secret: Proof of membership.
-        model: The model's files, for stages on the head's own host.
-        hub: The model's files at the hub it came from, if it came from one.
+        model: Files of the model, for stages on the head's own host.
+        hub: Files of the model at its hub, if it came from one.
         is_hub_first: Whether to ask the hub before the head.
     """
 
@@ -74,11 +74,11 @@ class FetchSource:
 
 @dataclass(frozen=True)
 class FetchedStage:
-    """A stage that is here.
+    """A stage file in the cache.
 
     Attributes:
         path: The stage file in the cache.
-        transfer: Where its bytes came from.
+        transfer: Origin of its bytes.
     """
 
     path: Path
@@ -93,26 +93,26 @@ async def fetch_stage(
     storage: StorageOptions = DEFAULT_STORAGE,
     progress: Callable[[int, int], None] | None = None,
 ) -> FetchedStage:
-    """Bring a stage into `store`, going on where an earlier try stopped.
+    """Bring a stage into `store`, continuing an earlier try.
 
     Args:
-        store: This host's.
+        store: Store of this host.
         sha256: Hash of the stage's recipe, hex.
-        source: Where it comes from.
-        storage: What else this host has, and how much it may keep.
-        progress: Called with the bytes of weights that are here and the bytes in all.
+        source: Source of the stage.
+        storage: Other sources of this host, and the limit of its cache.
+        progress: Called with the number of bytes of weights that are here and of all.
 
     Raises:
-        HostUnreachable: If the head does not answer, three times without a byte in between.
-        InvalidModel: If pieces do not have their hash, three times.
-        ModelError: If the disk has no room for it.
+        HostUnreachable: If the head does not answer in three tries without a byte in between.
+        InvalidModel: If pieces have a wrong hash three times.
+        ModelError: If the disk is full.
     """
     present = await asyncio.to_thread(store.find, sha256)
     if present is not None:
         return FetchedStage(present, Transfer())
     path = store.partial(sha256)
     async with _locked(path):
-        # Whoever held the lock before us may have brought it.
+        # The former holder of the lock may have brought it.
         present = await asyncio.to_thread(store.find, sha256)
         if present is not None:
             path.unlink()  # made a moment ago, to be locked
@@ -146,14 +146,14 @@ async def fetch_stage(
 
 
 def _make_room(store: StageStore, recipe: Recipe, needed_bytes: int, storage: StorageOptions) -> None:
-    """Whatever else has pieces of this stage stays until they are copied."""
+    """Keeps other stages with pieces of this one until they are copied."""
     donors = store.donors({piece.sha256 for piece in recipe.pieces})
     keep = {recipe.sha256, *(path.stem for path, _ in donors)}
     make_room(store, needed_bytes, storage.cache_bytes, keep=keep)
 
 
 class _Head:
-    """The head, as who has a stage."""
+    """The head as a source."""
 
     def __init__(self, stub: Any, sha256: str, source: FetchSource) -> None:
         self._stub = stub
@@ -161,7 +161,7 @@ class _Head:
         self._source = source
 
     async def recipe(self) -> bytes:
-        """What the stage is made of, as text."""
+        """Recipe of the stage, as text."""
         request = wire.FetchRequest(secret=self._source.secret, sha256=self._sha256, recipe=True)
         try:
             return b"".join([chunk.data async for chunk in self._stub.FetchStage(request)])
@@ -169,7 +169,7 @@ class _Head:
             raise explain(error, f"the head at {self._source.address}") from None
 
     async def pieces(self, pieces: Sequence[Piece]) -> AsyncIterator[bytes]:
-        """Their bytes, one after the other."""
+        """Bytes of some pieces, one after the other."""
         request = wire.FetchRequest(
             secret=self._source.secret,
             sha256=self._sha256,
@@ -199,7 +199,7 @@ async def _recipe(store: StageStore, head: _Head, sha256: str) -> Recipe:
 
 
 class _StageFetch:
-    """Fills one assembly from all that has pieces of it, the nearest first."""
+    """Fills one assembly from all sources of its pieces, the nearest first."""
 
     def __init__(
         self,
@@ -270,7 +270,8 @@ class _StageFetch:
             sent = SentPieces(self._assembly, indices[: len(pieces)])
             try:
                 async for data in self._head.pieces(pieces):
-                    # Not a thread that outlives us: the assembly's file would be closed under it.
+                    # Not in a thread that may outlive this task: the assembly's file would be closed under
+                    # it.
                     await self._work.run(partial(sent.take, data))
                     self._report_progress(len(data))
                 if not sent.is_complete:
@@ -320,7 +321,7 @@ class _StageFetch:
 
 
 def _num_askable(pieces: Sequence[Piece]) -> int:
-    """How many of these, from the first one on, one request can name."""
+    """Number of these pieces, from the first, that fit into one request."""
     num_stretches = end = 0
     for index, piece in enumerate(pieces):
         num_stretches += not index or piece.at != end
@@ -331,7 +332,7 @@ def _num_askable(pieces: Sequence[Piece]) -> int:
 
 
 def _stretches(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
-    """Bytes of the stage file that hold these pieces and nothing else: first byte and number of each."""
+    """Ranges of the stage file with exactly these pieces: first byte and length of each."""
     start = count = 0
     for piece in pieces:
         if count and piece.at != start + count:
@@ -351,8 +352,8 @@ def pinned_channel(
 
     Args:
         address: `host:port`.
-        certificate_pem: The head's.
-        options: Of gRPC, over those that every channel has.
+        certificate_pem: Certificate of the head.
+        options: Options of gRPC, over the common ones.
     """
     settings = {**dict(CLIENT_OPTIONS), **dict(options)}
     return grpc.aio.secure_channel(
@@ -364,7 +365,7 @@ def pinned_channel(
 
 @asynccontextmanager
 async def _locked(partial: Path) -> AsyncIterator[BinaryIO]:
-    """The partial file; ours alone, also among other processes."""
+    """The partial file, locked against other tasks and processes."""
     while True:
         with partial.open("ab") as file:
             if _try_lock(file) and _is_still(file, partial):
@@ -382,7 +383,7 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def _is_still(file: BinaryIO, path: Path) -> bool:
-    """Whether `path` still names the open file; whoever finished it has moved it away."""
+    """Whether `path` still names the open file, which is moved when it is complete."""
     try:
         return path.stat().st_ino == os.fstat(file.fileno()).st_ino
     except FileNotFoundError:
@@ -390,11 +391,11 @@ def _is_still(file: BinaryIO, path: Path) -> bool:
 
 
 class RateLimit:
-    """Shared by all who send: together they keep to it.
+    """Bandwidth limit, shared by all senders.
 
     Args:
-        bytes_per_s: None lets everything pass at once.
-        clock_s: Monotonic, seconds.
+        bytes_per_s: Limit; None for no limit.
+        clock_s: Monotonic clock, seconds.
         sleep: Waits for seconds.
     """
 
@@ -411,7 +412,7 @@ class RateLimit:
         self._free_at_s = clock_s()
 
     async def take(self, num_bytes: int) -> None:
-        """Return when so many bytes may be sent. Who comes later waits for those before."""
+        """Return when this many bytes may be sent; in the order of the calls."""
         if self._bytes_per_s is None:
             return
         now_s = self._clock_s()

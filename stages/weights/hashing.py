@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 Work = TypeVar("Work")
 Found = TypeVar("Found")
 
-# A thread reads so much at a time.
+# Bytes that a thread reads at a time.
 _BUFFER_BYTES: Final = 1024 * 1024
 _MOST_THREADS: Final = 4
 
 
 @cache
 def zeros_sha256(num_bytes: int) -> str:
-    """Of so many zeros, hex: they need not be read, sent or written."""
+    """sha256 of this many zeros, hex: they need not be read, sent or written."""
     digest = hashlib.sha256()
     buffer = bytes(min(num_bytes, _BUFFER_BYTES))
     for start in range(0, num_bytes, _BUFFER_BYTES):
@@ -64,13 +64,13 @@ def piece_sha256(descriptor: int, start: int, num_bytes: int) -> str | None:
 
 
 def region_sha256(descriptor: int, region: Region, offset: int, num_bytes: int) -> str | None:
-    """Hash some bytes of a region of an open file; see `piece_sha256`.
+    """Hash part of a region of an open file; see `piece_sha256`.
 
     Args:
-        descriptor: Of the region's file.
-        region: What to read from.
-        offset: First byte, among the region's.
-        num_bytes: How many.
+        descriptor: Descriptor of the region's file.
+        region: The region.
+        offset: First byte within the region.
+        num_bytes: Number of bytes.
     """
     if region.is_whole:
         return piece_sha256(descriptor, region.start + offset, num_bytes)
@@ -92,9 +92,9 @@ def region_sha256(descriptor: int, region: Region, offset: int, num_bytes: int) 
 def in_threads(
     work: Callable[[Work], Found], items: Iterable[Work]
 ) -> Generator[tuple[Work, Found], None, None]:
-    """Do the same with many things, several at a time; what comes out comes in their order.
+    """Apply a function to many items, several at a time; results are in the order of the items.
 
-    Whoever stops to listen ends it: what was not begun is not done.
+    Closing the iterator ends it: items that were not begun are skipped.
     """
     pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="hash")
     try:
@@ -107,10 +107,10 @@ def in_threads(
 
 @dataclass(frozen=True)
 class FileStamp:
-    """What a file looked like when its content was found out.
+    """File identity and times: shows whether a file's content may have changed.
 
-    The time of the last change of status cannot be set by anybody: a file that was altered and given its old
-    times back has another.
+    The time of the last status change cannot be set: a file that was altered and given its old modification
+    time has another.
     """
 
     size_bytes: int
@@ -119,10 +119,10 @@ class FileStamp:
 
     @classmethod
     def of(cls, path: Path) -> FileStamp:
-        """The stamp of a file as it is now.
+        """Current stamp of a file.
 
         Raises:
-            InvalidModel: If it is not there any more.
+            InvalidModel: If it is gone.
         """
         try:
             status = path.stat()
@@ -137,11 +137,11 @@ def stamps_of(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
 
 
 class ModelHashes:
-    """Of one model.
+    """Hashes of one model.
 
     Args:
-        paths: Its files.
-        index: Where to keep what was found out.
+        paths: Files of the model.
+        index: File in which hashes are kept.
     """
 
     def __init__(self, paths: Sequence[Path], index: Path) -> None:
@@ -153,20 +153,20 @@ class ModelHashes:
 
     @property
     def is_current(self) -> bool:
-        """Whether the model's files are as they were."""
+        """Whether the model's files are unchanged."""
         return stamps_of(self._paths) == self._stamps
 
     def missing_bytes(self, regions: Collection[Region]) -> int:
-        """How much is to be read to know the hashes of these."""
+        """Number of bytes to be read for the hashes of these regions."""
         return sum(region.num_bytes for region in set(regions) if region not in self._known)
 
     def of(
         self, regions: Collection[Region], on_bytes: Callable[[int], None]
     ) -> dict[Region, tuple[str, ...]]:
-        """The hashes of each `PIECE_BYTES` of some regions, read now unless they were before.
+        """Hashes of each `PIECE_BYTES` of some regions, computed once.
 
         Args:
-            regions: Which.
+            regions: The regions.
             on_bytes: Called with the number of bytes just hashed.
 
         Raises:

@@ -30,10 +30,10 @@ log = structlog.get_logger()
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 _TIMEOUT_S: Final = 20.0
 _READ_BYTES: Final = 1024 * 1024
-# Tries in a row that bring not a single byte.
+# Tries in a row without a single byte.
 _MOST_FRUITLESS: Final = 5
 _FIRST_PAUSE_S: Final = 0.5
-# Nobody waits longer for a hub that says when to come again.
+# Longest pause that a hub may ask for.
 _MOST_PAUSE_S: Final = 60.0
 _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -42,8 +42,8 @@ class TransientError(Exception):
     """Another try may succeed.
 
     Args:
-        reason: For a person.
-        pause_s: When, if the server says so.
+        reason: One line for the operator.
+        pause_s: Pause before the next try, if the server gives one.
     """
 
     def __init__(self, reason: str, pause_s: float | None = None) -> None:
@@ -53,7 +53,7 @@ class TransientError(Exception):
 
 
 def endpoint() -> str:
-    """Where the hub is: `HF_ENDPOINT`, or Hugging Face."""
+    """URL of the hub: `HF_ENDPOINT`, or Hugging Face."""
     return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 
@@ -65,17 +65,17 @@ def read_range(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Read a stretch of a file, once more from where it was whenever that helps.
+    """Read a range of a file, continuing after transient errors.
 
     Args:
-        url: Of the file.
+        url: URL of the file.
         start: First byte.
-        count: How many.
+        count: Number of bytes.
         take: Called with the bytes as they come.
         sleep: Waits for seconds, between tries; may raise.
 
     Raises:
-        HubUnavailable: If it is refused, not there, or does not come in several tries.
+        HubUnavailable: If the hub refuses it, does not have it, or fails in several tries.
     """
     done, num_fruitless = 0, 0
     while done < count:
@@ -101,10 +101,10 @@ def read_range(
 
 @contextmanager
 def open_range(url: str, start: int, count: int) -> Iterator[Iterator[bytes]]:
-    """Ask for a stretch of a file.
+    """Request a range of a file.
 
     Raises:
-        HubUnavailable: If it is refused, or not there.
+        HubUnavailable: If the hub refuses it, or does not have it.
         TransientError: If another try may succeed.
     """
     with _ask(url, start, count) as answer:
@@ -117,7 +117,7 @@ def _ask(url: str, start: int, count: int) -> http.client.HTTPResponse:
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{start + count - 1}"})  # noqa: S310
     token = _token()
     if token and url.startswith(f"{endpoint()}/"):
-        # Not to where it redirects: that is another server, which has its own proof in the address.
+        # Not after a redirect: that is another server, with credentials of its own in the URL.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310
@@ -149,12 +149,12 @@ def _no_answer(error: Exception) -> TransientError:
 
 
 def refusal(what: str, status: int, retry_after: str | None = None) -> HubUnavailable | TransientError:
-    """What an HTTP error means.
+    """The exception for an HTTP error.
 
     Args:
-        what: Was asked for.
-        status: Of the answer.
-        retry_after: The header of this name, if it is there.
+        what: Name of the request.
+        status: Status of the answer.
+        retry_after: The `Retry-After` header, if there is one.
     """
     if status in {401, 403}:
         return HubUnavailable(
@@ -171,7 +171,7 @@ def refusal(what: str, status: int, retry_after: str | None = None) -> HubUnavai
 
 
 def _token() -> str | None:
-    """Of this host's user, as `huggingface-cli login` leaves it."""
+    """Token of this host's user, as `huggingface-cli login` stores it."""
     token = os.environ.get("HF_TOKEN")
     if not token:
         home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
@@ -196,19 +196,19 @@ def download(
     on_bytes: Callable[[int], None],
     on_hashed: Callable[[int], None] = lambda _count: None,
 ) -> None:
-    """Bring a file; it takes its name when it is whole and has its hash.
+    """Download a file; it gets its name when it is complete and its hash is right.
 
     Args:
-        url: Where it is, at a revision that does not change.
+        url: URL, at a revision that does not change.
         size_bytes: Its size.
-        sha256: Of its content, hex; None if the hub does not say.
-        path: Where to; beside it lies what has come so far.
+        sha256: Hash of its content, hex; None if the hub has none.
+        path: Target; partial content lies beside it.
         on_bytes: Called with the number of bytes that came, or were here, from several threads; may raise.
         on_hashed: Called with the number of bytes just checked; may raise.
 
     Raises:
-        HubUnavailable: If the hub refuses or does not answer, or sends what has another hash.
-        ModelError: If the disk has no room for it, or cannot be written, or another process is bringing it.
+        HubUnavailable: If the hub refuses or does not answer, or the hash is wrong.
+        ModelError: If the disk is full or not writable, or another process downloads it.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -230,7 +230,7 @@ def download(
 
 
 def _lock(file: int, partial: Path) -> None:
-    """Ours alone: whoever else wrote to it would find it gone, or changed, when it is done."""
+    """Lock the partial file: other writers would find it moved or changed."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_ours = os.path.samestat(os.fstat(file), partial.stat())
@@ -286,7 +286,7 @@ class _Blocks:
         os.pwrite(note, b"\x01", index)
 
     def _sleep(self, seconds: float) -> None:
-        """Not longer than anybody waits for the file."""
+        """Sleep, but no longer than the bound on pauses."""
         if self._is_over.wait(seconds):
             raise ModelError("given up")
 

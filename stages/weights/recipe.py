@@ -1,17 +1,17 @@
 """Recipe of a stage file: its header and its hashed pieces.
 
-A host that has the recipe can make the file out of whatever has the pieces: another stage in its cache, a
-copy of the model of its own, the head, the hub. The hash of the recipe is the stage's name: it says of every
-byte of the file what it must be.
+A host with the recipe can make the file from any source of the pieces: another stage in its cache, its own
+copy of the model, the head, the hub. The hash of the recipe is the stage's name: it determines every byte of
+the file.
 
 As text it is JSON::
 
     {"version": 1, "model": "SmolLM2", "layers": [10, 20, 30], "alignment": 32, "header": "<base64>",
      "tensors": [["blk.10.attn_q.weight", 207360, [0, 31104000], ["<sha256>", …]], [null, 4608], …]}
 
-The tensors are in the order of the stage file, each with its name in the model, its bytes, where they lie in
-the model (`Region`: file, start and, if they lie apart, how many in a row and from row to row), and a hash
-for every `PIECE_BYTES` of it; what has no name is zeros.
+The tensors are in the order of the stage file, each with its name in the model, its size, its place in the
+model (`Region`: file, start and, if its parts lie apart, bytes per row and distance of rows), and a hash for
+every `PIECE_BYTES` of it; entries without a name are zeros.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Piece:
     """A part of a tensor in a stage file.
 
     Attributes:
-        sha256: Of its bytes, hex.
-        at: Where it begins in the stage file.
-        num_bytes: How long it is.
+        sha256: Hash of its bytes, hex.
+        at: Its first byte in the stage file.
+        num_bytes: Its size.
         tensor: The tensor's name in the model.
         tensor_bytes: Size of the whole tensor.
-        tensor_offset: Where the piece begins in the tensor.
-        region: Where the tensor's bytes lie in the model.
+        tensor_offset: Its first byte in the tensor.
+        region: Place of the tensor's bytes in the model.
     """
 
     sha256: str
@@ -62,7 +62,7 @@ class Piece:
 
     @property
     def file_offset(self) -> int:
-        """Where its first byte is in the file of the model that has it."""
+        """Its first byte in the model's file."""
         return next(self.region.stretches(self.tensor_offset, 1))[0]
 
 
@@ -71,9 +71,9 @@ class RecipeTensor:
     """A tensor of a stage file.
 
     Attributes:
-        num_bytes: Without padding.
-        name: In the model; None for zeros.
-        region: Where its bytes lie in the model; zeros lie nowhere.
+        num_bytes: Size without padding.
+        name: Name in the model; None for zeros.
+        region: Place of its bytes in the model; None for zeros.
         hashes: sha256 of each `PIECE_BYTES` of it, hex.
     """
 
@@ -85,15 +85,15 @@ class RecipeTensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A stage file before it is made.
+    """Content of a stage file.
 
     Attributes:
-        model: What the model is called, for people.
-        layers: Which layers it holds.
+        model: Name of the model, for display.
+        layers: Layers of the stage.
         n_layers: Layers of the whole model.
-        alignment: Of its tensors.
+        alignment: Alignment of its tensors.
         header: Its first bytes.
-        tensors: What follows, in this order, each padded to the alignment.
+        tensors: Its tensors in order, each padded to the alignment.
     """
 
     model: str
@@ -115,16 +115,16 @@ class Recipe:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Of the stage file."""
+        """Size of the stage file."""
         return len(self.header) + sum(self._padded(tensor.num_bytes) for tensor in self.tensors)
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Of all pieces."""
+        """Size of all pieces."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     def zeros(self) -> Iterator[tuple[int, int]]:
-        """Where the file has zeros: first byte and one after the last, in order."""
+        """Ranges of zeros in the file: first byte and last byte plus one, in order."""
         at = len(self.header)
         for tensor in self.tensors:
             start = at if tensor.name is None else at + tensor.num_bytes
@@ -152,7 +152,7 @@ class Recipe:
         return -(-num_bytes // self.alignment) * self.alignment
 
     def to_bytes(self) -> bytes:
-        """As text; equal recipes have equal texts."""
+        """The recipe as text; equal recipes have equal texts."""
         tensors: list[list[Any]] = [
             [None, tensor.num_bytes]
             if tensor.name is None
@@ -176,11 +176,11 @@ class Recipe:
         """A recipe from its text.
 
         Args:
-            data: What `to_bytes` gave.
-            sha256: What its hash must be.
+            data: Result of `to_bytes`.
+            sha256: The expected hash.
 
         Raises:
-            InvalidModel: If it has another, or makes no sense.
+            InvalidModel: If it has another hash, or is malformed.
         """
         found = hashlib.sha256(data).hexdigest()
         if found != sha256:

@@ -1,4 +1,4 @@
-"""Sources of pieces: other local files and a hub."""
+"""Sources of pieces: other local files, and a hub."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# So many pieces that look right and have another hash, and more than are right: a file of another model.
+# This many pieces with the right size and a wrong hash, and more than right ones: a file of another model.
 _MOST_STRANGE_PIECES: Final = 2
-# Between two looks at whether the file that is copied from is still what it was.
+# Interval, in pieces, of the checks that the source file is unchanged.
 _BATCH_PIECES: Final = 64
 
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A file of the model on this very host.
+    """A file of the model on this host.
 
     Attributes:
         path: Where.
-        stamp: What it looked like when it was hashed.
+        stamp: Its stamp when it was hashed.
     """
 
     path: Path
@@ -48,11 +48,11 @@ class KnownFile:
 def take_from_model(
     assembly: Assembly, files: tuple[KnownFile, ...], on_bytes: Callable[[int], None]
 ) -> None:
-    """Copy what is missing out of the model that was hashed on this host, as long as it is unchanged.
+    """Copy missing pieces from the model that was hashed on this host, while it is unchanged.
 
     Args:
-        assembly: Gets the pieces.
-        files: Of the model, in its order; none if it is on another host.
+        assembly: The assembly.
+        files: Files of the model, in order; empty if it is on another host.
         on_bytes: Called with the number of bytes just copied; may raise.
 
     Raises:
@@ -68,7 +68,7 @@ def take_from_model(
 
 
 def take_from_store(assembly: Assembly, store: StageStore, on_bytes: Callable[[int], None]) -> None:
-    """Copy what is missing out of other stages in the cache, whose pieces were checked when they came.
+    """Copy missing pieces from other stages in the cache, whose pieces were checked.
 
     Raises:
         OSError: If the assembly cannot be written.
@@ -90,15 +90,15 @@ def take_from_store(assembly: Assembly, store: StageStore, on_bytes: Callable[[i
 
 
 def take_from_folder(assembly: Assembly, folder: Path, on_bytes: Callable[[int], None]) -> None:
-    """Copy what is missing out of the GGUF files of a folder, and believe each piece by its hash.
+    """Copy missing pieces from the GGUF files of a folder, checked by their hashes.
 
-    Tensors are found by name and size, but for those of which a stage holds only parts of rows. A file where
-    they have other bytes is of another model.
+    Tensors are found by name and size, except those of which a stage holds parts of rows only. A file with
+    other bytes there is of another model.
 
     Raises:
         OSError: If the assembly cannot be written.
     """
-    # Whoever has no such folder does without what reads GGUFs.
+    # Hosts without such a folder do not import the GGUF reader.
     from stages.gguf.reader import read_one_header  # noqa: PLC0415
 
     for path in sorted(folder.rglob("*.gguf")):
@@ -131,7 +131,7 @@ def _copy_trusted(
     places: Mapping[int, Place],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Copy pieces, by index and place, without hashing them, as long as the file stays the same."""
+    """Copy pieces, by index and place, without hashing them, while the file is unchanged."""
     if not places:
         return
     try:
@@ -157,7 +157,7 @@ def _copy_trusted(
 def _copy_piece(
     assembly: Assembly, index: int, descriptor: int, place: Place, on_bytes: Callable[[int], None]
 ) -> bool:
-    """Copy one piece, unchecked; tells whether all of it was there."""
+    """Copy one piece, unchecked; returns whether all of it was there."""
     piece = assembly.recipe.pieces[index]
     copied = copy_region(descriptor, place, assembly.descriptor, piece.at, piece.num_bytes, on_bytes=on_bytes)
     return copied == piece.num_bytes
@@ -192,7 +192,7 @@ def _copy_by_hash(
 
 
 _NUM_CONNECTIONS: Final = 4
-# Of one request: enough that asking does not matter, little enough that all connections have work to the end.
+# Bytes of one request: enough to hide its round trip, few enough that all connections are busy to the end.
 _MOST_BYTES: Final = 64 * 1024 * 1024
 
 
@@ -201,7 +201,7 @@ class HubFile:
     """A file of a model at a hub.
 
     Attributes:
-        url: Where, at a revision that does not change.
+        url: URL, at a revision that does not change.
         size_bytes: Its size.
     """
 
@@ -212,15 +212,15 @@ class HubFile:
 def fetch_from_hub(
     assembly: Assembly, files: Sequence[HubFile], on_bytes: Callable[[int], None]
 ) -> list[int]:
-    """Fetch what is missing and lies in a row there; the rest would take a request for each row.
+    """Fetch missing pieces that are contiguous there; others would take a request for each row.
 
     Args:
-        assembly: Gets the pieces.
-        files: The model's, in the order that the recipe counts them.
+        assembly: The assembly.
+        files: Files of the model, in the recipe's order.
         on_bytes: Called with the number of bytes that just came, from several threads; may raise.
 
     Returns:
-        Indices of the pieces that did not have their hash.
+        Indices of the pieces with a wrong hash.
 
     Raises:
         HubUnavailable: If the hub refuses or does not answer.
@@ -248,7 +248,7 @@ def fetch_from_hub(
 
 
 def has_hub_pieces(assembly: Assembly) -> bool:
-    """Whether anything is missing that `fetch_from_hub` fetches."""
+    """Whether `fetch_from_hub` would fetch anything."""
     return bool(_wanted(assembly))
 
 
@@ -258,7 +258,7 @@ def _wanted(assembly: Assembly) -> list[int]:
 
 
 def _stretches(assembly: Assembly) -> Iterator[list[int]]:
-    """Missing pieces that follow one another in one file of the model."""
+    """Missing pieces that are adjacent in one file of the model."""
     pieces = assembly.recipe.pieces
     stretch: list[int] = []
     num_bytes = 0

@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 
 class VirtualStage:
-    """Reads like the file that the recipe describes. Any thread may.
+    """Reads like the stage file of a recipe, without that file. Thread-safe.
 
     Args:
-        recipe: What is in it.
-        paths: The model's files.
-        stamps: What they looked like when they were hashed.
+        recipe: The recipe.
+        paths: Files of the model.
+        stamps: Their stamps when they were hashed.
 
     Raises:
-        InvalidModel: If they were changed since, or cannot be read.
+        InvalidModel: If they have changed since, or cannot be read.
     """
 
     def __init__(self, recipe: Recipe, paths: Sequence[Path], stamps: Sequence[FileStamp]) -> None:
@@ -66,7 +66,7 @@ class VirtualStage:
         self._files.close()
 
     def read(self, at: int, count: int) -> bytes:
-        """Up to `count` bytes from `at` on, none at the end; fewer where a piece ends.
+        """Up to `count` bytes from `at` on, empty at the end; fewer at the end of a piece.
 
         Raises:
             InvalidModel: If the model cannot be read, or has become shorter.
@@ -98,13 +98,13 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class StageFile:
-    """A stage in the cache.
+    """A stage file in the cache.
 
     Attributes:
         path: The stage file.
         sha256: Hash of its recipe, hex.
-        size_bytes: Of the file.
-        layers: Which layers it holds.
+        size_bytes: Size of the file.
+        layers: Its layers.
         n_layers: Layers of the whole model.
     """
 
@@ -120,9 +120,9 @@ class _Known:
     """A model that was read.
 
     Attributes:
-        model: What its header says.
-        stamps: What its files looked like then.
-        hashes: Of its tensors.
+        model: The model from its header.
+        stamps: Stamps of its files at that time.
+        hashes: Hashes of its tensors.
     """
 
     model: SourceModel
@@ -131,7 +131,7 @@ class _Known:
 
 
 class StageCache:
-    """Recipes of the stages of models that are on this host, and stage files.
+    """Recipes of the stages of this host's models, and stage files.
 
     ::
 
@@ -139,10 +139,10 @@ class StageCache:
         sources/<key>.json    hashes of a model's tensors, so that each is read once
         checked/<key>         cuts of models of families not in the table that passed the self-check
 
-    Any thread may use it.
+    Thread-safe.
 
     Args:
-        root: The cache's folder, `default_root` unless given.
+        root: Folder of the cache, `default_root` unless given.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -158,11 +158,11 @@ class StageCache:
     def describe(
         self, source: Path, layers: LayerRange, *, progress: Callable[[int, int], None] | None = None
     ) -> Recipe:
-        """What the stage file for some layers of a model is made of. Nothing is written but what was hashed.
+        """Recipe of the stage file of some layers of a model. Only hashes are written.
 
         Args:
             source: The whole model, a GGUF file, the first if it has several.
-            layers: Which of its layers.
+            layers: The layers.
             progress: Called with bytes hashed and bytes in all.
 
         Raises:
@@ -179,15 +179,15 @@ class StageCache:
         return self._described_now(known, layers, layout, known.hashes.of(regions, counter.add))
 
     def recipe(self, sha256: str) -> Recipe | None:
-        """A recipe that was made here, or came here; None if neither."""
+        """A recipe that was made or received here; None if there is none."""
         described = self._described.get(sha256)
         return described[0] if described is not None else self.store.recipe(sha256)
 
     def open(self, sha256: str) -> VirtualStage | None:
-        """Read a stage that was described, whether its file exists or not; None if it was not.
+        """Open a stage with a recipe, with or without its file; None without a recipe.
 
         Raises:
-            InvalidModel: If the model was changed since.
+            InvalidModel: If the model has changed since.
         """
         described = self._described.get(sha256)
         if described is None:
@@ -196,7 +196,7 @@ class StageCache:
         return VirtualStage(recipe, known.model.header.paths, known.stamps)
 
     def known_files(self, source: Path) -> tuple[KnownFile, ...]:
-        """The files of a model on this host, and what they looked like when they were hashed.
+        """Files of a model on this host, with their stamps when they were hashed.
 
         Raises:
             InvalidModel: If they cannot be read.
@@ -207,11 +207,11 @@ class StageCache:
     def cut(
         self, source: Path, layers: LayerRange, *, progress: Callable[[int, int], None] | None = None
     ) -> StageFile:
-        """The stage file for some layers of a model, cut now unless it was before.
+        """Stage file of some layers of a model, written once.
 
         Args:
             source: The whole model, a GGUF file, the first if it has several.
-            layers: Which of its layers.
+            layers: The layers.
             progress: Called with bytes done, hashed and written, and bytes in all.
 
         Raises:
@@ -301,7 +301,7 @@ class StageCache:
 
 
 def _structure_sha256(model: SourceModel) -> str:
-    """Of all that the file says about the model but its weights and its vocabulary."""
+    """Hash of the model's metadata and tensor directory, without weights and vocabulary."""
     digest = hashlib.sha256()
     for key, value in model.header.metadata.items():
         if not key.startswith("tokenizer."):

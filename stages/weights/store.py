@@ -1,4 +1,4 @@
-"""Store of stage files by recipe hash: locks, eviction by size and age, settings."""
+"""Stage store: stage files by recipe hash, with locks, eviction by size and age, and settings."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ log = structlog.get_logger()
 def make_room(
     store: StageStore, needed_bytes: int, limit_bytes: int | None, *, keep: Collection[str] = ()
 ) -> int:
-    """Remove stages until what is left, and what is to come, keeps to the limit.
+    """Remove stages until the rest and the new one are within the limit.
 
-    Stages that are loaded, or on their way in, stay; where the limit is too small for them it is exceeded.
+    Loaded and incomplete stages are kept, even beyond the limit.
 
     Args:
-        store: Whose.
-        needed_bytes: What is to come.
-        limit_bytes: None limits nothing.
-        keep: Names of stages that are to stay.
+        store: The store.
+        needed_bytes: Size of the new stage.
+        limit_bytes: The limit; None for no limit.
+        keep: Names of stages to keep.
 
     Returns:
-        The bytes that were freed.
+        Number of freed bytes.
 
     Raises:
-        ModelError: If what is to come is more than the limit by itself.
+        ModelError: If the new stage alone exceeds the limit.
     """
     if limit_bytes is None:
         return 0
@@ -77,18 +77,18 @@ CACHE_BYTES: Final = "SPANMESH_CACHE_BYTES"
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """How weights are kept.
+    """Storage of weights.
 
     Attributes:
-        models: A folder with GGUF files of this host's own, if there is one.
-        cache_bytes: What stage files may take of the disk together, if that is limited.
+        models: Folder with GGUF files of this host, if there is one.
+        cache_bytes: Limit of all stage files on this disk together, if there is one.
     """
 
     models: Path | None = None
     cache_bytes: int | None = None
 
     def to_environment(self) -> None:
-        """Let the processes that this one starts know."""
+        """Pass the options to child processes."""
         for name, value in ((MODELS, self.models), (CACHE_BYTES, self.cache_bytes)):
             if value is not None:
                 os.environ[name] = str(value)
@@ -98,14 +98,14 @@ DEFAULT_STORAGE: Final = StorageOptions()
 
 
 def read_storage_options() -> StorageOptions:
-    """What whoever started this process said."""
+    """Options of the parent process."""
     models, cache_bytes = os.environ.get(MODELS), os.environ.get(CACHE_BYTES)
     return StorageOptions(Path(models) if models else None, int(cache_bytes) if cache_bytes else None)
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """A file's content, and what the file looked like when that was found out."""
+    """Hash of a file's content, with the file's stamp at that time."""
 
     sha256: str
     size_bytes: int
@@ -113,12 +113,12 @@ class Stamp:
 
     @classmethod
     def of(cls, path: Path, sha256: str) -> Stamp:
-        """The stamp of a file as it is now."""
+        """Current stamp of a file."""
         status = path.stat()
         return cls(sha256, status.st_size, status.st_mtime_ns)
 
     def fits(self, path: Path) -> bool:
-        """Whether the file looks as it did; one that is gone does not."""
+        """Whether the file is unchanged; False if it is gone."""
         try:
             return self == Stamp.of(path, self.sha256)
         except OSError:
@@ -130,7 +130,7 @@ class Stamp:
 
     @classmethod
     def load(cls, path: Path) -> Stamp | None:
-        """A saved stamp; None if there is none, or none that can be understood."""
+        """A saved stamp; None if there is none, or it is malformed."""
         try:
             saved = json.loads(path.read_text())
             return cls(str(saved["sha256"]), int(saved["size_bytes"]), int(saved["mtime_ns"]))
@@ -143,14 +143,14 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class StoredStage:
-    """A stage file in the store, or what there is of one.
+    """A stage file in the store, complete or not.
 
     Attributes:
         sha256: Its name.
         path: The file.
-        size_bytes: What it takes of the disk.
-        used_at_s: When it was last loaded, Unix time.
-        is_whole: Whether all of it is there.
+        size_bytes: Size on disk.
+        used_at_s: When it was last loaded, Unix seconds.
+        is_whole: Whether it is complete.
     """
 
     sha256: str
@@ -161,7 +161,7 @@ class StoredStage:
 
 
 class StageStore:
-    """A folder of stage files that were whole when they came in.
+    """Folder of stage files.
 
     ::
 
@@ -169,18 +169,17 @@ class StageStore:
         <sha256>.recipe   what must be in it
         <sha256>.partial  one on its way in; <sha256>.pieces tells which of its pieces are there
 
-    A file that no longer fits its stamp is read again. Pieces of it that are wrong are fetched anew, the
-    others are not.
+    A file that does not fit its stamp is read again. Wrong pieces of it are fetched again, no others.
 
     Args:
-        root: The folder; made when needed.
+        root: The folder; created when needed.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def find(self, sha256: str) -> Path | None:
-        """The stage file of this name, or None. One with wrong pieces becomes one on its way in.
+        """The stage file of this name, or None. One with wrong pieces becomes incomplete.
 
         Raises:
             ModelError: If `sha256` is not one.
@@ -192,17 +191,17 @@ class StageStore:
         stamp = Stamp.load(stamp_path)
         if stamp is not None and stamp.fits(path):
             with suppress(OSError):
-                os.utime(stamp_path)  # when it was last used
+                os.utime(stamp_path)  # time of the last use
             return path
         recipe = self.recipe(sha256)
         try:
             wrong = None if recipe is None else wrong_pieces(recipe, path)
         except FileNotFoundError:
-            return None  # removed since, to make room
+            return None  # evicted meanwhile
         except OSError as error:
             raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from error
         if wrong == []:
-            # What was read may not have reached the disk yet.
+            # The file may not be durable yet.
             self.settle(sha256)
             return path
         log.warning("cached_stage_damaged", path=str(path), wrong_pieces=wrong and len(wrong))
@@ -219,7 +218,7 @@ class StageStore:
         return None
 
     def recipe(self, sha256: str) -> Recipe | None:
-        """The recipe of this name, if it is here.
+        """The recipe of this name, if it is stored.
 
         Raises:
             ModelError: If `sha256` is not one.
@@ -234,7 +233,7 @@ class StageStore:
             return None
 
     def keep(self, recipe: Recipe) -> None:
-        """Keep a recipe.
+        """Store a recipe.
 
         Raises:
             ModelError: If it cannot be written.
@@ -246,7 +245,7 @@ class StageStore:
                 file.write(recipe.to_bytes())
 
     def partial(self, sha256: str) -> Path:
-        """Where to gather this stage until it is whole; what lies there may be continued.
+        """Path of this stage while it is incomplete; content of an earlier try may be there.
 
         Raises:
             ModelError: If `sha256` is not one, or the folder cannot be made.
@@ -256,17 +255,17 @@ class StageStore:
         return partial
 
     def fresh(self) -> Path:
-        """A name of its own for a file that is written here; its recipe decides its name later."""
+        """A unique path for a file that is written here; its recipe determines its name later."""
         self._make_root()
         return self.root / f"{secrets.token_hex(8)}.fresh"
 
     def adopt(self, path: Path, recipe: Recipe) -> Path:
-        """Take in a file each piece of which was checked.
+        """Move a file whose pieces were checked into the store.
 
-        It is read again when it is next looked for, unless `settle` was called before.
+        It is read again at its next use, unless `settle` was called before.
 
         Returns:
-            Its path from now on.
+            Its new path.
         """
         self.keep(recipe)
         adopted = self._path(recipe.sha256, ".gguf")
@@ -278,7 +277,7 @@ class StageStore:
         return adopted
 
     def settle(self, sha256: str) -> None:
-        """Note that a file is whole, once the disk has all of it: a power cut must not leave holes unnoticed.
+        """Record that a file is complete, once it is durable: after a power cut holes must not go unnoticed.
 
         Raises:
             ModelError: If the disk fails.
@@ -296,7 +295,7 @@ class StageStore:
         stamp.save(self._path(sha256, ".json"))
 
     def stages(self) -> Iterator[StoredStage]:
-        """Everything that is here, whole or not; files called otherwise are none of ours."""
+        """All stages, complete or not; other files are ignored."""
         for suffix in (".gguf", ".partial"):
             for path in sorted(self.root.glob(f"*{suffix}")):
                 if not _SHA256.fullmatch(path.stem):
@@ -310,7 +309,7 @@ class StageStore:
                     )
 
     def donors(self, wanted: Collection[str]) -> Iterator[tuple[Path, Recipe]]:
-        """Whole stages that hold some of these pieces, and what is where in them."""
+        """Complete stages with some of these pieces, and their recipes."""
         for path in self.root.glob("*.gguf"):
             stamp = Stamp.load(path.with_suffix(".json"))
             if stamp is None or not _SHA256.fullmatch(path.stem) or not stamp.fits(path):
@@ -320,7 +319,7 @@ class StageStore:
                 yield path, recipe
 
     def remove(self, stage: StoredStage) -> bool:
-        """Remove a stage unless somebody has it loaded, or is fetching it; tells whether."""
+        """Remove a stage unless it is loaded or being fetched; returns whether it was removed."""
         try:
             descriptor = os.open(stage.path, os.O_RDONLY)
         except FileNotFoundError:
@@ -340,7 +339,7 @@ class StageStore:
             os.close(descriptor)
 
     def remove_leftovers(self, *, before_s: float) -> int:
-        """Remove what killed processes began before some Unix time; gives the bytes that were freed."""
+        """Remove leftovers of killed processes from before a Unix time; returns the freed bytes."""
         freed_bytes = 0
         for path in (*self.root.glob("*.fresh"), *self.root.glob(".*.part")):
             with suppress(OSError):
@@ -357,17 +356,17 @@ class StageStore:
             raise ModelError(f"cannot make the folder {self.root}: {error.strerror or error}") from error
 
     def _path(self, sha256: str, suffix: str) -> Path:
-        # The name may come from a peer: nothing but a hash may become part of a path.
+        # The name may come from a peer: only a hash may become part of a path.
         if not _SHA256.fullmatch(sha256):
             raise ModelError(f"{sha256!r} is not a sha256 in lower-case hex")
         return self.root / f"{sha256}{suffix}"
 
 
 def hold(path: Path) -> int:
-    """Keep a stage file from being removed, until the descriptor that this returns is closed.
+    """Protect a stage file from removal, until the returned descriptor is closed.
 
     Raises:
-        InvalidModel: If it is not there any more.
+        InvalidModel: If it is gone.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -383,9 +382,9 @@ def default_root() -> Path:
 
 
 def stage_store(root: Path | None = None) -> StageStore:
-    """The stage files themselves, cut here or fetched; all that a host needs that cuts nothing.
+    """Store of stage files, for hosts that cut nothing.
 
     Args:
-        root: The cache's folder, `default_root` unless given.
+        root: Folder of the cache, `default_root` unless given.
     """
     return StageStore((root if root is not None else default_root()) / "stages")

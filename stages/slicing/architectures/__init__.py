@@ -1,1 +1,1 @@
-"""Rules of architectures: what a stage of each needs besides its own layers."""
+"""Architectures: rules for what a stage of each needs besides its own layers."""

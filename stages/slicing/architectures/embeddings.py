@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def embedding_again(applies: Callable[[GgufHeader], bool] = lambda _header: True) -> Rule:
     """The rule for families whose layers take the token's embedding besides the hidden state.
 
-    The embedding must stay as it is, so hidden states cannot take its place. They enter behind a blank layer.
+    Hidden states cannot replace the embedding then. They enter after a blank layer.
 
     Args:
-        applies: To which models of the family.
+        applies: Whether it applies to a model of the family.
     """
 
     def blanks(header: GgufHeader, layers: LayerRange) -> Blanks:
@@ -46,7 +46,7 @@ def _shared_kv_derived(header: GgufHeader, layers: LayerRange) -> Mapping[str, V
 
 def _shared_kv_refused(header: GgufHeader) -> Mapping[int, str]:
     n_layers, shared = header.integer(f"{header.architecture}.block_count"), _shared_kv(header)
-    # The last layer with a window and the last one without are what the others look into.
+    # The last layer with a window and the last one without are used by the others.
     first = n_layers - shared - 2
     reason = f"the last {shared} layers share the KV caches of layers {first} and {first + 1}"
     return {cut: reason for cut in range(1, n_layers) if shared and cut > first}
@@ -78,7 +78,7 @@ def _ple_layers(header: GgufHeader) -> tuple[int, ...]:
 
 
 def has_ngram_layers(header: GgufHeader, layers: LayerRange) -> bool:
-    """Whether one of these layers looks up what the last tokens were."""
+    """Whether one of these layers uses the last tokens."""
     return any(layers.start <= layer < layers.stop for layer in _ple_layers(header))
 
 

@@ -1,4 +1,4 @@
-"""Rules for models that llama.cpp tells by their number of layers, and for uncuttable ones."""
+"""Rules for models that llama.cpp recognises by their number of layers, and for uncuttable ones."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _n_layers(header: GgufHeader) -> int:
 
 
 def every_cut(header: GgufHeader, reason: str) -> Mapping[int, str]:
-    """All cuts refused for one reason."""
+    """Refusal of all cuts for one reason."""
     return dict.fromkeys(range(1, _n_layers(header)), reason)
 
 
 def attention_scale(n_layers_of_27b: int) -> Rule:
-    """The rule for Gemma's largest, whose attention is scaled by another width than the rest."""
+    """The rule for Gemma's largest models, whose attention is scaled by another width than the others'."""
 
     def reason(header: GgufHeader) -> str | None:
         architecture = header.architecture
@@ -56,11 +56,11 @@ def attention_scale(n_layers_of_27b: int) -> Rule:
 
 
 def known_by_layers(numbers: tuple[int, ...], what: str) -> Rule:
-    """The rule for models that llama.cpp treats otherwise if they have just so many layers.
+    """The rule for models that llama.cpp treats differently for certain numbers of layers.
 
     Args:
-        numbers: Of layers.
-        what: What it does then.
+        numbers: Numbers of layers.
+        what: Effect of such a number.
     """
 
     def reason(number: int) -> str:
@@ -201,8 +201,8 @@ def in_one_piece(reason: str, applies: Callable[[GgufHeader], bool] = lambda _he
     """The rule of a family that cannot be cut.
 
     Args:
-        reason: Why.
-        applies: To which of its models.
+        reason: Reason.
+        applies: Whether it applies to a model of the family.
     """
 
     def refused(header: GgufHeader) -> Mapping[int, str]:

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from stages.layers import LayerRange
 
 
-# Below the architecture's name: so many first layers are special.
+# Below the architecture's name: numbers of special leading layers.
 _LEADING: Final = ("leading_dense_block_count", "hash_layer_count")
-# Every so many layers one has attention, among recurrent ones, where the file does not say.
+# Period of attention layers among recurrent ones, where the file has none.
 _ATTENTION_INTERVAL: Final = 4
 
 
 def leading_layers(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value | None]:
-    """So many first layers are special: of a later stage, those that are left."""
+    """Number of special leading layers in a later stage."""
     values: dict[str, Value | None] = {}
     for name in _LEADING:
         key = f"{header.architecture}.{name}"
@@ -40,15 +40,15 @@ LEADING_LAYERS: Final = Rule(
 
 
 def every_nth(step: Callable[[GgufHeader], int], what: str, *, needs_one: bool = False) -> Rule:
-    """The rule for what llama.cpp does every n-th layer, with no metadata that could say so to a stage.
+    """The rule for a period of layers in llama.cpp's code, which no metadata can change.
 
-    Cuts are multiples of n. A model of no more than n layers has none; its stages are filled up with blanks,
+    Cuts are multiples of the period. A model of no more layers has none; its stages get blanks before them,
     so that they count from layer 0, too.
 
     Args:
-        step: The period of a model; 1 and less is no period.
+        step: Returns the period of a model; 1 and less is none.
         what: What happens every so many layers.
-        needs_one: Whether llama.cpp insists on such a layer in every file.
+        needs_one: Whether llama.cpp requires such a layer in every file.
     """
 
     def has_multiples(header: GgufHeader) -> bool:
@@ -79,7 +79,7 @@ def every_nth(step: Callable[[GgufHeader], int], what: str, *, needs_one: bool =
 
 
 def recurrent_flags(header: GgufHeader) -> tuple[bool, ...]:
-    """For each layer of a model whether it has a recurrent state, where every n-th has attention instead."""
+    """Whether each layer of a model is recurrent, where every n-th has attention instead."""
     prefix = f"{header.architecture}."
     key = prefix + "attention.recurrent_layers"
     n_layers = header.integer(prefix + "block_count")
@@ -155,11 +155,11 @@ def _indexers(default: Callable[[GgufHeader, int], bool]) -> Callable[[GgufHeade
 def shared_indexers(
     default: Callable[[GgufHeader, int], bool], has_attention: Callable[[GgufHeader, int], bool]
 ) -> Rule:
-    """The rule for layers that attend to what an earlier layer's indexer has chosen.
+    """The rule for layers that attend to the choice of an earlier layer's indexer.
 
     Args:
         default: Whether a layer has an indexer of its own where the file does not say.
-        has_attention: Whether a layer attends at all.
+        has_attention: Whether a layer has attention.
     """
     flags_of = _indexers(default)
 
@@ -188,16 +188,17 @@ def shared_indexers(
     )
 
 
-# Without one it fails on caches that are empty, or, in hybrid models, on inputs of its graph that nothing
-# reads and that have no memory therefore. A blank's inputs are the graph's, whether it is computed or not.
+# Without one llama.cpp fails on empty caches, or, in hybrid models, on unused inputs of its graph, which have
+# no memory. A blank's inputs are in the graph, whether it is computed or not.
 #
-# A stage without one gets the nearest as a blank: behind it where it can, since the graph ends before that.
+# A stage without one gets the nearest as a blank: after its layers where possible, since the graph ends
+# before that.
 def layer_patterns(kinds_of: Callable[[GgufHeader], Iterable[Sequence[bool]]], what: str) -> Rule:
-    """The rule for kinds of layers that no stage may lack.
+    """The rule for kinds of layers that every stage must have.
 
     Args:
-        kinds_of: For each kind, which layers of a model are of it.
-        what: What they are called.
+        kinds_of: Returns for each kind which layers of a model are of it.
+        what: Names of the kinds.
     """
 
     def blanks(header: GgufHeader, layers: LayerRange) -> Blanks:
@@ -244,7 +245,7 @@ def _attention_and_mamba(header: GgufHeader) -> Iterable[Sequence[bool]]:
 _BOTH: Final = "attention and recurrent layers"
 # Layers without KV heads are recurrent.
 HYBRID: Final = layer_patterns(_attention_and_recurrent, _BOTH)
-# Those that have an FFN are neither: it is all there is to them.
+# Those with an FFN are neither: they have nothing else.
 HYBRID_WITH_FFN: Final = layer_patterns(_attention_and_mamba, _BOTH)
 
 
@@ -253,7 +254,7 @@ def _attention_by_interval(header: GgufHeader) -> Iterable[Sequence[bool]]:
     return tuple(not flag for flag in is_recurrent), is_recurrent
 
 
-# Metadata say which layers are recurrent, or every n-th is not.
+# The metadata list recurrent layers, or every n-th is not recurrent.
 HYBRID_BY_INTERVAL: Final = layer_patterns(_attention_by_interval, _BOTH)
 
 

@@ -1,11 +1,11 @@
-"""Registry of architectures and the rules by which they are cut.
+"""Registry of architectures, with the rules for cutting each.
 
-The generic rules (`stages.slicing.layout`) renumber layers and cut per-layer metadata. They are enough where
-llama.cpp looks at a layer's own tensors and metadata only. A family that is not in this table is cut by them
+The generic rules (`stages.slicing.layout`) renumber layers and cut per-layer metadata. They suffice where
+llama.cpp uses a layer's own tensors and metadata only. A family that is not in this table is cut by them
 after a self-check that compares the cut model with the whole one.
 
-Entries have been certified, see `mesh.qualification.families`, all but those that no run has tried: these are
-cut after a self-check, too.
+Entries are certified, see `mesh.qualification.families`, except `_UNCERTIFIED`: these are cut after a
+self-check, too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _scales_embedding(header: GgufHeader) -> bool:
 
 
 def _has_mrope(header: GgufHeader) -> bool:
-    """As llama.cpp finds out: the first two sections of positions are not empty."""
+    """As llama.cpp detects it: the first two sections of positions are not empty."""
     value = header.metadata.get(f"{header.architecture}.rope.dimension_sections")
     sections = () if value is None or value.count is None else value.decode()
     return isinstance(sections, tuple) and len(sections) > 1 and all(int(part) > 0 for part in sections[:2])
@@ -81,12 +81,12 @@ def _has_hash_layers(header: GgufHeader, layers: LayerRange) -> bool:
 
 
 def _rope_step(header: GgufHeader) -> int:
-    """Every 4th layer has no positions, where layers have windows at all."""
+    """Every 4th layer has no positions, where layers have windows."""
     return 4 if header.integer(f"{header.architecture}.attention.sliding_window", 0) else 1
 
 
 def _llama4_step(header: GgufHeader) -> int:
-    # Without the key llama.cpp takes windows for granted.
+    # Without the key llama.cpp assumes windows.
     windowed = header.integer(f"{header.architecture}.attention.sliding_window", 1) > 0
     moe_step = header.integer(f"{header.architecture}.interleave_moe_layer_step", 1)
     return math.lcm(4 if windowed else 1, max(1, moe_step))
@@ -110,13 +110,13 @@ def _has_kv_heads(header: GgufHeader, layer: int) -> bool:
 
 
 def _glm_dsa_indexer(header: GgufHeader, layer: int) -> bool:
-    """GLM 5.2, known by its long context, has one every fourth layer; those before it have one in each."""
+    """GLM 5.2, recognised by its long context, has one every fourth layer; earlier models in each."""
     is_5_2 = header.integer(f"{header.architecture}.context_length") >= 1_048_576
     return not is_5_2 or layer < 2 or (layer - 2) % 4 == 0
 
 
 _EMBEDDING: Final = "embd"
-# Where the embedding is scaled whatever goes in, or positions of hidden states have four parts.
+# Where any input is scaled as an embedding, or positions of hidden states have four parts.
 _AT_EMBEDDING: Final = _enters_at(_EMBEDDING)
 _IF_SCALED: Final = Entry(inlet=lambda header: _EMBEDDING if _scales_embedding(header) else None)
 _IF_MROPE: Final = Entry(inlet=lambda header: _EMBEDDING if _has_mrope(header) else None)
@@ -125,7 +125,7 @@ _MODEL_INPUT: Final = _enters_at("model.input_embed")
 
 _DIFFUSION: Final = "a diffusion model does not answer token by token"
 
-# Their layers look at nothing but themselves: the generic rules are enough.
+# Layers without dependence on others: the generic rules suffice.
 _PLAIN: Final = (
     "arcee",
     "arctic",
@@ -174,7 +174,7 @@ _PLAIN: Final = (
 )
 
 _TABLE: Final = (
-    # Layers are all alike and look at nothing but themselves.
+    # All layers are alike and independent of others.
     Family("llama", has_uniform_layers=True, head_falls_back_to_embedding=True),
     Family("qwen2", has_uniform_layers=True, head_falls_back_to_embedding=True),
     Family("qwen3", has_uniform_layers=True, head_falls_back_to_embedding=True),
@@ -206,7 +206,7 @@ _TABLE: Final = (
     Family("dots3note", (windows(are_always_on=True), NO_WINDOW)),
     Family("minimax-m3", (SPARSE,)),
     Family("granite_swa", (windows(are_always_on=True),), _IF_SCALED),
-    # What the embedding goes through is applied to hidden states again, or they skip it.
+    # What is applied to the embedding would be applied to hidden states again, or be skipped.
     Family("gemma", (), _enters_at("inp_scaled")),
     Family("gemma2", (windows(2, are_always_on=True), attention_scale(46)), _enters_at("inp_scaled")),
     Family("granite", (), _IF_SCALED),
@@ -227,11 +227,11 @@ _TABLE: Final = (
     Family("qwen3vlmoe", (DEEPSTACK,), _AT_EMBEDDING),
     Family("qwen3tts", (DEEPSTACK,), _AT_EMBEDDING, head_rows_are_fixed=True),
     Family("paddleocr", (), _AT_EMBEDDING),
-    # Without M-RoPE llama.cpp ends the process where embeddings come in.
+    # Without M-RoPE llama.cpp aborts on embeddings as input.
     Family("glm4", (), _AT_EMBEDDING),
     Family("glm4moe", (), _AT_EMBEDDING),
     Family("hunyuan_vl", (), _IF_MROPE),
-    # Every n-th layer is another, by hard-coded numbers.
+    # Every n-th layer differs, by hard-coded numbers.
     Family("smollm3", (every_nth(lambda _header: 4, "layers have no positions"),)),
     Family(
         "afmoe",
@@ -252,18 +252,18 @@ _TABLE: Final = (
             in_one_piece(
                 "without windows llama.cpp leaves the positions out of the file's last layer", _no_windows
             ),
-            # The scale that those without positions take is an input of every graph, which one must use.
+            # The scale of layers without positions is an input of every graph, and must be used by one.
             every_nth(_llama4_step, "layers have no positions, or experts,", needs_one=True),
             windows(4, are_always_on=True),
         ),
     ),
     Family("ernie4_5-moe", (every_nth(_moe_step, "layers have experts"),)),
-    # Known by the number of layers.
+    # Recognised by the number of layers.
     Family("baichuan", (known_by_layers((32, 40), "chooses how to encode positions"),)),
     Family("exaone4", (known_by_layers((64,), "uses sliding windows"),)),
     Family("deepseek2", (DEEPSEEK2_LITE,)),
     Family("mistral4", (DEEPSEEK2_LITE,)),
-    # Layers that attend to what an earlier one chose.
+    # Layers that attend to the choice of an earlier one.
     Family("glm-dsa", (shared_indexers(_glm_dsa_indexer, lambda _header, _layer: True),)),
     Family(
         "hy_v4",
@@ -304,7 +304,7 @@ _TABLE: Final = (
     Family("qwen3next", (RECURRENT_LAYERS, HYBRID_BY_INTERVAL), has_recurrent_state=True),
     Family("qwen35", (RECURRENT_LAYERS, HYBRID_BY_INTERVAL), _MODEL_INPUT, has_recurrent_state=True),
     Family("qwen35moe", (RECURRENT_LAYERS, HYBRID_BY_INTERVAL), _MODEL_INPUT, has_recurrent_state=True),
-    # The first layer gives the size of a head.
+    # The first layer determines the size of a head.
     Family("deci", (STARTS_WITH_HEADS,)),
     # Layers take the token's embedding again.
     Family(
@@ -312,7 +312,7 @@ _TABLE: Final = (
         (embedding_again(),),
         Entry(takes_tokens=lambda _header, _layers: True, needs_embedding=True),
     ),
-    # In one piece.
+    # Uncuttable models.
     Family("nanbeige", (in_one_piece("it runs through all its layers several times", _loops),)),
     Family("hrm_text", (in_one_piece("it runs through its two stacks of layers several times"),)),
     Family(
@@ -338,7 +338,7 @@ _TABLE: Final = (
         for name in ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
     ),
     *(Family(name) for name in _PLAIN),
-    # Not at all.
+    # Unsupported models.
     Family("dream", not_served=_DIFFUSION),
     Family("llada", not_served=_DIFFUSION),
     Family("llada-moe", not_served=_DIFFUSION),
@@ -346,7 +346,7 @@ _TABLE: Final = (
     Family("t5", not_served="an encoder-decoder model reads all of its input before it answers"),
 )
 
-# No run has tried their rules: llama.cpp makes no tiny models of them, and neither do the tests.
+# Rules that no run has tested: llama.cpp makes no tiny models of them, and neither do the tests.
 _UNCERTIFIED: Final = frozenset({"step35"})
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -360,5 +360,5 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 
 def family_of(architecture: str) -> Family:
-    """The family's rules, or the generic ones for an architecture that is not in the table."""
+    """Rules of the family, or the generic ones for an architecture that is not in the table."""
     return FAMILIES.get(architecture, Family(architecture, (LEADING_LAYERS,)))

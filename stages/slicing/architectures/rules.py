@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Blanks:
-    """Neighbouring layers that a stage's file has, too, with zeros for weights, for llama.cpp to count.
+    """Adjacent layers of a stage's file with zeros for weights, for llama.cpp to count.
 
-    What they compute is never used. Those before the stage's own layers are computed, and the hidden states
-    that come in replace their output; those after them are not even computed.
+    Their results are never used. Those before the stage's own layers are computed, and incoming hidden states
+    replace their output; those after them are not even computed.
 
     Attributes:
-        before: How many before the stage's own layers.
-        after: How many after them; none at the tail.
+        before: Number before the stage's own layers.
+        after: Number after them; 0 at the tail.
     """
 
     before: int = 0
@@ -55,18 +55,17 @@ def _nothing_left_out(_header: GgufHeader, _layers: LayerRange) -> frozenset[str
 
 @dataclass(frozen=True)
 class Rule:
-    """One habit of llama.cpp that cutting must respect.
+    """A property of llama.cpp that cutting must respect.
 
     Attributes:
-        name: In a few words, for people.
-        reason: What llama.cpp does, in one sentence.
-        derived: Metadata that a stage must have otherwise than the generic rules give them; None leaves a key
-            out.
+        name: Name of a few words.
+        reason: The property, in one sentence.
+        derived: Metadata of a stage that differ from the generic rules'; None leaves a key out.
         refused: Cuts that cannot be exact, each with the reason.
         refused_lengths: Numbers of layers that a stage must not have, each with the reason; the whole model
             may.
         left_out: Tensors outside the layers that a stage must not have.
-        blanks: What layers a stage needs besides its own.
+        blanks: Blank layers of a stage.
     """
 
     name: str
@@ -80,13 +79,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Entry:
-    """How hidden states enter and leave the graph of a family; see `stages.graph_boundary`.
+    """Entry and exit of hidden states in the graph of a family; see `stages.graph_boundary`.
 
     Attributes:
-        inlet: Name of the tensor that they replace, of a model; None if they go in as embeddings.
+        inlet: Name of the tensor that they replace, by model; None if they go in as embeddings.
         outlet: Name of a layer's output.
-        streams: How many rows as wide as the model make one row of hidden states.
-        takes_tokens: Whether a stage of these layers looks at the token ids themselves.
+        streams: Number of rows of the model's width that make one row of hidden states.
+        takes_tokens: Whether layers of a stage use token ids.
         needs_embedding: Whether it needs their embeddings, too.
     """
 
