@@ -1,1 +1,1 @@
-"""Command `mesh`: a module per command, and what commands share."""
+"""Command line: a module for each command of `mesh`, and shared parts."""

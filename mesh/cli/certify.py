@@ -137,7 +137,7 @@ def _print_table(report: EquivalenceReport) -> None:
         table.add_row(str(result.cut), *_cells(result.difference))
     if report.together is not None:
         table.add_row("all at once" if report.cuts else "none", *_cells(report.together))
-    # A model may have any brackets in its name.
+    # A model's name may contain brackets.
     console = Console(markup=False)
     console.print(table)
     if any(result.wire_losses for result in report.cuts):
@@ -147,7 +147,7 @@ def _print_table(report: EquivalenceReport) -> None:
 
 
 def _family_lines(report: EquivalenceReport) -> list[str]:
-    """What is known before anything is computed."""
+    """Lines about the family, before the results."""
     whose = (
         "" if report.is_known else ", which has no rules of its own: a cut is used after a self-check only"
     )

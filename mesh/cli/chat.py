@@ -55,7 +55,7 @@ def chat(
     )
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
-        # Arrow keys, and what was typed before. Not everywhere.
+        # Arrow keys and history, where readline is available.
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401, PLC0415 - importing it is what it takes
         _write(f"chatting with {model} at {url}; /help lists commands\n")
@@ -69,7 +69,7 @@ def _talk(session: ChatSession, *, is_terminal: bool) -> None:
         except EOFError:
             return
         except KeyboardInterrupt:
-            # At the prompt there is nothing to stop but the line itself.
+            # At the prompt there is no answer to stop.
             _write("\n(Ctrl-D or /quit ends the chat)\n")
             continue
         if not session.take(line):
@@ -103,15 +103,15 @@ Ctrl-C stops an answer; what was written of it stays.
 
 
 class ChatSession:
-    """Keeps the chat, in memory only.
+    """A chat, in memory only.
 
     Args:
-        url: Of the API, without a path.
-        key: If the server wants one.
-        model: Which of the served models.
-        system: What the model is told first, or None.
+        url: URL of the API, without a path.
+        key: API key, if the server needs one.
+        model: Model name.
+        system: System message, or None.
         fields: Further fields of each request.
-        write: Shows text at once.
+        write: Prints text at once.
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class ChatSession:
         self._stats = "nothing was answered yet"
 
     def take(self, line: str) -> bool:
-        """One line that the user typed.
+        """Handle a line of the user.
 
         Returns:
-            Whether the chat goes on.
+            Whether the chat continues.
         """
         text = line.strip()
         if text.startswith("/"):
@@ -199,11 +199,11 @@ class ChatSession:
             return
         self._answer()
         if len(self._messages) < len(before):
-            # Nothing came instead: what was answered before still counts.
+            # Without a new answer the former one remains.
             self._messages = before
 
     def _answer(self) -> None:
-        """Stream one answer. Whatever was written of it counts as said; a question that failed does not."""
+        """Stream one answer. Received text is kept; a failed question is not."""
         pieces: list[str] = []
         start_s, first_s = time.perf_counter(), None
         last: dict[str, Any] = {}
@@ -232,7 +232,7 @@ class ChatSession:
         usage, timings = last.get("usage") or {}, last.get("timings") or {}
         num_tokens = usage.get("completion_tokens", 0)
         rate = f", {(num_tokens - 1) / (end_s - first_s):.1f} tokens/s" if num_tokens > 1 else ""
-        # As llama-server names them.
+        # llama-server's names.
         num_proposed, num_accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
         proposed = f", {num_accepted} of {num_proposed} proposed accepted" if num_proposed else ""
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -242,7 +242,7 @@ class ChatSession:
         )
 
     def _stream(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Pieces of the answer as they come, each with its whole chunk."""
+        """Parts of the answer as they come, each with its chunk."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         body = {
             "model": self._model,
@@ -270,7 +270,7 @@ class ChatSession:
         except (OSError, HTTPException, ValueError) as error:
             raise ClusterError(f"{self._url.geturl()}: {error or 'the connection broke'}") from error
         finally:
-            # Whoever hangs up is not written for any more: that is how an answer is stopped.
+            # Closing the connection stops the answer.
             connection.close()
 
 

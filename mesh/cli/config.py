@@ -93,7 +93,7 @@ def _lines(
 
 
 def _asking_for_nothing(command: click.Command) -> click.Command:
-    """The same, though nothing that it must be given is given."""
+    """The command without required parameters."""
     lenient = copy.copy(command)
     lenient.params = [copy.copy(param) for param in command.params]
     for param in lenient.params:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
-# Of the models that are no files.
+# Prefix of models that are no files.
 _REMOTE: Final = "hf:"
 
 
@@ -29,7 +29,7 @@ def key_of(param: click.Parameter) -> str:
 
 
 def keys_of(command: click.Command) -> dict[str, click.Parameter]:
-    """By key, all that a command takes but `--help`."""
+    """Parameters of a command by key, except `--help`."""
     return {
         key_of(param): param
         for param in command.params
@@ -43,27 +43,27 @@ def variable_of(command: str, key: str) -> str:
 
 
 def prefix_of(command: str) -> str:
-    """With what the variables of a command begin."""
+    """Prefix of a command's variables."""
     return f"MESH_{command.upper().replace('-', '_')}_"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean port?`, or what there is if nothing is near."""
+    """`; did you mean port?`, or all known words if none is near."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(names)}"
 
 
 def from_toml(param: click.Parameter, value: Any, folder: Path) -> Any:
-    """A value as click takes it for the parameter.
+    """A TOML value in click's form.
 
     Args:
         param: The parameter.
-        value: As TOML has it.
-        folder: Of the file; relative paths start there.
+        value: The value from TOML.
+        folder: Folder of the file; relative paths start there.
 
     Raises:
-        ValueError: If it is of the wrong kind; one phrase.
+        ValueError: If it is of the wrong type; a short phrase.
     """
     if _is_flag(param):
         if not isinstance(value, bool):
@@ -78,10 +78,10 @@ def from_toml(param: click.Parameter, value: Any, folder: Path) -> Any:
 
 
 def from_variable(param: click.Parameter, text: str) -> Any:
-    """A variable's text as click takes it for the parameter; several values stand between commas.
+    """A variable's text in click's form; several values are separated by commas.
 
     Raises:
-        ValueError: If it is of the wrong kind; one phrase.
+        ValueError: If it is of the wrong type; a short phrase.
     """
     if _is_flag(param):
         word = text.strip().lower()
@@ -116,13 +116,13 @@ def _takes_many(param: click.Parameter) -> bool:
 
 
 def _flag(param: click.Parameter, *, is_on: bool) -> bool:
-    """What the flag stands for: some switch off what is on otherwise."""
+    """The flag's value: some switch off a default."""
     negative = isinstance(param, click.Option) and param.flag_value is False and not param.secondary_opts
     return is_on != negative
 
 
 def first_unknown(table: Mapping[str, Any], known: Iterable[str]) -> str | None:
-    """The first key of a table that nobody knows."""
+    """The first unknown key of a table."""
     names = set(known)
     return next((key for key in table if key not in names), None)
 
@@ -132,15 +132,15 @@ VARIABLE: Final = "MESH_CONFIG"
 
 
 def find_config(wanted: Path | None, environment: Mapping[str, str], working_dir: Path) -> Path | None:
-    """The file to read: the one named, or the first that exists of those that are looked for.
+    """The file to read: the one named, or the first that exists among the default places.
 
     Args:
-        wanted: By `--config`.
-        environment: May name one in `MESH_CONFIG`; XDG_CONFIG_HOME and HOME say where the user's own is.
-        working_dir: Its `mesh.toml` is looked for before the user's own.
+        wanted: File of `--config`.
+        environment: `MESH_CONFIG` may name a file; XDG_CONFIG_HOME and HOME determine the user's own.
+        working_dir: Folder of a `mesh.toml` with precedence over the user's own.
 
     Returns:
-        None if none was named, and there is none.
+        None if none was named, and none exists.
 
     Raises:
         ClusterError: If one was named that does not exist.
@@ -164,10 +164,10 @@ def _places(environment: Mapping[str, str], working_dir: Path) -> tuple[Path, ..
 
 @dataclass(frozen=True)
 class Setting:
-    """One option's value.
+    """Value of an option, with its origin.
 
     Attributes:
-        value: As click takes it.
+        value: Value in click's form.
         origin: `environment NAME` or `file PATH`.
     """
 
@@ -180,10 +180,10 @@ def read_config(path: Path, commands: Collection[str]) -> dict[str, dict[str, An
 
     Args:
         path: The file.
-        commands: Names that tables may have.
+        commands: Names of commands, which tables may have.
 
     Raises:
-        ClusterError: If it cannot be read, or has a table that no command is called for.
+        ClusterError: If it cannot be read, or has a table without a command.
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -209,17 +209,17 @@ def settings_for(
     path: Path | None,
     environment: Mapping[str, str],
 ) -> dict[str, Setting]:
-    """By the parameter's name: what the environment says, else what the file says.
+    """Settings by parameter name: from the environment, else from the file.
 
     Args:
-        name: Of the command.
+        name: Name of the command.
         command: The command.
-        table: The file's, for this command.
-        path: Of the file.
-        environment: Of this process.
+        table: The file's table for this command.
+        path: Path of the file.
+        environment: Environment of this process.
 
     Raises:
-        ClusterError: If a key or a variable is unknown, or a value is none of its option's.
+        ClusterError: If a key or a variable is unknown, or a value does not fit its option.
     """
     keys = keys_of(command)
     unknown = first_unknown(table, keys)
@@ -247,7 +247,7 @@ def settings_for(
 
 
 def _setting(param: click.Parameter, value: Any, path: Path | None, origin: str, key: str) -> Setting:
-    """Checked now, so that what is wrong is said of the place where it stands."""
+    """Checked here, so that the error names the place of the value."""
     try:
         taken = from_variable(param, value) if path is None else from_toml(param, value, path.parent)
         with click.Context(click.Command(None)) as context:

@@ -23,7 +23,7 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 _MARKS: Final = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
 _NUM_PROBES: Final = 20
 _BULK_BYTES: Final = 4 * 10**6
-# Longer than the head's own with a host that reads its stage files: it can then say which one is slow.
+# Longer than the head's own timeout for a host that reads its stage files: the head then names the slow host.
 _PATIENCE_S: Final = 660.0
 
 

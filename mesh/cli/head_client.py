@@ -25,18 +25,18 @@ def ask_head(
     body: Mapping[str, Any] | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> dict[str, Any]:
-    """The JSON object that the head answers.
+    """JSON object that the head answers.
 
     Args:
-        url: With the path.
-        key: API key, if the mesh wants one.
-        method: Of the request.
-        body: Sent as JSON; None sends none.
-        timeout_s: Between two signs of life.
+        url: URL with the path.
+        key: API key, if the mesh needs one.
+        method: HTTP method.
+        body: Body, sent as JSON; None for none.
+        timeout_s: Longest silence, in seconds.
 
     Raises:
         Unauthorized: If the key is missing or wrong.
-        ClusterError: If no mesh answers, or not with what was asked for.
+        ClusterError: If no mesh answers, or with an error.
     """
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(f"{url!r} does not start with http:// or https://", param_hint="--url")
@@ -55,13 +55,13 @@ def ask_head(
         with failure:
             said = _refusal(failure)
             if failure.code in {401, 403}:
-                # A key may be good, and what was asked for the head's own machine's alone.
+                # A valid key may lack the right: some requests are for the head's own machine only.
                 is_of_key = said is None or "API key" in said
                 wish = f"{url} wants another API key; give it by --api-key-file or MESH_API_KEY"
                 raise Unauthorized(wish if is_of_key else str(said)) from None
             raise ClusterError(said or f"{url} answered {failure.code}: is it a mesh?") from None
     except (OSError, ValueError, HTTPException) as failure:
-        # Where something listens that speaks no HTTP, urllib lets http.client's own errors through.
+        # For a server that is not HTTP, urllib does not catch http.client's own errors.
         reason = str(getattr(failure, "reason", failure)).strip() or type(failure).__name__
         raise ClusterError(f"no mesh answers at {url} ({reason}); start one with `mesh serve`") from None
     if not isinstance(answer, dict):
@@ -70,7 +70,7 @@ def ask_head(
 
 
 def _refusal(failure: error.HTTPError) -> str | None:
-    """What a mesh says of its refusal; None if it was not one that answered."""
+    """The mesh's own error text; None if the answer is not a mesh's."""
     try:
         message = json.load(failure)["error"]["message"]
     except (OSError, ValueError, KeyError, TypeError, HTTPException):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# The layers may have to travel first.
+# Weights of the layers may have to be sent first.
 _TIMEOUT_S: Final = 1800.0
 
 

@@ -97,7 +97,7 @@ def join(
 
 
 def _list_heads() -> int:
-    """Show who is there; exit code 1 if nobody is."""
+    """Print the heads found; exit code 1 if there are none."""
     from mesh.cluster.discovery import discover_heads  # noqa: PLC0415 - keeps --help quick
 
     heads = asyncio.run(discover_heads())
@@ -111,7 +111,7 @@ def _list_heads() -> int:
 
 
 def _with_found_addresses(text: str) -> str:
-    """The token, with the addresses where its head was found in the local network before its own."""
+    """The token, with addresses of its head in the local network before its own."""
     from mesh.cluster.discovery import discover_heads, with_found  # noqa: PLC0415 - keeps --help quick
     from mesh.cluster.join_token import decode, encode  # noqa: PLC0415
 

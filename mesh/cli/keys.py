@@ -13,7 +13,7 @@ from mesh.api.api_keys import KeyRecord, add_key, default_key_file, digest_of, r
 
 _SPAN = re.compile(r"(\d{1,6})([hdw])")
 _HOURS = {"h": 1, "d": 24, "w": 24 * 7}
-# The field's own beginning, so that tools that look for leaked secrets know one.
+# A prefix as in the field, so that scanners for leaked secrets recognise it.
 _PREFIX = "sk-mesh-"
 _RANDOM_BYTES = 32
 
@@ -114,7 +114,7 @@ def list_(*, path: Path | None) -> None:
     now_s = dt.datetime.now(dt.UTC).timestamp()
     records = read_key_file(path or default_key_file())
     table = Table()
-    # `mesh keys rm` wants a whole name: the other columns give way on a narrow terminal.
+    # `mesh keys rm` needs the whole name: the other columns shrink on a narrow terminal.
     table.add_column("key", min_width=max((len(record.name) for record in records), default=0))
     for column in ("requests/minute", "tokens/minute", "at once", "expires"):
         table.add_column(column)

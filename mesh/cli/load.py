@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-# Weights may have to travel for hours.
+# Sending weights may take hours.
 _LOAD_TIMEOUT_S: Final = 86400.0
 _POLL_S: Final = 1.0
 _SECTIONS: Final = {
@@ -87,7 +87,7 @@ def load(
 
 
 def _watched(head: str, key: str | None, order: Mapping[str, Any]) -> dict[str, Any]:
-    """What came of it; tells meanwhile what goes on."""
+    """Answer of the head; prints the phases meanwhile."""
     import threading  # noqa: PLC0415 - keeps --help quick
 
     outcome: list[dict[str, Any] | MeshError] = []
@@ -100,7 +100,7 @@ def _watched(head: str, key: str | None, order: Mapping[str, Any]) -> dict[str, 
         except MeshError as error:
             outcome.append(error)
 
-    # Ctrl-C does not wait for it.
+    # Ctrl-C does not wait for the thread.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     name, said = order["name"] or _served_name(order["model"]), ""
@@ -120,7 +120,7 @@ def _phase(head: str, key: str | None, name: str) -> str:
     try:
         models = ask_head(f"{head}/mesh/status", key).get("models", ())
     except MeshError:
-        # Too many requests for the key, perhaps: what was asked for goes on.
+        # Too many requests for the key, perhaps: the load continues.
         time.sleep(_POLL_S)
         return ""
     return next((str(model.get("phase", "")) for model in models if model["name"] == name), "")
@@ -133,13 +133,13 @@ def _served_name(model: str) -> str:
 
 
 def _whole(path: Path | None) -> str | None:
-    """The head may run in another folder."""
+    """An absolute path: the head may run in another folder."""
     return None if path is None else str(path.resolve())
 
 
 _WAIT_S: Final = 30.0
 _MOST_WAIT_S: Final = 86400.0
-# Beyond the wait: to end its stages.
+# Besides the wait: for ending the stages.
 _UNLOAD_TIMEOUT_S: Final = 60.0
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXIT_ERROR: Final = 1
 EXIT_INTERRUPTED: Final = 130
 
-# Where each command lives, and its line in `mesh --help`, which is to come without importing any of them.
+# Module of each command, and its line in `mesh --help`, which imports none of them.
 _COMMANDS: Final = {
     "serve": ("mesh.cli.serve:serve", "Serve a model over one or several hosts."),
     "join": ("mesh.cli.join:join", "Let this host take a share of a mesh."),
@@ -46,7 +46,7 @@ _COMMANDS: Final = {
     "bench": ("mesh.bench.cli:bench", "Measure a server, or a lab of several hosts on this machine."),
     "certify": ("mesh.cli.certify:certify", "Compare a model cut into stages with the whole model."),
 }
-# In `mesh --help`; what is in none comes last.
+# Sections of `mesh --help`; other commands come last.
 _SECTIONS: Final = {
     "Serve": ("serve", "join", "load", "unload", "plan", "chat"),
     "Look": ("status", "top", "doctor", "bench"),
@@ -54,7 +54,7 @@ _SECTIONS: Final = {
     "Models": ("certify", "slice", "draft", "models"),
     "This program": ("config", "completion"),
 }
-# Commands of commands: their options are not set by a file.
+# Groups of commands: a file does not set their options.
 _GROUPS: Final = frozenset({"keys", "draft", "models", "bench", "config"})
 
 
@@ -65,19 +65,19 @@ def every_command() -> tuple[str, ...]:
 
 
 def configurable_commands() -> tuple[str, ...]:
-    """Those whose options a file or the environment may set."""
+    """Commands whose options a file or the environment may set."""
     return tuple(name for name in _COMMANDS if name not in _GROUPS)
 
 
 def command_named(name: str) -> click.Command:
-    """A command, imported now."""
+    """A command, imported at this call."""
     module, _, attribute = _COMMANDS[name][0].partition(":")
     command: click.Command = getattr(importlib.import_module(module), attribute)
     return command
 
 
 class _LazyGroup(click.Group):
-    """Imports a command when it is called by name."""
+    """Imports a command when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(_COMMANDS)
@@ -117,7 +117,7 @@ def mesh(context: click.Context, *, is_verbose: bool, config_path: Path | None) 
 
 
 def _settings(name: str, config_path: Path | None) -> dict[str, Any]:
-    """What the environment and a file say of a command's options."""
+    """Settings of a command's options by the environment and a file."""
     from mesh.cli.config_file import find_config, read_config, settings_for  # noqa: PLC0415
 
     path = find_config(config_path, os.environ, Path.cwd())
@@ -133,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             stream.flush()
         except OSError:
-            # Nobody reads it any more. Python would try again at exit, complain, and change the exit code.
+            # The reader of the output is gone. Python would write again at exit, complain, and change the
+            # exit code.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)
 
@@ -142,7 +143,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        arguments: Without the program's name; those of this process unless given.
+        arguments: Arguments without the program's name; those of this process unless given.
     """
     try:
         outcome: object = mesh.main(arguments, prog_name="mesh", standalone_mode=False)
@@ -183,10 +184,10 @@ _REST: Final = "Others"
 
 
 class SectionedCommand(click.Command):
-    """Like any other, but for its help.
+    """A command with sections in its help.
 
     Args:
-        sections: Flags by the title that they stand under, in order; what is in none comes last.
+        sections: Flags by section title, in order; others come last.
     """
 
     def __init__(self, *arguments: Any, sections: Mapping[str, tuple[str, ...]], **settings: Any) -> None:

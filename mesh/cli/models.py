@@ -29,12 +29,12 @@ class _Entry:
     """A line of the list.
 
     Attributes:
-        name: To call it by.
-        kind: `model` or `stage`, or what is half of one.
-        what: For a stage, whose it is.
-        size_bytes: What it takes of the disk.
-        used_at_s: When it was last used, Unix time.
-        remove: Removes it; tells whether it did.
+        name: Name for commands.
+        kind: `model` or `stage`, possibly partial.
+        what: Model of a stage.
+        size_bytes: Size on disk.
+        used_at_s: When it was last used, Unix seconds.
+        remove: Removes it; returns whether it did.
     """
 
     name: str
@@ -46,7 +46,7 @@ class _Entry:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is of any use as it is."""
+        """Whether it is complete."""
         return not self.kind.startswith("part")
 
 

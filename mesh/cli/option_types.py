@@ -44,7 +44,7 @@ class GpuLayers(click.ParamType[int | None]):
     def convert(
         self, value: str | int | None, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | None:
-        """To a number, as `mesh.placement.host_capacity` has it."""
+        """To a number, as in `mesh.placement.host_capacity`."""
         from mesh.placement.host_capacity import parse_gpu_layers  # noqa: PLC0415 - keeps --help quick
 
         if not isinstance(value, str):
@@ -56,12 +56,12 @@ class GpuLayers(click.ParamType[int | None]):
 
 
 class Names(click.ParamType[tuple[Name, ...]]):
-    """`leave,head`: some of the names that there are.
+    """`leave,head`: some of several names.
 
     Args:
-        what: What a name stands for.
-        known: Names, in the order in which they are handed on.
-        former: Names of today by those that they had once, which are understood still.
+        what: Meaning of a name.
+        known: All names, in the order of the result.
+        former: Names by their former ones, which are still accepted.
     """
 
     name = "names"
@@ -94,7 +94,7 @@ class LayerCounts(click.ParamType[tuple[int, ...]]):
     def convert(
         self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
-        """To integers; what they add up to is the planner's business."""
+        """To integers; the planner checks their sum."""
         if isinstance(value, tuple):
             return value
         try:
@@ -108,8 +108,8 @@ class Numbers(click.ParamType[tuple[Number, ...]]):
 
     Args:
         kind: `int` or `float`.
-        least: None may be below.
-        most: None may be above.
+        least: Smallest value.
+        most: Largest value, or None.
     """
 
     name = "numbers"
@@ -139,7 +139,7 @@ class Numbers(click.ParamType[tuple[Number, ...]]):
 
 
 def read_first_key(path: Path) -> str:
-    """The first API key in a file that holds one: the hashes of `mesh keys` open nothing.
+    """The first API key in a file with plain keys: the hashes of `mesh keys` open nothing.
 
     Raises:
         ClusterError: If there is none.
@@ -162,13 +162,13 @@ def read_first_key(path: Path) -> str:
 
 
 def command_line(context: click.Context, *, without: Collection[str] = ()) -> str:
-    """What to type for the same run: all that is not left to its default, wherever it was said.
+    """Command line of the same run: all parameters that differ from their defaults.
 
     Files are called by their names alone: folders are another machine's.
 
     Args:
-        context: Of the command that runs.
-        without: Names of parameters that change nothing in what is measured.
+        context: Context of the command.
+        without: Names of parameters without effect on the measurement.
     """
     command = context.command
     words: list[str] = []

@@ -146,7 +146,7 @@ def plan(
 
 
 def _prompt_tokens(wanted: int, facts: ModelFacts, ctx_size: int | None) -> int:
-    """A prompt leaves room for an answer."""
+    """A prompt that leaves room for an answer."""
     most = (ctx_size or facts.n_ctx_train) - 1
     return max(1, min(wanted, most))
 
@@ -193,8 +193,8 @@ def _without_a_mesh(
 
 
 def print_plan(found: DryRun) -> None:
-    """Stages, hosts left out, and what a session could expect."""
-    # A model may have any brackets in its name.
+    """Print stages, hosts without stages, and the forecast."""
+    # A model's name may contain brackets.
     console = Console(markup=False)
     model = found.model
     console.print(

@@ -1,1 +1,1 @@
-"""Lab: several hosts on one machine, network namespaces joined by a router that delays every packet."""
+"""Lab: several emulated hosts on one machine, in network namespaces joined by a router with delays."""

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 class Companion:
-    """A child that reads lines from standard input, answers by lines, and ends at end of file.
+    """Child process that answers lines of standard input by lines, and ends at end of file.
 
-    Because the kernel closes our end of the socket when we die, however we die, the child never outlives us.
+    The kernel closes our end of the socket when this process ends in any way, so the child never outlives it.
 
     Args:
         argv: Program and arguments.
-        name: What a failure is reported as.
+        name: Name for errors.
     """
 
     def __init__(self, argv: Sequence[str], name: str) -> None:
         self._name = name
         ours, theirs = socket.socketpair()
         with theirs:
-            # A session of its own: Ctrl-C on the terminal is for us to handle, in our order.
+            # A session of its own: Ctrl-C on the terminal is handled by this process.
             self._process = subprocess.Popen(
                 argv, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
             )
@@ -52,16 +52,16 @@ class Companion:
         return line.rstrip("\n")
 
     def tell(self, line: str) -> None:
-        """Send one line."""
+        """Send a line."""
         self._socket.sendall(line.encode() + b"\n")
 
     def ask(self, line: str) -> str:
-        """Send one line and wait for the answer to it; raises MeshError like `answer`."""
+        """Send a line and wait for its answer; raises MeshError like `answer`."""
         self.tell(line)
         return self.answer()
 
     def let_go(self) -> None:
-        """Have the child end; `wait` sees to it that it did."""
+        """Close the child's input; `wait` waits for its end."""
         self._answers.close()
         self._socket.close()
 
@@ -78,13 +78,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Host:
     """A network, process table, host name, /dev/shm, /tmp and home of its own.
 
-    The rest of the file system is the machine's. A process started here ends at the latest with `close`,
-    or with this process, in whatever way that ends.
+    The rest of the file system is the machine's. A process started here ends at the latest with `close`, or
+    with this process.
 
     Args:
-        name: Host name that processes here see.
-        shared: Directories that are the machine's here although they lie under /tmp. The working directory
-            and the Python installation always are.
+        name: Host name for its processes.
+        shared: Directories under /tmp that are the machine's here as well, like the working directory and the
+            Python installation.
 
     Raises:
         MeshError: If the system refuses the namespaces.
@@ -107,7 +107,7 @@ class Host:
         """Run a system tool in this host's network and host-name namespaces.
 
         Raises:
-            MeshError: If the tool fails; the message carries its complaint.
+            MeshError: If the tool fails, with its output.
         """
         done = subprocess.run(
             ["nsenter", "--target", str(self.keeper_pid), "--net", "--uts", *argv],
@@ -129,7 +129,7 @@ class Host:
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a process here, in a session of its own: `os.killpg(process.pid, …)` reaches it like Ctrl-C.
+        """Start a process on the host, in a session of its own: `os.killpg(process.pid, …)` acts like Ctrl-C.
 
         Args:
             argv: Program and arguments.
@@ -156,21 +156,22 @@ class Host:
         return process
 
     def pids(self) -> list[int]:
-        """Ids, out here, of every live process of this host but its keeper."""
+        """Process ids, in the outer namespace, of the host's processes except its init."""
         here = _process_namespace(self.keeper_pid)
         everybody = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
         return [pid for pid in everybody if pid != self.keeper_pid and _process_namespace(pid) == here]
 
     def signal_all(self, number: signal.Signals) -> None:
-        """Send a signal to every process of this host at one instant: none can fork out of it."""
-        # The shell is spared by its own kill; it is born here, so that -1 means this host and no other.
+        """Send a signal to every process of this host at once, so that none can escape by forking."""
+        # kill -1 spares the shell that sends it; the shell is born in this namespace, so -1 means this host
+        # only.
         self.run(["sh", "-c", f"kill -{int(number)} -1"], stderr=subprocess.DEVNULL).wait()
 
     def close(self) -> None:
-        """End every process here and give up the namespaces."""
+        """End every process of the host and release the namespaces."""
         self._keeper.let_go()
-        # The kernel keeps a process namespace, and its first process, until all others in it were waited
-        # for: those that were started from out here are ours to wait for.
+        # The kernel keeps a process namespace, and its first process, until all its processes are reaped:
+        # those started from here are reaped here.
         for process in self._processes:
             process.wait()
             for stream in (process.stdin, process.stdout, process.stderr):
@@ -186,7 +187,7 @@ def _needed(shared: Sequence[Path]) -> list[Path]:
 
 
 def _process_namespace(pid: int) -> Path | None:
-    """Its name; None once the process is gone or only waits to be waited for."""
+    """Name of the namespace; None once the process is gone or a zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/ns/pid").readlink()
     return None
@@ -194,9 +195,9 @@ def _process_namespace(pid: int) -> Path | None:
 
 @contextmanager
 def _children_in_process_namespace_of(pid: int) -> Iterator[None]:
-    """Have the processes that this thread starts meanwhile be born in that process's process namespace.
+    """Let processes that this thread starts be born in the namespace of another process.
 
-    `nsenter --pid` would do it with one more process in between, which passes no signals on.
+    `nsenter --pid` would do it with an intermediate process that forwards no signals.
     """
     with Path("/proc/self/ns/pid").open("rb") as ours, Path(f"/proc/{pid}/ns/pid").open("rb") as theirs:
         _set_process_namespace(theirs)

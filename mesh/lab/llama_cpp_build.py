@@ -1,7 +1,7 @@
 """Build of llama.cpp's RPC server.
 
-The source is the one inside llama-cpp-python's source package, of the installed version, so that both
-sides of a comparison run the same kernels. Run as a program it builds, and prints where the two are.
+The source is the one in llama-cpp-python's source package, of the installed version, so that both sides of a
+comparison run the same kernels. Run as a program it builds, and prints the paths.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _TARGETS: Final = ("llama-server", "ggml-rpc-server")
 _MENDS: Final = sorted(Path(stages.__file__).parent.glob("*.h"))
 _FLAGS: Final = " ".join(f"-include '{header}'" for header in _MENDS)
 
-# The peer at its best: optimised for this processor, with every kernel that is on by default, mended like our
-# own build. The rest only keeps the build short and offline.
+# The best configuration of the peer: optimised for this processor, with every kernel that is on by default,
+# and with our own build's corrections. The rest only keeps the build short and offline.
 _OPTIONS: Final = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",
@@ -50,11 +50,11 @@ _OPTIONS: Final = (
 
 @dataclass(frozen=True)
 class LlamaRpc:
-    """The two programs.
+    """Programs of llama.cpp's RPC.
 
     Attributes:
         server: `llama-server`, which holds the model file and answers requests.
-        rpc_server: `ggml-rpc-server`, which lends it one host's processor.
+        rpc_server: `ggml-rpc-server`, which computes on one host.
         package_version: Version of llama-cpp-python whose source they were built from.
     """
 
@@ -64,10 +64,10 @@ class LlamaRpc:
 
 
 def build_llama_rpc(cache: Path | None = None) -> LlamaRpc:
-    """Build the two programs, or find them built: about eight minutes on two cores the first time.
+    """Build the two programs once: about eight minutes on two cores.
 
     Args:
-        cache: Where source and build are kept, by default the user's cache directory.
+        cache: Folder of source and build, by default in the user's cache directory.
 
     Raises:
         MeshError: If a tool is missing or fails; the message names the log.
@@ -91,7 +91,7 @@ def build_llama_rpc(cache: Path | None = None) -> LlamaRpc:
 
 
 def unpacked_source(cache: Path | None = None) -> Path | None:
-    """Where llama.cpp's source lies, of the installed version; None if it was never unpacked there."""
+    """Folder of llama.cpp's source, of the installed version; None if it was never unpacked there."""
     folder = _home(cache) / "source" / LLAMA_CPP
     return folder if folder.is_dir() else None
 
@@ -101,7 +101,7 @@ def _home(cache: Path | None) -> Path:
 
 
 def build_name() -> str:
-    """Of a folder that other options or other mends do not share."""
+    """Name of a folder that depends on options and corrections."""
     said = hashlib.sha256(" ".join(_OPTIONS).encode())
     for header in _MENDS:
         said.update(header.read_bytes())
@@ -123,7 +123,7 @@ def unpack_source(package_version: str, source: Path, log: Path) -> None:
         with tarfile.open(archive) as packed:
             packed.extractall(scratch, filter="data")
         (unpacked,) = (entry for entry in Path(scratch).iterdir() if entry.is_dir())
-        unpacked.rename(source)  # last, so that an interrupted download leaves no half of it
+        unpacked.rename(source)  # last, so that an interrupted download leaves no partial folder
 
 
 def do(argv: Sequence[str], log: Path) -> None:

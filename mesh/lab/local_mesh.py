@@ -1,4 +1,4 @@
-"""Mesh on this machine, without the lab."""
+"""Local mesh: `mesh serve` on this machine, without the lab."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _STOP_S: Final = 30.0
 _POLL_S: Final = 0.2
 _ASK_S: Final = 5.0
 _LAST_LINES: Final = 15
-# One key asks for more than one user would.
+# Benchmarks use one key for many concurrent answers.
 _ANSWERS_AT_ONCE: Final = 1000
 
 
 @dataclass(frozen=True)
 class ServedMesh:
-    """What is running.
+    """A running mesh.
 
     Attributes:
-        port: Of its API on 127.0.0.1.
-        log: What it writes.
-        process: `mesh serve`.
+        port: Port of its API on 127.0.0.1.
+        log: File with its log.
+        process: Process of `mesh serve`.
     """
 
     port: int
@@ -46,15 +46,15 @@ class ServedMesh:
     process: subprocess.Popen[bytes]
 
     def is_running(self) -> bool:
-        """Whether the process that serves the API is there."""
+        """Whether the process of the API runs."""
         return self.process.poll() is None
 
     def own_bytes(self) -> int:
-        """Memory of the coordinator and the stage that nobody shares."""
+        """Private memory of the coordinator and the stage."""
         total = 0
         parent = psutil.Process(self.process.pid)
         for process in [parent, *parent.children(recursive=True)]:
-            # One may end while it is looked at.
+            # A process may end during the measurement.
             try:
                 if role_of(process.cmdline()) in {"coordinator", "stage"}:
                     total += process.memory_full_info().uss
@@ -65,16 +65,16 @@ class ServedMesh:
 
 @contextmanager
 def served_mesh(model: Path, folder: Path, key: str, options: Sequence[str]) -> Iterator[ServedMesh]:
-    """A mesh runs while in the block.
+    """Run a mesh for the block.
 
     Args:
         model: A GGUF file.
-        folder: For its log and its file of API keys.
+        folder: Folder for its log and its file of API keys.
         key: The API key that opens it.
-        options: Further ones of `mesh serve`.
+        options: Further options of `mesh serve`.
 
     Raises:
-        MeshError: If it does not come up; with its last words.
+        MeshError: If it does not start; with the end of its output.
     """
     port = free_port("127.0.0.1")
     keys, log = folder / "api-keys", folder / "mesh-serve.log"

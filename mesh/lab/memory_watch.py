@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 Role = Literal["stage", "coordinator", "join", "ray", "other"]
-# Of the mesh.
+# Roles of a mesh's processes.
 ROLES: Final[tuple[Role, ...]] = ("stage", "coordinator", "join", "ray")
 
-# Ray renames a worker to what it runs.
+# Ray renames a worker after its actor.
 _STAGE_TITLE: Final = "ray::StageActor"
 _RAY_MARKS: Final = ("ray::", "raylet", "gcs_server", "ray/_private", "ray_child", "/ray/")
 
 
 def role_of(argv: Sequence[str]) -> Role:
-    """What a process does in the mesh.
+    """Role of a process in the mesh.
 
     Returns:
-        `stage` for an actor that holds one, `coordinator` for `mesh serve`, `join` for `mesh join`, `ray` for
-        Ray's own processes, `other` for what is no part of the mesh.
+        `stage` for an actor with one, `coordinator` for `mesh serve`, `join` for `mesh join`, `ray` for Ray's
+        own processes, `other` for the rest.
     """
     line = " ".join(argv)
     if line.startswith(_STAGE_TITLE):
@@ -51,16 +51,16 @@ _KIB: Final = 1024
 
 @dataclass(frozen=True)
 class MemorySample:
-    """One process at one moment.
+    """Memory of one process at one time.
 
     Attributes:
-        look: Number of the look, from 0; all processes are looked at in one go.
-        at_s: Seconds, of `time.perf_counter`.
-        host: Number of its lab host.
-        pid: Its id outside the lab.
-        role: What it does.
-        rss_bytes: Resident; pages that processes share count for each of them.
-        pss_bytes: Resident, each shared page divided by those who share it; None if the kernel does not say.
+        look: Number of the sample, from 0, common to all processes.
+        at_s: Time of `time.perf_counter`, seconds.
+        host: Index of its lab host.
+        pid: Its id in the outer namespace.
+        role: Its role.
+        rss_bytes: Resident memory; shared pages count for each process.
+        pss_bytes: Proportional resident memory; None if the kernel does not report it.
     """
 
     look: int
@@ -73,22 +73,22 @@ class MemorySample:
 
     @property
     def own_bytes(self) -> int:
-        """The better of the two figures that is there."""
+        """The proportional memory if known, else the resident one."""
         return self.rss_bytes if self.pss_bytes is None else self.pss_bytes
 
 
 class MemoryWatch:
-    """Samples every process of every host while in the block.
+    """Samples every process of every host during the block.
 
-    A look takes some tens of milliseconds of a core: the kernel walks through all pages of every process.
+    A sample takes some tens of milliseconds of a core: the kernel walks through all pages of every process.
 
     Args:
-        lab: Whose hosts.
-        interval_s: Between two looks.
+        lab: The lab.
+        interval_s: Interval of the samples, in seconds.
 
     Attributes:
-        samples: So far.
-        is_paused: While it is set, nobody is looked at.
+        samples: Samples so far.
+        is_paused: While set, no samples are taken.
     """
 
     def __init__(self, lab: Lab, interval_s: float) -> None:
@@ -101,19 +101,19 @@ class MemoryWatch:
         self.is_paused = False
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Begin sampling."""
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End."""
+        """End sampling."""
         self._is_over.set()
         self._thread.join()
 
     def between(self, start_s: float, stop_s: float) -> list[MemorySample]:
-        """Samples of some time, of `time.perf_counter`."""
+        """Samples between two times of `time.perf_counter`."""
         return [sample for sample in tuple(self.samples) if start_s <= sample.at_s <= stop_s]
 
     def _watch(self) -> None:
@@ -126,7 +126,7 @@ class MemoryWatch:
     def _look(self, look: int) -> None:
         for host in range(self._lab.num_hosts):
             for pid in self._lab.pids(host):
-                # A process may end while it is looked at.
+                # A process may end during the measurement.
                 with suppress(OSError):
                     self._look_at(look, host, pid)
 
@@ -134,7 +134,7 @@ class MemoryWatch:
         home = Path(f"/proc/{pid}")
         role = self._roles.get(pid)
         if role is None or role == "ray":
-            # Ray starts workers before it gives them something to do, and a name.
+            # Ray starts workers before it gives them an actor and a name.
             argv = (home / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
             role = self._roles[pid] = role_of([word.decode(errors="replace") for word in argv])
         sums = _sums(home / "smaps_rollup")

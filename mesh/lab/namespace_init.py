@@ -1,7 +1,7 @@
 """Child process that is process 1 of an emulated host.
 
-It is process 1 of the host's process namespace, so when it ends, whatever way the lab itself ended, the
-kernel ends every process of the host and takes its network, mounts and files with it.
+When it ends, in whatever way the lab ended, the kernel ends every process of the host and releases its
+network, mounts and files.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 TMP = Path("/tmp")  # noqa: S108 - the host's own, mounted below
 HOME = TMP / "home"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - as above
-# A disk's page cache holds a model file in large pages; in small ones, a memory file system's default,
-# computing over its weights takes a fifth longer.
+# A disk's page cache holds a model file in large pages; with small ones, a memory file system's default,
+# computing takes a fifth longer.
 _LARGE_PAGES = ("-o", "huge=always") if Path("/sys/kernel/mm/transparent_hugepage").exists() else ()
 
 
 def main(shared: list[Path]) -> None:
-    """Give the host its own /proc, /dev/shm and /tmp, tell this process's id out there, and wait.
+    """Give the host its own /proc, /dev/shm and /tmp, print this process's outer id, and wait.
 
     Args:
         shared: Directories under /tmp that are to be the machine's own here as well.
@@ -39,7 +39,7 @@ def main(shared: list[Path]) -> None:
         _mount("--move", harbour, directory)
         harbour.rmdir()
     HOME.mkdir()
-    # Orphans become children of process 1; when it ignores their ends, the kernel forgets them at once.
+    # Orphans become children of process 1; ignoring SIGCHLD lets the kernel reap them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     os.write(sys.stdout.fileno(), f"{pid_outside}\n".encode())
     sys.stdin.buffer.read()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-# A packet costs the router some 20 to 40 µs of processor time whatever its size, so few and large ones: the
-# largest that IPv4 allows, all but a few bytes. Nothing that is sent then waits for the router's processor.
+# A packet costs the router some 20 to 40 µs of processor time whatever its size, so few and large ones:
+# nearly the largest that IPv4 allows. The router's processor is then no bottleneck.
 MTU_BYTES: Final = 65000
 
 _TIMEOUT_S: Final = 60.0
@@ -32,15 +32,15 @@ _BRING_UP: Final = "link set lo up\nlink set mesh addrgenmode none\n"
 
 
 class Lab:
-    """Some hosts, each pair joined by a wire with a one-way delay. Use as a context manager.
+    """Emulated hosts, each pair joined by a link with a one-way delay. A context manager.
 
     Everything ends with the context, also when this process is killed: see `mesh.lab.namespace_init`.
 
     Args:
-        num_hosts: How many; they are called `host0`, `host1`…, their addresses 10.77.0.1, 10.77.0.2…
+        num_hosts: Number of hosts; they are called `host0`, `host1`…, their addresses 10.77.0.1, 10.77.0.2…
         delay_ms: One-way delay between any two.
-        shared: Directories under /tmp that all hosts are to see; the rest of /tmp is each host's own.
-        is_ipv6: Whether the wires carry IPv6 instead, and the addresses are fd77::1, fd77::2…
+        shared: Directories under /tmp that all hosts share; the rest of /tmp is each host's own.
+        is_ipv6: Whether links carry IPv6 instead, with addresses fd77::1, fd77::2…
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Lab:
         self._router: Companion
 
     def __enter__(self) -> Self:
-        """Bring up the hosts and the wires; raises MeshError if the system refuses."""
+        """Create hosts and links; raises MeshError if the system refuses."""
         with self._stack:
             self._stack.callback(self._hosts.clear)
             for index in range(self.num_hosts):
@@ -96,7 +96,7 @@ class Lab:
         env: Mapping[str, str] | None = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a process on a host to its end, with its output captured.
+        """Run a process on a host to its end, and capture its output.
 
         Raises:
             subprocess.TimeoutExpired: If it takes longer; it is killed then.
@@ -115,7 +115,7 @@ class Lab:
 
         Args:
             delay_ms: The delay.
-            between: Two hosts, to change only their wire; by default all wires get the same delay.
+            between: Two hosts, to change only their link; by default all links get the same delay.
         """
         command: dict[str, Any] = {"delay_ms": delay_ms}
         if between is not None:
@@ -123,39 +123,39 @@ class Lab:
         self._command(command)
 
     def traffic(self) -> Traffic:
-        """What the router did so far."""
+        """Counts of the router so far."""
         return self._command({})
 
     def pids(self, host: int) -> list[int]:
-        """Ids, out here, of the live processes of a host."""
+        """Process ids, in the outer namespace, of a host."""
         return self._hosts[host].pids()
 
     def kill(self, host: int) -> None:
-        """End every process of a host at once, as when its power fails; others can be started after it."""
+        """End every process of a host at once, as by a power failure; others can be started after it."""
         self._hosts[host].signal_all(signal.SIGKILL)
 
     def freeze(self, host: int) -> None:
-        """Stop every process of a host, as when it hangs; its kernel goes on answering."""
+        """Stop every process of a host, as if it hung; its kernel still answers."""
         self._hosts[host].signal_all(signal.SIGSTOP)
 
     def thaw(self, host: int) -> None:
-        """Let a frozen host go on."""
+        """Continue a frozen host."""
         self._hosts[host].signal_all(signal.SIGCONT)
 
     def cut_off(self, host: int) -> None:
-        """Pull a host's wire out."""
+        """Take a host's link down."""
         self._hosts[host].configure(["ip", "link", "set", "mesh", "down"])
 
     def reconnect(self, host: int) -> None:
-        """Put the wire of a host that was cut off back in."""
+        """Bring the link of a host that was cut off up again."""
         self._hosts[host].configure(["ip", "-batch", "-"], stdin=self._link_up(host))
 
     def lose_packets(self, host: int) -> None:
-        """Lose every packet from and to a host, as when a switch on its way fails: its own wire stays up."""
+        """Lose every packet from and to a host, as if a switch failed: its own link stays up."""
         self._set_out_of_reach(self._out_of_reach | {host})
 
     def deliver_packets(self, host: int) -> None:
-        """Lose them no longer."""
+        """End the loss of packets."""
         self._set_out_of_reach(self._out_of_reach - {host})
 
     def round_trip_ms(self, source: int, destination: int, *, num_samples: int = 30) -> float:
@@ -175,7 +175,7 @@ class Lab:
     def _start_router(self) -> None:
         places = [f"{self.address(index)}={host.keeper_pid}" for index, host in enumerate(self._hosts)]
         program = [sys.executable, "-m", "mesh.lab.router", str(self._delay_ms), *places]
-        # In a network of its own, so that its devices, while new, are never seen by anything else.
+        # In a network of its own, so that other programs never see its new devices.
         self._router = Companion(["unshare", "--net", *program], "the lab's router")
         self._stack.callback(self._router.wait)
         self._stack.callback(self._router.let_go)
@@ -184,7 +184,7 @@ class Lab:
     def _link_up(self, host: int) -> str:
         """Lines for `ip -batch`: a link that goes down loses its route, and with IPv6 its address as well."""
         network = "fd77::/64" if self._is_ipv6 else "10.77.0.0/24"
-        # Nothing on the wire could tell of another host with the same address: do not wait for it.
+        # No other host can have the address: no waiting for duplicate detection.
         address = f"{self.address(host)}/64 nodad" if self._is_ipv6 else f"{self.address(host)}/24"
         return (
             f"link set mesh up mtu {MTU_BYTES} txqueuelen 1000\n"
@@ -201,7 +201,7 @@ _DISABLED = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
 
 
 def lab_supported(*, is_ipv6: bool = False) -> str | None:
-    """None if a lab can be made here, or else the reason why not, as one line for a person.
+    """None if a lab can be made here, or else the reason in one line.
 
     Args:
         is_ipv6: Whether its wires are to carry IPv6.
@@ -213,7 +213,7 @@ def lab_supported(*, is_ipv6: bool = False) -> str | None:
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"a lab needs {', '.join(missing)} (packages iproute2 and util-linux)"
-    # In a namespace of its own, so that the trial's device is never seen by anything else.
+    # In a namespace of its own, so that other programs never see the trial's device.
     trial = subprocess.run(
         ["unshare", "--net", "--mount", "--pid", "--fork", sys.executable, "-m", "mesh.lab.tun"],
         stdin=subprocess.DEVNULL,
@@ -225,7 +225,7 @@ def lab_supported(*, is_ipv6: bool = False) -> str | None:
         complaint = (trial.stderr.strip().splitlines() or ["no reason given"])[-1]
         return f"a lab needs namespaces and {TUN_PATH}: {complaint}"
     if is_ipv6:
-        # A new network takes the kernel's setting, whatever this one has.
+        # A new network has the kernel's default, whatever this one's setting is.
         told = subprocess.run(
             ["unshare", "--net", "cat", _DISABLED], capture_output=True, text=True, check=False
         )

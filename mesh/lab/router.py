@@ -1,8 +1,8 @@
-"""Child process that forwards packets with delay and counts them.
+"""Child process of the lab that forwards packets with delay and counts them.
 
 Started by `Lab` in a network namespace of its own. Standard input carries one JSON object a line, each
-answered by one line on standard output; end of file ends the process, and with it every device, so that
-a lab that was killed leaves nothing behind.
+answered by one line on standard output; end of file ends the process, and with it every device, so that a
+killed lab leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 
 
 class DelayQueue:
-    """Packets under way. Pure: the caller says what time it is.
+    """Packets in flight. The caller passes the time.
 
-    Like a router's buffer it is bounded, and a packet that does not fit is dropped: senders that
-    overrun the wire must notice it as they would on a real one. Packets never overtake one another,
-    not even when the delay shrinks while some are under way.
+    Like a router's buffer it is bounded, and a packet that does not fit is dropped, as senders expect of a
+    real link. Packets never overtake one another, not even when the delay shrinks while some are in flight.
 
     Args:
-        delay_ns: How long a packet stays, in nanoseconds; may be changed, for the packets to come.
-        capacity_bytes: Bound on the sum of the sizes of all packets under way.
+        delay_ns: Delay of a packet, in nanoseconds; may be changed for later packets.
+        capacity_bytes: Bound on the size of all packets in flight.
     """
 
     def __init__(self, delay_ns: int, capacity_bytes: int) -> None:
@@ -48,21 +47,21 @@ class DelayQueue:
         self._num_dropped = 0
 
     def __len__(self) -> int:
-        """Packets under way."""
+        """Number of packets in flight."""
         return len(self._packets)
 
     @property
     def num_dropped(self) -> int:
-        """Packets that found no room, so far."""
+        """Number of packets dropped so far."""
         return self._num_dropped
 
     @property
     def next_due_ns(self) -> int | None:
-        """When the next packet comes out, or None when nothing is under way."""
+        """When the next packet is due, or None without packets."""
         return self._packets[0][0] if self._packets else None
 
     def push(self, packet: bytes, now_ns: int) -> bool:
-        """Send a packet on its way; False if it was dropped for want of room."""
+        """Add a packet; False if it was dropped."""
         if self._queued_bytes + len(packet) > self._capacity_bytes:
             self._num_dropped += 1
             return False
@@ -72,7 +71,7 @@ class DelayQueue:
         return True
 
     def pop_due(self, now_ns: int) -> list[tuple[int, bytes]]:
-        """Take out every packet whose time has come, with the time it was due, oldest first."""
+        """Remove every packet that is due, with its due time, oldest first."""
         due: list[tuple[int, bytes]] = []
         while self._packets and self._packets[0][0] <= now_ns:
             entry = self._packets.popleft()
@@ -83,14 +82,14 @@ class DelayQueue:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the router did so far.
+    """Counts of the router.
 
     Attributes:
         num_packets: Packets delivered.
         num_bytes: Their sizes, IP headers included.
-        num_dropped: Packets that found the queue full, or no host with their destination.
-        mean_late_us: By how much packets left later than the delay asked for, on average, in microseconds.
-        max_late_us: The worst of these.
+        num_dropped: Packets dropped at a full queue, or without a destination host.
+        mean_late_us: Mean of how much later than due packets left, in microseconds.
+        max_late_us: Maximum of the same.
         cpu_s: Processor time of the router, in seconds.
     """
 
@@ -102,24 +101,24 @@ class Traffic:
     cpu_s: float
 
 
-# One router process serves every wire of the lab; 64 MiB is 20 ms at 25 Gbit/s, more than it can forward.
+# One router process serves every link of the lab; 64 MiB is 20 ms at 25 Gbit/s, more than it can forward.
 CAPACITY_BYTES: Final = 64 << 20
 _BATCH_PACKETS: Final = 64
 _READ_BYTES: Final = 65536
-# Where a packet's source address begins; its destination follows at once. By IP version.
+# Offset of a packet's source address, followed by its destination. By IP version.
 _SOURCE_START: Final = {4: 12, 6: 8}
-# The first byte of every IPv6 multicast address; IPv4's are not sent where no one has subscribed.
+# First byte of IPv6 multicast addresses; IPv4's are not sent without subscribers.
 _MULTICAST: Final = 0xFF
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Router:
-    """Forwards IP packets between TUN devices by destination address, each after its wire's delay.
+    """Forwards IP packets between TUN devices by destination address, each after its link's delay.
 
     Args:
-        devices: Descriptor of the device of the host with that address; all addresses are of one version.
-        queue: Where packets wait on every wire that has no delay of its own.
+        devices: Descriptor of each host's device by address; all addresses are of one version.
+        queue: Queue of all links without a delay of their own.
     """
 
     def __init__(self, devices: Mapping[Address, int], queue: DelayQueue) -> None:
@@ -133,16 +132,16 @@ class Router:
         self._queue = queue
         # By source and destination address.
         self._own_queues: dict[bytes, DelayQueue] = {}
-        # Packets from and to these addresses get lost.
+        # Packets from and to these addresses are lost.
         self._out_of_reach: set[bytes] = set()
         self._num_packets = self._num_bytes = self._num_unroutable = self._late_ns = self._max_late_ns = 0
 
     def run(self, control: int, answers: int) -> None:
-        """Forward until `control` is at its end."""
+        """Forward until end of file of `control`."""
         sources = [*self._device_of.values(), control]
         commands = b""
         while True:
-            # select, unlike epoll, takes a time-out in microseconds.
+            # select, unlike epoll, has a timeout in microseconds.
             readable, _, _ = select.select(sources, [], [], self._patience_s())
             for source in readable:
                 if source != control:
@@ -177,7 +176,7 @@ class Router:
         return None if soonest_ns is None else max(0, soonest_ns - time.monotonic_ns()) / 1e9
 
     def _obey(self, command: dict[str, Any]) -> bytes:
-        """Set a delay, between two hosts or on every wire; say whose packets get lost."""
+        """Carry out a command: delays of links, and hosts whose packets are lost."""
         if "delay_ms" in command:
             delay_ns = round(command["delay_ms"] * 1e6)
             if "between" in command:
@@ -206,7 +205,7 @@ class Router:
             self._own_queues.get(packet[self._pair], self._queue).push(packet, now_ns)
 
     def _is_between_hosts(self, packet: bytes) -> bool:
-        """Whether it is of the hosts' version, and for one host: a kernel reports its IPv6 groups to all."""
+        """Whether it is of the hosts' version, and for one host: kernels report their IPv6 groups to all."""
         return packet[0] >> 4 == self._version and (
             self._version == 4 or packet[self._destination.start] != _MULTICAST
         )
@@ -224,7 +223,7 @@ class Router:
                 continue
             try:
                 os.write(device, packet)
-            except OSError:  # the host is shutting down, or its kernel has no room
+            except OSError:  # the host is shutting down, or its kernel has no buffer
                 self._num_unroutable += 1
                 continue
             late_ns = now_ns - due_ns
@@ -235,7 +234,7 @@ class Router:
 
 
 def _be_punctual() -> None:
-    """Wake up in time even when the hosts keep every core busy: a real wire takes no host's processor."""
+    """Raise the priority, to wake up in time though the hosts keep every core busy."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     with contextlib.suppress(OSError):

@@ -62,8 +62,7 @@ def wait_healthy(
     Raises:
         MeshError: If the process ends first or takes too long; the message ends with its last words.
     """
-    # One process that asks again and again: a new Python for each try would take a fifth of a core from the
-    # server that is waited for.
+    # One process that polls: a new Python for each try would take a fifth of a core from the server.
     watcher = lab.run(host, [sys.executable, "-S", "-c", _UNTIL_HEALTHY, str(port), str(_POLL_S)])
     try:
         _wait(lambda: watcher.poll() == 0, host, process, log, timeout_s)
@@ -84,7 +83,7 @@ def wait_listening(
 
 
 def get_json(lab: Lab, host: int, port: int, path: str, *, api_key: str | None = None) -> Any:
-    """What a server on the host's loopback answers to a GET.
+    """Answer of a server on the host's loopback to a GET, as JSON.
 
     Raises:
         MeshError: If it does not answer with JSON.
@@ -97,7 +96,7 @@ def get_json(lab: Lab, host: int, port: int, path: str, *, api_key: str | None =
 
 
 def get_text(lab: Lab, host: int, port: int, path: str, *, api_key: str | None = None) -> str:
-    """The same, as it comes.
+    """Answer of a server on the host's loopback to a GET, as text.
 
     Raises:
         MeshError: If it does not answer.
@@ -111,7 +110,7 @@ def get_text(lab: Lab, host: int, port: int, path: str, *, api_key: str | None =
 
 
 def last_lines(log: Path, num_lines: int = _LAST_LINES) -> str:
-    """The end of a log, for a message."""
+    """The end of a log, for errors."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
 
 
@@ -137,22 +136,22 @@ _RPC_PORT: Final = 50052
 
 
 class RpcSystem:
-    """All layers on the RPC servers, evenly split, no cache of prompts; no speculation unless told.
+    """llama.cpp RPC: layers evenly on the RPC servers, no prompt cache, by default no speculation.
 
     Args:
         lab: Its host 0 is the head, every other one a stage.
-        programs: What to run.
+        programs: The programs.
         model: The GGUF, on the head only.
         logs: Directory for the programs' output.
-        num_threads: Of each program.
+        num_threads: Threads of each program.
         options: Further options of `llama-server`.
         ctx_size: Positions of each session.
-        num_slots: Sessions at once.
+        num_slots: Concurrent sessions.
     """
 
     name = "llama.cpp RPC"
     port: Final = 8080
-    # Both sides go on to the last token asked for, so that all answers are equally long.
+    # Both sides generate all requested tokens, so that all answers have the same length.
     fields: Final[dict[str, Any]] = {"ignore_eos": True, "cache_prompt": False}
 
     def __init__(
@@ -173,16 +172,16 @@ class RpcSystem:
         self._logs = logs
         self._threads = str(num_threads)
         self._options = options
-        # llama.cpp shares its context out among the slots.
+        # llama.cpp divides its context among the slots.
         self._ctx_size = str(ctx_size * num_slots)
         self._slots = str(num_slots)
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Bring everything up and wait until it answers.
+        """Start everything and wait until it answers.
 
         Raises:
-            MeshError: If it does not come up.
+            MeshError: If it does not start.
         """
         lab = self._lab
         stages = range(1, lab.num_hosts)
@@ -200,11 +199,11 @@ class RpcSystem:
         wait_healthy(lab, 0, self.port, server, self._log(0))
 
     def pause(self) -> None:
-        """Stop the processes, so that none of them takes processor time."""
+        """Stop the processes, so that they take no processor time."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Continue the processes."""
         self._signal(signal.SIGCONT)
 
     def stop(self) -> None:
@@ -230,7 +229,7 @@ class RpcSystem:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of one window, summed over all stages.
+    """Times of one window, summed over all stages.
 
     Attributes:
         compute_ms: In llama.cpp.
@@ -243,7 +242,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class StageTotals:
-    """Since the mesh came up, or between two moments.
+    """Times since the start, or between two readings.
 
     Attributes:
         num_windows: Windows that went around the ring.
@@ -257,7 +256,7 @@ class StageTotals:
 
     @classmethod
     def from_status(cls, status: Mapping[str, Any]) -> StageTotals:
-        """From what `/mesh/status` says."""
+        """From `/mesh/status`."""
         stages = status["stages"]
         return cls(
             num_windows=stages[0]["windows"],
@@ -266,7 +265,7 @@ class StageTotals:
         )
 
     def __sub__(self, other: StageTotals) -> StageTotals:
-        """What was added since `other`."""
+        """Times added since `other`."""
         return StageTotals(
             self.num_windows - other.num_windows,
             self.compute_ms - other.compute_ms,
@@ -285,19 +284,19 @@ _ANSWERS_AT_ONCE: Final = 1000
 
 
 class MeshSystem:
-    """A head without layers, and one stage on every other host of the lab but the spare ones.
+    """A mesh: a head without layers, and one stage on every other host of the lab but the spares.
 
     Args:
         lab: Its host 0 is the head.
         model: The GGUF, on the head only.
         logs: Directory for logs and the join token; the hosts must see it (`Lab(shared=…)`).
-        num_hosts: How many of the lab's hosts take part, by default all.
-        num_spares: How many of them are to hold no layers, the head apart.
-        num_threads: Of each stage.
+        num_hosts: Number of the lab's hosts in the mesh, by default all.
+        num_spares: Number of them without layers, besides the head.
+        num_threads: Threads of each stage.
         split: Layers of each stage, by default as `mesh serve` plans it.
         options: Further options of `mesh serve`.
         join_options: Further options of `mesh join`.
-        api_key: What clients must show, or None for an open API.
+        api_key: API key, or None for an open API.
     """
 
     name = "mesh"
@@ -330,7 +329,7 @@ class MeshSystem:
         if api_key is not None:
             key_path = logs / "api-keys"
             key_path.unlink(missing_ok=True)
-            # One key asks for more at once than one user would.
+            # Benchmarks use one key for many concurrent answers.
             add_key(key_path, KeyRecord("bench", digest_of(api_key), max_concurrent=_ANSWERS_AT_ONCE))
             self._options += ["--api-key-file", str(key_path)]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -338,14 +337,14 @@ class MeshSystem:
 
     @property
     def num_stages(self) -> int:
-        """One for each host but the head and the spare ones."""
+        """One for each host but the head and the spares."""
         return self._num_hosts - 1 - self._num_spares
 
     def start(self, *, timeout_s: float = 300.0) -> None:
-        """Bring everything up and wait until it answers.
+        """Start everything and wait until it answers.
 
         Raises:
-            MeshError: If it does not come up.
+            MeshError: If it does not start.
         """
         self.token_path.unlink(missing_ok=True)
         serve = self.start_head()
@@ -359,7 +358,7 @@ class MeshSystem:
         self.wait_healthy(timeout_s=timeout_s)
 
     def start_head(self) -> subprocess.Popen[bytes]:
-        """`mesh serve` on host 0, also once more after it ended: then its log goes on."""
+        """Start `mesh serve` on host 0; after an earlier one its log is continued."""
         waiting = ["--head-only", "--wait-for", str(self._num_hosts - 1)]
         if self._split is None:
             waiting += ["--stages", str(self.num_stages)]
@@ -372,7 +371,7 @@ class MeshSystem:
         )
 
     def start_join(self, host: int) -> subprocess.Popen[bytes]:
-        """`mesh join` on a host, also once more after it ended."""
+        """Start `mesh join` on a host, possibly again."""
         return self._launch(host, [*self.join_argv(host), "--threads", self._threads, *self._join_options])
 
     def wait_healthy(self, *, timeout_s: float = 300.0) -> None:
@@ -380,7 +379,7 @@ class MeshSystem:
         wait_healthy(self._lab, 0, self.port, self._processes[0], self.log(0), timeout_s=timeout_s)
 
     def process(self, host: int) -> subprocess.Popen[bytes]:
-        """The latest `mesh` of a host, whether it still runs or not."""
+        """The latest `mesh` process of a host, running or not."""
         return self._processes[host]
 
     def join_argv(self, host: int) -> list[str]:
@@ -391,14 +390,14 @@ class MeshSystem:
         """Ctrl-C, and wait until every `mesh` process has ended.
 
         Args:
-            hosts: Where Ctrl-C is pressed, by default everywhere; the others leave when the head does.
-            timeout_s: For all of them together.
+            hosts: Hosts with Ctrl-C, by default all; the others leave when the head does.
+            timeout_s: Longest wait for all of them together.
 
         Returns:
             Exit codes, the head's first.
 
         Raises:
-            MeshError: If one is still there when the time is over.
+            MeshError: If one still runs after that.
         """
         deadline_s = time.monotonic() + timeout_s
         for host, process in sorted(self._processes.items()):
@@ -415,7 +414,7 @@ class MeshSystem:
         return codes
 
     def kill(self) -> None:
-        """End what is left, without a word."""
+        """Kill all remaining processes."""
         for process in self._processes.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -423,11 +422,11 @@ class MeshSystem:
         self._processes.clear()
 
     def stage_totals(self) -> StageTotals:
-        """What the stages computed so far, by `/mesh/status`."""
+        """Times of the stages so far, from `/mesh/status`."""
         return StageTotals.from_status(get_json(self._lab, 0, self.port, "/mesh/status"))
 
     def cpu_s(self) -> float:
-        """Processor time that all its processes, Ray's included, took so far."""
+        """Processor time of all its processes so far, Ray's included."""
         total_s = 0.0
         for root in self._processes.values():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -438,7 +437,7 @@ class MeshSystem:
         return total_s
 
     def log(self, host: int) -> Path:
-        """What the `mesh` process of a host wrote."""
+        """Log of the `mesh` process of a host."""
         return self._logs / f"mesh-host{host}.log"
 
     def _launch(self, host: int, arguments: list[str]) -> subprocess.Popen[bytes]:

@@ -12,7 +12,7 @@ _CLOSED_PORT = 9
 
 
 def round_trips_ms(address: str, num_samples: int, *, timeout_s: float = 5.0) -> list[float]:
-    """Time from the request for a connection to its refusal, once per sample.
+    """Times from a connection request to its refusal.
 
     Raises:
         TimeoutError: If no refusal comes in time.

@@ -1,6 +1,6 @@
-"""TUN device, and the probe for its support.
+"""TUN device, and the check for its support.
 
-Run as a program it tries to make one, and exits with the kernel's complaint if it is refused.
+Run as a program it tries to create one, and exits with the kernel's error if it is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _IFF_NO_PI: Final = 0x1000
 
 
 def open_tun(name: str) -> int:
-    """Create a TUN device for bare IP packets; it lives as long as the descriptor returned.
+    """Create a TUN device for IP packets; it exists as long as the returned descriptor.
 
     Raises:
         OSError: If the kernel refuses.

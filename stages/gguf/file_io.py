@@ -1,4 +1,4 @@
-"""File access for models: atomic writes, copies in the kernel, strided regions, disk-full errors."""
+"""File access for models: atomic writes, copies by the kernel, strided regions, and disk errors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def require_disk(path: Path, needed_bytes: int) -> None:
-    """Refuse to begin a file that the disk has no room for.
+    """Check that the disk has room for a file.
 
     Args:
-        path: Of the file; its folder must exist.
-        needed_bytes: What is yet to be written.
+        path: Path of the file; its folder must exist.
+        needed_bytes: Number of bytes to be written.
 
     Raises:
         ModelError: If less is free.
@@ -35,12 +35,12 @@ def require_disk(path: Path, needed_bytes: int) -> None:
 
 
 def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> ModelError:
-    """What a failed write means.
+    """The error for a failed write.
 
     Args:
-        path: Of the file.
-        error: The system's.
-        needed_bytes: What was yet to be written, if that is known.
+        path: Path of the file.
+        error: Error of the system.
+        needed_bytes: Number of bytes that were to be written, if known.
     """
     if error.errno in _FULL:
         return _no_room(path, needed_bytes)
@@ -58,7 +58,7 @@ def _no_room(path: Path, needed_bytes: int | None) -> ModelError:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when the block ends well; on any exception, Ctrl-C included, nothing stays.
+    """A file that gets its name at the end of the block; on any exception, Ctrl-C included, it is removed.
 
     Raises:
         ModelError: If the folder cannot be written to, or its disk is full.
@@ -78,7 +78,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file, making its folder if needed.
+    """Write a small file, creating its folder if needed.
 
     Raises:
         ModelError: If the folder cannot be written to, or its disk is full.
@@ -92,7 +92,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut."""
+    """Make a rename durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -100,20 +100,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# On file systems that share blocks (XFS, Btrfs) the kernel copies by reference what lies alike in both files.
-# Holes stay holes: zeros that nobody has written are neither read nor written.
+# On file systems with shared blocks (XFS, Btrfs) the kernel copies aligned blocks by reference. Holes stay
+# holes: zeros that were never written are neither read nor written.
 BLOCK_BYTES: Final = 4096
-# Between two signs of progress, which is where a copy can be interrupted.
+# Interval of progress reports, where a copy can be interrupted.
 STEP_BYTES: Final = 16 * 1024 * 1024
 _BUFFER_BYTES: Final = 1024 * 1024
-# What the kernel says of files that it cannot copy by itself, and errors that say not which side they are of.
+# Errors of files that the kernel cannot copy, and errors that do not tell the side.
 _NOT_BY_KERNEL: Final = frozenset(
     {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EIO, errno.EBADF}
 )
 
 
 class UnreadableError(Exception):
-    """The side that is read from failed; its cause says how."""
+    """Reading failed; the cause has the reason."""
 
 
 def copy_range(
@@ -130,13 +130,13 @@ def copy_range(
     Args:
         source: Descriptor to read from.
         start: First byte there.
-        target: Descriptor to write to; at least as long as what is copied needs.
+        target: Descriptor to write to; the file is at least as long as needed.
         at: First byte there.
-        count: How many.
+        count: Number of bytes.
         on_bytes: Called with the number of bytes just copied.
 
     Returns:
-        How many were copied; fewer than `count` if the source ends.
+        Number of copied bytes; fewer than `count` if the source ends.
 
     Raises:
         OSError: If the target cannot be written.
@@ -180,10 +180,10 @@ def copy_region(
 
     Args:
         source: Descriptor of the region's file.
-        place: What to copy from, and the first byte among the region's.
+        place: The region, and the first byte within it.
         target: Descriptor to write to.
         at: First byte there.
-        count: How many.
+        count: Number of bytes.
         on_bytes: Called with the number of bytes just copied.
     """
     region, offset = place
@@ -209,17 +209,17 @@ def copy_region(
 
 
 def _step(start: int, at: int) -> int:
-    """Up to the next block first, if both lie alike in their blocks: only whole blocks can be shared."""
+    """Bytes to the next block, if both have the same offset in their blocks: only whole blocks are shared."""
     if start % BLOCK_BYTES and (start - at) % BLOCK_BYTES == 0:
         return BLOCK_BYTES - start % BLOCK_BYTES
     return STEP_BYTES
 
 
 def next_data(descriptor: int, start: int, stop: int) -> tuple[int, int]:
-    """Where the next bytes within `[start, stop)` are that are not a hole, and where they end.
+    """The next range of data within `[start, stop)`, without holes.
 
     Returns:
-        `(stop, stop)` if there are none. Where holes cannot be told, all is data.
+        `(stop, stop)` if there is none. Where holes are not supported, all is data.
     """
     try:
         data = os.lseek(descriptor, start, os.SEEK_DATA)
@@ -230,7 +230,7 @@ def next_data(descriptor: int, start: int, stop: int) -> tuple[int, int]:
 
 
 def _clear(target: int, start: int, stop: int) -> None:
-    """Make zeros of whatever an earlier try has left there."""
+    """Write zeros over the content of an earlier try."""
     while start < stop:
         start, dirty_stop = next_data(target, start, stop)
         if start < dirty_stop:
@@ -257,7 +257,7 @@ def _copy(source: int, start: int, target: int, at: int, count: int) -> int:
 
 
 def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
-    """Write at a place, however many calls it takes."""
+    """Write at a position, in as many calls as needed."""
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, at)
@@ -265,13 +265,13 @@ def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
 
 
 class ModelFile:
-    """An open model.
+    """Open files of a model.
 
     Args:
-        paths: Its file, or all of them.
+        paths: Its files, in order.
 
     Raises:
-        InvalidModel: If one cannot be read, here or later.
+        InvalidModel: If one cannot be read, when opened or later.
     """
 
     def __init__(self, *paths: Path) -> None:
@@ -299,11 +299,11 @@ class ModelFile:
         self._stack.close()
 
     def descriptor(self, file: int) -> int:
-        """Of one of the files, to read from."""
+        """Descriptor of one of the files, for reading."""
         return self._descriptors[file]
 
     def read_at(self, position: int, count: int, file: int = 0) -> bytes:
-        """Up to `count` bytes from `position` on; none at the end of the file."""
+        """Up to `count` bytes from `position` on; empty at the end of the file."""
         try:
             return os.pread(self._descriptors[file], count, position)
         except OSError as error:
@@ -311,20 +311,20 @@ class ModelFile:
 
 
 def unreadable(path: Path, error: BaseException) -> InvalidModel:
-    """What a failed read means."""
+    """The error for a failed read."""
     reason = error.strerror if isinstance(error, OSError) else None
     return InvalidModel(f"{path} cannot be read: {reason or error}")
 
 
 class Region(NamedTuple):
-    """A stretch of a model's file, or many of the same length at the same distance.
+    """A range of a model's file, or rows of equal length at equal distance.
 
     Attributes:
-        file: Which of the model's files has it, from 0.
-        start: Its first byte there.
-        num_bytes: How many bytes belong to it.
-        row_bytes: How many lie in a row; 0 if all do.
-        stride_bytes: From the start of one row to the next.
+        file: Index of the file, from 0.
+        start: First byte in the file.
+        num_bytes: Number of bytes in the region.
+        row_bytes: Bytes of each row; 0 for a single range.
+        stride_bytes: Distance of the rows' first bytes.
     """
 
     file: int
@@ -335,11 +335,11 @@ class Region(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether its bytes lie in a row."""
+        """Whether it is a single range."""
         return not self.row_bytes
 
     def stretches(self, offset: int, count: int) -> Iterator[tuple[int, int]]:
-        """Where `count` of its bytes, from the one at `offset` on, lie in the file: first byte and number."""
+        """Ranges in the file of `count` bytes of the region from `offset` on: first byte and length."""
         if self.is_whole:
             yield self.start + offset, count
             return
@@ -351,15 +351,15 @@ class Region(NamedTuple):
             count -= length
 
     def read(self, read_at: Callable[[int, int], bytes], offset: int, count: int) -> bytes:
-        """Read some of its bytes.
+        """Read bytes of the region.
 
         Args:
-            read_at: Reads up to so many bytes (second) of the file from a place on (first).
-            offset: The first one's place among the region's bytes.
-            count: How many.
+            read_at: Reads up to a number of bytes (second) from a position in the file on (first).
+            offset: First byte within the region.
+            count: Number of bytes.
 
         Returns:
-            The bytes; fewer if the file ends before, or if `read_at` gives fewer.
+            The bytes; fewer if the file ends before, or if `read_at` returns fewer.
         """
         parts = []
         for start, length in self.stretches(offset, count):

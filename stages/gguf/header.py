@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies.
+    """Name, type and place of a tensor.
 
     Attributes:
-        name: As llama.cpp knows it, `blk.<layer>.` first for a layer's own.
+        name: llama.cpp's name, beginning with `blk.<layer>.` in layers.
         shape: Elements per dimension, fastest first, as in the file.
         type: Quantisation.
-        offset_bytes: From the start of the file.
-        n_bytes: Without padding.
-        file: Which of the model's files, from 0.
+        offset_bytes: First byte in the file.
+        n_bytes: Size without padding.
+        file: Index of the file, from 0.
     """
 
     name: str
@@ -39,15 +39,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Everything in a model but the tensor data.
+    """A model without tensor data.
 
     Attributes:
-        path: The file; the first one if there are several.
+        path: Path of the file, or of the first one.
         file_bytes: Size of all files.
-        alignment: Of the tensors in them.
-        metadata: Of the first one.
-        tensors: Of all of them.
-        other_paths: The files after the first.
+        alignment: Alignment of the tensors.
+        metadata: Metadata of the first file.
+        tensors: Tensors of all files.
+        other_paths: Paths of the files after the first.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class GgufHeader:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Every file."""
+        """Paths of all files."""
         return (self.path, *self.other_paths)
 
     @property
@@ -81,7 +81,7 @@ class GgufHeader:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A number of the metadata, whole or not.
+        """A number of the metadata, integer or float.
 
         Raises:
             InvalidModel: If it is not a number.
@@ -107,10 +107,10 @@ class GgufHeader:
         return value
 
     def per_layer(self, key: str, n_layers: int, default: int) -> tuple[int, ...]:
-        """An integer that the file gives once for all layers, or as an array with one for each.
+        """An integer given once for all layers, or as an array with one for each.
 
         Raises:
-            InvalidModel: If it is an array of another length, or holds no integers.
+            InvalidModel: If it is an array of another length, or not of integers.
         """
         value = self.metadata.get(key)
         if value is None or value.count is None:
@@ -138,7 +138,7 @@ Scalar = int | float | bool | str
 
 
 class ValueType(IntEnum):
-    """Metadata value types, with the numbers that the format gives them."""
+    """Metadata value types, with the format's numbers."""
 
     UINT8 = 0
     INT8 = 1
@@ -198,7 +198,7 @@ class Value:
         return cls(kind, len(values), struct.pack(f"<{len(values)}{FORMATS[kind]}", *values))
 
     def decode(self) -> Scalar | tuple[Scalar, ...]:
-        """The value as Python sees it."""
+        """The value in Python's types."""
         if self.type is not ValueType.STRING:
             values = struct.unpack(
                 f"<{1 if self.count is None else self.count}{FORMATS[self.type]}", self.payload

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# The first file has all metadata and the first tensors; the others have tensors, and say which part they are.
+# The first file has all metadata and the first tensors; the others have tensors and the number of their part.
 _NAME: Final = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})")
 
 
 def model_name(path: Path) -> str:
-    """What a model is called by its file: the name without `.gguf`, and without the number of a part."""
+    """Name of a model by its file: without `.gguf` and the number of a part."""
     match = _NAME.fullmatch(path.stem)
     return match[1] if match else path.stem
 
 
 def part_paths(first: Path) -> tuple[Path, ...]:
-    """Every file of a model by the name of its first one, whether it is there or not."""
+    """Paths of all files of a model, from the first one's name."""
     match = _NAME.fullmatch(first.stem)
     if match is None or int(match[2]) != 1:
         return (first,)
@@ -42,17 +42,17 @@ def part_paths(first: Path) -> tuple[Path, ...]:
 
 
 def with_other_parts(first: GgufHeader, read: Callable[[Path], GgufHeader]) -> GgufHeader:
-    """The header of a whole model, given that of the file that the user named.
+    """The header of a whole model, from that of its first file.
 
     Args:
-        first: Of that file.
+        first: Header of the file that was named.
         read: Reads the header of another file.
 
     Returns:
-        `first` if the model has one file; else its metadata with the tensors of all files.
+        `first` if the model has one file; otherwise its metadata with the tensors of all files.
 
     Raises:
-        InvalidModel: If it is not the first part, or one is missing, another's, or of another model.
+        InvalidModel: If it is not the first part, or one is missing or of another model.
     """
     count = first.integer("split.count", 0)
     if count <= 1:
@@ -130,7 +130,7 @@ _MAX_DIMS: Final = 4
 # The format's own limit for keys; tensors' names are shorter.
 _MAX_NAME_BYTES: Final = 65_535
 # A metadata entry takes at least its key's length, its type and a byte; a tensor takes its name's length, the
-# number of its dimensions, its type and its offset. A count beyond what there is room for is never believed.
+# number of its dimensions, its type and its offset. Larger counts are refused before they are used.
 _LEAST_KEY_BYTES: Final = 8 + 4 + 1
 _LEAST_TENSOR_BYTES: Final = 8 + 4 + 4 + 8
 
@@ -180,7 +180,7 @@ def _refuse_truncated(header: GgufHeader) -> None:
 
 
 class _Reader:
-    """Walks the header once. A short read anywhere means a truncated file."""
+    """Parser of one header. A short read means a truncated file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -266,7 +266,7 @@ class _Reader:
         return Value(kind, count, self._take(n_elements * struct.calcsize("<" + FORMATS[kind])))
 
     def _strings(self, count: int) -> bytes:
-        # The hot loop of the whole reader: a vocabulary has hundreds of thousands of strings.
+        # The hot loop of the reader: a vocabulary has hundreds of thousands of strings.
         unpack, data, position = struct.Struct("<Q").unpack_from, self._data, self._position
         for _ in range(count):
             position += 8 + unpack(data, position)[0]

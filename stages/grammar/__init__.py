@@ -1,1 +1,1 @@
-"""Grammars: GBNF in, and the tokens that may come next out."""
+"""Grammars: GBNF to masks of the tokens that may come next."""

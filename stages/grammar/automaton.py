@@ -1,11 +1,11 @@
-"""Deterministic automaton over a grammar graph, built lazily.
+"""Automaton: deterministic, over a grammar graph, built lazily.
 
 A state is a set of configurations: each a node that reads a byte, and a stack of nodes to return to. States
-and stacks are numbered when they are first met, and what a byte leads to is remembered, as in a lazily built
-DFA. So a state is a number that never changes its meaning: to take a step back is to use an older number, and
-nothing has to be copied or undone for a proposed token that is rejected.
+and stacks are numbered when they first occur, and transitions are cached, as in a lazily built DFA. So a
+number always means the same state: a rollback uses an older number, and nothing has to be copied or undone
+for a rejected token.
 
-Bytes that no rule tells apart are one class, so a step is one look into a table of states and classes.
+Bytes that no rule distinguishes form a class, so a step is one lookup in a table of states and classes.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ Config = tuple[int, int]
 
 
 class Automaton:
-    """One grammar. For one thread at a time.
+    """Automaton of one grammar. For one thread at a time.
 
     Args:
         graph: Without left recursion.
-        most_recursion: How many calls that count (see `recursion_of`) may be open within each other.
+        most_recursion: Most nesting calls (see `recursion_of`) that may be open within each other.
 
     Raises:
-        InvalidRequest: If no text of it ends within these.
+        InvalidRequest: If no text of it ends within that bound.
 
     Attributes:
         start: The state before any text.
         class_of_byte: int64, shape (256,).
         work: Elementary steps so far.
-        most_work: Beyond so many it refuses to go on; whoever asks raises it first.
+        most_work: Bound of `work`, beyond which it refuses to continue; raised by the caller before each use.
     """
 
     def __init__(self, graph: Graph, *, most_recursion: int = MAX_RECURSION) -> None:
@@ -63,9 +63,9 @@ class Automaton:
         self._most_recursion = most_recursion
         self._frames: list[Config] = [(END, _BOTTOM)]
         self._frame_ids: dict[tuple[int, int, bool], int] = {}
-        # Of each frame: how many calls that count are open.
+        # Of each frame: number of open nesting calls.
         self._depths: list[int] = [0]
-        # Of each state: the sets of bytes that it reads, and where each leads.
+        # Of each state: the sets of bytes that it reads, and the target of each.
         self._readings: list[list[tuple[int, list[Config]]]] = []
         self._may_end: list[bool] = []
         self._state_ids: dict[tuple[bool, frozenset[Config]], int] = {}
@@ -80,7 +80,7 @@ class Automaton:
 
     @property
     def is_half_full(self) -> bool:
-        """Whether a session that begins now had better have one of its own."""
+        """Whether a new session should get an automaton of its own."""
         return max(len(self._may_end), len(self._frames)) > self._most_states // 2
 
     def may_end(self, state: int) -> bool:
@@ -88,10 +88,10 @@ class Automaton:
         return state != DEAD and self._may_end[state]
 
     def after(self, state: int, text: bytes) -> int:
-        """The state behind some more bytes.
+        """The state after some more bytes.
 
         Raises:
-            InvalidRequest: If the grammar makes too much work.
+            InvalidRequest: If the grammar takes too much work.
         """
         for byte in text:
             if state == DEAD:
@@ -101,14 +101,14 @@ class Automaton:
         return state
 
     def after_each(self, states: NDArray[np.int32], classes: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The state behind one byte, for many states at once.
+        """The state after one byte, for many states at once.
 
         Args:
-            states: int32, shape (n,); `DEAD` stays so.
+            states: int32, shape (n,); `DEAD` stays `DEAD`.
             classes: int64, shape (n,): the class of each one's byte.
 
         Raises:
-            InvalidRequest: If the grammar makes too much work.
+            InvalidRequest: If the grammar takes too much work.
         """
         is_dead = states == DEAD
         cells = states * np.int64(self._num_classes) + classes
@@ -135,7 +135,7 @@ class Automaton:
         return target
 
     def _state_of(self, targets: list[Config]) -> int:
-        """The state of being at any of these nodes: where they lead without reading."""
+        """The state for these nodes, after all edges that read nothing."""
         graph = self._graph
         kinds, payloads, followings = graph.kinds, graph.payloads, graph.followings
         reading: list[Config] = []
@@ -215,7 +215,7 @@ class Automaton:
 
 
 def _byte_classes(sets: list[int]) -> tuple[NDArray[np.int64], list[int]]:
-    """Which bytes all sets treat alike.
+    """Classes of bytes that no set distinguishes.
 
     Returns:
         The class of each byte, int64 (256,), and for each class an integer whose bit `i` tells whether it is

@@ -1,9 +1,9 @@
 """GBNF parser: grammar text to syntax tree, with size limits and UTF-8 ranges.
 
-The notation: `name ::= alternatives`, with "literals", [a-z] and [^a-z] character classes, `.`, (groups),
-the repetitions `* + ? {m} {m,} {m,n}`, and comments from `#` to the end of the line. A rule ends with its
-line, unless a group is open or `::=` or `|` has just been read. llama.cpp's terminals for single tokens,
-`<…>`, mean something only together with a vocabulary: they are refused.
+The notation: `name ::= alternatives`, with "literals", [a-z] and [^a-z] character classes, `.`, (groups), the
+repetitions `* + ? {m} {m,} {m,n}`, and comments from `#` to the end of the line. A rule ends with its line,
+unless a group is open or the line ends with `::=` or `|`. llama.cpp's terminals for single tokens, `<…>`,
+need a vocabulary and are refused.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Literal:
-    """A text, as it stands; perhaps an empty one."""
+    """A text, possibly empty."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Chars:
-    """One code point out of these ranges: disjoint, ascending, not none."""
+    """One code point of these ranges: disjoint, ascending, not empty."""
 
     ranges: tuple[CodeRange, ...]
 
 
 @dataclass(frozen=True)
 class Ref:
-    """What the rule of this name says."""
+    """Reference to a rule."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One after the other."""
+    """Expressions one after the other."""
 
     items: tuple[Expression, ...]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of these."""
+    """One of several expressions."""
 
     options: tuple[Expression, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """An item at least so many times, and at most so many; None is no bound."""
+    """An expression repeated at least and at most a number of times; None is no bound."""
 
     item: Expression
     least: int
@@ -65,8 +65,8 @@ class Repeat:
 Expression = Literal | Chars | Ref | Sequence | Choice | Repeat
 
 
-# A range is split where the length of its encoding changes and where its continuation bytes would not all
-# range freely, so that each part is a plain product of byte ranges, as in RE2 and in Rust's utf8-ranges.
+# A range is split where the length of its encoding changes and where its continuation bytes would not cover
+# their whole range, so that each part is a product of byte ranges, as in RE2 and in Rust's utf8-ranges.
 # Surrogates have no encoding and are left out.
 MAX_CODE_POINT: Final = 0x10FFFF
 _SURROGATES: Final = (0xD800, 0xDFFF)
@@ -102,7 +102,7 @@ def complement(ranges: Iterable[CodeRange]) -> tuple[CodeRange, ...]:
 
 
 def byte_sequences(ranges: Iterable[CodeRange]) -> list[tuple[ByteRange, ...]]:
-    """How the code points of `ranges` are written in UTF-8.
+    """UTF-8 encodings of the code points of `ranges`.
 
     Returns:
         Sequences of 1 to 4 byte ranges; a text of one code point matches exactly one of them.
@@ -130,7 +130,7 @@ def _of_one_length(low: int, high: int) -> Iterator[tuple[ByteRange, ...]]:
         rest = (1 << bits) - 1
         if high <= 0x7F or low & ~rest == high & ~rest:
             break
-        # The lower bits must range freely where the higher ones differ.
+        # Lower bits must cover their whole range where higher ones differ.
         if low & rest:
             yield from _of_one_length(low, low | rest)
             yield from _of_one_length((low | rest) + 1, high)
@@ -142,19 +142,20 @@ def _of_one_length(low: int, high: int) -> Iterator[tuple[ByteRange, ...]]:
     yield tuple(zip(chr(low).encode(), chr(high).encode(), strict=True))
 
 
-# A grammar is a program from a stranger. Sizes are checked before it runs; how much it computes cannot be
-# known before, so that is counted while it runs. What is legitimate stays far below all of these.
+# A grammar is an untrusted program. Sizes are checked before it runs; its computation cannot be known before
+# and is counted while it runs. Legitimate grammars stay far below all of these bounds.
 MAX_GRAMMAR_BYTES: Final = 256 * 1024
 MAX_RULES: Final = 8192
 MAX_NODES: Final = 100_000
 MAX_REPEATS: Final = 16_384
 MAX_NESTING: Final = 64
-# How many times what a grammar describes may stand within itself, as objects in objects do: see recursion.py.
+# Most nesting of a grammar within itself, as of objects in objects: see graph.py.
 MAX_RECURSION: Final = 16
 
-# Ways in which the text so far can be read, at once.
+# Most parallel readings of a text.
 MAX_CONFIGS: Final = 4096
-# States and frames of one automaton: its memory. A new session gets a fresh one at half of them.
+# Most states and frames of one automaton, which bounds its memory. At half of them a new session gets a new
+# one.
 MAX_STATES: Final = 65_536
 MAX_TABLE_CELLS: Final = 8 * 1024 * 1024
 # Elementary steps (about a microsecond each): for one token, and for one answer.
@@ -163,7 +164,7 @@ MAX_ANSWER_WORK: Final = 4_000_000
 
 
 def refusal(reason: str) -> InvalidRequest:
-    """What a client hears of a grammar that does not work."""
+    """The error for a grammar that does not work."""
     return InvalidRequest(f"grammar: {reason}", param="grammar")
 
 
@@ -176,10 +177,10 @@ _MAX_REPEATS_IN_A_ROW: Final = 4
 
 
 def parse_gbnf(text: str) -> dict[str, Expression]:
-    """The rules of a grammar by name; of two of one name the later counts, as in llama.cpp.
+    """The rules of a grammar by name; of two with one name the later counts, as in llama.cpp.
 
     Raises:
-        InvalidRequest: Naming the line at fault and what is wrong there.
+        InvalidRequest: With the line and the error.
     """
     try:
         num_bytes = len(text.encode())
@@ -194,7 +195,7 @@ def parse_gbnf(text: str) -> dict[str, Expression]:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        # One letter past the end that no rule can hold: no index needs a check.
+        # Ends with a character that no rule can contain, so that no index needs a check.
         self._text = text.replace("\0", "\ufffd") + "\0"
         self._at = 0
         self._depth = 0

@@ -1,9 +1,8 @@
 """Grammar graph over bytes, with the checks for left recursion and recursion depth.
 
 Each rule becomes a fragment of a non-deterministic automaton (Thompson 1968) whose edges read bytes, with one
-addition: a node can call another rule and go on behind it. So a position in a text is a node and a stack of
-nodes to return to. A call at the very end of a rule returns to nothing: rules that repeat themselves on the
-right take no room.
+addition: a node can call another rule and continue after it. So a position in a text is a node and a stack of
+nodes to return to. A call at the end of a rule needs no return: right recursion takes no memory.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ END: Final = 0
 
 
 class Kind(IntEnum):
-    """What a node does.
+    """Kind of a node.
 
-    END returns from a rule. BYTE reads a byte out of `sets[payload]` and goes to `following`. CALL runs the
-    rule that begins at `entries[payload]` and goes on at `following`. SPLIT goes to each of
-    `branches[payload]` without reading.
+    END returns from a rule. BYTE reads a byte of `sets[payload]` and goes to `following`. CALL runs the rule
+    that begins at `entries[payload]` and continues at `following`. SPLIT goes to each of `branches[payload]`
+    without reading.
     """
 
     END = 0
@@ -54,17 +53,17 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes by number, and what they refer to.
+    """Nodes of a grammar, by number.
 
     Attributes:
-        kinds: What each node does.
+        kinds: Kind of each node.
         payloads: See `Kind`.
         followings: See `Kind`.
         sets: Sets of bytes: bit `b` tells whether byte `b` is in it.
         branches: Targets of SPLITs.
         entries: First node of each rule.
-        names: Of the rules; those that were made for a repetition have the name of their rule.
-        callers: The rule that each CALL stands in, by node.
+        names: Names of the rules; rules made for a repetition have the name of their rule.
+        callers: Rule of each CALL, by node.
         root: The rule that a text must match.
     """
 
@@ -80,7 +79,7 @@ class Graph:
 
 
 def build_graph(rules: Mapping[str, Expression]) -> Graph:
-    """The graph of some rules, of which one is called `root`.
+    """The graph of some rules, one of them named `root`.
 
     Raises:
         InvalidRequest: If a rule is missing, or the graph would be too large.
@@ -94,7 +93,7 @@ def build_graph(rules: Mapping[str, Expression]) -> Graph:
 
 
 class _Builder:
-    """Builds from the end of a rule to its beginning: each part is told which node comes behind it."""
+    """Builds from the end of a rule to its beginning: each part gets the node that follows it."""
 
     def __init__(self, names: list[str]) -> None:
         self._kinds = [Kind.END]
@@ -105,11 +104,11 @@ class _Builder:
         self._names = names
         self._rules = {name: number for number, name in enumerate(names)}
         self._entries = [END] * len(names)
-        # Equal steps to the same place are one step.
+        # Equal steps to the same node are shared.
         self._bytes: dict[tuple[int, int], int] = {}
         self._callers: dict[int, int] = {}
         self._current = ROOT
-        # As `_current`, but for rules that are made for a repetition within it.
+        # As `_current`, but for rules made for a repetition within it.
         self._caller = 0
 
     def add_rule(self, name: str, expression: Expression) -> None:
@@ -183,7 +182,7 @@ class _Builder:
         return start
 
     def _as_rule(self, item: Expression) -> Expression:
-        """A reference to what says the same: a copy of it is one node then."""
+        """A reference to a rule with the same content: a copy is then a single node."""
         if isinstance(item, Ref):
             return item
         name = f"{self._current}/{len(self._names)}"
@@ -217,7 +216,7 @@ class _Builder:
 
 
 def _is_one_step(item: Expression) -> bool:
-    """Whether a copy of it is one node anyway."""
+    """Whether a copy of it is a single node."""
     return isinstance(item, Chars) and item.ranges[-1][1] < 0x80
 
 
@@ -230,13 +229,13 @@ _MAX_VISITS: Final = 2_000_000
 
 
 def refuse_left_recursion(graph: Graph) -> None:
-    """Check that no rule can come to itself again without reading a byte.
+    """Check that no rule can call itself without reading a byte.
 
     Raises:
-        InvalidRequest: Naming a rule that does, or if finding out takes too long.
+        InvalidRequest: Naming such a rule, or if the check takes too long.
     """
     calls = _first_calls(graph)
-    order: dict[int, int] = {}  # 1: being looked at, 2: done
+    order: dict[int, int] = {}  # 1: in progress, 2: done
     for start in range(len(graph.entries)):
         path = [(start, iter(calls[start]))]
         if order.get(start):
@@ -259,11 +258,11 @@ def refuse_left_recursion(graph: Graph) -> None:
 
 
 def _first_calls(graph: Graph) -> Sequence[Sequence[int]]:
-    """For each rule, those that it can call before it has read a byte."""
+    """For each rule, the rules that it can call before it has read a byte."""
     count = len(graph.entries)
     calls: list[list[int]] = [[] for _ in range(count)]
     can_be_empty = [False] * count
-    # Who waits for whether a rule can be empty: nodes behind a call of it, and whose walk they belong to.
+    # Nodes after a call, waiting for whether the called rule can be empty, with the rule of their walk.
     waiting: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     seen: list[set[int]] = [set() for _ in range(count)]
     todo = deque((rule, entry) for rule, entry in enumerate(graph.entries))
@@ -293,12 +292,12 @@ def _first_calls(graph: Graph) -> Sequence[Sequence[int]]:
 
 
 # A small model that has begun to nest often never stops. So a grammar whose rules call themselves is followed
-# only to `MAX_RECURSION` of such calls within each other, and what could not be brought to its end within
-# them is not offered: where the next bracket would open one too many, only what closes remains.
+# only to `MAX_RECURSION` nested calls, and text that could not end within them is not offered: where the next
+# bracket would open one too many, only closing ones remain.
 #
 # A call nests if its rule can come back to the caller and something must follow in the caller, as `)` does in
-# `sum ::= "(" sum ")"`. A call at the very end, as in `list ::= item list`, only repeats. Of the calls on one
-# way from a rule back to itself one counts, whatever detours an object takes through its properties.
+# `sum ::= "(" sum ")"`. A call at the end, as in `list ::= item list`, only repeats. Of the calls on one path
+# from a rule back to itself one counts, however long the path through the properties of an object.
 _MAX_CALL_VISITS: Final = 300_000
 
 NEVER: Final = 1 << 30
@@ -307,12 +306,12 @@ NEVER: Final = 1 << 30
 
 @dataclass(frozen=True)
 class Recursion:
-    """What a graph's nesting comes to.
+    """Nesting of a graph.
 
     Attributes:
-        nests: For each node, whether it is a call that counts.
-        needs: For each node, how many calls that count must at least be open within each other on the way
-            from it to the end of its rule; `NEVER` if there is no way.
+        nests: For each node, whether it is a nesting call.
+        needs: For each node, least number of nesting calls that must be open within each other on a path from
+            it to the end of its rule; `NEVER` if there is no path.
     """
 
     nests: Sequence[bool]
@@ -320,7 +319,7 @@ class Recursion:
 
 
 def recursion_of(graph: Graph) -> Recursion:
-    """Look at a graph, once."""
+    """Analyse a graph."""
     nodes = [node for node, kind in enumerate(graph.kinds) if kind is Kind.CALL]
     call_of = {node: (graph.callers[node], graph.payloads[node]) for node in nodes}
     circle_of = _circles(len(graph.entries), call_of.values())
@@ -335,9 +334,9 @@ def recursion_of(graph: Graph) -> Recursion:
 
 
 def _counted(num_rules: int, repeating: Iterable[Call], nesting: Iterable[Call]) -> set[Call]:
-    """So many of the calls that nest that no way back is without one: those that close one, in turn.
+    """A set of nesting calls so that every path from a rule to itself has one: those that close a circle.
 
-    Where it would take long to find out, more of them.
+    More of them where finding a smaller set would take long.
     """
     called = _called(num_rules, repeating)
     counted: set[Call] = set()
@@ -358,7 +357,7 @@ def _counted(num_rules: int, repeating: Iterable[Call], nesting: Iterable[Call])
 
 
 def _needs(graph: Graph, nests: Sequence[bool]) -> list[int]:
-    """Knuth's generalisation of Dijkstra's algorithm (1977): the least comes first, and is final then."""
+    """Knuth's generalisation of Dijkstra's algorithm (1977): the least value comes first and is final."""
     users = _users(graph)
     needs = [NEVER] * len(graph.kinds)
     todo = [(0, END)]
@@ -370,7 +369,7 @@ def _needs(graph: Graph, nests: Sequence[bool]) -> list[int]:
         for user in users[node]:
             found = need
             if graph.kinds[user] is Kind.CALL:
-                # What comes later of the rule and what follows it is at hand when the other one is.
+                # The value needs both the called rule's and the following node's.
                 within = needs[graph.entries[graph.payloads[user]]] + nests[user]
                 found = max(within, needs[graph.followings[user]])
             if found < needs[user]:

@@ -1,11 +1,11 @@
-"""Grammar state of one session by position, and the grammars that sessions of a tail share.
+"""Session grammar: state of one answer by position, and the grammars that sessions of a tail share.
 
-Like the KV cache it is cut where a window starts, and goes on with it: the state behind a token is a number
-that depends on the answer up to it and on nothing else, so proposed tokens that are rejected leave no trace.
+Like the KV cache it is truncated at the start of each window: the state after a token is a number that
+depends only on the answer up to it, so rejected tokens leave no trace.
 
 A window that was sent before its predecessor was rejected is void, but may be computed all the same. Its
-tokens are not what was drawn, and so need not fit the grammar: no state is known behind them, and whatever is
-drawn there is thrown away by the coordinator.
+tokens were not sampled, and so need not match the grammar: there is no state after them, and the coordinator
+discards the samples.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Constraint:
-    """What may come at one place of an answer.
+    """Tokens that may come at one position of an answer.
 
     Args:
-        masks: The grammar and the vocabulary.
-        state: Where the answer has come to.
+        masks: Masks of grammar and vocabulary.
+        state: State of the answer before the position.
         position: Absolute, for messages.
     """
 
@@ -44,17 +44,17 @@ class Constraint:
         self._position = position
 
     def allows(self, token: int) -> bool:
-        """Whether a token may come next."""
+        """Whether a token may come."""
         return self._masks.allows(self._state, token)
 
     def restrict(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The row with minus infinity for what may not.
+        """The row with minus infinity for tokens that may not come.
 
         Args:
-            logits: float32, shape (n_vocab,); it is not changed.
+            logits: float32, shape (n_vocab,); not changed.
 
         Raises:
-            InvalidRequest: If nothing may, or the grammar makes too much work.
+            InvalidRequest: If no token may come, or the grammar takes too much work.
         """
         mask = self._masks.mask(self._state)
         restricted = np.where(mask, logits, np.float32(-np.inf))
@@ -67,11 +67,11 @@ class Constraint:
 
 
 class GrammarRecord:
-    """The states of one session's answer.
+    """Grammar states of one session's answer.
 
     Args:
-        open_masks: Gives the grammar and the vocabulary; asked when they are first needed.
-        num_prompt: How many of the session's first tokens are the prompt, which the grammar does not concern.
+        open_masks: Returns the masks of grammar and vocabulary; called at the first use.
+        num_prompt: Number of the session's first tokens that are the prompt, which the grammar ignores.
     """
 
     def __init__(self, open_masks: Callable[[], TokenMasks], num_prompt: int) -> None:
@@ -79,15 +79,15 @@ class GrammarRecord:
         self._masks: TokenMasks | None = None
         self._num_prompt = num_prompt
         self._answer: list[int] = []
-        # The state before token `i` of the answer, as far as anybody asked.
+        # State before token `i` of the answer, as far as computed.
         self._states: list[int] = []
-        # What the latest window's rows gave, by place.
+        # Samples of the latest window, by index in the answer.
         self._drawn: dict[int, int] = {}
         self._void_from: int | None = None
         self._work = self._work_before = 0
 
     def write(self, start: int, tokens: Sequence[int]) -> None:
-        """Forget everything from absolute position `start` on and put `tokens` there.
+        """Replace all tokens from absolute position `start` on.
 
         Raises:
             InvalidWindow: If that would leave a gap in the answer.
@@ -106,10 +106,10 @@ class GrammarRecord:
             self._note_void(place)
 
     def constraint(self, position: int) -> Constraint | None:
-        """What may come at an absolute position; None where that does not matter.
+        """Constraint of an absolute position; None where a sample does not count.
 
         Raises:
-            InvalidRequest: If the grammar does not work, or makes too much work.
+            InvalidRequest: If the grammar is invalid, or takes too much work.
         """
         place = position - self._num_prompt
         if place < 0 or (self._void_from is not None and place > self._void_from):
@@ -119,18 +119,18 @@ class GrammarRecord:
         if not self._states:
             self._states.append(automaton.start)
         self._work_before = automaton.work
-        # Those before it in a replayed answer are made up for at once.
+        # Work of earlier tokens of a replayed answer counts as well.
         num_steps = max(1, place + 1 - len(self._states))
         automaton.most_work = automaton.work + min(num_steps * MAX_DRAW_WORK, MAX_ANSWER_WORK - self._work)
         while len(self._states) <= place:
             self._states.append(masks.after(self._states[-1], self._answer[len(self._states) - 1]))
         if self._states[place] == DEAD:
-            # What was drawn always keeps to it: this window is void, for a reason that is not known here.
+            # Sampled tokens always match the grammar, so this window is void.
             return None
         return Constraint(masks, self._states[place], position)
 
     def note_drawn(self, position: int, token: int) -> None:
-        """What was drawn for an absolute position, with what `constraint` gave; not for the prompt's."""
+        """Record the sample of an absolute position of the answer."""
         if self._masks is not None:
             self._work += self._masks.automaton.work - self._work_before
             self._work_before = self._masks.automaton.work
@@ -150,10 +150,10 @@ _MAX_CACHED: Final = 16
 
 
 def make_automaton(text: str) -> Automaton:
-    """A GBNF text, ready to run.
+    """Automaton of a GBNF text.
 
     Raises:
-        InvalidRequest: If it is no grammar, has no rule `root`, is left-recursive, or is too large.
+        InvalidRequest: If it is malformed, has no rule `root`, is left-recursive, or is too large.
     """
     graph = build_graph(parse_gbnf(text))
     refuse_left_recursion(graph)
@@ -161,10 +161,10 @@ def make_automaton(text: str) -> Automaton:
 
 
 class Grammars:
-    """Those of one tail. `take` is for its event loop, all else for the thread that computes.
+    """Grammars of one tail. `take` is for the event loop, the rest for the computing thread.
 
     Args:
-        n_vocab: Token ids are below this.
+        n_vocab: Number of token ids.
     """
 
     def __init__(self, n_vocab: int) -> None:
@@ -175,14 +175,14 @@ class Grammars:
         self._cache: OrderedDict[str, TokenMasks] = OrderedDict()
 
     def take(self, message: wire.Vocabulary) -> None:
-        """The vocabulary, as the coordinator tells it."""
+        """Store the vocabulary from the coordinator."""
         self._message = message
 
     def masks(self, text: str) -> TokenMasks:
-        """The grammar, and the vocabulary that was told last.
+        """Masks of a grammar and the latest vocabulary.
 
         Raises:
-            InvalidRequest: If it is no grammar that works.
+            InvalidRequest: If the grammar is invalid.
             ProtocolError: If there is no vocabulary, or it is not this model's.
         """
         tree = self._read()

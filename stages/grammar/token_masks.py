@@ -1,4 +1,4 @@
-"""Token masks: which tokens of a vocabulary a grammar allows next."""
+"""Token masks: tokens of a vocabulary that a grammar allows next."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MOST_MASKS: Final = 64
 
 
 class TokenMasks:
-    """A grammar and a vocabulary brought together. For one thread at a time.
+    """Masks of a grammar and a vocabulary, cached. For one thread at a time.
 
     Args:
-        automaton: The grammar's.
-        tree: The vocabulary's.
+        automaton: Automaton of the grammar.
+        tree: Tree of the vocabulary.
     """
 
     def __init__(self, automaton: Automaton, tree: TokenTree) -> None:
@@ -38,20 +38,20 @@ class TokenMasks:
         self._masks: OrderedDict[int, NDArray[np.bool_]] = OrderedDict()
 
     def after(self, state: int, token: int) -> int:
-        """The state behind a token; `DEAD` if it may not come there."""
+        """The state after a token; `DEAD` if it may not come there."""
         if token in self._end_tokens:
             return state if self.automaton.may_end(state) else DEAD
         piece = self._pieces[token]
         return self.automaton.after(state, piece) if piece else DEAD
 
     def allows(self, state: int, token: int) -> bool:
-        """Whether a token may come in that state."""
+        """Whether a token may come in a state."""
         return self.after(state, token) != DEAD
 
     def mask(self, state: int) -> NDArray[np.bool_]:
-        """All tokens that may: bool, shape (n_vocab,); not to be changed.
+        """All tokens that may come: bool, shape (n_vocab,), read-only.
 
-        The whole vocabulary is read byte by byte, each beginning once: 2 to 4 ms for SmolLM2's.
+        The whole vocabulary is walked byte by byte, shared prefixes once: 2 to 4 ms for SmolLM2's.
         """
         mask = self._masks.get(state)
         if mask is None:
@@ -75,18 +75,18 @@ class TokenMasks:
         return mask
 
 
-# Stage files carry no vocabulary. So the coordinator tells it once in a ring, before the first session that
-# has a grammar.
+# Stage files have no vocabulary. So the coordinator sends it once in a ring, before the first session with a
+# grammar.
 _MAX_TEXT_BYTES: Final = 64 * 1024 * 1024
 _QUICKEST: Final = 1
 
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """A vocabulary as bytes.
+    """Bytes of every token of a vocabulary.
 
     Attributes:
-        pieces: What each token id adds to the text; nothing for control tokens.
+        pieces: Bytes of each token id; empty for control tokens.
         end_tokens: The ids that end an answer.
     """
 
@@ -95,7 +95,7 @@ class TokenTexts:
 
     @cached_property
     def message(self) -> wire.Vocabulary:
-        """How it travels. SmolLM2's takes 20 ms to make, the first time."""
+        """Wire form. SmolLM2's takes 20 ms to make, the first time."""
         return wire.Vocabulary(
             texts=zlib.compress(b"".join(self.pieces), _QUICKEST),
             lengths=[len(piece) for piece in self.pieces],
@@ -104,14 +104,14 @@ class TokenTexts:
 
     @classmethod
     def from_wire(cls, message: wire.Vocabulary, n_vocab: int) -> TokenTexts:
-        """What the message says.
+        """The texts from a message.
 
         Args:
-            message: From the coordinator.
-            n_vocab: Token ids are below this.
+            message: Message of the coordinator.
+            n_vocab: Number of token ids.
 
         Raises:
-            ProtocolError: If it is another vocabulary's, or does not fit together.
+            ProtocolError: If it is another vocabulary's, or inconsistent.
         """
         if len(message.lengths) != n_vocab:
             raise ProtocolError(
@@ -135,10 +135,10 @@ class TokenTexts:
 
 @dataclass(frozen=True)
 class Level:
-    """The beginnings of one length: nodes, sorted by parent, then by byte.
+    """Prefixes of one length: nodes, sorted by parent, then by byte.
 
     Attributes:
-        parents: int64, shape (n,): which node of the level before each goes on from; 0 at the first level.
+        parents: int64, shape (n,): parent of each node in the level before; 0 at the first level.
         bytes: uint8, shape (n,): the last byte of each.
         tokens: int64, shape (m,): ids of the tokens that end at this level.
         token_nodes: int64, shape (m,): the node where each of them does.
@@ -152,11 +152,11 @@ class Level:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A vocabulary. SmolLM2's takes 0.1 s to make and 3 MB.
+    """Prefix tree of a vocabulary. SmolLM2's takes 0.1 s to make and 3 MB.
 
     Attributes:
-        texts: The same, by token.
-        levels: Beginnings of 1, 2, … bytes.
+        texts: The vocabulary by token.
+        levels: Prefixes of 1, 2, … bytes.
         end_tokens: int64: the ids that end an answer; no level has them.
     """
 
@@ -166,7 +166,7 @@ class TokenTree:
 
     @classmethod
     def of(cls, texts: TokenTexts) -> TokenTree:
-        """The tree of a vocabulary; tokens that add nothing to the text, or end it, are not in it."""
+        """The tree of a vocabulary; without tokens that have no text or end it."""
         pieces = texts.pieces
         ids = sorted(
             (token for token, piece in enumerate(pieces) if piece and token not in texts.end_tokens),
