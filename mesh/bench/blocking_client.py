@@ -48,9 +48,9 @@ class Batch:
 
     Attributes:
         port: Of the server, on this host's loopback.
-        asks: In this order.
+        asks: Requests, in order.
         num_at_once: How many may be under way together.
-        api_key: Goes with each of them, if the server wants one.
+        api_key: API key of all of them, if the server needs one.
     """
 
     port: int
@@ -61,14 +61,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one request.
+    """Answer to one request.
 
     Attributes:
         text: The answer.
         num_tokens: Its length, by the server's count.
         arrivals_ms: When each part of it came, counted from the request; at least one.
         timings: The server's own account, as far as it gives one.
-        token_ids: All its tokens, if the request asked for them.
+        token_ids: Ids of all its tokens, if requested.
     """
 
     text: str
@@ -100,14 +100,14 @@ def chat(prompt: str, max_tokens: int, fields: dict[str, Any]) -> Ask:
 
 
 def ask(port: int, wanted: Ask, *, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> Answer:
-    """Ask one question.
+    """Send one request.
 
     Raises:
         MeshError: If the server refuses, breaks off, or answers with nothing that can be timed.
     """
     body = {
         "model": "default",
-        # The same question is asked again and again: nobody may find its prompt in a cache.
+        # Prompts are repeated: none may find itself in a cache.
         "cache_prompt": False,
         **wanted.body,
         "stream": True,
@@ -174,7 +174,7 @@ class _Reading:
 
 
 def ask_batch(batch: Batch) -> list[Answer]:
-    """Ask all questions of a batch, answers in their order; raises MeshError like `ask`."""
+    """Send all requests of a batch, and return answers in their order; raises MeshError like `ask`."""
 
     def one(wanted: Ask) -> Answer:
         return ask(batch.port, wanted, api_key=batch.api_key)
@@ -204,7 +204,7 @@ class Reply:
     """A batch, answered.
 
     Attributes:
-        answers: In the order asked.
+        answers: Answers in the order of the requests.
         wall_ms: From the first request to the last answer's end.
     """
 
@@ -213,11 +213,11 @@ class Reply:
 
 
 class Client:
-    """Asks from a lab host; a context manager.
+    """Client on a lab host; a context manager.
 
     Args:
         lab: Where.
-        host: Its number; servers are asked over this host's loopback.
+        host: Index of the host; servers are reached over its loopback.
     """
 
     def __init__(self, lab: Lab, host: int = 0) -> None:
@@ -263,7 +263,7 @@ class Client:
 
 
 def _answer(fields: dict[str, Any]) -> Answer:
-    """JSON knows no tuples."""
+    """Restores tuples after JSON."""
     sequences = {name: tuple(fields[name]) for name in ("arrivals_ms", "token_ids")}
     return Answer(**{**fields, **sequences})
 

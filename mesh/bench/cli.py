@@ -249,7 +249,7 @@ def spec(
         raise click.UsageError("--quick is a preset of its own: leave out --preset")
     if preset == "acceptance" and spec_bench is None:
         raise click.UsageError("--preset acceptance asks Spec-Bench's questions: name them with --spec-bench")
-    # Whoever sets a time limit gets what was measured until then.
+    # With a time limit, a report of the measurements up to then is still made.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = run_spec(
         SpecOptions(
@@ -284,7 +284,7 @@ def spec(
 
 
 def print_links(found: Mapping[str, Any]) -> None:
-    """Links, then what they mean for the stages' order."""
+    """Print the links, then their effect on the stages' order."""
     # What went wrong may have any brackets in it.
     console = Console(markup=False)
     if not found["links"]:

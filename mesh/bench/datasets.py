@@ -23,10 +23,10 @@ PATHS: Final[dict[EndpointName, str]] = {"chat": CHAT_PATH, "completions": COMPL
 
 @dataclass(frozen=True)
 class Prompt:
-    """One thing to ask.
+    """One prompt.
 
     Attributes:
-        id: To tell it from the others of its source.
+        id: Distinguishes it from others of its source.
         text: A user's message, or a raw prompt.
         messages: A whole chat in place of the text; only the chat endpoint takes one.
     """
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Asking:
-    """What all requests of a run have in common.
+    """Settings of all requests of a run.
 
     Attributes:
         endpoint: Which.
@@ -66,7 +66,7 @@ class Asking:
         fields |= {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
-            # A field that a server may not know is sent only if it is asked for.
+            # Sent only if requested, since a server may not know the field.
             "ignore_eos": True if self.ignore_eos else None,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -95,7 +95,7 @@ def read_dataset(path: Path, endpoint: EndpointName) -> tuple[Prompt, ...]:
 
 
 def draw(prompts: Sequence[Prompt], count: int, seed: int) -> tuple[Prompt, ...]:
-    """So many, in random order; all over again from the first where there are too few.
+    """This many prompts, in random order; repeated where there are too few.
 
     Args:
         prompts: At least one.

@@ -161,7 +161,7 @@ _MAX_IDLE_S: Final = 1.0
 
 
 class ConnectionPool:
-    """As many connections to one server as are needed at once.
+    """Connection pool for one server, of unlimited size.
 
     Args:
         server: Where.
@@ -197,7 +197,7 @@ class ConnectionPool:
             self._idle.append((connection, self._clock_s()))
 
     def close(self) -> None:
-        """Close those that nobody uses."""
+        """Close idle connections."""
         while self._idle:
             self._idle.pop()[0].close()
 
@@ -209,8 +209,8 @@ class Client:
     """The measuring client.
 
     Args:
-        server: Whom to ask.
-        api_key: Goes with each request, if the server wants one.
+        server: The server.
+        api_key: API key of each request, if the server needs one.
         timeout_s: A request that takes longer has failed.
         clock_s: Monotonic, seconds.
     """
@@ -293,7 +293,7 @@ class Client:
 
 
 def one_line(error: OSError) -> str:
-    """What the system says."""
+    """Error text of the system."""
     return " ".join((error.strerror or str(error)).split())
 
 
@@ -320,7 +320,7 @@ class Server:
 
     @property
     def host_header(self) -> str:
-        """What the `Host` header says."""
+        """Value of the `Host` header."""
         return join_address(self.host, self.port)
 
 

@@ -23,7 +23,7 @@ class Job:
 
     Attributes:
         number: From 0, in the order of the schedule.
-        prompt_id: What is asked.
+        prompt_id: Id of the prompt.
         body: JSON.
     """
 
@@ -72,7 +72,8 @@ class Load:
     async def closed_loop(self, jobs: Iterable[Job], num_at_once: int) -> None:
         """Keep so many requests under way: the next is sent when one ends, however it ends.
 
-        A slow server is asked less, so a closed loop tells what a server can do, not what its users wait.
+        A slow server gets fewer requests, so a closed loop measures the server's capacity, not the users'
+        waiting time.
         """
         self._start_s = self._clock_s()
         waiting = iter(jobs)
@@ -102,7 +103,7 @@ class Load:
         )
 
         async def arrive(job: Job, scheduled_s: float) -> None:
-            # Whoever finds a place free was ready when it was due: being late is this client's fault.
+            # A request that finds a free place was ready when due: its delay is this client's.
             waits = isinstance(place, asyncio.Semaphore) and place.locked()
             async with place:
                 await self._one(job, scheduled_s, self.now_s() if waits else scheduled_s)

@@ -154,7 +154,7 @@ def _fetch(release: Release, folder: Path) -> Path:
 
 @dataclass
 class ReplayTotals:
-    """What came of replays, added up.
+    """Sums over replays.
 
     Attributes:
         num_texts: Texts replayed.
@@ -190,7 +190,7 @@ class ReplayTotals:
 
     @property
     def prompt_us_per_token(self) -> float:
-        """What a token of a prompt costs; 0 without any."""
+        """Time per prompt token; 0 without any."""
         return self.prompt_us / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
 
@@ -237,7 +237,7 @@ def replay(
 
 
 def verdict_on(proposed: Sequence[int], target: Sequence[int]) -> Sequence[int]:
-    """What a tail would answer whose model chooses `target`: up to the first token that was not proposed."""
+    """Verdict of a tail whose model samples `target`: up to the first token that was not proposed."""
     pairs = zip(proposed, target, strict=False)
     wrong = next((row for row, (guess, token) in enumerate(pairs) if guess != token), len(proposed))
     return target[: wrong + 1]

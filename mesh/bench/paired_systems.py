@@ -46,16 +46,16 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """How many times faster we are."""
+        """Ratio of our speed to the peer's."""
         return self.mesh_tokens_per_s / self.peer_tokens_per_s
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that was measured at one delay.
+    """Measurements at one delay.
 
     Attributes:
-        delay_ms: One-way delay asked for.
+        delay_ms: Requested one-way delay.
         hop_ms: One-way delay measured.
         in_process_ms: Per token, the whole model in one process.
         compute_ms: Per token, what the stages computed, summed over them, by their own clocks.
@@ -113,7 +113,7 @@ class Comparison:
 
     @property
     def transport_ms(self) -> float:
-        """What neither computing nor queues nor the wire explain: messages, loops, the sampler's way back."""
+        """Rest beyond computing, queues and the wire: messages, event loops, sampling."""
         return self.overhead_ms - self.slower_compute_ms - self.queue_ms
 
     def report(self) -> str:
@@ -152,18 +152,18 @@ def _verdict(reached: bool) -> str:  # noqa: FBT001 - it is the question itself
 
 log = structlog.get_logger()
 
-# What we ask of ourselves: at these one-way delays, and above computing and the wire.
+# Our own bounds on the overhead beyond computing and the wire, by one-way delay.
 TARGET_RATIO: Final = {5.0: 1.35, 20.0: 1.45}
 TARGET_OVERHEAD_MS: Final = 1.5
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure.
+    """Options of the measurement.
 
     Attributes:
         model: A GGUF.
-        prompts: Asked of both sides, in every round.
+        prompts: Prompts for both sides, in every round.
         num_tokens: Of each answer.
         num_rounds: How often both sides take their turn, at each delay.
         num_threads: Of each stage, and of the whole model in one process.
@@ -189,8 +189,8 @@ class Contest:
 
     Args:
         lab: Where.
-        client: Asks both, on the head's host.
-        settings: What to measure.
+        client: Client of both, on the head's host.
+        settings: Options of the measurement.
         logs: Directory for what the processes write, seen by all hosts.
     """
 

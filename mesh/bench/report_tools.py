@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there; if not, a line in the log says how to get it."""
+    """Whether matplotlib is installed; if not, a log line names the extra."""
     if importlib.util.find_spec("matplotlib") is None:
         log.warning("no_pictures", remedy="pip install 'spanmesh[bench]'")
         return False

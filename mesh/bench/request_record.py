@@ -9,20 +9,20 @@ from typing import Any, Final
 # Kinds of failure that are counted apart from errors.
 REJECTED: Final = "http_429"
 UNFINISHED: Final = "unfinished"
-# The client closed the connection before the end of the answer, as it was told to.
+# The client closed the connection before the end of the answer, as ordered.
 HUNG_UP: Final = "hung_up"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request has no answer.
+    """Reason why a request has no answer.
 
     Attributes:
         kind: `http_STATUS`, `connection`, `timeout`, `stream_error` (the server said so in the middle of its
             answer), `broken_off` (it stopped without a word), `not_a_stream`, `no_tokens`, `unfinished` (the
             run was ended first), or `hung_up` (the client was told to leave early).
-        message: What the server or the network said, one line.
-        retry_after: The header of that name, as it came.
+        message: Text of the server or the network, one line.
+        retry_after: The header of that name.
     """
 
     kind: str
@@ -40,10 +40,10 @@ class Heard:
     """What came back. Times are the clock's.
 
     Attributes:
-        parts_s: When each part of the answer came: a chunk in which the model said something.
+        parts_s: Arrival of each chunk with generated tokens.
         last_s: When the last chunk with a choice came, the one with the finish reason; None without any.
         num_input_tokens: The server's count; None if it sent none.
-        num_cached_tokens: How many of them the server says it had computed before; None if it does not say.
+        num_cached_tokens: Of them, tokens that the server had computed before; None if unknown.
         num_output_tokens: The server's count; None if it sent none.
         finish: Why the answer ended.
         failure: Why there is none, or not all of it.
@@ -64,12 +64,12 @@ class Record:
 
     Attributes:
         number: From 0, in the order of the schedule.
-        prompt_id: What was asked.
+        prompt_id: Id of the prompt.
         scheduled_s: When it was to be sent. In a closed loop, when its place became free.
         ready_s: When it had a place under the limit of requests under way.
         sent_s: When it was sent, its connection not yet open unless an earlier request left one.
         ended_s: When it was over, in whatever way.
-        parts_s: When each part of the answer came.
+        parts_s: Arrival of each chunk with generated tokens.
         last_s: When the last chunk with a choice came; `ended_s` without any.
         num_input_tokens: The server's count, or None.
         num_cached_tokens: The server's count, or None.
@@ -123,12 +123,12 @@ class Record:
 
     @property
     def queue_ms(self) -> float:
-        """How long it waited here for a place under the limit of requests under way."""
+        """How long it waited for the client's limit of concurrent requests."""
         return (self.ready_s - self.scheduled_s) * 1e3
 
     @property
     def lag_ms(self) -> float:
-        """How late it was sent through the fault of this client, after it had its place."""
+        """Delay caused by this client, after it had a place."""
         return (self.sent_s - self.ready_s) * 1e3
 
     @property
@@ -162,17 +162,17 @@ class EventStream:
         return events
 
 
-# Where a chat's delta carries what the model said, besides `content`.
+# Fields of a chat's delta with generated text, besides `content`.
 _OTHER_SPEECH: Final = ("reasoning_content", "reasoning", "refusal", "tool_calls")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What a chunk brings.
+    """Content of a chunk.
 
     Attributes:
         text: The answer's next piece.
-        token_ids: Its tokens, if the request asked for them.
+        token_ids: Its token ids, if requested.
         has_tokens: Whether the model said anything in it, be it text, ids, reasoning or a tool call. A chat's
             opening chunk has none: it names the role, and some servers send it before they compute anything.
         finish: Why the answer ends here, or None.
@@ -265,7 +265,7 @@ class AnswerReading:
             failure: What ended it, if the response is not complete.
         """
         if failure is not None and failure.is_hang_up:
-            # What the server had said before is not the client's doing.
+            # Data that arrived before the client's error count.
             failure = self._failure or (failure if self._status in {0, 200} else None)
         return Heard(
             parts_s=tuple(self._parts_s),
@@ -294,7 +294,7 @@ class AnswerReading:
         self._finish = chunk.finish or self._finish
 
     def _shortcoming(self) -> Failure | None:
-        """What is wrong with a response that is complete as far as HTTP goes."""
+        """Errors of a response that is complete as HTTP."""
         if self._status != 200:
             retry_after = self._headers.get(b"retry-after")
             return Failure(
@@ -312,7 +312,7 @@ class AnswerReading:
 
 
 def error_message(body: bytes) -> str:
-    """What a server's refusal says, in one line: OpenAI's `error.message`, or the text as it is."""
+    """Error text of a server in one line: OpenAI's `error.message`, or the whole text."""
     try:
         error = json.loads(body)["error"]
         text = error["message"] if isinstance(error, dict) else error

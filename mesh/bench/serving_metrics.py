@@ -83,7 +83,7 @@ def _is_name(name: str) -> TypeGuard[SloName]:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of some milliseconds.
+    """Statistics of times in milliseconds.
 
     Attributes:
         count: How many there were; at least one.
@@ -104,7 +104,7 @@ class Spread:
 
 
 def spread(values_ms: Sequence[float], percentiles: Sequence[float]) -> Spread | None:
-    """Of some milliseconds; None without any: nothing measured is not zero."""
+    """Statistics of times; None without any: nothing measured is not zero."""
     if not values_ms:
         return None
     values = np.asarray(values_ms)
@@ -125,7 +125,7 @@ class FailureCount:
     Attributes:
         kind: See `request_record.Failure`.
         count: How many.
-        example: What the first one said.
+        example: Text of the first one.
     """
 
     kind: str
@@ -145,9 +145,9 @@ class Figures:
         rejected: Turned away with 429.
         unfinished: Under way when the run was ended.
         failures: All that are not completed, by kind, the most frequent first.
-        retry_after: What `Retry-After` said, and how often.
+        retry_after: Values of `Retry-After`, with their counts.
         total_input_tokens: Of completed requests, by the server's count; None if it counts none.
-        total_cached_tokens: Of these, those that the server had computed before; None if it does not say.
+        total_cached_tokens: Of these, tokens that the server had computed before; None if unknown.
         total_output_tokens: Of completed requests.
         num_without_usage: Completed requests whose tokens the server did not count: their streamed parts are
             counted instead, which is too few where a part holds several tokens.
@@ -156,7 +156,7 @@ class Figures:
         output_throughput: Output tokens a second.
         total_token_throughput: Input and output tokens a second; None without a count of input tokens.
         request_goodput: Requests a second that met all limits; None without limits.
-        good_share: Those of all requests that came to an end, refused and failed ones too, in [0, 1].
+        good_share: Share of good requests among all that ended, refused and failed ones included, in [0, 1].
         scheduled_good_share: The same with TTFT and E2EL from when the request was to be sent.
         ttft_ms: Time to first token: from sending the request to the first part of its answer.
         tpot_ms: Time per output token without the first, (E2EL - TTFT) / (output tokens - 1), of each answer.
@@ -204,7 +204,7 @@ class Figures:
 def work_out(
     records: Sequence[Record], duration_s: float, *, percentiles: Sequence[float], slos: tuple[Slo, ...]
 ) -> Figures:
-    """Everything that follows from what was measured.
+    """All figures of a measurement.
 
     Args:
         records: One for each request sent.
@@ -274,7 +274,7 @@ def running_over_time(records: Sequence[Record]) -> list[tuple[float, int]]:
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """Of those that the server counted; None if it counted none."""
+    """Sum over those with the server's counts; None without any."""
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 

@@ -17,7 +17,7 @@ class LoadOptions:
     """A run of `mesh bench serve`.
 
     Attributes:
-        server: Whom to ask.
+        server: The server.
         endpoint: Where.
         model: Name that requests give; None takes the first that the server lists.
         api_key: Goes with each request, if there is one.
@@ -30,7 +30,7 @@ class LoadOptions:
         prompt_tokens: Of each prompt that is made up, about.
         max_tokens: Of each answer.
         temperature: Of sampling; None leaves it to the server.
-        ignore_eos: Whether answers are to go on to the last token.
+        ignore_eos: Whether answers continue to the last token.
         extra_body: Further fields of each request.
         seed: Of prompts, their order, and arrivals.
         timeout_s: A request that takes longer has failed.
@@ -62,7 +62,7 @@ class LoadOptions:
 
     @property
     def loop_name(self) -> str:
-        """How the server is loaded, in words."""
+        """Description of the load."""
         if self.rate is None:
             return f"closed loop, {self.concurrency or 1} at once"
         limit = "" if self.concurrency is None else f", at most {self.concurrency} at once"

@@ -31,7 +31,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
     """The whole page.
 
     Args:
-        report: What to say.
+        report: Content of the report.
         plots: Names of the picture files beside the page.
     """
     sections = [
@@ -59,7 +59,7 @@ def as_text(report: Report) -> str:
 
 
 def warnings(report: Report) -> list[str]:
-    """What a reader of the figures should know."""
+    """Notes for the reader of the figures."""
     figures, conditions = report.figures, report.conditions
     found = []
     if figures.num_requests < conditions.num_planned:
@@ -284,7 +284,7 @@ class Report:
 
     Attributes:
         conditions: How it was made.
-        figures: What was found.
+        figures: Figures of the measurement.
         records: One for each request that was sent, in the order of the schedule.
         client_cpu_share: Of a core that this client used, mean over the run.
     """
@@ -336,8 +336,8 @@ def as_json(report: Report, *, with_requests: bool = False) -> str:
     """The report for programs; infinite numbers, which JSON has not, as text.
 
     Args:
-        report: What to say.
-        with_requests: Whether each request is told of too.
+        report: Content of the report.
+        with_requests: Whether each request is included.
     """
     fields = as_dict(report)
     if with_requests:
@@ -349,7 +349,7 @@ def write_report(report: Report, folder: Path) -> None:
     """Write `report.md`, `report.json` and the pictures.
 
     Args:
-        report: What to say.
+        report: Content of the report.
         folder: Made if it is not there.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -390,7 +390,7 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RunConditions:
-    """How the load was made.
+    """Description of the load.
 
     Attributes:
         url: The server's.
@@ -405,7 +405,7 @@ class RunConditions:
         num_prompts: How many there were, no two of them the same request.
         max_tokens: Of each answer.
         temperature: Of sampling; None if left to the server.
-        ignore_eos: Whether answers were to go on to the last token.
+        ignore_eos: Whether answers continued to the last token.
         extra_body: Further fields of each request.
         goodput: The limits, in milliseconds, by latency.
         seed: Of prompts, their order, and arrivals.

@@ -1,4 +1,4 @@
-"""One run of `mesh bench serve`: preflight, load and report."""
+"""Run of `mesh bench serve`: preflight, load and report."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class _WholeBody:
 
 
 async def find_model(client: Client, url: str, model: str | None) -> str:
-    """The name to ask for.
+    """The model name for requests.
 
     Args:
-        client: Asks.
+        client: Client of the server.
         url: The server's, for errors.
         model: The user's choice; the server's list is not consulted for it, as not every server has one.
 
@@ -58,7 +58,7 @@ async def find_model(client: Client, url: str, model: str | None) -> str:
         The user's choice, or the first model that the server lists.
 
     Raises:
-        ClusterError: If nobody answers there, or in no way that helps.
+        ClusterError: If the server does not answer, or without a list of models.
         Unauthorized: If the API key is missing or wrong.
         ModelNotFound: If the server lists no model and the user names none.
     """
@@ -120,7 +120,7 @@ def run_load(options: LoadOptions) -> tuple[Report | None, int]:
 
 
 class _Run:
-    """What a run knows while it goes on."""
+    """State of a run."""
 
     def __init__(self, options: LoadOptions, prompts: Sequence[Prompt], progress: ProgressTask) -> None:
         self._options = options
@@ -132,7 +132,7 @@ class _Run:
         self._cpu_s = 0.0
 
     async def work(self, _interruption: Interruption) -> None:
-        """All of it; cancellation keeps what was measured."""
+        """Run everything; a cancellation keeps the measurements."""
         options = self._options
         client = Client(
             options.server, api_key=options.api_key, timeout_s=options.timeout_s, clock_s=time.perf_counter
@@ -153,7 +153,7 @@ class _Run:
             client.close()
 
     def report(self) -> Report | None:
-        """Of what was sent."""
+        """Measurements of the requests sent."""
         if self._conditions is None or not self._records:
             return None
         figures = work_out(

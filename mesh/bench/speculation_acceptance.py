@@ -37,13 +37,13 @@ NEVER_BELOW: Final = 0.97
 
 @dataclass(frozen=True)
 class Line:
-    """What was asked for, and what came out.
+    """A bound, and the measured value.
 
     Attributes:
-        title: What is measured, where.
+        title: Quantity, with its conditions.
         measured: The figure, or None if it was not measured.
         target: Its floor, or None for a figure that only helps to read the others.
-        note: What one should know of the figure.
+        note: Note for the reader.
     """
 
     title: str
@@ -141,7 +141,7 @@ def acceptance_lines(
 
 @dataclass(frozen=True)
 class Closeness:
-    """How much of the ceiling `auto` reached.
+    """Share of the ceiling that `auto` reached.
 
     Attributes:
         delay_ms: One way.

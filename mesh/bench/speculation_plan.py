@@ -24,9 +24,9 @@ class Trial:
 
     Attributes:
         delay_ms: One way.
-        workload: What is asked.
+        workload: Name of the workload.
         settings: Besides `off`.
-        sampling: Fields of the request body that say how to draw.
+        sampling: Sampling fields of the request body.
         with_peer: Whether llama.cpp RPC takes part in each turn.
     """
 
@@ -44,7 +44,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class ConcurrentTrial:
-    """The questions of some workloads asked together.
+    """Trials of some workloads, asked together.
 
     Attributes:
         delay_ms: One way.
@@ -63,7 +63,7 @@ class ConcurrentTrial:
 
 @dataclass(frozen=True)
 class Phase:
-    """A mesh, started once, and what it is asked.
+    """A mesh, started once, with its phases.
 
     Attributes:
         server: Name of this way to start it.
@@ -135,7 +135,7 @@ _DRAFT_MAX: Final = 16
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What every mesh of a plan is started with.
+    """Options of every mesh of a plan.
 
     Attributes:
         draft_model: A GGUF for the draft proposer, or None to go without.
@@ -222,7 +222,7 @@ def acceptance_plan(workloads: Mapping[str, Workload], serve: ServeOptions, seed
 
 
 def quick_plan(workloads: Mapping[str, Workload], serve: ServeOptions) -> tuple[Phase, ...]:
-    """One mesh, one delay, one question of each of the project's own kinds: about a minute."""
+    """One mesh, one delay, one question of each of the project's own workloads: about a minute."""
     names = ("built-in", "repository-edit", "tool-call", "random-token", "built-in-raw")
     modes = (NGRAM, AUTO, *((DRAFT,) if serve.draft_model else ()), REPLAY)
     return (
@@ -279,7 +279,7 @@ def _mixed(workloads: Sequence[Workload]) -> Workload:
 
 @dataclass(frozen=True)
 class PeerSetting:
-    """How its server is started.
+    """Options of its server.
 
     Attributes:
         name: For tables.
@@ -291,7 +291,7 @@ class PeerSetting:
 
 
 def peer_settings(draft_model: Path | None) -> tuple[PeerSetting, ...]:
-    """What is tried: nothing, its n-gram modes, and a draft model of several lengths if there is one.
+    """Settings to compare: none, n-gram modes, and a draft model of several lengths if there is one.
 
     Its n-gram modes look for 12 equal tokens by default, which chat hardly ever has; they are given a length
     that finds something. The draft model stays on the head, where it costs no network; by default it would be

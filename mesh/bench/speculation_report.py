@@ -29,7 +29,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
     """The whole page.
 
     Args:
-        report: What to say.
+        report: Content of the report.
         plots: Names of the picture files beside the page.
     """
     results = report.results
@@ -82,7 +82,7 @@ def recommendation_text(found: Recommendation, servers: Mapping[str, Sequence[st
 
 
 def _without_speculate(options: Sequence[str]) -> list[str]:
-    """The options but for who proposes, which the setting says."""
+    """Options without those of the setting."""
     kept = list(options)
     if "--speculate" in kept:
         index = kept.index("--speculate")
@@ -344,11 +344,11 @@ class Report:
     """A run, worked out.
 
     Attributes:
-        results: What was measured.
+        results: Measurements.
         rows: Means for each workload, setting and delay.
         lines: The acceptance table; empty if the run was not to show it.
         closeness: How much of `replay`'s rate `auto` reached.
-        recommendation: What to serve with.
+        recommendation: Recommended setting.
     """
 
     results: Results
@@ -359,10 +359,10 @@ class Report:
 
 
 def work_out(results: Results, *, categories: Collection[str], with_acceptance: bool) -> Report:
-    """Everything that follows from what was measured.
+    """All figures of the measurements.
 
     Args:
-        results: What was measured.
+        results: Measurements.
         categories: Names of Spec-Bench's workloads.
         with_acceptance: Whether the run was to show the acceptance table.
     """
@@ -375,7 +375,7 @@ def write_report(report: Report, folder: Path) -> None:
     """Write `report.md`, `report.json` and the pictures.
 
     Args:
-        report: What to say.
+        report: Content of the report.
         folder: Made if it is not there.
     """
     folder.mkdir(parents=True, exist_ok=True)

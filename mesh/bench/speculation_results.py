@@ -24,18 +24,18 @@ LLAMA_RPC: Final = "llama.cpp RPC"
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What became of proposed tokens.
+    """Statistics of proposed tokens.
 
     Attributes:
         num_windows: Passes through the target, those without proposed tokens too; 0 where the server does not
             say.
-        num_drafts: Passes that carried proposed tokens; 0 where the server does not say.
+        num_drafts: Passes with proposed tokens; 0 if the server does not report them.
         num_drafted: Proposed tokens.
         num_accepted: Those that the target chose too.
         drafted_per_position: Entry `i`: passes that carried more than `i` proposed tokens.
         accepted_per_position: Entry `i`: passes that had more than `i` of them accepted.
         num_stale_rows: Rows that were void before their verdict.
-        reason: What the controller says of its choice.
+        reason: Reason of the controller.
     """
 
     num_windows: int = 0
@@ -70,18 +70,18 @@ class Sample:
 
     Attributes:
         turn: Samples of one turn are the same question under several settings, one right after the other.
-        system: Who answered.
+        system: The system that answered.
         server: How the server was started, by a name.
         setting: Name of the setting.
         workload: Name of the workload.
         question: Id of the question.
-        delay_ms: One way, as asked for.
+        delay_ms: Requested one-way delay.
         is_raw: Whether it came from the completion endpoint.
         is_warm: Whether the question had been answered before.
         temperature: Of sampling; 0 is greedy.
         text: The answer.
         num_tokens: Its length.
-        arrivals_ms: When its parts came, from the request.
+        arrivals_ms: Arrival of each part, from the request.
         counts: What became of proposed tokens.
     """
 
@@ -142,7 +142,7 @@ def add_up(rows: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RunConditions:
-    """What a figure depends on besides what is compared.
+    """Conditions of a figure besides the compared ones.
 
     Attributes:
         command: The command line.
@@ -153,7 +153,7 @@ class RunConditions:
         num_tokens: Of each answer.
         numeric_mode: `fast` or `exact`.
         seed: Of random prompts and of sampling.
-        processor: What the machine says of it.
+        processor: Name of the processor.
         num_cores: Of the machine, shared by all hosts of the lab.
         software: Version of ours, and of llama-cpp-python.
     """
@@ -173,14 +173,14 @@ class RunConditions:
 
 @dataclass
 class Results:
-    """Filled in as the run goes along.
+    """Results of a run, filled in as it proceeds.
 
     Attributes:
         conditions: What the figures depend on.
         samples: In the order measured.
         groups: In the order measured.
         servers: Options of `mesh serve`, by the name of each way to start it.
-        hops_ms: One-way delays measured, by the delay asked for.
+        hops_ms: Measured one-way delays, by the requested one.
         failures: What could not be measured, and why.
         peer_rates: By setting of llama.cpp RPC, its tokens per second when the best was chosen, or why it has
             none.
@@ -214,7 +214,7 @@ class ConcurrentRequests:
         off_tokens_per_s: All tokens of all answers, by the time from the first request to the end of the
             last answer.
         tokens_per_s: The same under the setting.
-        num_forks: Answers whose texts differ.
+        num_forks: Number of answers with different texts.
     """
 
     num_at_once: int
@@ -226,7 +226,7 @@ class ConcurrentRequests:
 
     @property
     def ratio(self) -> float:
-        """How many times more tokens per second than under `off`."""
+        """Ratio of tokens per second to those under `off`."""
         return self.tokens_per_s / self.off_tokens_per_s
 
 
@@ -238,10 +238,10 @@ def median_ratio(groups: Sequence[ConcurrentRequests], num_at_once: int, setting
 
 @dataclass(frozen=True)
 class Setting:
-    """How one request may speculate.
+    """Speculation setting of a request.
 
     Attributes:
-        mode: Who proposes.
+        mode: Allowed proposers.
         max_width: Most proposed tokens in one window (`--draft-max`), or None for the server's bound.
         depth: Most windows in flight, or None for the server's bound.
         label: What tables call it, or None for a name made of the limits.
@@ -263,7 +263,7 @@ class Setting:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of the request body."""
+        """Fields of the request body."""
         limits = {"mode": self.mode, "max_width": self.max_width, "depth": self.depth}
         return {"speculation": {name: value for name, value in limits.items() if value is not None}}
 
@@ -283,7 +283,7 @@ class Pair:
 
     Attributes:
         base: What `other` is compared with.
-        other: Under the setting that is looked at.
+        other: Answer under the compared setting.
     """
 
     base: Sample
@@ -291,7 +291,7 @@ class Pair:
 
     @property
     def speed_up(self) -> float:
-        """How many times faster `other` decoded."""
+        """Ratio of the decode rate of `other` to the base's."""
         return self.other.tokens_per_s / self.base.tokens_per_s
 
     @property
@@ -301,7 +301,7 @@ class Pair:
 
     @property
     def common_share(self) -> float:
-        """How much of the base's text the two have in common from its start, in [0, 1]."""
+        """Share of the base's text that both have in common from the start, in [0, 1]."""
         longest = max(len(self.base.text), len(self.other.text), 1)
         same = 0
         for left, right in zip(self.base.text, self.other.text, strict=False):
@@ -353,7 +353,7 @@ _MODES: Final = ("off", "ngram", "draft", "auto", "replay")
 
 @dataclass(frozen=True)
 class Place:
-    """What the samples of a row have in common; see `Sample`."""
+    """Common fields of the samples of a row; see `Sample`."""
 
     is_raw: bool
     is_warm: bool
@@ -366,7 +366,7 @@ class Place:
 
     @classmethod
     def of(cls, sample: Sample) -> Place:
-        """Where a sample belongs."""
+        """Row of a sample."""
         return cls(**{name: getattr(sample, name) for name in cls.__dataclass_fields__})
 
 
@@ -375,7 +375,7 @@ class Row:
     """Means over the answers of one place.
 
     Attributes:
-        place: What was measured.
+        place: Conditions of the row.
         num_answers: How many.
         tokens_per_s: Mean decode rate.
         speed_up: Mean over the pairs with `off`; None for `off` itself and for other systems.

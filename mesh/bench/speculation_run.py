@@ -1,4 +1,4 @@
-"""One run of `mesh bench spec`."""
+"""Run of `mesh bench spec`."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ _NUM_STAGES: Final = 3
 _CTX_SIZE: Final = 2560
 _SWEEP_DELAYS_MS: Final = (5.0, 20.0)
 _PEER_DELAY_MS: Final = 20.0
-# Three questions tell the settings apart: prose, code, and text to be copied from.
+# Three questions distinguish the settings: prose, code, and text to be copied from.
 _PEER_WORKLOADS: Final = ("writing", "coding", "summarization", "built-in", "repository-edit", "tool-call")
 _NUM_PEER_WORKLOADS: Final = 3
 
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """What the user says.
+    """Options of `mesh bench spec`.
 
     Attributes:
         model: A GGUF.
@@ -77,7 +77,7 @@ class SpecOptions:
         seed: Of random prompts and of sampling.
         output: Folder for the report.
         logs: Folder for what the servers write; None throws it away.
-        command: The command line that says all this.
+        command: Command line with these options.
     """
 
     model: Path

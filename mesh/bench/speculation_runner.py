@@ -38,7 +38,7 @@ _MAX_FAILURES: Final = 3
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """What holds for all phases.
+    """Parts shared by all phases.
 
     Attributes:
         model: A GGUF.
@@ -60,12 +60,12 @@ class Runner:
 
     Args:
         lab: Host 0 is the head, every other one a stage.
-        client: Asks on the head's host.
+        client: Client on the head's host.
         options: What holds for all phases.
         logs: Directory for what the processes write, seen by all hosts.
-        results: What is measured goes here.
+        results: Record of the measurements.
         replay: Where answers under `off` are recorded for the phases that replay them.
-        peer: llama.cpp RPC, if trials want it.
+        peer: llama.cpp RPC, if trials need it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Runner:
         self._results = results
         self._replay = replay
         self._peer = peer
-        # A history belongs to a key; the other meshes do not mind one.
+        # A history belongs to a key; other meshes are not affected by one.
         self._api_key = secrets.token_hex()
         self._turns = itertools.count()
         self._delay_ms = 0.0
@@ -232,7 +232,7 @@ class Runner:
         setting: Setting,
         sampling: dict[str, Any],
     ) -> Reply:
-        # Under each setting, so that all answers are sent and timed alike; llama.cpp does not know the field.
+        # In each setting, so that all requests are alike; llama.cpp does not know the field.
         fields = {**sampling, **mesh.fields, **setting.fields, "return_token_ids": True}
         wanted = self._ask(workload, question, fields)
         reply = self._client.ask(Batch(mesh.port, (wanted,), api_key=self._api_key))
@@ -264,7 +264,7 @@ class Runner:
 
     @contextmanager
     def _forgiving(self, what: str) -> Iterator[None]:
-        """Note a failure and go on, but not for ever."""
+        """Record a failure and continue, up to a bound."""
         try:
             yield
         except MeshError as error:
@@ -283,7 +283,7 @@ def _without_folder(option: str) -> str:
     return Path(option).name if option.startswith("/") else option
 
 
-# Of each answer while settings are compared: enough to tell them apart.
+# Tokens of each answer while settings are compared: enough for the comparison.
 _NUM_TOKENS: Final = 48
 
 
@@ -292,8 +292,8 @@ class Peer:
 
     Args:
         lab: Where.
-        client: Asks on the head's host.
-        programs: What to run.
+        client: Client on the head's host.
+        programs: Programs of llama.cpp RPC.
         options: Model, threads and lengths, as for the mesh.
         logs: Directory for what the processes write.
     """
@@ -377,7 +377,7 @@ class Peer:
         )
 
     def _start(self, system: RpcSystem, delay_ms: float) -> None:
-        """Loading weights over a slow wire takes long and is not what is measured."""
+        """Without delays: loading weights is not measured."""
         self._lab.set_delay_ms(0.0)
         system.start()
         self._lab.set_delay_ms(delay_ms)
@@ -395,7 +395,7 @@ class Peer:
 
 
 class ReplayFile:
-    """Collects answers, as the tokens that the model said: their text may have come from others.
+    """Records answers as token ids: their texts may have come from others.
 
     Args:
         path: The file, which is made anew.

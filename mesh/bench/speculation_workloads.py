@@ -151,7 +151,7 @@ def random_tokens(tokenizer: Tokenizer, seed: int, count: int) -> Workload:
     """As a user's message.
 
     Args:
-        tokenizer: Whose vocabulary to draw from, control tokens left out.
+        tokenizer: Tokenizer with the vocabulary; control tokens are left out.
         seed: The same seed, the same prompts.
         count: How many.
     """
@@ -318,7 +318,7 @@ def choose(workloads: dict[str, Workload], names: Sequence[str]) -> tuple[Worklo
 
 
 def warm_repeat(sources: Sequence[Workload]) -> Workload:
-    """Questions that were asked before, the sources' in turn."""
+    """Questions that were asked before, in turn by source."""
     longest = max(len(source.questions) for source in sources)
     questions = tuple(
         Question(f"{source.name}-{source.questions[index].id}", source.questions[index].content)
@@ -330,7 +330,7 @@ def warm_repeat(sources: Sequence[Workload]) -> Workload:
 
 
 def _without_template(workload: Workload) -> Workload:
-    """What a completion endpoint makes of the same prompts."""
+    """The same prompts for a completion endpoint."""
     questions = tuple(
         replace(question, content={"prompt": question.content["messages"][0]["content"]})
         for question in workload.questions

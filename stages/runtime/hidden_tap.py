@@ -4,7 +4,6 @@ llama.cpp calls `cb_eval` for each node of its graph: first whether the node's d
 computing it, whether to continue. Asking for the last layer's output and then stopping yields the residual
 after the stage's last layer and skips norm and head. Asking for the inlet and writing to it replaces the
 layers' input by another stage's output.
-stage computed.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class AnswerRecord:
         record: Times, counts, failure.
         text: The answer.
         token_ids: Its tokens; none if the server does not send them.
-        faults: What is wrong with the stream, apart from a failure.
+        faults: Violations by the stream, apart from a failure.
     """
 
     record: Record
@@ -38,7 +38,7 @@ class AnswerRecord:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> AnswerRecord:
-        """What `as_dict` made, after JSON: which knows no tuples."""
+        """Restores `as_dict`'s result after JSON, which has no tuples."""
         record = dict(fields["record"])
         if record["failure"] is not None:
             record["failure"] = Failure(**record["failure"])
@@ -55,8 +55,8 @@ class Order:
         ids: Of the chats.
         bodies: Of each chat, its requests as JSON.
         num_at_once: Requests under way in a closed loop.
-        num_requests: After so many no more is sent; None sets no such end.
-        duration_s: After so long no more is sent; None sets no such end.
+        num_requests: Most requests; None for no such limit.
+        duration_s: Longest time; None for no such limit.
         arrivals_s: Instead of a closed loop: when the first request of each chat is sent.
         timeout_s: A request that takes longer has failed.
     """
@@ -73,7 +73,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an order.
+    """Result of an order.
 
     Attributes:
         answers: One for each request that was sent, in the order sent.
@@ -123,7 +123,7 @@ class CheckedReading(AnswerReading):
         self.on_progress()
 
     def faults(self) -> tuple[str, ...]:
-        """What is wrong with a stream that is complete as far as HTTP goes."""
+        """Violations by a stream that is complete as HTTP."""
         faults = list(self._faults)
         for what, count in (
             ("finish reason", self._num_finishes),
@@ -162,10 +162,10 @@ class CheckedReading(AnswerReading):
 
 
 async def ask_until(client: Client, path: str, body: bytes, reading: CheckedReading) -> Failure | None:
-    """Ask, and close the connection at the reading's moment unless the answer has ended before.
+    """Send a request, and close the connection at the chosen moment unless the answer has ended before.
 
     Args:
-        client: Asks.
+        client: Client of the server.
         path: From `/v1` on.
         body: JSON.
         reading: Takes the answer; its `on_progress` is set.
@@ -214,7 +214,7 @@ _END_S: Final = 0.003
 
 @dataclass(frozen=True)
 class HangUpTime:
-    """When a client closes its connection.
+    """Moment at which a client closes its connection.
 
     Attributes:
         num_tokens: After so many tokens of the answer; 0 counts from the request's writing.
@@ -231,7 +231,7 @@ class HangUps:
 
     Attributes:
         share: Of requests, 0 to 1.
-        seed: Of what is drawn.
+        seed: Seed of the random choices.
     """
 
     share: float
@@ -251,9 +251,9 @@ def draw_hang_up_time(
 
     Args:
         random: Where it is drawn from; takes as many draws as it needs.
-        share: Of requests whose clients hang up, 0 to 1.
+        share: Share of requests whose clients hang up, 0 to 1.
         max_tokens: Most tokens of the answer.
-        is_streamed: Whether the client sees tokens come; otherwise only the time can tell.
+        is_streamed: Whether the client sees tokens arrive; otherwise only the time decides.
     """
     if random.random() >= share:
         return None

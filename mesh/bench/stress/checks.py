@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _MIB: Final = 2**20
-# In a shorter time nothing can be told from an allocator's ups and downs.
+# Shorter runs cannot distinguish a leak from an allocator's fluctuations.
 LEAST_STEADY_S: Final = 30.0
 
 
@@ -33,7 +33,7 @@ class Check:
 
     Attributes:
         name: What.
-        holds: Whether it does; None if the run was too short to say.
+        holds: Whether it holds; None if the run was too short.
         detail: The figures.
     """
 
@@ -43,7 +43,7 @@ class Check:
 
 
 def answer_checks(steps: Sequence[Step], *, is_exact: bool) -> list[Check]:
-    """Of every answer."""
+    """Check of every answer."""
     found = []
     for step in steps:
         answer_check = step.answer_check
@@ -65,7 +65,7 @@ def answer_checks(steps: Sequence[Step], *, is_exact: bool) -> list[Check]:
 
 
 def leak_check(status: dict[str, Any]) -> Check:
-    """Nobody asks, so nobody may hold a session."""
+    """Check that no session is left without requests."""
     sessions = status["sessions"]
     at_stages = [stage.get("open_sessions") for stage in status["stages"]]
     said = ", ".join("not told" if count is None else str(count) for count in at_stages)
@@ -77,7 +77,7 @@ def leak_check(status: dict[str, Any]) -> Check:
 
 
 def footprint_checks(footprints: Sequence[Footprint]) -> list[Check]:
-    """Of every stage's memory."""
+    """Check of every stage's memory."""
     return [
         Check(
             f"memory of stage {each.index} within weights + KV + 300 MB",
@@ -90,7 +90,7 @@ def footprint_checks(footprints: Sequence[Footprint]) -> list[Check]:
 
 
 def flatness_check(samples: Sequence[MemorySample], role: str, duration_s: float) -> Check:
-    """Of all processes of a role together, under a steady load.
+    """Memory of all processes of a role together, under a steady load.
 
     Args:
         samples: Of the time of that load.
@@ -128,11 +128,11 @@ Kind = Literal["failure", "stream", "length", "pieces", "prompt", "text"]
 
 @dataclass(frozen=True)
 class Expected:
-    """What a request was answered alone.
+    """A request, and its answer when sent alone.
 
     Attributes:
         turn: The request.
-        alone: The answer, or None if it was not asked alone.
+        alone: The answer, or None if it was not sent alone.
     """
 
     turn: Turn
@@ -159,16 +159,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class AnswerCheck:
-    """Of many answers.
+    """Comparison of many answers.
 
     Attributes:
-        num_answers: How many were looked at.
+        num_answers: Number of compared answers.
         num_compared: How many of them were answered alone too.
         num_forks: How many of those became another text at some token. The fast mode allows it, the exact
             mode does not.
         problems: In the order of the answers.
         num_hung_up_early: How many broke off because their clients hung up before the first token.
-        num_hung_up_late: The same after it. What they got until then is compared.
+        num_hung_up_late: The same after it. Their text up to then is compared.
     """
 
     num_answers: int
@@ -180,7 +180,7 @@ class AnswerCheck:
 
     @property
     def num_hung_up(self) -> int:
-        """Whose clients did not wait for the end."""
+        """Answers whose clients did not wait for the end."""
         return self.num_hung_up_early + self.num_hung_up_late
 
     @property
@@ -201,7 +201,7 @@ def check_answers(
     is_exact: bool,
     text_of: Callable[[Sequence[int]], str] | None,
 ) -> AnswerCheck:
-    """Look at every answer.
+    """Compare every answer.
 
     Args:
         answers: The answers.
@@ -240,7 +240,7 @@ def _equals(alone: AnswerRecord, one: AnswerRecord) -> bool:
 
 
 def _begins(alone: AnswerRecord, part: AnswerRecord) -> bool:
-    """Whether what came until the client hung up is how the answer given alone begins."""
+    """Whether the text up to the hang-up is the beginning of the answer given alone."""
     has_tokens = alone.token_ids[: len(part.token_ids)] == part.token_ids
     return alone.text.startswith(part.text) and (has_tokens or not alone.token_ids)
 
@@ -279,10 +279,10 @@ def _fork(text: str, other: str) -> int:
 
 @dataclass(frozen=True)
 class Line:
-    """What was asked for, and what came out.
+    """A bound, and the measured value.
 
     Attributes:
-        title: What is measured, where.
+        title: Quantity, with its conditions.
         measured: The figure, or None if it was not measured.
         wanted: Its floor, or its ceiling.
         is_ceiling: Which of the two.
@@ -314,15 +314,15 @@ _MISMATCHES: Final = "mesh_prefix_mismatches_total"
 
 @dataclass(frozen=True)
 class ClientCounts:
-    """Of all loads of a run.
+    """Sums over all loads of a run.
 
     Attributes:
         num_requests: That were sent.
         num_finished: That were answered to their end.
         num_failed: That were not, though their clients waited.
-        num_hung_up_early: Whose clients hung up before they had a token.
-        num_hung_up_late: Whose clients hung up in the answer.
-        num_unlike: Whose text, as far as it came, is not the one that was given alone.
+        num_hung_up_early: Requests whose clients hung up before the first token.
+        num_hung_up_late: Requests whose clients hung up during the answer.
+        num_unlike: Requests whose text is not the one given alone, as far as it was received.
         num_prompt_tokens: Of the finished ones.
         num_cached_tokens: How many of those the stages held already.
         num_begun_anew: Sessions whose slot did not hold what it was believed to hold, by `/metrics`; None if
@@ -379,7 +379,7 @@ def count_clients(
 
 
 def prefix_mismatches(exposition: str) -> int | None:
-    """What `/metrics` says, of all models together; None if it does not count them."""
+    """Value of a metric, summed over all models; None if `/metrics` does not have it."""
     values = [
         float(line.rpartition(" ")[2])
         for line in exposition.splitlines()
@@ -390,11 +390,11 @@ def prefix_mismatches(exposition: str) -> int | None:
 
 @dataclass(frozen=True)
 class Reference:
-    """Chats and what they came to.
+    """Chats with their answers given alone.
 
     Attributes:
         scripts: The chats.
-        answers: Of each chat, what was answered alone to each turn.
+        answers: Answers to each turn of each chat, given alone.
         expected: By what the requests are called.
     """
 
@@ -403,7 +403,7 @@ class Reference:
     expected: Mapping[str, Expected]
 
     def order(self, port: int, fields: Mapping[str, Any], num_at_once: int) -> Order:
-        """All chats, later turns with the answers that were given alone, for a server on that port."""
+        """All chats, later turns with the answers given alone, for a server on that port."""
         bodies = tuple(
             tuple(script.body(turn, answers[:turn], fields).decode() for turn in range(len(script.turns)))
             for script, answers in zip(self.scripts, self.answers, strict=True)
@@ -414,7 +414,7 @@ class Reference:
 def answer_alone(
     load_client: LoadClient, port: int, scripts: Sequence[Script], fields: Mapping[str, Any]
 ) -> Reference:
-    """Ask turn after turn, one request at a time, each prompt computed from its first token on."""
+    """Send turn after turn, one request at a time, each prompt computed from its first token on."""
     cold = {**fields, "cache_prompt": False}
     answers: list[list[str]] = [[] for _ in scripts]
     expected: dict[str, Expected] = {}
@@ -447,7 +447,7 @@ class Step:
 
     Attributes:
         concurrency: Requests under way at once.
-        figures: What was measured.
+        figures: Measurements.
         answer_check: What the answers were like.
         peer_tokens_per_s: The peer's rate under the same load; None if it was not measured.
     """
@@ -464,14 +464,14 @@ class Step:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as the peer."""
+        """Ratio to the peer's speed."""
         return None if self.peer_tokens_per_s is None else self.tokens_per_s / self.peer_tokens_per_s
 
 
 def step_of(
     concurrency: int, outcome: Outcome, answer_check: AnswerCheck, peer_tokens_per_s: float | None = None
 ) -> Step:
-    """Work a load out; requests whose clients hung up are no part of its figures."""
+    """Figures of a load; requests whose clients hung up are left out."""
     records = [
         one.record
         for one in outcome.answers

@@ -243,7 +243,7 @@ def stress(
     else:
         num_chats = _QUICK_CHATS if quick else _CHATS
         usual_ctx_size = _ACCEPTANCE_CTX_SIZE if is_acceptance else _CTX_SIZE
-    # Whoever sets a time limit gets what was measured until then.
+    # With a time limit, a report of the measurements up to then is still made.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = run_stress(
         StressOptions(

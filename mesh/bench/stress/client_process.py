@@ -38,7 +38,7 @@ class Turns:
     Args:
         ids: Of the chats.
         bodies: Of each chat, its requests.
-        is_over: Asked with the number of jobs given so far; once it says so there are no more.
+        is_over: Called with the number of jobs given so far; returns whether there are no more.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class WholeReading(CheckedReading):
         self._body += data
 
     def heard(self, failure: Failure | None = None) -> Heard:
-        """What came; `text` and `token_ids` are known from then on."""
+        """The result; `text` and `token_ids` are known from then on."""
         if failure is not None:
             return Heard(failure=failure)
         if not self.has_begun:
@@ -113,7 +113,7 @@ class WholeReading(CheckedReading):
 
 
 class ClientPool:
-    """Clients of whom each has an API key; implements `load_generator.Asking`.
+    """Clients with an API key each; implements `load_generator.Asking`.
 
     Args:
         clients: One for each key.
@@ -134,7 +134,7 @@ class ClientPool:
 
 
 async def run_client_load(order: ClientLoad) -> Outcome:
-    """Send what is ordered from this process."""
+    """Send the ordered requests from this process."""
     server = parse_url(f"http://127.0.0.1:{order.port}")
     clients = [
         Client(server, api_key=key, timeout_s=order.timeout_s, clock_s=time.perf_counter)
@@ -174,12 +174,12 @@ async def run_client_load(order: ClientLoad) -> Outcome:
 
 
 class LoadClient:
-    """Asks from a lab host; a context manager.
+    """Client on a lab host; a context manager.
 
     Args:
         lab: Where.
-        host: Its number; servers are asked over this host's loopback.
-        api_key: Goes with every request of an `Order`; None if the server wants none.
+        host: Index of the host; servers are reached over its loopback.
+        api_key: API key of every request of an `Order`; None if the server needs none.
     """
 
     def __init__(self, lab: Lab, host: int = 0, *, api_key: str | None = None) -> None:
@@ -197,7 +197,7 @@ class LoadClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it: what is under way breaks off."""
+        """End it; running requests are aborted."""
         self._process.kill()
         self._process.wait()
 
@@ -210,7 +210,7 @@ class LoadClient:
         return self._have({"order": asdict(order), "api_key": self._api_key})
 
     def run_clients(self, load: ClientLoad) -> Outcome:
-        """Have several clients ask, of whom some hang up.
+        """Send requests of several clients, some of which hang up.
 
         Raises:
             MeshError: If the process ended.
@@ -231,7 +231,7 @@ class LoadClient:
 
 
 async def carry_out(order: Order, api_key: str | None = None) -> Outcome:
-    """Send what is ordered from this process."""
+    """Send the ordered requests from this process."""
     client = Client(
         parse_url(f"http://127.0.0.1:{order.port}"),
         api_key=api_key,
@@ -270,7 +270,7 @@ async def carry_out(order: Order, api_key: str | None = None) -> Outcome:
 
 
 def _order(fields: dict[str, Any]) -> Order:
-    """JSON knows no tuples."""
+    """Restores tuples after JSON."""
     arrivals_s = fields["arrivals_s"]
     return Order(
         **{

@@ -39,9 +39,9 @@ class LoadTestBed:
         lab: Host 0 is the head, every other one a stage.
         load_client: On the head's host.
         mesh: Ours.
-        peer: The other, stopped when nobody asks it; None without one.
+        peer: The other system, stopped while it is not measured; None without one.
         fields: Of every request to the mesh.
-        api_keys: That the mesh knows; none if it asks for none.
+        api_keys: API keys of the mesh; empty for an open API.
     """
 
     lab: Lab
@@ -71,18 +71,18 @@ class LoadTestBed:
         return outcome
 
     def status(self) -> dict[str, Any]:
-        """What `/mesh/status` says."""
+        """Body of `/mesh/status`."""
         key = self.api_keys[0] if self.api_keys else None
         found: dict[str, Any] = get_json(self.lab, 0, self.mesh.port, "/mesh/status", api_key=key)
         return found
 
     def metrics(self) -> str:
-        """What `/metrics` says."""
+        """Body of `/metrics`."""
         key = self.api_keys[0] if self.api_keys else None
         return get_text(self.lab, 0, self.mesh.port, "/metrics", api_key=key)
 
     def settled_status(self) -> dict[str, Any]:
-        """What it says when nothing is under way any more, or after five seconds."""
+        """Body of `/mesh/status` when no request is running, or after five seconds."""
         deadline_s = time.monotonic() + _SETTLE_S
         while True:
             status = self.status()
@@ -99,7 +99,7 @@ def order_for(port: int, scripts: Sequence[Script], fields: dict[str, Any], **or
 
 
 def open_sessions(status: dict[str, Any]) -> int:
-    """Sessions that somebody still holds: running, waiting, or open at any stage."""
+    """Number of open sessions: running, waiting, or open at any stage."""
     sessions = status["sessions"]
     at_stages = sum(int(stage.get("open_sessions") or 0) for stage in status["stages"])
     return int(sessions["running"]) + int(sessions["waiting"]) + at_stages

@@ -171,7 +171,7 @@ def decode_beside_prefill(bed: LoadTestBed, *, rounds: int, seed: int) -> Line:
 
 
 def memory_line(footprints: Sequence[Footprint], num_requests: int) -> Line:
-    """What the stage host that takes most takes beside weights and KV cache, in MB."""
+    """Memory of the largest stage host besides weights and KV cache, in MB."""
     most = max(footprints, key=lambda each: each.host_overhead_bytes, default=None)
     if most is None:
         return Line(_MEMORY_TITLE, None, ALLOWED_OVERHEAD_BYTES / _MB, is_ceiling=True)
@@ -186,7 +186,7 @@ def memory_line(footprints: Sequence[Footprint], num_requests: int) -> Line:
 
 
 def soak_line(step: Step, status: dict[str, Any]) -> Line:
-    """Failed, unsound or forgotten: what a long load must have none of."""
+    """Failed, faulty or left-over requests, of which a long load must have none."""
     minutes = step.figures.duration_s / 60
     kinds = ", ".join(f"{count} {kind}" for kind, count in step.answer_check.by_kind.items())
     num_left = open_sessions(status)

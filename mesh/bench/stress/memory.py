@@ -28,7 +28,7 @@ class Footprint:
     Attributes:
         index: Its place in the pipeline.
         host: Its host's name.
-        weight_bytes: What it loads.
+        weight_bytes: Size of its weights.
         cache_bytes: Its KV cache.
         process_bytes: Most that its process took.
         host_bytes: Most that all processes of the mesh on its host took at one look.
@@ -43,27 +43,27 @@ class Footprint:
 
     @property
     def overhead_bytes(self) -> int:
-        """What its process took beside weights and KV cache."""
+        """Memory of its process besides weights and KV cache."""
         return self.process_bytes - self.weight_bytes - self.cache_bytes
 
     @property
     def host_overhead_bytes(self) -> int:
-        """What its host took for it all, Ray and `mesh join` too, beside weights and KV cache."""
+        """Memory of its host, Ray and `mesh join` included, besides weights and KV cache."""
         return self.host_bytes - self.weight_bytes - self.cache_bytes
 
     @property
     def is_within(self) -> bool:
-        """Whether that is no more than is allowed."""
+        """Whether that is within the bound."""
         return self.overhead_bytes <= ALLOWED_OVERHEAD_BYTES
 
 
 def footprints(
     stages: Sequence[dict[str, Any]], hosts: Sequence[int], sizes: StageSizes, samples: Sequence[MemorySample]
 ) -> list[Footprint]:
-    """Of every stage.
+    """Memory of every stage.
 
     Args:
-        stages: What `/mesh/status` says of them.
+        stages: Stages of `/mesh/status`.
         hosts: Numbers of their lab hosts, in the same order; each holds one stage.
         sizes: Of any layers.
         samples: Of the whole run.
@@ -89,7 +89,7 @@ def footprints(
 
 
 _MIB: Final = 2**20
-# The first part of a run fills pools, caches and free lists that stay filled.
+# The first part of a run fills pools, caches and free lists, which remain filled.
 WARM_UP_SHARE: Final = 0.25
 # What an allocator keeps or gives back from one minute to the next without any leak.
 _ALLOWED_BYTES: Final = 8 * _MIB
@@ -98,7 +98,7 @@ _ALLOWED_SHARE: Final = 0.02
 
 @dataclass(frozen=True)
 class Growth:
-    """One process, or a group of them, after the warm-up.
+    """Memory of one process, or a group of them, after the warm-up.
 
     Attributes:
         num_samples: After the warm-up.

@@ -36,7 +36,7 @@ class StressOptions:
         num_slots: Sessions at once.
         kv_type: Format of the KV caches, as in `mesh serve`.
         num_threads: Of each stage.
-        speculate: Who proposes, as in `mesh serve`.
+        speculate: Allowed proposers, as in `mesh serve`.
         serve_options: Further options of `mesh serve`.
         num_keys: API keys whose requests share their beginnings, in place of chats; 0 asks chats of a mesh
             without keys.

@@ -43,7 +43,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
     """The whole page.
 
     Args:
-        report: What to say.
+        report: Content of the report.
         plots: Names of the picture files beside the page.
     """
     sections = [
@@ -241,7 +241,7 @@ def _plot_memory(report: Report, path: Path) -> None:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """All processes of one role on one host, over the run.
+    """Memory of all processes of one role on one host, over the run.
 
     Attributes:
         host: Its number.
@@ -268,9 +268,9 @@ class Report:
         has_ramp: Whether there were several steps of a ramp.
         saturation: Concurrency after which more brings nothing; None if there is none.
         lines: Of the acceptance table.
-        checks: What must hold.
+        checks: Checks of the run.
         footprints: Of every stage.
-        stages: What `/mesh/status` says of them at the end: times and counts of the whole run.
+        stages: Stages of `/mesh/status` at the end: times and counts of the whole run.
         memory: By host and role.
         samples: What the memory figures are made of.
         failures: What could not be measured, and why.
@@ -332,8 +332,8 @@ def as_json(report: Report, *, with_samples: bool = False) -> str:
     """The report for programs.
 
     Args:
-        report: What to say.
-        with_samples: Whether every look at every process is told of too.
+        report: Content of the report.
+        with_samples: Whether every memory sample of every process is included.
     """
     fields = as_dict(report)
     if with_samples:
@@ -345,7 +345,7 @@ def write_report(report: Report, folder: Path) -> None:
     """Write `report.md`, `report.json` and the pictures.
 
     Args:
-        report: What to say.
+        report: Content of the report.
         folder: Made if it is not there.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -355,7 +355,7 @@ def write_report(report: Report, folder: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows neither numbers that are none nor names that are numbers."""
+    """Without infinite numbers and numeric keys, which JSON does not have."""
     if isinstance(value, dict):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

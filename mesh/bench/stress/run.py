@@ -1,4 +1,4 @@
-"""One run of `mesh bench stress`."""
+"""Run of `mesh bench stress`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _WARM_UP_AT_ONCE: Final = 4
 _WARM_UP_TOKENS: Final = 24
 _REQUESTS_PER_USER: Final = 8
 _PEER_LINES: Final = frozenset({"crowd", "prefill"})
-# Between two looks at memory.
+# Interval of memory samples.
 _FREQUENT_S: Final = 2.0
 _RARE_S: Final = 10.0
 _LONG_SOAK_MINUTES: Final = 5.0
@@ -121,14 +121,14 @@ def run_stress(options: StressOptions) -> Report:
         run = _Run(options, facts, LoadTestBed(lab, load_client, mesh, peer, {}, api_keys), watch)
         run.work()
         report = run.report()
-        # Before anything else can go wrong, or somebody loses patience.
+        # First, before a failure or an interruption can lose it.
         write_report(report, options.output)
         mesh.stop()
     return report
 
 
 class _Run:
-    """What a run knows while it goes on."""
+    """State of a run."""
 
     def __init__(
         self, options: StressOptions, facts: ModelFacts, bed: LoadTestBed, watch: MemoryWatch
@@ -151,7 +151,7 @@ class _Run:
         self._started_s = time.monotonic()
 
     def work(self) -> None:
-        """All of it; what fails is noted and passed over."""
+        """Run everything; failures are recorded and skipped."""
         options = self._options
         try:
             self._warm_up()
@@ -167,8 +167,8 @@ class _Run:
             self._failures.append(error.message)
 
     def report(self) -> Report:
-        """Of what was measured."""
-        # One more look at everybody, now that nobody asks.
+        """Report of the measurements."""
+        # One more sample of all processes, without load.
         time.sleep(_FREQUENT_S)
         options, bed = self._options, self._bed
         samples = tuple(self._watch.samples)
@@ -215,7 +215,7 @@ class _Run:
         )
 
     def _warm_up(self) -> None:
-        """A first answer is slow for reasons that nobody asks about."""
+        """Warm up: a first answer is slower for unrelated reasons."""
         scripts = measurements.short_prompts(_WARM_UP_AT_ONCE, 0, _WARM_UP_TOKENS)
         measurements.require_all(self._bed.ask_mesh(scripts, num_at_once=_WARM_UP_AT_ONCE))
         if self._bed.peer is not None:
@@ -271,7 +271,7 @@ class _Run:
         self._soaked = self._load(self._options.soak_concurrency, None, minutes * 60, is_steady=True)
 
     def _measure(self, measure: Callable[[], Line]) -> None:
-        # What is compared is not to be slowed down on one side.
+        # Sampling must not slow one side of a comparison.
         self._watch.is_paused = True
         try:
             line = measure()
@@ -328,7 +328,7 @@ class _Run:
         return step
 
     def _client_load(self, concurrency: int, num_requests: int) -> Step:
-        """Clients with keys ask, and some of them hang up."""
+        """Load of clients with keys, some of which hang up."""
         options, bed = self._options, self._bed
         reference = self._reference or self._answer_alone()
         # Steps of one run differ in their moments.

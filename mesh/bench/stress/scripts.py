@@ -21,7 +21,7 @@ class Turn:
     Attributes:
         text: The user's message.
         max_tokens: Of the answer.
-        is_full: Whether the answer is to go on to the last token.
+        is_full: Whether the answer continues to the last token.
         is_cold: Whether the server is asked to compute the whole prompt, also what it still holds of it.
     """
 
@@ -33,10 +33,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Script:
-    """A chat whose messages do not depend on what is answered.
+    """A chat whose messages do not depend on the answers.
 
     Attributes:
-        id: To tell it from the others.
+        id: Distinguishes it from others.
         turns: At least one.
         temperature: Of sampling, 0 for greedy.
         seed: Of sampling.
@@ -52,7 +52,7 @@ class Script:
 
         Args:
             turn: Which, from 0.
-            answers: What was answered to those before it.
+            answers: Answers to earlier turns.
             fields: Further ones.
         """
         messages: list[dict[str, str]] = []
@@ -79,7 +79,7 @@ class Script:
 
 
 def prompt_id(script: str, turn: int) -> str:
-    """What a request is called."""
+    """Id of a request."""
     return f"{script}, turn {turn + 1}"
 
 
@@ -91,7 +91,7 @@ _FULL_SHARE: Final = 0.7
 
 @dataclass(frozen=True)
 class Mix:
-    """What lengths there are; each is as likely as the others.
+    """Lengths of texts; each is as likely as the others.
 
     Attributes:
         prompt_tokens: Of a message, about.
@@ -198,7 +198,7 @@ class ClientLoad:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ClientLoad:
-        """What `dataclasses.asdict` made, after JSON: which knows no tuples."""
+        """Restores `dataclasses.asdict`'s result after JSON, which has no tuples."""
         requests = (
             ClientRequest(
                 **{**visit, "moment": None if visit["moment"] is None else HangUpTime(**visit["moment"])}
@@ -247,7 +247,7 @@ def draw_client_requests(
     Args:
         count: How many visits.
         scripts: The requests, of one turn each.
-        hang_up_share: Of visits whose client hangs up, 0 to 1.
+        hang_up_share: Share of visits whose client hangs up, 0 to 1.
         seed: The same seed, the same visits.
     """
     random = Random(seed)  # noqa: S311 - a load, not a secret
