@@ -24,7 +24,7 @@ class SchemaCase:
     Attributes:
         name: For the report.
         schema: JSON Schema, 2020-12.
-        question: What to ask; `{}` takes a subject.
+        question: Question; `{}` takes a subject.
     """
 
     name: str
@@ -286,7 +286,7 @@ class SchemaAnswer:
     """One answer.
 
     Attributes:
-        text: What was said.
+        text: Text of the answer.
         finish: Why it ended.
         num_tokens: Its length.
         num_accepted: Proposed tokens that were the model's own.
@@ -308,7 +308,7 @@ class SchemaResult:
         case: Its schema.
         number: Of the question among all.
         answer: With speculation.
-        plain: Without; None if it was not asked.
+        plain: Answer without speculation; None if there is none.
         fault: Why the answer is not valid; None if it is.
     """
 
@@ -325,7 +325,7 @@ class SchemaResult:
 
 
 def questions(count: int) -> list[tuple[SchemaCase, str]]:
-    """So many questions, all schemas in turn."""
+    """This many questions, all schemas in turn."""
     pairs = product(SUBJECTS, SCHEMA_CASES)
     return [(case, case.question.format(subject)) for subject, case in pairs][:count]
 
@@ -346,8 +346,8 @@ def ask_all(
         count: How many.
         api_key: Opens it.
         num_at_once: How many are under way together.
-        compares: Whether each is asked without speculation, too.
-        on_result: Told of each, in any order.
+        compares: Whether each is sent without speculation, too.
+        on_result: Called with each result, in any order.
 
     Raises:
         MeshError: If the server refuses one.
@@ -379,7 +379,7 @@ def request_body(case: SchemaCase, question: str, number: int) -> dict[str, Any]
 
 
 def fault_of(case: SchemaCase, answer: SchemaAnswer) -> str | None:
-    """Why an answer is not valid; None if it is."""
+    """Reason why an answer is not valid; None if it is."""
     if answer.finish != "stop":
         return f"it ended with `{answer.finish}` after {answer.num_tokens} tokens"
     try:

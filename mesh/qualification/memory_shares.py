@@ -195,13 +195,13 @@ _PROMPT: Final = " ".join(f"w{number % 60}" for number in range(100))
 
 @dataclass(frozen=True)
 class BigSharesOptions:
-    """What the user says.
+    """Options of the measurement.
 
     Attributes:
         shape: A name in `SHAPES`.
         weight_type: Of its matrices.
         num_tokens: Of each answer.
-        num_answers: Asked for at once.
+        num_answers: Number of concurrent answers.
         workload: What the mesh is to hold besides weights.
         folder: Where the model and logs go; None: a temporary one, removed afterwards.
     """
@@ -216,7 +216,7 @@ class BigSharesOptions:
 
 @dataclass(frozen=True)
 class BigShares:
-    """What came of it.
+    """Result of the measurement.
 
     Attributes:
         model_bytes: Size of the model's file.

@@ -19,10 +19,10 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 # As in `mesh.qualification.chaos`, which --help is not to import.
 _KINDS: tuple[FaultKind, ...] = ("first", "middle", "tail", "raylet", "cut-off", "stop", "leave")
-# The acceptance table has a line of its own for those who leave.
+# The acceptance table has a separate line for hosts that leave.
 _LOSSES: tuple[FaultKind, ...] = ("first", "middle", "tail", "raylet", "cut-off", "stop")
 _SCENARIOS: tuple[ScenarioName, ...] = ("faults", "leave", "head", "no-room")
-# What they were called once; still understood, and not shown.
+# Former names, still accepted and not shown.
 _FORMER = {"harms": "faults"}
 _ANSWER_TOKENS = (64, 96, 160)
 _QUICK_ANSWER_TOKENS = (32, 48, 64)
@@ -169,7 +169,7 @@ def chaos(
 
     is_acceptance = preset == "acceptance"
     wanted = _SCENARIOS if is_acceptance else scenarios
-    # Whoever sets a time limit gets what was measured until then.
+    # With a time limit, a report of the measurements up to then is still made.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = run_chaos(
         ChaosOptions(

@@ -1,7 +1,7 @@
 """Child process with the clients.
 
-It takes one JSON object a line from standard input and writes others to standard output, in the order in
-which things happen; see `mesh.qualification.chaos.clients`, which talks to it.
+Takes one JSON object a line from standard input and writes others to standard output, in the order of events;
+see `mesh.qualification.chaos.clients`, its user.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WatchedReading(CheckedReading):
     """See `CheckedReading`.
 
     Attributes:
-        bytes_s: When anything came, comment pings included, by the client's clock.
+        bytes_s: Arrival of any bytes, comment pings included, by the client's clock.
     """
 
     def __init__(self) -> None:
@@ -51,13 +51,13 @@ class WatchedReading(CheckedReading):
         super().on_body(data, now_s)
 
 
-# Who is told to come again comes again, but nobody waits for long in a bench.
+# A client that is told to come again does, but not after a long wait.
 _MOST_PATIENCE_S: Final = 3.0
 _LEAST_PATIENCE_S: Final = 0.2
 
 
 class Clients:
-    """Asks, and notes when each token came.
+    """Sends requests, and records the arrival of each token.
 
     Args:
         client: Sends requests.
@@ -76,7 +76,7 @@ class Clients:
         self._is_closing = False
 
     async def ask_all(self, questions: Sequence[tuple[str, str]], num_at_once: int) -> None:
-        """Ask each question once, so many at once.
+        """Send each question once, this many at once.
 
         Args:
             questions: Name and body of each.
@@ -87,22 +87,22 @@ class Clients:
     async def keep_asking(
         self, questions: Sequence[tuple[str, str]], num_at_once: int, hang_ups: HangUps
     ) -> None:
-        """Ask all over again, so many at once, until `let_end`.
+        """Send questions over and over, this many at once, until `let_end`.
 
         Args:
             questions: Name and body of each.
             num_at_once: At least 1.
-            hang_ups: Which of the clients hang up, and when; they ask the next question at once.
+            hang_ups: Clients that hang up, and when; they send the next question at once.
         """
         self._is_closing = False
         await self._work_off(self._until_closing(questions), num_at_once, hang_ups)
 
     def let_end(self) -> None:
-        """Ask no more; what is under way goes on to its end."""
+        """Send no more; running requests continue to their end."""
         self._is_closing = True
 
     async def ask(self, name: str, body: str, hang_up_time: HangUpTime | None = None) -> Stream:
-        """Ask once, and hang up at the moment; None waits for the end."""
+        """Send a question, and hang up at the moment; None waits for the end."""
         reading = WatchedReading()
         reading.hang_up_time = hang_up_time
         number = next(self._numbers)
@@ -117,7 +117,7 @@ class Clients:
         return stream
 
     def running(self) -> tuple[Running, ...]:
-        """What is under way now."""
+        """Streams in progress."""
         found = []
         for sent_s, reading in self._under_way.values():
             parts_s = reading.heard().parts_s
@@ -125,7 +125,7 @@ class Clients:
         return tuple(found)
 
     async def status(self) -> dict[str, Any] | None:
-        """What `/mesh/status` says; None if there is no good answer."""
+        """Body of `/mesh/status`; None without a good answer."""
         answer = _Body()
         try:
             await self._client.exchange("GET", "/mesh/status", b"", answer)
@@ -200,7 +200,7 @@ class _Body:
 
 
 def _patience_s(failure: Failure) -> float:
-    """How long to wait before the next request."""
+    """Pause before the next request, in seconds."""
     try:
         told_s = float(failure.retry_after or 0.0)
     except ValueError:

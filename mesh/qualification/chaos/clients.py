@@ -31,8 +31,8 @@ class Stream:
     """A request and its answer. All times, those of its record too, are seconds of `time.perf_counter`.
 
     Attributes:
-        answer: What was asked and answered.
-        bytes_s: When anything at all came, comment pings included.
+        answer: Question and answer.
+        bytes_s: Arrival of any bytes, comment pings included.
     """
 
     answer: AnswerRecord
@@ -58,7 +58,7 @@ class Stream:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Stream:
-        """What `as_dict` made, after JSON."""
+        """Restores `as_dict`'s result after JSON."""
         return cls(AnswerRecord.from_dict(fields["told"]), tuple(fields["bytes_s"]))
 
 
@@ -80,8 +80,8 @@ class Question:
     """A request.
 
     Attributes:
-        id: To tell it from the others.
-        turn: What is said, and how long the answer is.
+        id: Distinguishes it from the others.
+        turn: Message, and length of the answer.
         fields: How it is sampled.
     """
 
@@ -129,7 +129,7 @@ def questions(count: int, answer_tokens: Sequence[int], seed: int) -> tuple[Ques
 
 
 def short_question(seed: int) -> Question:
-    """What somebody asks who comes in the middle of it all: a few words, for a few words."""
+    """Short question of a client that arrives during a fault."""
     return Question("newcomer", Turn(f"Say hello, {seed}.", 4), {"temperature": 0})
 
 
@@ -139,7 +139,7 @@ class Running:
 
     Attributes:
         sent_s: When it was sent, of `time.perf_counter`.
-        last_s: When its latest token came; None before the first.
+        last_s: Arrival of its latest token; None before the first.
     """
 
     sent_s: float
@@ -148,11 +148,11 @@ class Running:
 
 @dataclass(frozen=True)
 class MeshSnapshot:
-    """One look.
+    """State of the mesh at one time.
 
     Attributes:
         at_s: When, of `time.perf_counter`.
-        status: What `/mesh/status` says; None if the head does not answer.
+        status: Body of `/mesh/status`; None if the head does not answer.
         running: Of the clients' requests.
     """
 
@@ -182,7 +182,7 @@ class MeshSnapshot:
 def what_is_missing(
     snapshot: MeshSnapshot, *, since_s: float, num_hosts: int, with_replicas: bool
 ) -> str | None:
-    """Why a mesh is not yet what it was; None if it is.
+    """Reason why a mesh is not yet as before; None if it is.
 
     Args:
         snapshot: At it.
@@ -209,7 +209,7 @@ _SNAPSHOT_TIMEOUT_S: Final = 15.0
 
 
 class ClientFleet:
-    """A process on the head's host that asks the mesh; a context manager.
+    """A process on the head's host that sends requests; a context manager.
 
     Its clock is ours: `time.perf_counter` counts from the machine's start, in every process and namespace.
 
@@ -242,18 +242,18 @@ class ClientFleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it: what is under way breaks off."""
+        """End it: running requests are aborted."""
         self._process.kill()
         self._process.wait()
         self._thread.join()
 
     @property
     def pid(self) -> int:
-        """Of the process, out here."""
+        """Process id in the outer namespace."""
         return self._process.pid
 
     def ask_all(self, questions: Sequence[Question], num_at_once: int, *, timeout_s: float) -> list[Stream]:
-        """Have each question answered once, so many at once; what is wrong with answers is part of them.
+        """Have each question answered once, this many at once; violations are part of the answers.
 
         Raises:
             MeshError: If that takes too long.
@@ -266,11 +266,11 @@ class ClientFleet:
     def keep_asking(
         self, questions: Sequence[Question], num_at_once: int, hang_ups: HangUps = NO_HANG_UPS
     ) -> None:
-        """Ask all over again from now on, so many at once; some clients may hang up."""
+        """Begin to send questions over and over, this many at once; some clients may hang up."""
         self._begin("keep_asking", questions, num_at_once, hang_ups=asdict(hang_ups))
 
     def let_end(self, *, timeout_s: float) -> None:
-        """Ask no more, and wait for what is under way.
+        """Send no more, and wait for running requests.
 
         Raises:
             MeshError: If that takes too long.
@@ -279,11 +279,11 @@ class ClientFleet:
         self._wait_through(timeout_s)
 
     def probe(self, number: int, question: Question) -> None:
-        """Have a newcomer ask; see `probes`."""
+        """Send a newcomer's question; see `probes`."""
         self._tell({"do": "probe", "number": number, "question": [question.id, question.body]})
 
     def wait_probe(self, number: int, *, timeout_s: float) -> Stream:
-        """What became of a newcomer.
+        """Result of a newcomer's question.
 
         Raises:
             MeshError: If that takes too long.
@@ -296,12 +296,12 @@ class ClientFleet:
         return self.probes[number]
 
     def snapshot(self) -> MeshSnapshot:
-        """How mesh and clients stand now.
+        """Current state of mesh and clients.
 
         Raises:
             MeshError: If the process does not answer.
         """
-        while not self._snapshots.empty():  # answers that came too late for those who asked
+        while not self._snapshots.empty():  # late answers to earlier calls
             self._snapshots.get()
         self._tell({"do": "look"})
         try:

@@ -46,13 +46,13 @@ _SHORT_HOLD_S: Final = (2.5, 3.5)
 
 @dataclass(frozen=True)
 class Fault:
-    """One of them.
+    """A fault to inject.
 
     Attributes:
         number: From 0.
         kind: See `MEANING`.
         wait_s: How long all is well before it, in seconds.
-        hold_s: How long a host stays cut off, or a process stopped.
+        hold_s: Time for which a host stays cut off, or a process stopped.
         pick: In [0, 1): which one of several that it may hit.
     """
 
@@ -71,7 +71,7 @@ def draw_faults(
     Args:
         count: How many.
         kinds: Among which, at least one.
-        seed: The same seed, the same harms.
+        seed: Seed of the faults.
         is_short: Whether they follow and pass quickly.
     """
     waits_s = _SHORT_WAIT_S if is_short else _WAIT_S
@@ -110,7 +110,7 @@ _LISTENS = "0A"
 
 
 def listener(pids: Iterable[int], port: int) -> int | None:
-    """The one of these processes that listens on that TCP port of its own network; None if none does."""
+    """The process that listens on a TCP port of its network, among these; None if none does."""
     for pid in pids:
         with suppress(OSError):
             if _inodes_listening(pid, port) & _sockets(pid):
@@ -179,7 +179,7 @@ class FaultInjector:
             snapshot: At the mesh a moment ago, with all its stages.
 
         Raises:
-            MeshError: If there is nobody to hit.
+            MeshError: If there is no target.
         """
         if not snapshot.stage_hosts:
             raise MeshError(f"no target for a fault: {snapshot.status and snapshot.status['phase']}")
@@ -203,14 +203,14 @@ class FaultInjector:
         return InjectedFault(fault, at_s, host, pid)
 
     def leave(self, host: int, fault: Fault) -> InjectedFault:
-        """Tell a host's `mesh join` to go."""
+        """Ask a host's `mesh join` to leave."""
         pid = self._mesh.process(host).pid
         at_s = time.perf_counter()
         os.kill(pid, signal.SIGTERM)
         return InjectedFault(fault, at_s, host, pid)
 
     def revert(self, injected: InjectedFault) -> None:
-        """Let a host that was cut off be reached again, a process that was stopped go on."""
+        """Reconnect a host that was cut off, or continue a stopped process."""
         if injected.fault.kind == "cut-off":
             self._lab.deliver_packets(injected.host)
         # It may have been ended in the meantime.
@@ -223,7 +223,7 @@ class FaultInjector:
                 os.kill(injected.pid, signal.SIGCONT)
 
     def restart_hosts(self) -> list[int]:
-        """Have each host whose `mesh join` has ended join again; returns their numbers."""
+        """Start `mesh join` again on each host where it has ended; returns their numbers."""
         ended = [
             host for host in range(1, self._lab.num_hosts) if self._mesh.process(host).poll() is not None
         ]
@@ -233,10 +233,10 @@ class FaultInjector:
         return ended
 
     def stage_process(self, snapshot: MeshSnapshot, index: int) -> int:
-        """The process of a stage of the ring; its host may have others, of copies kept warm.
+        """Process of a stage of the ring; its host may have others, of replicas.
 
         Raises:
-            MeshError: If nobody listens where the stage should.
+            MeshError: If no process listens at the stage's address.
         """
         stage = (snapshot.status or {})["stages"][index]
         port = int(stage["address"].rpartition(":")[2])

@@ -52,9 +52,9 @@ class FaultTestBed:
         lab: Host 0 is the head, `host1` and so on take part.
         mesh: On it.
         client_fleet: The clients.
-        injector: Does harm.
-        options: What the user says.
-        questions: What is asked.
+        injector: Injects faults.
+        options: Options of the run.
+        questions: Questions of the clients.
         expected: What each was answered, by its id.
     """
 
@@ -72,11 +72,11 @@ class FaultTestBed:
         return self.lab.num_hosts - 1
 
     def tally(self, streams: Iterable[Stream]) -> Tally:
-        """What became of streams."""
+        """Check of all streams."""
         return tally(streams, self.expected, is_exact=self.options.exact)
 
     def missing(self, snapshot: MeshSnapshot, since_s: float) -> str | None:
-        """Why the mesh is not yet what it was; see `clients.what_is_missing`."""
+        """Reason why the mesh is not yet as before; see `clients.what_is_missing`."""
         return what_is_missing(
             snapshot,
             since_s=since_s,
@@ -85,13 +85,13 @@ class FaultTestBed:
         )
 
     def wait_whole(self, since_s: float) -> float:
-        """Wait until the mesh is what it was, starting again whoever left.
+        """Wait until the mesh is as before, restarting hosts that left.
 
         Args:
             since_s: Every stream that was sent before must have gone on since; of `time.perf_counter`.
 
         Returns:
-            When it was whole, of `time.perf_counter`.
+            Time when it was whole, of `time.perf_counter`.
 
         Raises:
             MeshError: If it is not in time.
@@ -112,7 +112,7 @@ class RecoveryWatch:
         since_s: See `FaultTestBed.wait_whole`; may be moved.
 
     Attributes:
-        missing: What was missing at the latest look.
+        missing: Reason at the latest check.
         latest: That look.
         rejoined: Hosts that were started again.
     """
@@ -148,7 +148,7 @@ class RecoveryWatch:
 def baseline_answers(
     client_fleet: ClientFleet, questions: tuple[Question, ...], num_at_once: int
 ) -> dict[str, Expected]:
-    """Ask everything while all is well.
+    """Have every question answered without faults.
 
     Raises:
         MeshError: If an answer is not sound.
@@ -185,7 +185,7 @@ class FaultRun:
     """Streams run while in the block.
 
     Args:
-        bed: What is harmed.
+        bed: The test bed.
         keep: Keeps the first failure.
 
     Attributes:
@@ -219,10 +219,10 @@ class FaultRun:
         self._check()
 
     def inject(self, fault: Fault, do: Callable[[MeshSnapshot], InjectedFault]) -> None:
-        """Wait, do harm, and see the mesh become whole again.
+        """Wait, inject a fault, and wait until the mesh is whole again.
 
         Args:
-            fault: What is done; its number is the newcomer's.
+            fault: The fault; its number is the newcomer's.
             do: Does it.
 
         Raises:
@@ -251,13 +251,13 @@ class FaultRun:
         self._check()
 
     def repairs(self) -> list[Repair]:
-        """What came of each fault, once the streams have ended."""
+        """Result of each fault, once the streams have ended."""
         return [self._repair(episode) for episode in self._episodes]
 
     def _await_recovery(self, injected: InjectedFault, recovery: RecoveryWatch) -> tuple[bool, float]:
         """Whether the mesh became whole in time, and when it was, or was given up."""
         takes_back_s = injected.at_s + injected.fault.hold_s if injected.fault.kind in _TAKEN_BACK else None
-        # Until a host that is told to leave has left, all is well.
+        # A leaving host serves until it has left.
         is_to_leave = injected.fault.kind == "leave"
         while True:
             if takes_back_s is not None and time.perf_counter() >= takes_back_s:
@@ -275,7 +275,7 @@ class FaultRun:
             time.sleep(_POLL_S)
 
     def _restart_hosts(self, injected: InjectedFault) -> None:
-        """A bench that goes on needs its hosts: those that are not ready lose all and join again."""
+        """Later faults need all hosts: those that are not ready lose all and join again."""
         bed = self._bed
         bed.injector.revert(injected)
         ready = bed.client_fleet.snapshot().ready_hosts
@@ -293,7 +293,7 @@ class FaultRun:
             return file.read().decode(errors="replace")
 
     def _check(self) -> None:
-        """Keep the first stream that is not what it should be."""
+        """Record the first stream that is not as expected."""
         new = self._bed.client_fleet.streams[self._num_checked :]
         self._num_checked += len(new)
         for stream in new:
@@ -330,7 +330,7 @@ FOLDER: Final = "first-failure"
 
 
 class FirstFailure:
-    """Copies the logs of all hosts, and says what was wrong, once.
+    """Copies the logs of all hosts, with the faulty streams, once.
 
     Args:
         folder: Of the report; a folder in it is made when there is something to keep.
@@ -344,9 +344,9 @@ class FirstFailure:
         """Keep it, unless something was kept before.
 
         Args:
-            bed: Whose logs.
+            bed: The test bed.
             reason: What went wrong.
-            streams: That show it; what they should have been is written beside them.
+            streams: Faulty streams; the expected ones are written beside them.
         """
         if self._is_kept:
             return

@@ -27,7 +27,7 @@ class ChaosOptions:
 
     Attributes:
         model: A GGUF.
-        scenarios: What is tried, in this order.
+        scenarios: Scenarios, in order.
         num_stages: Hosts with layers; one more is the head.
         num_spares: Hosts without.
         delay_ms: One way, between any two hosts.
@@ -43,7 +43,7 @@ class ChaosOptions:
         answer_tokens: Lengths of answers, of which each question gets one.
         ctx_size: Positions of a session.
         num_threads: Of each stage.
-        speculate: Who proposes, as in `mesh serve`.
+        speculate: Allowed proposers, as in `mesh serve`.
         serve_options: Further options of `mesh serve`.
         whole_timeout_s: A mesh that is not whole again so long after a fault has failed.
         output: Folder for the report.
@@ -78,7 +78,7 @@ _STEP_BYTES: Final = 2**20
 
 
 def least_memory_bytes(model: ModelFacts, workload: Workload, num_hosts: int) -> int:
-    """What each of so many equal hosts must offer, in whole MiB, for one stage on each."""
+    """Memory of each of several equal hosts, in whole MiB, for one stage on each."""
     low, high = 0, model.file_bytes + 2**36
     while high - low > _STEP_BYTES:
         middle = (low + high) // 2 // _STEP_BYTES * _STEP_BYTES

@@ -156,8 +156,8 @@ class Report:
 
     Attributes:
         conditions: How it was made, by name.
-        scenarios: What was tried.
-        checks: What must hold besides.
+        scenarios: Scenarios of the run.
+        checks: Further checks.
         failures: What could not be done, and why.
     """
 
@@ -175,7 +175,7 @@ class Report:
     def is_good(self) -> bool:
         """Whether nothing was lost and nothing failed.
 
-        Where a bound is nought, that is a promise. A pause that is too long is a figure.
+        A bound of zero is a promise; a long pause is a figure only.
         """
         return (
             not any((self.failures, *(scenario.failures for scenario in self.scenarios)))
@@ -215,7 +215,7 @@ def write_report(report: Report, folder: Path) -> None:
     """Write `report.md` and `report.json`.
 
     Args:
-        report: What to say.
+        report: Content of the report.
         folder: Made if it is not there.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -31,12 +31,12 @@ class ProbeOutcome:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it was answered, or told to come again."""
+        """Whether it was answered, or asked to come again."""
         return self.outcome in {"answer", "503"}
 
 
 def probe_outcome(stream: Stream) -> ProbeOutcome:
-    """What a newcomer saw."""
+    """Result of a newcomer's request."""
     record = stream.answer.record
     failure = record.failure
     if failure is None:
@@ -55,16 +55,16 @@ class Repair:
         number: Of the fault, from 0.
         kind: Of the fault.
         host: That it hit.
-        at_s: When, since the first question was asked.
-        hold_s: How long the host stayed cut off, or the process stopped; None for what is not taken back.
-        whole_s: From the fault until the mesh was what it had been, spare hosts included; None if never.
+        at_s: Time since the first question.
+        hold_s: Time for which the host stayed cut off, or the process stopped; None for other faults.
+        whole_s: Time from the fault until the mesh was as before, spares included; None if never.
         repair_s: What the head took for repairs, from its noticing on; None if it made none.
         pauses_s: Of each client that was being answered, the longest time between two tokens in that time,
             ascending.
         silence_s: The longest time in which one of them heard nothing at all, no comment ping either.
-        newcomer: Who came right after it; None if nobody did.
-        is_warm: Whether a copy of the lost layers was loaded already; None if the mesh does not say.
-        reason: What the mesh says of it; empty if it noted nothing.
+        newcomer: Request right after the fault; None without one.
+        is_warm: Whether there was a replica of the lost layers; None if unknown.
+        reason: Reason recorded by the mesh; empty if none.
         rejoined: Hosts whose `mesh join` had ended and was started again.
         problem: Why the mesh was not whole in time; empty if it was.
     """
@@ -86,7 +86,7 @@ class Repair:
 
     @property
     def worst_pause_s(self) -> float:
-        """Of the client who waited longest; 0 if there was none."""
+        """Longest pause of a client; 0 without any."""
         return max(self.pauses_s, default=0.0)
 
 
@@ -116,11 +116,11 @@ _REPLICA: Final = "(had a copy)"
 
 @dataclass(frozen=True)
 class HeadLogAccount:
-    """Of one fault.
+    """Results of one fault.
 
     Attributes:
         num_repairs: How often the ring was made whole in that time, planned moves included.
-        is_warm: Whether a copy of all that moved was loaded already; None if nothing moved.
+        is_warm: Whether there was a replica of all moved layers; None if nothing moved.
         reason: Why, and how: one line; empty if the head noted nothing.
         repair_s: What the repairs took from the head's noticing on, together; None if there was none.
     """
@@ -146,7 +146,7 @@ def events_of(lines: str) -> list[dict[str, Any]]:
 
 
 def account_of(events: Iterable[dict[str, Any]]) -> HeadLogAccount:
-    """What became of a fault, by the events since.
+    """Result of a fault, by the events after it.
 
     A ring that breaks is `repaired`, which says how long it took. One that is left is `moving` until it is
     `ring_whole_again`.
@@ -184,14 +184,14 @@ def _time_s(event: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class KindSummary:
-    """All faults of a kind. Times in seconds.
+    """Statistics of all faults of a kind. Times in seconds.
 
     Attributes:
         kind: See `faults.MEANING`.
         count: How many.
         num_warm: For how many the lost layers were loaded already.
         median_pause_s: Of all clients' pauses; None if there were no clients.
-        worst_pause_s: The longest of them; None likewise.
+        worst_pause_s: The longest of them; None without any.
         worst_silence_s: The longest time without even a comment ping.
         median_repair_s: What the head took, from its noticing on; None if it repaired nothing.
         median_whole_s: Until all hosts were back; None if they never were.
@@ -212,7 +212,7 @@ class KindSummary:
 
 
 def by_kind(repairs: Sequence[Repair]) -> list[KindSummary]:
-    """In the order in which the kinds first came."""
+    """Statistics by kind, in the order of their first faults."""
     found = []
     for kind in dict.fromkeys(repair.kind for repair in repairs):
         own = [repair for repair in repairs if repair.kind == kind]
@@ -238,7 +238,7 @@ def by_kind(repairs: Sequence[Repair]) -> list[KindSummary]:
 
 @dataclass(frozen=True)
 class Tally:
-    """Of many streams.
+    """Statistics of many streams.
 
     Attributes:
         num_streams: That began; those that were refused with 503 did not.
@@ -262,11 +262,11 @@ class Tally:
 
 
 def tally(streams: Iterable[Stream], expected: Mapping[str, Expected], *, is_exact: bool) -> Tally:
-    """Look at every stream.
+    """Compare every stream.
 
     Args:
         streams: Those of the clients.
-        expected: What the undisturbed run said, by what was asked.
+        expected: Answers of the undisturbed run, by question.
         is_exact: Whether every text must be that.
     """
     everybody = list(streams)
@@ -301,7 +301,7 @@ SERVING_S: Final = 10.0
 
 
 def stream_lines(found: Tally, when: str, *, is_exact: bool) -> list[Line]:
-    """Nobody's answer breaks off, nobody's text changes."""
+    """Checks that no answer fails or differs."""
     refused = f"; {found.num_refused} requests were told to come again" if found.num_refused else ""
     early, late = found.num_hung_up_early, found.num_hung_up_late
     hung_up = (
@@ -329,7 +329,7 @@ def stream_lines(found: Tally, when: str, *, is_exact: bool) -> list[Line]:
 
 
 def repair_lines(repairs: Sequence[Repair]) -> list[Line]:
-    """What clients see of harms."""
+    """Figures of pauses that clients see."""
     pauses = [pause_s for repair in repairs for pause_s in repair.pauses_s]
     worst = [repair.worst_pause_s for repair in repairs if repair.pauses_s]
     warm = [pause_s for repair in repairs if repair.is_warm for pause_s in repair.pauses_s]
@@ -384,12 +384,12 @@ INTERRUPTED: Final = "interrupted: what was to come after this is missing"
 
 @dataclass(frozen=True)
 class Scenario:
-    """One of `options.SCENARIOS`.
+    """Result of one of `options.SCENARIOS`.
 
     Attributes:
         name: Which.
         lines: Of the acceptance table.
-        repairs: What was harmed.
+        repairs: Results of its faults.
         problems: Of streams.
         failures: Why it ended before it was through; empty if it was.
     """
@@ -402,5 +402,5 @@ class Scenario:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether somebody lost patience: then nothing more is tried."""
+        """Whether the run was interrupted: later scenarios are skipped."""
         return INTERRUPTED in self.failures

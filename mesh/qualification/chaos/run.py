@@ -1,4 +1,4 @@
-"""One run of `mesh bench chaos`."""
+"""Run of `mesh bench chaos`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run_chaos(options: ChaosOptions) -> Report:
 
 
 class _Run:
-    """What a run knows while it goes on."""
+    """State of a run."""
 
     def __init__(self, options: ChaosOptions) -> None:
         self._options = options
@@ -106,12 +106,12 @@ class _Run:
         return any(scenario.is_interrupted for scenario in self._scenarios)
 
     def note(self, failure: str) -> None:
-        """Say in the report that something could not be done."""
+        """Record in the report that something failed."""
         log.warning("not_done", reason=failure)
         self._failures.append(failure)
 
     def report(self) -> Report:
-        """Of what was done."""
+        """Report of the results."""
         options = self._options
         circumstances: dict[str, Any] = {
             "model": options.model.name,
@@ -185,7 +185,7 @@ class _Run:
         return scenario
 
     def _check_idle(self, bed: FaultTestBed, names: tuple[ScenarioName, ...]) -> None:
-        """Nobody asks: nobody may hold a session."""
+        """Check that no session is left without requests."""
         deadline_s = time.monotonic() + _IDLE_TIMEOUT_S
         while True:
             try:

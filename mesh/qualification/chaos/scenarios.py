@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def try_faults(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
-    """Do as many as the user wants, as far as the mesh comes back."""
+    """Inject the requested number of faults, as long as the mesh recovers."""
     options = bed.options
     faults = draw_faults(options.num_faults, options.kinds, options.seed, is_short=options.is_short)
     run, failures = inject_all(bed, keep, ((fault, partial(bed.injector.inject, fault)) for fault in faults))
@@ -60,7 +60,7 @@ def inject_all(
     """Have streams run, do one fault after the other, let the streams end.
 
     Returns:
-        What came of them, and why it ended early: nothing if it did not.
+        Results, and the reason of an early end, empty for none.
     """
     run = FaultRun(bed, keep)
     failures = []
@@ -94,7 +94,7 @@ def try_head_restart(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
     before: set[str] = set()
     begin = len(bed.client_fleet.streams)
     try:
-        # Spare hosts have fetched what they want by then.
+        # Spares have fetched their weights by then.
         bed.wait_whole(time.perf_counter())
         before = _cached(bed)
         for _ in range(1 if bed.options.is_short else _STARTS):
@@ -162,7 +162,7 @@ _WAIT_S: Final = 2.0
 
 
 def try_leaving(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
-    """One host after the other, spare ones too; each joins again before the next one goes."""
+    """One host after the other, spares included; each joins again before the next one leaves."""
     faults = []
     for host in range(1, bed.lab.num_hosts):
         fault = Fault(_FIRST_LEAVE_NUMBER + host, "leave", _WAIT_S, 0.0, 0.0)
@@ -187,13 +187,13 @@ def _leave(bed: FaultTestBed, host: int, fault: Fault, _snapshot: MeshSnapshot) 
 _FIRST_PROBE_NUMBER: Final = 20_000
 _NUM_PROBES: Final = 5
 _RUNNING_S: Final = 3.0
-# Streams end with an error once it is known that nobody can take the layers.
+# Streams end with an error once it is known that no host can hold the layers.
 _GIVE_UP_S: Final = 60.0
 _POLL_S: Final = 0.25
 
 
 def try_no_room(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
-    """Lose the second stage's host while streams run, ask on, bring it back."""
+    """Lose the second stage's host while streams run, continue to send requests, and bring it back."""
     client_fleet = bed.client_fleet
     failures: list[str] = []
     lost: list[Stream] = []
@@ -243,13 +243,13 @@ def try_no_room(bed: FaultTestBed, keep: FirstFailure) -> Scenario:
 
 
 def _lost_lines(lost: Sequence[Stream], probes: Sequence[Stream], killed_s: float) -> list[Line]:
-    """What clients are told while there is no room."""
+    """Answers to clients while the model does not fit."""
     running = [
         stream.answer.record
         for stream in lost
         if stream.answer.record.sent_s < killed_s < stream.answer.record.ended_s
     ]
-    # One whose last token was on its way may well be complete.
+    # A stream whose last token was in flight may be complete.
     unclear = [
         record for record in running if record.failure is not None and record.failure.kind != "stream_error"
     ]

@@ -1,4 +1,4 @@
-"""Fuzzing over gRPC, with a session that must go on."""
+"""Fuzzing of gRPC, beside a session that must continue."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ async def good_session(
         first: `host:port` of the first stage.
         tail: `host:port` of the tail.
         hello: First message of each stream.
-        identity: What to show the stages.
+        identity: TLS identity for the stages.
         session: Its id; never used before.
         slot: Where it runs.
         patience_s: For each answer.
 
     Returns:
-        All tokens and logprobs, serialised: the same whenever the stages are well.
+        All tokens and log probabilities, serialised: the same while the stages work.
 
     Raises:
         MeshError: If a stream breaks.
@@ -125,7 +125,7 @@ _GREETINGS: Final = {
 }
 _EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
 _PATIENCE_S: Final = 20.0
-# A copy is told at once what there is, and then waits for more.
+# A replica gets what exists at once, and then waits for more.
 _FOLLOWED_S: Final = 0.1
 # Frames of one stream; and of every so many messages one goes to Control instead of the Link.
 _STREAM_FRAMES: Final = 100
@@ -139,10 +139,10 @@ _FAULTS: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 
 def fuzz_grpc(options: FuzzOptions) -> FuzzReport:
-    """Whatever a peer sends, the stages live, answer, and compute for others what they always did.
+    """Whatever a peer sends, the stages run, answer, and compute for others as before.
 
     Args:
-        options: What the user says; the stages hold the first layers of its model.
+        options: Options of the run; the stages hold the first layers of its model.
     """
     with tempfile.TemporaryDirectory(prefix="spanmesh-fuzz-") as name:
         folder = Path(name)
@@ -204,7 +204,7 @@ class _GrpcAttack:
                 tally.sample_memory(await self._settled_bytes())
 
     async def _settled_bytes(self) -> int:
-        """The least of some looks: what streams needed is on its way out, what leaked stays."""
+        """Least of several measurements: memory of streams is freed, leaks stay."""
         looks = []
         for _ in range(_NUM_LOOKS):
             await asyncio.sleep(_SETTLE_S)
@@ -227,7 +227,7 @@ class _GrpcAttack:
             await self._ended(call)
 
     async def _follow(self, channel: Any, data: bytes) -> None:
-        """One copy, that asks and leaves."""
+        """One replica that connects and leaves."""
         self._latest = data
         call = channel.unary_stream(_FOLLOW)(data, metadata=key_metadata(MESH_KEY))
         try:

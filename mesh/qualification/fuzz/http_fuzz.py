@@ -46,7 +46,7 @@ class HttpCase:
     Attributes:
         data: Its bytes, as they go out.
         is_whole: Whether a server need not wait for more of it.
-        statuses: Those that the document has for it; empty if it says nothing of such a request.
+        statuses: Documented statuses; empty if the document has no such request.
         undamaged: Those that it has for the request that this one was made of.
     """
 
@@ -174,7 +174,7 @@ _READ_BYTES: Final = 65536
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server did with one request.
+    """Reaction of a server to one request.
 
     Attributes:
         status: Of its first answer; None if there was none.
@@ -201,7 +201,7 @@ async def exchange(port: int, case: HttpCase, timeout_s: float) -> Reply:
         timeout_s: For the whole exchange.
 
     Raises:
-        OSError: If nobody listens.
+        OSError: If the server does not listen.
     """
     client = h11.Connection(h11.CLIENT, max_incomplete_event_size=1 << 20)
     # The answer's framing depends on nothing else of the request.
@@ -277,7 +277,7 @@ def fuzz_http(options: FuzzOptions) -> FuzzReport:
     document does not have; an unexpected exception in the log.
 
     Args:
-        options: What the user says.
+        options: Options of the run.
 
     Raises:
         MeshError: If the mesh does not come up.
@@ -326,11 +326,11 @@ async def _one(mesh: ServedMesh, tally: Tally, case: HttpCase) -> None:
 
 
 def fault_of(case: HttpCase, reply: Reply) -> str | None:
-    """What the server did wrong, if it did.
+    """Violation by the server, if there was one.
 
     Args:
-        case: What it was asked.
-        reply: Its answer, which came to its end.
+        case: The request.
+        reply: Its answer, which was complete.
     """
     if reply.status is None:
         return "no answer to a well-formed request" if case.statuses else None

@@ -43,7 +43,7 @@ class FuzzReport:
         kind: What was fed, such as `http`.
         seed: It was made from.
         num_cases: Inputs that were fed.
-        outcomes: How often each answer came, by its name: an HTTP status, a gRPC code, `accepted`.
+        outcomes: Number of answers by name: an HTTP status, a gRPC code, `accepted`.
         num_crashes: Inputs after which the process under test was gone, or raised what nobody expected.
         num_hangs: Inputs without an answer in time.
         num_faults: Bad inputs that were blamed on the server: an HTTP 5xx, a gRPC `INTERNAL` or `UNKNOWN`.
@@ -134,7 +134,7 @@ class Tally:
 
     Args:
         kind: Such as `http`; begins the names of kept files.
-        options: What the user says.
+        options: Options of the run.
         now_s: A steady clock, in seconds.
     """
 
@@ -156,7 +156,7 @@ class Tally:
         self._outcomes[outcome] += 1
 
     def fail(self, failure: Failure, data: bytes, reason: str) -> None:
-        """An input, counted already, did harm: keep it beside the reason, if it is one of the first."""
+        """Record a counted input as harmful: keep it with the reason, if it is one of the first."""
         self._failures[failure] += 1
         if self._failures[failure] <= _MAX_KEPT:
             path = self._options.output / f"{self._kind}-{failure}-{self._failures[failure]}.bin"
@@ -165,7 +165,7 @@ class Tally:
             self._kept.append(path)
 
     def sample_memory(self, size_bytes: float) -> None:
-        """What the process under test takes now. Some dozens of samples over a run are enough."""
+        """Memory of the process under test. Some dozens of samples over a run are enough."""
         self._times_s.append(self._now_s())
         self._sizes_bytes.append(size_bytes)
 

@@ -131,10 +131,10 @@ _NUM_SAMPLES: Final = 50
 
 
 def fuzz_tokens(options: FuzzOptions) -> FuzzReport:
-    """Whatever a token says, it is admitted or refused with one of our errors, at once.
+    """Whatever a token contains, it is admitted or refused with one of our errors, at once.
 
     Args:
-        options: What the user says; the model does not matter.
+        options: Options of the run; the model does not matter.
     """
     tally = Tally("tokens", options, time.monotonic)
     # Not for secrets: the same seed must make the same tokens.

@@ -46,12 +46,12 @@ _WORKLOAD: Final = Workload(ctx_size=256, num_slots=1)
 
 @dataclass(frozen=True)
 class Move:
-    """What came to one host.
+    """Transfer to one host.
 
     Attributes:
         host: Its name.
-        before: What it held; empty for nothing.
-        after: What it holds now.
+        before: Layers before; empty for none.
+        after: Layers afterwards.
         sent_bytes: Of weights that it was sent.
         changed_bytes: Of tensors that it holds now and did not hold before.
         stage_bytes: Of all its weights now: what a host would be sent that reuses nothing.

@@ -43,7 +43,7 @@ async def sending_head(cache: StageCache, rate: RateLimit | None = None) -> Asyn
     """Sends the stages of a cache while in the block; gives where to fetch them.
 
     Args:
-        cache: Knows the stages.
+        cache: Stage files.
         rate: How fast they are sent.
     """
     certificate = make_certificate(dt.datetime.now(dt.UTC))
@@ -72,7 +72,7 @@ _START_S: Final = 60.0
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What came of it.
+    """Result of a transfer.
 
     Attributes:
         weight_bytes: Of the stage.
@@ -81,7 +81,7 @@ class TransferReport:
         is_equal: Whether it ended byte-equal with the stage cut directly.
         num_turned: Bytes that were flipped: on the way, on the disk in between, on the disk afterwards.
         num_noticed: How many of these were noticed.
-        refetched_bytes: What was sent again for them.
+        refetched_bytes: Bytes sent again for them.
         turned_bytes: Of the pieces that they were in.
         is_equal_again: Whether it was byte-equal after that.
     """
@@ -98,7 +98,7 @@ class TransferReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was lost, and only what was wrong came twice."""
+        """Whether nothing was lost, and only wrong pieces came twice."""
         return (
             self.is_equal
             and self.is_equal_again
@@ -140,7 +140,7 @@ async def disrupt_transfers(
     """Kill a transfer over and over, let it end; then flip bytes, and let it mend.
 
     Args:
-        model: Whose stage.
+        model: Model of the stage.
         layers: Which.
         folder: Where hosts' caches are to be.
         num_kills: How often.
