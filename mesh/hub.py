@@ -380,7 +380,7 @@ class HubLibrary:
         """Remove a model's files, and the folder if nothing else is in it.
 
         Returns:
-            Whether it did: not if somebody has one of them loaded, or is fetching it.
+            Whether it did: not if one of them is loaded or being fetched.
         """
         with ExitStack() as locks:
             if not all(_lock(path, locks) for path in model.paths):
@@ -433,7 +433,7 @@ def _whole(path: Path) -> Path:
 
 
 def _lock(path: Path, locks: ExitStack) -> bool:
-    """Keep others from loading a file, or fetching it; tells whether nobody was at it."""
+    """Lock a file against loading and fetching; returns whether it was free."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

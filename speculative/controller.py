@@ -349,7 +349,7 @@ class Controller:
         shared, payoff = self._shared, self._payoff
         self._probe_in -= num_tokens
         self._num_plain = self._num_plain + num_tokens if self._is_plain_turn else 0
-        # What flew behind the prompt waited for the prompt, for nobody knows how long.
+        # Windows in flight behind the prompt waited for it, for an unknown time.
         since_ms = outcome.sent_ms if outcome.num_in_flight == 0 else math.inf
         if self._last_arrived_ms is not None:
             since_ms = max(outcome.sent_ms, self._last_arrived_ms)

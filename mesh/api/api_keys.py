@@ -353,7 +353,7 @@ class ApiKeys:
         path: File of the keys, if it is to be checked for changes before each request.
 
     Raises:
-        MeshError: If there is no key: nobody could use such a server.
+        MeshError: If there is no key: such a server would be of no use.
     """
 
     def __init__(self, records: Sequence[KeyRecord], path: Path | None = None) -> None:

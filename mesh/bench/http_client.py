@@ -156,7 +156,7 @@ class Connection(asyncio.Protocol):
 
 
 # Servers close connections that have been idle for some seconds. A request that crosses with that would fail
-# through nobody's fault.
+# without any fault.
 _MAX_IDLE_S: Final = 1.0
 
 

@@ -103,7 +103,7 @@ def run_load(options: LoadOptions) -> tuple[Report | None, int]:
         no request was answered.
 
     Raises:
-        MeshError: If the dataset or the folder is wrong, or nobody answers, or the server does not let us in.
+        MeshError: If the dataset or the folder is wrong, or the server does not answer, or refuses the key.
     """
     prompts = _prompts(options)
     if options.output is not None:

@@ -137,10 +137,10 @@ class Runner:
             self._run_concurrent(mesh, concurrent_trial)
 
     def _warm_up(self, mesh: MeshSystem, settings: Iterable[Setting]) -> None:
-        """Have one answer given that does not count, under each setting.
+        """Have one answer given under each setting that is not measured.
 
-        A first answer is slow for reasons that nobody asks about; and no mesh in use sees its delay jump from
-        one millisecond to the next, so each setting may learn of the new one before it is measured.
+        A first answer is slow for unrelated reasons; and the delay of a real mesh does not change at once, so
+        each setting may learn the new one before it is measured.
         """
         for setting in settings:
             fields = {**mesh.fields, **setting.fields}

@@ -74,7 +74,7 @@ def wait_healthy(
 def wait_listening(
     lab: Lab, host: int, port: int, process: subprocess.Popen[bytes], log: Path, *, timeout_s: float = 20.0
 ) -> None:
-    """Wait until somebody listens on a host's port, without a connection: not every server likes to be tried.
+    """Wait until a process listens on a host's port, without connecting: not every server supports that.
 
     Raises:
         MeshError: Like `wait_healthy`.

@@ -208,7 +208,7 @@ class ObservedEngine:
                     watch.step(step, clock_s())
                     yield step
         except GeneratorExit:
-            # Whoever reads has enough, as behind a stop string; or its client left, and it was cancelled.
+            # The reader has enough, as after a stop string, or its client left and it was cancelled.
             watch.end("abort" if _is_cancelled() else "stop", clock_s())
             raise
         except asyncio.CancelledError:

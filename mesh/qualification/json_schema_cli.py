@@ -43,7 +43,7 @@ def schemas(
     from mesh.qualification.json_schema_conformance import SchemaResult, ask_all, summary  # noqa: PLC0415 - keeps --help quick
     from mesh.serve.options import demo_model  # noqa: PLC0415
 
-    # Whoever sets a time limit leaves nothing behind.
+    # With a time limit, everything is still removed at the end.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     key = secrets.token_urlsafe(32)
     # A fixed width and depth: on one machine proposing would not pay, and so would hardly be tried.

@@ -93,7 +93,7 @@ class Repair:
 def pauses_s(streams: Iterable[Stream], start_s: float, stop_s: float) -> tuple[float, ...]:
     """Of every stream that ran when that time began, its longest pause within it, the longest last.
 
-    Streams whose clients hung up within it are left out: nobody knows how long they would have waited.
+    Streams whose clients hung up within it are left out: their whole wait is unknown.
     """
     return tuple(sorted(each.pause_s(start_s, stop_s) for each in _running(streams, start_s, stop_s)))
 

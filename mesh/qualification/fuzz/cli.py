@@ -47,7 +47,7 @@ def fuzz(*, model: Path | None, seed: int, output: Path, is_json: bool, **num_ca
     from mesh.qualification.fuzz.report import FuzzOptions, as_dict, as_text  # noqa: PLC0415
     from mesh.serve.options import demo_model  # noqa: PLC0415
 
-    # Whoever sets a time limit leaves nothing behind.
+    # With a time limit, everything is still removed at the end.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     output.mkdir(parents=True, exist_ok=True)
     model = model or demo_model()

@@ -323,7 +323,7 @@ class _GrpcAttack:
 def _ends_stream(method: str, data: bytes) -> bool:
     """Whether a stage hangs up on a message: on one that it cannot parse, or that names session 0.
 
-    Whoever writes to a stream that has ended is told so in a way that hides what the stage said.
+    Writing to a stream that has ended raises an error that hides the stage's status.
     """
     try:
         if method == _CONTROL:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 HOST: Final = "fuzzed"
 MESH_ID: Final = "fuzz"
 MESH_KEY: Final = "known to the fuzzer"
-# Whoever is of a lower term is refused: no damaged Hello can shut the others out.
+# Lower terms are refused: no damaged Hello can exclude the others.
 TERM: Final = 2**64 - 1
 OPTIONS: Final = RuntimeOptions(num_slots=4, ctx_size=256, exact=True)
 _START_TIMEOUT_S: Final = 60.0

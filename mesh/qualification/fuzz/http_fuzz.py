@@ -265,7 +265,7 @@ _NUM_SAMPLES: Final = 100
 # By then each sort of request has come, and what it loads and keeps for good is there.
 _NUM_WARM_UP: Final = 250
 _NOT_DONE_HERE: Final = 501
-# What the log says of an exception that nobody expected.
+# Text in the log for an unexpected exception.
 _MARKS: Final = (b"Traceback (most recent call last)", b"_unexpectedly", b"Fatal error")
 
 

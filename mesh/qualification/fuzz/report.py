@@ -44,7 +44,7 @@ class FuzzReport:
         seed: It was made from.
         num_cases: Inputs that were fed.
         outcomes: Number of answers by name: an HTTP status, a gRPC code, `accepted`.
-        num_crashes: Inputs after which the process under test was gone, or raised what nobody expected.
+        num_crashes: Inputs after which the process under test was gone, or raised an unexpected error.
         num_hangs: Inputs without an answer in time.
         num_faults: Bad inputs that were blamed on the server: an HTTP 5xx, a gRPC `INTERNAL` or `UNKNOWN`.
         num_memory_samples: Of the process under test; 0 if each input had a process of its own, or if the run
