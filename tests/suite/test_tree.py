@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Final
 import pytest
 
 ROOT: Final = Path(__file__).parents[2]
+QUESTION: Final = re.compile(r"(What|Who|Whose|How|Which|Where|When|Why|Whether)\b")
 ROOMS: Final = ("proto/spanmesh_proto", "stages", "speculative", "mesh")
 MAX_MODULES: Final = 25
 MAX_LINES: Final = 700
@@ -76,3 +78,12 @@ def test_a_small_module_has_several_importers_or_a_reason() -> None:
     small = {name for name, count in NUM_LINES.items() if count < FEW_LINES and importers[name] <= 1}
     small -= {"spanmesh_proto.grpc_tuning"}  # packages import it
     assert small == set(SMALL)
+
+
+def test_a_module_says_what_it_is() -> None:
+    """The first line of a module is a noun phrase, no question: a reader looks it up in a list of files."""
+    first_lines = {
+        name: (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        for name, path in FILES.items()
+    }
+    assert {name: line for name, line in first_lines.items() if not line or QUESTION.match(line)} == {}
