@@ -1,4 +1,4 @@
-"""The wire contract: protocol version, generated messages, errors."""
+"""Wire contract: protocol version, generated messages and errors."""
 
 from typing import Final
 

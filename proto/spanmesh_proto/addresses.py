@@ -1,4 +1,4 @@
-"""Host and port as one text, and back."""
+"""Network addresses: parsing and formatting of `host:port`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Final
 
 from spanmesh_proto.errors import ClusterError
 
-# What every resolver takes: dotted labels of 1 to 63 characters.
+# Host names that every resolver accepts: dotted labels of 1 to 63 characters.
 _NAME: Final = re.compile(r"(?:[A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}")
 _PORT: Final = re.compile("[0-9]{1,5}")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port` in its two parts.
+    """Splits `host:port` or `[v6]:port` into host and port.
 
     Raises:
-        ClusterError: If it is neither.
+        ClusterError: If the address has neither form.
     """
     host, separator, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -37,5 +37,5 @@ def _is_host(text: str) -> bool:
 
 
 def join_address(host: str, port: int) -> str:
-    """The two parts as `host:port`, brackets around IPv6."""
+    """Joins host and port as `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,39 +1,39 @@
-"""Errors of the mesh, and the table of their gRPC status and HTTP error.
+"""Errors of the mesh: exception classes, and the table of their gRPC status and HTTP error.
 
-The tree, with one line on what each leaf means::
+The hierarchy, with the meaning of each class::
 
-    MeshError                       anything of ours
-    ├── ModelError                  something is wrong with the model file
+    MeshError                       base class of all errors of the mesh
+    ├── ModelError                  a problem with the model file
     │   ├── InvalidModel            not a GGUF, truncated, or a tensor is missing
-    │   ├── UncuttableModel         this architecture, or this place in it, cannot be cut exactly
+    │   ├── UncuttableModel         the architecture cannot be cut exactly at all, or not at this layer
     │   ├── ModelDoesNotFit         the hosts have too little free memory
     │   └── HubUnavailable          the model hub refuses, lacks the model, or does not answer
-    ├── ProtocolError               a peer said something that the windows protocol does not allow
-    │   ├── ProtocolVersionMismatch the two ends speak different versions
+    ├── ProtocolError               a peer's message violates the windows protocol
+    │   ├── ProtocolVersionMismatch the peers speak different versions
     │   ├── InvalidWindow           wrong sizes, positions or session in a window
-    │   ├── PrefixMismatch          a slot does not hold the tokens that a session begins with
-    │   └── UnknownSession          a window for a session that is not open here
-    ├── JoinError                   a host could not become part of the mesh
+    │   ├── PrefixMismatch          a slot does not hold the cached tokens that a session names
+    │   └── UnknownSession          a window for a session that is not open at this stage
+    ├── JoinError                   a host could not join the mesh
     │   ├── InvalidJoinToken        the token is malformed, wrong or expired
-    │   └── HostUnreachable         a host cannot be reached, or cannot be reached back
+    │   └── HostUnreachable         no connection to a host, or from it back to the head
     ├── ClusterError                the mesh itself is not able to serve
-    │   ├── PortInUse               another process listens there
-    │   ├── StageFailed             a stage reported a failure or went away
-    │   └── NotEnoughHosts          fewer hosts joined than were asked for
-    └── RequestError                a client's request cannot be answered as it stands
+    │   ├── PortInUse               another process listens on the port
+    │   ├── StageFailed             a stage reported a failure or its connection ended
+    │   └── NotEnoughHosts          fewer hosts joined than requested
+    └── RequestError                a client's request that cannot be answered
         ├── InvalidRequest          malformed JSON, wrong types, impossible values
         ├── ContextLengthExceeded   prompt and answer do not fit the context
         ├── Unauthorized            no API key, or a wrong one
         ├── ModelNotFound           the request names a model that is not served
-        ├── NotFound                the request names something else that is not here
-        ├── NotSupported            the endpoint exists elsewhere, but not here
-        ├── RequestTooLarge         the body is larger than any that is read
+        ├── NotFound                the request names another resource that does not exist
+        ├── NotSupported            an endpoint of the OpenAI API that the mesh does not implement
+        ├── RequestTooLarge         the body exceeds the size limit
         ├── MisdirectedRequest      the Host header names another server
-        ├── RateLimited             the API key has used up its share for now
-        └── Overloaded              no room now; try again
+        ├── RateLimited             the API key has reached its rate limit
+        └── Overloaded              no capacity at the moment; try again
 
-An instance carries one message that names the thing and the remedy. `WIRE` is the only place where
-an exception meets a gRPC status or an HTTP error; nothing else may translate one.
+An instance carries one message that names the thing and the remedy. An exception is translated to a gRPC
+status or an HTTP error only by `WIRE`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from typing import Final
 
 
 class MeshError(Exception):
-    """Anything of ours.
+    """Base class of all errors.
 
     Args:
-        message: One line for a person: the thing, its value, the remedy.
+        message: One line for the user: the thing, its value and the remedy.
         param: The request field or option at fault, if there is one.
-        retry_after_s: When trying again makes sense, in seconds.
+        retry_after_s: Delay before a retry makes sense, in seconds.
     """
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
@@ -58,7 +58,7 @@ class MeshError(Exception):
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Cross process borders (Ray) whole, keyword arguments included."""
+        """Pickles the error with its keyword arguments, for transfer between processes (Ray)."""
         return (_rebuild, (type(self), self.message, self.param, self.retry_after_s))
 
 
@@ -67,7 +67,7 @@ def _rebuild(kind: type[MeshError], message: str, param: str | None, retry_after
 
 
 class ModelError(MeshError):
-    """Something is wrong with the model file."""
+    """A problem with the model file."""
 
 
 class InvalidModel(ModelError):
@@ -75,7 +75,7 @@ class InvalidModel(ModelError):
 
 
 class UncuttableModel(ModelError):
-    """This architecture, or this place in it, cannot be cut exactly."""
+    """The architecture cannot be cut exactly at all, or not at this layer."""
 
 
 class ModelDoesNotFit(ModelError):
@@ -87,11 +87,11 @@ class HubUnavailable(ModelError):
 
 
 class ProtocolError(MeshError):
-    """A peer said something that the windows protocol does not allow."""
+    """A peer's message violates the windows protocol."""
 
 
 class ProtocolVersionMismatch(ProtocolError):
-    """The two ends speak different versions; the message names both."""
+    """The peers speak different versions; the message names both."""
 
 
 class InvalidWindow(ProtocolError):
@@ -99,15 +99,15 @@ class InvalidWindow(ProtocolError):
 
 
 class PrefixMismatch(ProtocolError):
-    """A slot does not hold the tokens that a session begins with."""
+    """A slot does not hold the cached tokens that a session names."""
 
 
 class UnknownSession(ProtocolError):
-    """A window for a session that is not open here."""
+    """A window for a session that is not open at this stage."""
 
 
 class JoinError(MeshError):
-    """A host could not become part of the mesh."""
+    """A host could not join the mesh."""
 
 
 class InvalidJoinToken(JoinError):
@@ -115,7 +115,7 @@ class InvalidJoinToken(JoinError):
 
 
 class HostUnreachable(JoinError):
-    """A host cannot be reached, or cannot be reached back; the message names the address tried."""
+    """No connection to a host, or from it back to the head; the message names the address tried."""
 
 
 class ClusterError(MeshError):
@@ -123,19 +123,19 @@ class ClusterError(MeshError):
 
 
 class PortInUse(ClusterError):
-    """Another process listens there."""
+    """Another process listens on the port."""
 
 
 class StageFailed(ClusterError):
-    """A stage reported a failure or went away."""
+    """A stage reported a failure or its connection ended."""
 
 
 class NotEnoughHosts(ClusterError):
-    """Fewer hosts joined than were asked for."""
+    """Fewer hosts joined than requested."""
 
 
 class RequestError(MeshError):
-    """A client's request cannot be answered as it stands."""
+    """A client's request that cannot be answered."""
 
 
 class InvalidRequest(RequestError):
@@ -155,15 +155,15 @@ class ModelNotFound(RequestError):
 
 
 class NotFound(RequestError):
-    """The request names something else that is not here."""
+    """The request names another resource that does not exist."""
 
 
 class NotSupported(RequestError):
-    """The endpoint exists elsewhere, but not here."""
+    """An endpoint of the OpenAI API that the mesh does not implement."""
 
 
 class RequestTooLarge(RequestError):
-    """The body is larger than any that is read."""
+    """The request body exceeds the size limit."""
 
 
 class MisdirectedRequest(RequestError):
@@ -171,16 +171,16 @@ class MisdirectedRequest(RequestError):
 
 
 class RateLimited(RequestError):
-    """The API key has used up its share for now."""
+    """The API key has reached its rate limit."""
 
 
 class Overloaded(RequestError):
-    """No room now; try again."""
+    """No capacity at the moment; try again."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What an error looks like outside this process.
+    """Representation of an error outside this process.
 
     Attributes:
         code: Stable string: OpenAI's `error.code`, the `code` key of log events, the code in a gRPC failure.
@@ -231,10 +231,10 @@ BY_CODE: Final[dict[str, type[MeshError]]] = {wire.code: kind for kind, wire in 
 
 
 def wire_of(error: BaseException) -> Wire:
-    """The wire form of any exception; one that is not ours is an internal error."""
+    """Returns the wire form of any exception; one that is not a `MeshError` is an internal error."""
     return WIRE[type(error)] if isinstance(error, MeshError) else WIRE[MeshError]
 
 
 def from_code(code: str, message: str) -> MeshError:
-    """The exception that a peer reported by its `code`; unknown codes become `MeshError`."""
+    """Returns the exception that a peer reported by its `code`; an unknown code becomes `MeshError`."""
     return BY_CODE.get(code, MeshError)(message)

@@ -1,8 +1,8 @@
-"""Environment variables of gRPC, which it reads at its first import.
+"""gRPC tuning: environment variables that gRPC reads at its first import.
 
-By default gRPC polls sockets in threads of its own and wakes Python's event loop from there. Without that
-detour (the two `event_engine` experiments off) a message wakes one thread less: about 80 µs a hop on a small
-virtual machine. A value that is set already is the user's and stays.
+By default gRPC polls sockets in its own threads and wakes Python's event loop from them. With the two
+`event_engine` experiments off, a message wakes one thread less, which saves about 80 µs per hop on a small
+virtual machine. A variable that is already set keeps the user's value.
 """
 
 import os

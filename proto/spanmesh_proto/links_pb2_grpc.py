@@ -45,7 +45,7 @@ class EchoServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Bounce(self, request_iterator, context):
-        """Each probe is answered once, in order.
+        """Answers each probe once, in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,14 +50,15 @@ class MembershipServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Join(self, request_iterator, context):
-        """Held open by `mesh join` for as long as the host is a member. The first answer tells it how to start Ray.
+        """`mesh join` keeps this stream open for as long as the host is a member. The first answer has the address and the
+        token of the head's Ray.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchStage(self, request, context):
-        """Bytes of a stage file, which the head need not have written, or the recipe that says what is in it.
+        """Returns bytes of a stage file, which need not exist on the head's disk, or the recipe that describes its content.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

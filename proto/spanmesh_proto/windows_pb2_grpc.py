@@ -67,21 +67,23 @@ class StageServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Control(self, request_iterator, context):
-        """The coordinator to every stage, held open: out-of-band cancel and close, pings; failures and pongs come back.
+        """From the coordinator to every stage, long-lived: out-of-band cancel and close, and pings. Answers are failures and
+        pongs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verdicts(self, request, context):
-        """The coordinator to the tail, held open: verdicts, as soon as they are known.
+        """From the coordinator to the tail, long-lived: verdicts, as soon as they are sampled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Follow(self, request, context):
-        """A copy of this stage, loaded ahead on another host: what the sessions here have in the KV cache, as it comes to be.
+        """From a replica of this stage, loaded in advance on another host: the KV rows of this stage's sessions, as they are
+        computed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
