@@ -206,7 +206,7 @@ def _run_whole(source: SourceModel, plan: _Plan, cuts: tuple[int, ...]) -> Itera
             (logits,) = runtime.decode([Span(_SLOT, start, tokens, num_outputs=num_outputs)])
             if not np.isfinite(logits).all():
                 raise InvalidModel(
-                    f"{model.name} computes logits that are no numbers; there is nothing to certify"
+                    f"{model.name} computes logits that are not finite; it cannot be certified"
                 )
             # Padding rows of the runtime follow ours.
             hidden = {cut: runtime.observed(cut - 1)[: len(tokens)] for cut in cuts}

@@ -159,8 +159,8 @@ def require_exact_cut(model: SourceModel, layers: LayerRange) -> None:
 
 def _refusal(model: SourceModel, reason: str) -> UncuttableModel:
     return UncuttableModel(
-        f"{model.header.path.name} cannot be cut: there are no rules for {model.header.architecture!r} that "
-        f"have been certified, and with what there is: {reason}"
+        f"{model.header.path.name} cannot be cut: there are no certified rules for "
+        f"{model.header.architecture!r}, and the self-check failed: {reason}"
     )
 
 

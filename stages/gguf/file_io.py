@@ -51,8 +51,8 @@ def _no_room(path: Path, needed_bytes: int | None) -> ModelError:
     free = format_size(shutil.disk_usage(path.parent).free)
     needed = "" if needed_bytes is None else f"{format_size(needed_bytes)} are needed, "
     return ModelError(
-        f"cannot write {path}: the disk is full: {needed}{free} are free there; make room, as with "
-        "`mesh models prune`, or let XDG_CACHE_HOME name a folder on a larger disk"
+        f"cannot write {path}: the disk is full: {needed}{free} are free; make room, for example with "
+        "`mesh models prune`, or set XDG_CACHE_HOME to a folder on a larger disk"
     )
 
 

@@ -75,7 +75,7 @@ class Automaton:
         self.most_work = MAX_DRAW_WORK
         start = (graph.entries[graph.root], _BOTTOM)
         if not self._can_end(start):
-            raise refusal(f"no text of it ends, or none that nests at most {most_recursion} deep")
+            raise refusal(f"no text of it ends with rules nested at most {most_recursion} deep")
         self.start = self._state_of([start])
 
     @property
@@ -167,7 +167,7 @@ class Automaton:
             self._count(len(more))
         if len(reading) > MAX_CONFIGS:
             raise refusal(
-                f"the text so far can be read in more than {MAX_CONFIGS} ways: make it less ambiguous"
+                f"the text so far has more than {MAX_CONFIGS} parses: make the grammar less ambiguous"
             )
         return self._numbered(may_end, reading)
 
@@ -177,7 +177,7 @@ class Automaton:
         if state is None:
             state = self._state_ids[key] = len(self._may_end)
             if state >= self._most_states:
-                raise refusal(f"it leads to more than {self._most_states} states: make it simpler")
+                raise refusal(f"it needs more than {self._most_states} states: make it simpler")
             self._readings.append(self._grouped(reading))
             self._may_end.append(may_end)
             if state >= len(self._table):
@@ -203,7 +203,7 @@ class Automaton:
         if frame is None:
             frame = self._frame_ids[key] = len(self._frames)
             if frame >= MAX_STATES:
-                raise refusal(f"it nests in more than {MAX_STATES} ways: make it simpler")
+                raise refusal(f"it needs more than {MAX_STATES} stack frames: make it simpler")
             self._frames.append((following, below))
             self._depths.append(self._depths[below] + nests)
         return frame
@@ -211,7 +211,7 @@ class Automaton:
     def _count(self, num_steps: int) -> None:
         self.work += num_steps
         if self.work > self.most_work:
-            raise refusal("it makes too much work to follow: make it simpler, or less ambiguous")
+            raise refusal("it exceeds the work limit: make it simpler, or less ambiguous")
 
 
 def _byte_classes(sets: list[int]) -> tuple[NDArray[np.int64], list[int]]:

@@ -85,7 +85,7 @@ def build_graph(rules: Mapping[str, Expression]) -> Graph:
         InvalidRequest: If a rule is missing, or the graph would be too large.
     """
     if ROOT not in rules:
-        raise refusal(f"it has no rule `{ROOT}`, with which every text must begin: name one so")
+        raise refusal(f"it has no rule `{ROOT}`, which every text must match: add one")
     builder = _Builder(list(rules))
     for name, expression in rules.items():
         builder.add_rule(name, expression)
@@ -143,7 +143,7 @@ class _Builder:
                 return self._chars(ranges, following)
             case Ref(name):
                 if name not in self._rules:
-                    raise refusal(f"the rule `{self._current}` refers to `{name[:64]}`, which is not there")
+                    raise refusal(f"the rule `{self._current}` refers to `{name[:64]}`, which is not defined")
                 node = self._add(Kind.CALL, self._rules[name], following)
                 self._callers[node] = self._caller
                 return node
@@ -208,7 +208,7 @@ class _Builder:
 
     def _add(self, kind: Kind, payload: int, following: int) -> int:
         if len(self._kinds) >= MAX_NODES:
-            raise refusal(f"it comes to more than {MAX_NODES} steps: repeat less, or make it smaller")
+            raise refusal(f"it needs more than {MAX_NODES} nodes: use fewer repetitions, or make it smaller")
         self._kinds.append(kind)
         self._payloads.append(payload)
         self._followings.append(following)
@@ -249,8 +249,8 @@ def refuse_left_recursion(graph: Graph) -> None:
                 path.pop()
             elif order.get(following) == 1:
                 raise refusal(
-                    f"the rule `{graph.names[following]}` is left-recursive: it comes to itself again before"
-                    " any character; write it as a repetition or recursive on the right"
+                    f"the rule `{graph.names[following]}` is left-recursive: it reaches itself again before"
+                    " any character; write it as a repetition or as a right-recursive rule"
                 )
             elif not order.get(following):
                 order[following] = 1
@@ -274,7 +274,7 @@ def _first_calls(graph: Graph) -> Sequence[Sequence[int]]:
         seen[rule].add(node)
         num_visits += 1
         if num_visits > _MAX_VISITS:
-            raise refusal("it is too entangled: make it smaller")
+            raise refusal("the check for left recursion takes too long: make it smaller")
         kind, payload = graph.kinds[node], graph.payloads[node]
         if kind is Kind.END and not can_be_empty[rule]:
             can_be_empty[rule] = True

@@ -60,8 +60,8 @@ class Constraint:
         restricted = np.where(mask, logits, np.float32(-np.inf))
         if not np.isfinite(restricted.max()):
             raise refusal(
-                f"no token of this model can go on at position {self._position}: let it end, or go on"
-                " otherwise, there"
+                f"it allows no token of this model at position {self._position}: let it end there, or allow"
+                " other text"
             )
         return restricted
 
@@ -94,7 +94,9 @@ class GrammarRecord:
         """
         place = max(0, start - self._num_prompt)
         if place > len(self._answer):
-            raise InvalidWindow(f"a window starts at position {start}, but the grammar has not come so far")
+            raise InvalidWindow(
+                f"a window starts at position {start}, beyond the end of the grammar's record"
+            )
         del self._answer[place:]
         del self._states[place + 1 :]
         self._answer.extend(tokens[max(0, self._num_prompt - start) :])
@@ -197,7 +199,7 @@ class Grammars:
     def _read(self) -> TokenTree:
         message = self._message
         if message is None:
-            raise ProtocolError("a session has a grammar, but no vocabulary came before it")
+            raise ProtocolError("a session has a grammar, but no vocabulary was sent before it")
         if self._tree is None or message is not self._vocabulary:
             if self._tree is None or message != self._vocabulary:
                 self._tree = TokenTree.of(TokenTexts.from_wire(message, self._n_vocab))

@@ -115,20 +115,22 @@ class TokenTexts:
         """
         if len(message.lengths) != n_vocab:
             raise ProtocolError(
-                f"a vocabulary of {len(message.lengths)} tokens, where the model has {n_vocab}"
+                f"the vocabulary has {len(message.lengths)} tokens, but the model has {n_vocab}"
             )
         num_bytes = sum(message.lengths)
         if num_bytes > _MAX_TEXT_BYTES:
-            raise ProtocolError(f"a vocabulary of {num_bytes} bytes: at most {_MAX_TEXT_BYTES} are read")
+            raise ProtocolError(
+                f"the vocabulary has {num_bytes} bytes: at most {_MAX_TEXT_BYTES} are accepted"
+            )
         unpacker = zlib.decompressobj()
         try:
             texts = unpacker.decompress(message.texts, num_bytes + 1)
         except zlib.error as error:
-            raise ProtocolError(f"a vocabulary that cannot be unpacked: {error}") from None
+            raise ProtocolError(f"the vocabulary cannot be decompressed: {error}") from None
         if len(texts) != num_bytes:
-            raise ProtocolError(f"a vocabulary of other than the {num_bytes} bytes that it names")
+            raise ProtocolError(f"the vocabulary's texts do not have the {num_bytes} bytes of its lengths")
         if any(token >= n_vocab for token in message.end_tokens):
-            raise ProtocolError(f"a vocabulary that ends with a token beyond its {n_vocab}")
+            raise ProtocolError(f"the vocabulary names an end token beyond its {n_vocab} tokens")
         bounds = pairwise(accumulate(message.lengths, initial=0))
         return cls(tuple(texts[start:stop] for start, stop in bounds), frozenset(message.end_tokens))
 

@@ -55,7 +55,11 @@ class CpuLatencyRequest:
             if descriptor is not None:
                 os.close(descriptor)
             self._is_possible = False
-            remedy = f"let this user write {self._device}" if isinstance(error, PermissionError) else None
+            remedy = (
+                f"give this user write access to {self._device}"
+                if isinstance(error, PermissionError)
+                else None
+            )
             log.info("processors_may_sleep", reason=error.strerror, remedy=remedy)
         else:
             self._descriptor = descriptor

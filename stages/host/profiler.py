@@ -47,8 +47,8 @@ def profile_stage(request: ProfileRequest) -> StageTiming:
     free_bytes = free_memory_bytes()
     if needed_bytes > free_bytes:
         raise ModelDoesNotFit(
-            f"timing a stage takes up to {format_size(needed_bytes)} for a moment, free are "
-            f"{format_size(free_bytes)}; end what else runs here"
+            f"timing a stage needs up to {format_size(needed_bytes)} of memory, {format_size(free_bytes)} "
+            "are free; stop other programs on this host"
         )
     with tempfile.TemporaryDirectory(prefix="mesh-rehearsal-") as folder:
         path = Path(folder) / "blank.gguf"

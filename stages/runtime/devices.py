@@ -194,8 +194,8 @@ class GpuPlacing:
         if missing:
             known = ", ".join(by_name) or "none"
             raise ClusterError(
-                f"layers were to go to {missing[0]}, which llama.cpp does not find here; it finds {known}: "
-                "is the device still there, and this process allowed to use it?"
+                f"layers are assigned to {missing[0]}, which llama.cpp does not find on this host; it finds "
+                f"{known}: check that the device exists and that this process may use it"
             )
         return cls(tuple(by_name[name] for name, _ in wanted), tuple(count for _, count in wanted))
 
@@ -287,7 +287,7 @@ def _time(ggml: Any, backend: int, graph: int, device: Device) -> float:
     status = ggml.ggml_backend_graph_compute(backend, graph)
     took_s = time.perf_counter() - start_s
     if status != 0:
-        raise ClusterError(f"the device {device.name} does not compute: llama.cpp says {status}")
+        raise ClusterError(f"the device {device.name} fails to compute: llama.cpp returns status {status}")
     return took_s
 
 

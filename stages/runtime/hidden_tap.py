@@ -189,7 +189,7 @@ def make_stop_tap(layer: int | None, boundary: GraphBoundary, max_rows: int) -> 
         return StopTap(layer, boundary, max_rows)
     except (ImportError, OSError, AttributeError) as error:
         log.warning(
-            "slow_tap", reason=str(error), remedy="install spanmesh with pip where a C compiler is found"
+            "slow_tap", reason=str(error), remedy="install spanmesh with pip on a host with a C compiler"
         )
         return LayerTap([] if layer is None else [layer], boundary, stop=True)
 

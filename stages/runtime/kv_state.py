@@ -140,7 +140,7 @@ class KvRows:
                     return cls._read(data, cell_bytes, has_values=has_values)
                 except (struct.error, ValueError):
                     continue
-        raise _unknown("what it saves of a sequence has another form")
+        raise _unknown("the saved state of a sequence has another format")
 
     @classmethod
     def _read(cls, data: NDArray[np.uint8], cell_bytes: int, *, has_values: bool) -> KvRows:
@@ -243,4 +243,4 @@ class _Reader:
 
 
 def _unknown(why: str) -> UncuttableModel:
-    return UncuttableModel(f"llama.cpp's KV cache cannot be taken apart by positions: {why}")
+    return UncuttableModel(f"llama.cpp's KV cache cannot be split by positions: {why}")

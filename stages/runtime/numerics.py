@@ -105,7 +105,8 @@ def prepare_process(numerics: Numerics) -> None:
     if numerics.exact:
         if _Process.is_tiled:
             raise ClusterError(
-                "exact mode asked for in a process that has run llama.cpp in fast mode: start a new process"
+                "exact mode was requested in a process that has run llama.cpp in fast mode: start a new "
+                "process"
             )
         if _Process.is_tiled is None:
             os.environ[_TILED_MM] = "0"

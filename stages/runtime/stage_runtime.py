@@ -278,7 +278,7 @@ class StageRuntime:
             self.check(span)
         num_rows = sum(len(span.tokens) for span in spans)
         if num_rows > self.max_rows or len({span.slot for span in spans}) != len(spans):
-            raise InvalidWindow(f"{num_rows} rows of {len(spans)} windows do not make one batch")
+            raise InvalidWindow(f"{num_rows} rows of {len(spans)} windows do not fit one batch")
         if not self.computes_runs:
             return self._decode_batch(spans)
         outputs: dict[int, NDArray[np.float32]] = {}
@@ -385,7 +385,7 @@ class StageRuntime:
         if not llama_cpp.llama_state_seq_set_data(self._context, pointer, saved.size, slot):
             self._forget(slot, 0)
             self._lengths[slot] = 0
-            raise StageFailed(f"llama.cpp does not take rows of another stage: {last_complaint()}")
+            raise StageFailed(f"llama.cpp rejects the KV rows of another stage: {last_complaint()}")
         self._lengths[slot] = whole.stop
 
     def close(self) -> None:
@@ -578,7 +578,7 @@ class StageRuntime:
         num_rows = sum(counts)
         if hidden is None or len(hidden) < num_rows:
             raise UncuttableModel(
-                f"llama.cpp's graph gives no {self._boundary.outlet} tensor of {num_rows} rows at layer "
+                f"llama.cpp's graph has no {self._boundary.outlet} tensor of {num_rows} rows at layer "
                 f"{self.info.layers.stop - 1}"
             )
         parts = _split(hidden, counts)

@@ -198,7 +198,7 @@ class StageActor:
         Open connections are kept.
         """
         if self._key is None:
-            raise ClusterError(f"stage {self._config.stage_index} got a certificate that it did not ask for")
+            raise ClusterError(f"stage {self._config.stage_index} got a certificate that it did not request")
         self._identity = self._key.identity(certificate_pem, authority_pem)
 
     async def start(self, bind_address: str) -> int:
@@ -282,7 +282,9 @@ class StageActor:
             ClusterError: If it is not serving.
         """
         if self._service is None:
-            raise ClusterError(f"the copy of {self._config.layers} was to follow before it was started")
+            raise ClusterError(
+                f"the replica of {self._config.layers} was asked to follow before it was started"
+            )
         await self._service.follow(address, host, mesh_id, mesh_key, term)
 
     async def stop(self) -> None:
@@ -333,8 +335,8 @@ class StageActor:
         smaller = "" if KV_TYPES[config.options.kv_type].is_quantised else ", use --kv-type q8_0"
         raise ModelDoesNotFit(
             f"stage {config.stage_index} ({config.layers}) does not fit on {config.host} now: it needs "
-            f"{format_size(needed_bytes)} ({config.memory}{beside}), free are {format_size(free_bytes)}; "
-            f"lower --ctx-size or --parallel{smaller}, end what else runs there, or join more hosts"
+            f"{format_size(needed_bytes)} ({config.memory}{beside}), {format_size(free_bytes)} are free; "
+            f"lower --ctx-size or --parallel{smaller}, stop other programs there, or join more hosts"
         )
 
     def _require_free_on_gpus(self, beside_bytes: Mapping[str, int]) -> None:
@@ -349,8 +351,8 @@ class StageActor:
                 raise ModelDoesNotFit(
                     f"stage {config.stage_index} ({config.layers}) does not fit on {config.host}'s "
                     f"{share.device} now: {share.num_layers} layers there need {format_size(needed_bytes)}, "
-                    f"free are {format_size(free[share.device])}; end what else uses it, lower --ctx-size or "
-                    "--parallel, or have fewer layers there with --gpu-layers"
+                    f"{format_size(free[share.device])} are free; stop other programs that use it, lower "
+                    "--ctx-size or --parallel, or put fewer layers there with --gpu-layers"
                 )
 
     def _on_fetched(self, done_bytes: int, total_bytes: int) -> None:

@@ -261,8 +261,8 @@ class KvSlots:
             self._tokens.copy(source, slot, len(cached))
         else:
             raise PrefixMismatch(
-                f"a session is to begin in slot {slot} with {len(cached)} tokens of slot {source}, which has "
-                f"the first {self._tokens.num_same(source, 0, cached)} of them: compute them anew"
+                f"a session begins in slot {slot} with {len(cached)} cached tokens of slot {source}, which "
+                f"has only the first {self._tokens.num_same(source, 0, cached)} of them: compute them again"
             )
 
     def num_same(self, span: Span) -> int:
@@ -364,10 +364,12 @@ class KvSlots:
         """
         slot, start = update.slot, update.start
         if slot >= self._runtime.num_slots or start > self._tokens.length(slot):
-            raise ProtocolError(f"rows from {start} on for slot {slot}, which does not reach so far")
+            raise ProtocolError(f"rows from position {start} on do not continue slot {slot}")
         sent_row_bytes, rest = divmod(len(update.sent), len(update.tokens) or 1)
         if rest or (update.sent and not update.tokens):
-            raise ProtocolError(f"{len(update.sent)} bytes sent on of {len(update.tokens)} tokens")
+            raise ProtocolError(
+                f"{len(update.sent)} bytes of sent hidden states do not fit {len(update.tokens)} tokens"
+            )
         try:
             if update.tokens:
                 self._runtime.put_kv_rows(slot, _rows_of(update))
@@ -395,6 +397,7 @@ def _rows_of(update: wire.SlotRows) -> KvRows:
     rows = KvRows.from_bytes(update.kv)
     if (rows.start, len(rows)) != (update.start, len(update.tokens)):
         raise ProtocolError(
-            f"{len(update.tokens)} tokens from {update.start} on with rows {rows.start} to {rows.stop}"
+            f"{len(update.tokens)} tokens from position {update.start} on do not fit KV rows {rows.start} to "
+            f"{rows.stop}"
         )
     return rows

@@ -137,9 +137,9 @@ class ReplicationSource:
     def refusal(self, request: wire.FollowRequest) -> ProtocolError | None:
         """The error for a replica that may not follow; None if it may."""
         if len(self._leaving) >= _MOST_FOLLOWERS:
-            return ProtocolError(f"{len(self._leaving)} copies follow this stage: no more may")
+            return ProtocolError(f"{len(self._leaving)} replicas follow this stage: no more are allowed")
         if len(request.held) > self._num_slots:
-            return ProtocolError(f"a copy tells of {len(request.held)} slots, {self._num_slots} exist")
+            return ProtocolError(f"a replica names {len(request.held)} slots, {self._num_slots} exist")
         return None
 
     async def updates(self, request: wire.FollowRequest) -> AsyncGenerator[wire.SlotRows, None]:

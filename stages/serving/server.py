@@ -86,7 +86,7 @@ class RingPlace:
         """
         return ProtocolError(
             f"{sender} is of term {term}, stage {self.stage_index} serves term {self.term}: another "
-            "`mesh serve` has taken the mesh over; end the older one"
+            "`mesh serve` has taken over the mesh; stop the older one"
         )
 
 
@@ -197,7 +197,9 @@ class StageService(rpc.StageServicer):
             ProtocolError: If a coordinator of a higher term took over meanwhile.
         """
         if term < self._place.term:
-            raise self._place.stale(f"the coordinator of the copy of stage {self._place.stage_index}", term)
+            raise self._place.stale(
+                f"the coordinator of the replica of stage {self._place.stage_index}", term
+            )
         self._serve(term)
         if self._replication_sink is not None and self._replication_sink.does_for(address, mesh_id):
             return
@@ -206,7 +208,7 @@ class StageService(rpc.StageServicer):
         if self._place is not place or self._replication_sink is not None:
             # A later call came in that time, and counts.
             return
-        hello = _hello(mesh_id, f"a copy of stage {self._place.stage_index}", term)
+        hello = _hello(mesh_id, f"a replica of stage {self._place.stage_index}", term)
         self._replication_sink = ReplicationSink(
             address,
             host,

@@ -154,7 +154,7 @@ def _outside(tensor: TensorInfo, source: SourceModel, held: LayerRange) -> Stage
     inner = math.prod(tensor.shape[:dimension]) * extent
     if inner % block_elements:
         raise UncuttableModel(
-            f"{source.header.path.name} cannot be cut: {tensor.name} has {inner} weights a layer, which "
+            f"{source.header.path.name} cannot be cut: {tensor.name} has {inner} weights per layer, which "
             f"share blocks of {block_elements} in {tensor.type.name}; quantise it to another type"
         )
     part_bytes = inner // block_elements * block_bytes

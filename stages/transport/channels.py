@@ -227,7 +227,7 @@ def _decoding(handler: Any) -> Any:
         return grpc.unary_stream_rpc_method_handler(
             handler.unary_stream, _decoder(handler.request_deserializer, None), handler.response_serializer
         )
-    error = ProtocolError("the peer sent bytes that are no message of this protocol")
+    error = ProtocolError("the peer sent bytes that are not a message of this protocol")
     return grpc.stream_stream_rpc_method_handler(
         handler.stream_stream, _decoder(handler.request_deserializer, error), handler.response_serializer
     )
@@ -313,5 +313,5 @@ class HandshakeMonitor:
             log.warning(
                 "handshake_without_call",
                 within_s=self._patience_s,
-                reason="no call came: it speaks plain text, has no certificate of this mesh, or hung up",
+                reason="no call arrived: the peer uses plain text, lacks a certificate of this mesh, or left",
             )

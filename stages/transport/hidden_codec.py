@@ -194,7 +194,7 @@ class EncodedHidden:
         if len(window.hidden) != expected_bytes:
             raise InvalidWindow(
                 f"{len(window.tokens)} rows need {expected_bytes} bytes of hidden states as {hidden_type}, "
-                f"{len(window.hidden)} came"
+                f"{len(window.hidden)} arrived"
             )
         return cls(window.hidden, hidden_type, n_embd)
 

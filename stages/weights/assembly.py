@@ -199,7 +199,7 @@ class SentPieces:
         while view:
             if not self._coming:
                 raise InvalidModel(
-                    "more bytes came than were asked for; install the same spanmesh everywhere"
+                    "more bytes arrived than requested; install the same spanmesh on every host"
                 )
             index = self._coming[-1]
             piece = self._assembly.recipe.pieces[index]

@@ -275,7 +275,7 @@ class _StageFetch:
                     await self._work.run(partial(sent.take, data))
                     self._report_progress(len(data))
                 if not sent.is_complete:
-                    raise InvalidModel("the head sent fewer bytes than were asked for; fetch them again")
+                    raise InvalidModel("the head sent fewer bytes than requested; fetch them again")
             except HostUnreachable as error:
                 num_fruitless = 0 if sent.num_bytes else num_fruitless + 1
                 if num_fruitless >= _MAX_FRUITLESS_ATTEMPTS:
@@ -293,7 +293,7 @@ class _StageFetch:
             fetched = await self._work.run(
                 partial(fetch_from_hub, self._assembly, self._source.hub, self._on_hub_bytes)
             )
-            self._note_wrong(fetched, "what the hub sends")
+            self._note_wrong(fetched, "the hub's file")
 
     def _on_hub_bytes(self, count: int) -> None:
         with self._counting:  # several threads come here
@@ -308,8 +308,8 @@ class _StageFetch:
             self._done_bytes -= piece.num_bytes
             if self._wrong[index] >= _MOST_WRONG:
                 raise InvalidModel(
-                    f"{piece.num_bytes} bytes of {piece.tensor!r} came {_MOST_WRONG} times with another hash "
-                    f"than they should have: {whose} is damaged; fetch the model again"
+                    f"{piece.num_bytes} bytes of {piece.tensor!r} arrived {_MOST_WRONG} times with a wrong "
+                    f"hash: {whose} is damaged; fetch the model again"
                 )
 
     def _report_progress(self, count: int) -> None:

@@ -91,8 +91,8 @@ def read_range(
             num_fruitless = 0 if done > before else num_fruitless + 1
             if num_fruitless >= _MOST_FRUITLESS:
                 raise HubUnavailable(
-                    f"{url}: {error.reason}, {num_fruitless} times in a row; look whether it can be reached "
-                    "from here, and try again later: what came so far stays"
+                    f"{url}: {error.reason}, {num_fruitless} times in a row; check that it can be reached "
+                    "from here, and try again later: the bytes received so far are kept"
                 ) from None
             pause_s = error.pause_s or _FIRST_PAUSE_S * 2**num_fruitless
             log.warning("hub_again", url=url, reason=error.reason, in_s=round(pause_s, 1))
@@ -113,7 +113,7 @@ def open_range(url: str, start: int, count: int) -> Iterator[Iterator[bytes]]:
 
 def _ask(url: str, start: int, count: int) -> http.client.HTTPResponse:
     if not url.startswith(("http://", "https://")):
-        raise HubUnavailable(f"{url} is no address of a hub: it must begin with https://")
+        raise HubUnavailable(f"{url} is not an address of a hub: it must begin with https://")
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{start + count - 1}"})  # noqa: S310
     token = _token()
     if token and url.startswith(f"{endpoint()}/"):
@@ -158,13 +158,13 @@ def refusal(what: str, status: int, retry_after: str | None = None) -> HubUnavai
     """
     if status in {401, 403}:
         return HubUnavailable(
-            f"the hub refuses {what} ({status}): it is private or gated, or not there; look for it, "
-            "accept its terms, and put a token that may read it into HF_TOKEN"
+            f"the hub refuses {what} ({status}): it is private or gated, or does not exist; check the name, "
+            "accept its terms, and set HF_TOKEN to a token that may read it"
         )
     if status == 404:
-        return HubUnavailable(f"the hub has no {what} (404): look for the name and the revision there")
+        return HubUnavailable(f"the hub has no {what} (404): check the name and the revision")
     if status in _TRANSIENT:
-        reason = "the hub asks to come later (429)" if status == 429 else f"the hub answers {status}"
+        reason = "the hub limits the request rate (429)" if status == 429 else f"the hub answers {status}"
         pause_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
         return TransientError(reason, pause_s)
     return HubUnavailable(f"the hub answers {status} for {what}; try again later")
@@ -288,7 +288,7 @@ class _Blocks:
     def _sleep(self, seconds: float) -> None:
         """Sleep, but no longer than the bound on pauses."""
         if self._is_over.wait(seconds):
-            raise ModelError("given up")
+            raise ModelError("the download was cancelled")
 
     def _length(self, index: int) -> int:
         return min(_BLOCK_BYTES, self._size_bytes - index * _BLOCK_BYTES)
@@ -307,6 +307,6 @@ def _check(file: int, size_bytes: int, sha256: str, partial: Path, on_hashed: Ca
         partial.unlink()
         note_path(partial).unlink(missing_ok=True)
         raise HubUnavailable(
-            f"{partial.name.removesuffix('.partial')} came with sha256 {digest.hexdigest()[:12]}, the hub "
-            f"says {sha256[:12]}: it was removed; pull it again"
+            f"{partial.name.removesuffix('.partial')} has sha256 {digest.hexdigest()[:12]}, but the hub "
+            f"names {sha256[:12]}: it was removed; pull it again"
         )

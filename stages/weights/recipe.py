@@ -189,8 +189,8 @@ class Recipe:
             return cls._from_json(json.loads(data))
         except (ValueError, KeyError, TypeError, IndexError, binascii.Error) as error:
             raise InvalidModel(
-                f"the recipe of stage {sha256[:12]} cannot be understood ({error}): install the same "
-                "spanmesh on all hosts"
+                f"the recipe of stage {sha256[:12]} cannot be parsed ({error}): install the same spanmesh on "
+                "every host"
             ) from None
 
     @classmethod

@@ -145,7 +145,7 @@ def _copy_trusted(
                 index for index in batch if _copy_piece(assembly, index, descriptor, places[index], on_bytes)
             ]
             if FileStamp.of(path) != stamp:
-                raise InvalidModel(f"{path} is not what it was when it was hashed")
+                raise InvalidModel(f"{path} has changed since it was hashed")
             for index in copied:
                 assembly.claim(index)
     except (ModelError, UnreadableError) as error:

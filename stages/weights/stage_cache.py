@@ -87,7 +87,7 @@ class VirtualStage:
                 min(count, piece.num_bytes - offset),
             )
             if not data:
-                raise InvalidModel(f"{self._files.paths[file]} has become shorter; fetch it again")
+                raise InvalidModel(f"{self._files.paths[file]} was truncated; fetch it again")
             return data
         following = self._starts[index + 1] if index + 1 < len(self._starts) else self.size_bytes
         return bytes(min(count, following - at))

@@ -50,7 +50,7 @@ def make_room(
         return 0
     if needed_bytes > limit_bytes:
         raise ModelError(
-            f"a stage of {format_size(needed_bytes)} is larger than the whole cache may be, "
+            f"a stage of {format_size(needed_bytes)} exceeds the size limit of the cache, "
             f"{format_size(limit_bytes)}: raise --cache-size",
             param="--cache-size",
         )

@@ -29,7 +29,7 @@ def embedding_again(applies: Callable[[GgufHeader], bool] = lambda _header: True
     return Rule(
         "embedding again",
         "layers take the token's embedding besides the hidden state: every stage gets token ids and "
-        "embedding, and hidden states enter behind a blank layer",
+        "embedding, and hidden states enter after a blank layer",
         blanks=blanks,
     )
 
@@ -61,8 +61,8 @@ def _shared_kv_blanks(header: GgufHeader, layers: LayerRange) -> Blanks:
 
 SHARED_KV: Final = Rule(
     "shared KV",
-    "the last layers have no KV cache of their own and look into those of the two before them; llama.cpp "
-    "wants two layers even where nobody shares",
+    "the last layers have no KV cache of their own and read those of the two before them; llama.cpp "
+    "requires two layers even if none shares a cache",
     derived=_shared_kv_derived,
     refused=_shared_kv_refused,
     blanks=_shared_kv_blanks,

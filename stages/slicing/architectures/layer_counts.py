@@ -64,7 +64,7 @@ def known_by_layers(numbers: tuple[int, ...], what: str) -> Rule:
     """
 
     def reason(number: int) -> str:
-        return f"llama.cpp {what} in a model of {number} layers, whatever its file says"
+        return f"llama.cpp {what} in a model of {number} layers, regardless of its metadata"
 
     def refused(header: GgufHeader) -> Mapping[int, str]:
         return every_cut(header, reason(_n_layers(header))) if _n_layers(header) in numbers else {}
@@ -124,8 +124,8 @@ def _deepseek2_lengths(header: GgufHeader) -> Mapping[int, str]:
 
 DEEPSEEK2_LITE: Final = Rule(
     "Lite by number of layers",
-    "llama.cpp knows the Lite models, without compressed queries, by their 26 or 27 layers, and one gating "
-    "function by 47 or 48; a stage is told both",
+    "llama.cpp recognises the Lite models, without compressed queries, by their 26 or 27 layers, and one "
+    "gating function by 47 or 48; a stage's metadata name both",
     derived=_deepseek2_derived,
     refused_lengths=_deepseek2_lengths,
 )
@@ -148,7 +148,8 @@ def _minicpm_quotient(root: float) -> float:
 
 MINICPM_RESIDUAL: Final = Rule(
     "residual scale by number of layers",
-    "without a residual scale in the file it is 1.4 over the root of the number of layers; a stage is told",
+    "without a residual scale in the file it is 1.4 over the root of the number of layers; a stage's "
+    "metadata name it",
     derived=_minicpm_scale,
 )
 

@@ -34,7 +34,7 @@ def leading_layers(header: GgufHeader, layers: LayerRange) -> Mapping[str, Value
 
 LEADING_LAYERS: Final = Rule(
     "leading layers",
-    "so many first layers are dense; a later stage is told how many of them are left to it",
+    "a number of first layers are dense; a later stage's metadata name how many of them it has",
     derived=leading_layers,
 )
 
@@ -72,7 +72,7 @@ def every_nth(step: Callable[[GgufHeader], int], what: str, *, needs_one: bool =
 
     return Rule(
         "every n-th layer",
-        f"{what} every n-th layer, which no metadata can say: cuts are multiples of n",
+        f"{what} every n-th layer, which no metadata describe: cuts are multiples of n",
         refused=refused,
         blanks=blanks,
     )
@@ -118,7 +118,7 @@ def _heads_everywhere(header: GgufHeader, layers: LayerRange) -> Mapping[str, Va
 HEADS_EVERYWHERE: Final = Rule(
     "heads of the first layer",
     "the size of a head is taken from the first layer, which may have no attention in a stage; layers "
-    "without KV heads are told by those",
+    "without attention are recognised by their KV heads",
     derived=_heads_everywhere,
 )
 

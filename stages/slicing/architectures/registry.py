@@ -332,7 +332,7 @@ _TABLE: Final = (
     *(
         Family(
             name,
-            (in_one_piece("nobody has certified its cuts: llama.cpp's tests leave it out"),),
+            (in_one_piece("its cuts are not certified: llama.cpp's tests do not include it"),),
             has_recurrent_state=True,
         )
         for name in ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")

@@ -99,9 +99,9 @@ class Entry:
         """What is unusual about it, for people."""
         inlet, streams = self.inlet(header), self.streams(header)
         unusual = (
-            (inlet is not None, f"enters at {inlet}", "hidden states take the place of this tensor"),
+            (inlet is not None, f"enters at {inlet}", "hidden states replace this tensor"),
             (self.outlet != DEFAULT_OUTLET, f"leaves at {self.outlet}", "this tensor is a layer's output"),
-            (streams > 1, f"{streams} streams", "so many rows as wide as the model make one row"),
+            (streams > 1, f"{streams} streams", "one row of hidden states has this many widths of the model"),
         )
         return tuple(Rule(name, reason) for is_unusual, name, reason in unusual if is_unusual)
 

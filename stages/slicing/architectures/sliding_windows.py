@@ -119,7 +119,7 @@ def windows(
     given = (
         f"counted from layer 0, with period {period} unless the file says so"
         if period
-        else "one flag a layer"
+        else "one flag per layer"
     )
     return Rule(
         "windows",

@@ -286,9 +286,9 @@ async def test_an_answer_ends_only_where_its_grammar_does() -> None:
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
-        ('root ::= "x"', "no token of this model can go on at position 5"),
-        ('root ::= "ab" "x"', "no token of this model can go on at position"),
-        ("root ::= a", "`a`, which is not there"),
+        ('root ::= "x"', "it allows no token of this model at position 5"),
+        ('root ::= "ab" "x"', "it allows no token of this model at position"),
+        ("root ::= a", "`a`, which is not defined"),
         ('root ::= ""? root', "left-recursive"),
     ],
 )

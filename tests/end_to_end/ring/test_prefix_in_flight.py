@@ -358,8 +358,8 @@ async def test_what_a_slot_does_not_hold_is_computed_anew(stale: int, num_more: 
         assert last.stats.num_replays == 1
         (event,) = [each for each in logs if each["event"] == "prefix_mismatch"]
         assert event["reason"] == (
-            f"stage {stale}: a session is to begin in slot {int(num_more == 70)} with 30 tokens of slot 0, "
-            "which has the first 20 of them: compute them anew"
+            f"stage {stale}: a session begins in slot {int(num_more == 70)} with 30 cached tokens of slot 0, "
+            "which has only the first 20 of them: compute them again"
         )
         assert coordinator.status()["prefix_mismatches"] == 1
         await idle(stages)

@@ -138,7 +138,7 @@ async def test_what_asks_for_nothing_changes_nothing(ring: RingApi, nothing: dic
         ),
         ({"json_schema": {"$ref": "#"}}, "json_schema", "left-recursive"),
         ({"json_schema": 5}, "json_schema", "must be a JSON Schema"),
-        ({"grammar": "root ::= x"}, "grammar", "`x`, which is not there"),
+        ({"grammar": "root ::= x"}, "grammar", "`x`, which is not defined"),
         ({"grammar": 'root ::= root "a"'}, "grammar", "left-recursive"),
         ({"grammar": 5}, "grammar", "string"),
         (

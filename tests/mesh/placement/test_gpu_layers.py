@@ -104,7 +104,7 @@ def test_llama_cpp_is_told_where_each_layer_goes() -> None:
 
 
 def test_a_device_that_is_gone_is_named() -> None:
-    with pytest.raises(ClusterError, match=r"layers were to go to CUDA7, which llama.cpp does not find here"):
+    with pytest.raises(ClusterError, match=r"layers are assigned to CUDA7, which llama.cpp does not find"):
         GpuPlacing.find([("CUDA7", 3)])
 
 

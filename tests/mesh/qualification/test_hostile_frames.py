@@ -99,7 +99,7 @@ async def test_a_copy_tells_of_no_more_slots_than_there_are_and_few_copies_follo
         many = wire.FollowRequest(hello=hello(), held=[wire.HeldSlot(num_positions=2**32 - 1)] * 10_000)
         code, details = await end_of(follow(many, metadata=key))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert details == f"a copy tells of 10000 slots, {OPTIONS.num_slots} exist"
+        assert details == f"a replica names 10000 slots, {OPTIONS.num_slots} exist"
         calls = [follow(wire.FollowRequest(hello=hello()), metadata=key) for _ in range(9)]
         done, waiting = await asyncio.wait([asyncio.create_task(end_of(call)) for call in calls], timeout=2)
         assert len(done) == 1

@@ -69,7 +69,7 @@ def test_what_a_grammar_says(grammar: str, fits: list[str], does_not_fit: list[s
     [
         ("", "no rule `root`"),
         ('start ::= "a"', "no rule `root`"),
-        ("root ::= a", "refers to `a`, which is not there"),
+        ("root ::= a", "refers to `a`, which is not defined"),
         ('root := "a"', "line 1: `::=` must follow"),
         ('root ::= "a', "a literal does not end"),
         ("root ::= [a", "a character class does not end"),

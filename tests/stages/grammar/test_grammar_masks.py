@@ -170,11 +170,11 @@ def test_a_vocabulary_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ProtocolError, match="no vocabulary"):
         grammars.masks('root ::= "a"')
     for change, reason in (
-        ({"lengths": [1, 2]}, "2 tokens, where the model has 3"),
-        ({"lengths": [1, 2, 1]}, "other than the 4 bytes"),
-        ({"lengths": [1, 1, 0]}, "other than the 2 bytes"),
+        ({"lengths": [1, 2]}, "2 tokens, but the model has 3"),
+        ({"lengths": [1, 2, 1]}, "do not have the 4 bytes"),
+        ({"lengths": [1, 1, 0]}, "do not have the 2 bytes"),
         ({"lengths": [2**32 - 1] * 3}, "at most"),
-        ({"texts": b"junk"}, "cannot be unpacked"),
+        ({"texts": b"junk"}, "cannot be decompressed"),
         ({"end_tokens": [3]}, "beyond its 3"),
     ):
         message = wire.Vocabulary()

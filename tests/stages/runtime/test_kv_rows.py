@@ -79,16 +79,16 @@ def test_ranges_put_together_are_what_was_saved(
 @given(data=st.data())
 def test_what_is_no_rows_is_refused(data: st.DataObject) -> None:
     saved = HEAD + saved_cache(range(4))
-    with pytest.raises(UncuttableModel, match="cannot be taken apart by positions"):
+    with pytest.raises(UncuttableModel, match="cannot be split by positions"):
         KvRows.from_bytes(saved[: data.draw(st.integers(0, len(saved) - 1))])
-    with pytest.raises(UncuttableModel, match="cannot be taken apart by positions"):
+    with pytest.raises(UncuttableModel, match="cannot be split by positions"):
         KvRows.from_bytes(saved + data.draw(st.binary(min_size=1, max_size=40)))
 
 
 def test_positions_out_of_order_are_refused() -> None:
     one, two = HEAD + saved_cache(range(4)), HEAD + saved_cache(range(1, 5))
     for saved in (one + two[len(HEAD) :], one.replace(struct.pack("<iI", 2, 1), struct.pack("<iI", 7, 1), 1)):
-        with pytest.raises(UncuttableModel, match="cannot be taken apart by positions"):
+        with pytest.raises(UncuttableModel, match="cannot be split by positions"):
             KvRows.from_bytes(saved)
     rows = KvRows.from_bytes(one)
     with pytest.raises(UncuttableModel, match="positions from 1 do not follow those before 4"):
@@ -148,7 +148,7 @@ def test_rows_that_do_not_belong_are_refused(tmp_path: Path) -> None:
         assert runtime.kv_rows(0).to_bytes() == saved.cut(0, 30).to_bytes()
         with closing(StageRuntime(other, options)) as unlike:
             unlike.decode([Span(0, 0, TEXT[:9])])
-            with pytest.raises(StageFailed, match="does not take rows of another stage"):
+            with pytest.raises(StageFailed, match="rejects the KV rows of another stage"):
                 unlike.put_kv_rows(0, saved)
             assert unlike.length(0) == 0
             unlike.decode([Span(0, 0, TEXT[:9])])
@@ -165,7 +165,7 @@ def test_what_has_no_rows_is_refused(name: str, tmp_path: Path) -> None:
     """States, and windows that have begun to slide."""
     with closing(StageRuntime(stage_of(name, tmp_path), RuntimeOptions(ctx_size=128, exact=True))) as runtime:
         runtime.decode([Span(0, 0, TEXT[:NUM_ROWS])])
-        with pytest.raises(UncuttableModel, match="what it saves of a sequence has another form"):
+        with pytest.raises(UncuttableModel, match="the saved state of a sequence has another format"):
             runtime.kv_rows(0)
 
 

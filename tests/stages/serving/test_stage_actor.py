@@ -100,7 +100,7 @@ async def test_stages_serve_and_link_with_keys_that_they_made_themselves(
 
 async def test_the_latest_certificate_counts_from_the_next_connection(configs: list[StageConfig]) -> None:
     actor = StageActor(configs[0])
-    with pytest.raises(ClusterError, match="a certificate that it did not ask for"):
+    with pytest.raises(ClusterError, match="a certificate that it did not request"):
         await actor.take_certificate(b"", b"")
     other = Authority(make_certificate(dt.datetime.now(dt.UTC)))
     try:

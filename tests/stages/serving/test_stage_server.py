@@ -144,7 +144,7 @@ async def test_hidden_states_of_the_wrong_size_are_refused(stages: list[RunningS
     async with Peer(stages[1:]) as peer:
         await peer.open(1, 0)
         await peer.window(session=1, tokens=[5, 6], hidden=b"\0" * 100, verify_rows=1)
-        assert "2 rows need 4608 bytes of hidden states as f32, 100 came" in (await peer.failure()).message
+        assert "2 rows need 4608 bytes of hidden states as f32, 100 arrived" in (await peer.failure()).message
         await peer.window(session=1, tokens=[5, 6], hidden=b"\0" * 4608, verify_rows=1)
         assert len((await peer.verdict()).tokens) == 1
 

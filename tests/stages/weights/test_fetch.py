@@ -266,7 +266,7 @@ async def test_a_piece_that_never_comes_right_is_named(
     async with head(tmp_path) as side:
         recipe = side.cache.describe(model, LAYERS)
         harm_sent_bytes(side, monkeypatch, recipe.pieces[9].at, num_times=99)
-        with pytest.raises(InvalidModel, match=r"came 3 times .* the head's copy of the model is damaged"):
+        with pytest.raises(InvalidModel, match=r"arrived 3 times .* the head's copy of the model is damaged"):
             await fetch_stage(store, recipe.sha256, side.source)
     assert store.find(recipe.sha256) is None
 

@@ -113,7 +113,7 @@ def test_a_recipe_that_makes_no_sense(said: object) -> None:
     import hashlib  # noqa: PLC0415
 
     text = json.dumps(said).encode()
-    with pytest.raises(InvalidModel, match="cannot be understood"):
+    with pytest.raises(InvalidModel, match="cannot be parsed"):
         Recipe.from_bytes(text, hashlib.sha256(text).hexdigest())
 
 
@@ -160,7 +160,7 @@ def test_hashes_are_found_out_once(model: Path, tmp_path: Path) -> None:
 
 
 def test_more_bytes_than_were_asked_for(described: tuple[Recipe, VirtualStage, bytes]) -> None:
-    with pytest.raises(InvalidModel, match="more bytes came than were asked for"):
+    with pytest.raises(InvalidModel, match="more bytes arrived than requested"):
         SentPieces(None, []).take(b"x")  # type: ignore[arg-type]
 
 

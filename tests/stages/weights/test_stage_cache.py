@@ -163,7 +163,7 @@ def test_a_refused_family_leaves_no_stage(
     monkeypatch.delitem(registry.FAMILIES, "granite")
     source = TinyModel("granite").write(tmp_path / "model.gguf")
     for _ in range(2):
-        with pytest.raises(UncuttableModel, match="no rules for 'granite'"):
+        with pytest.raises(UncuttableModel, match="no certified rules for 'granite'"):
             cache.cut(source, LAYERS)
     assert not (tmp_path / "cache" / "stages").exists()
 
