@@ -117,7 +117,7 @@ def host_checks(where: str, report: Mapping[str, Any], *, has_gpu_hardware: bool
         "memory",
         report["free_memory_bytes"],
         _LITTLE_MEMORY_BYTES,
-        "end what else runs there, or serve with --head-only if it is the head",
+        "end other processes there, or serve with --head-only if it is the head",
     )
     yield _room(
         where,
@@ -127,13 +127,13 @@ def host_checks(where: str, report: Mapping[str, Any], *, has_gpu_hardware: bool
         "remove stage files there that are not needed, or set XDG_CACHE_HOME to a larger disk",
     )
     if report["can_stay_awake"]:
-        yield ok(where, "processors", "can be kept awake while requests run")
+        yield ok(where, "processors", "can be kept out of idle states while requests run")
     else:
         yield warn(
             where,
             "processors",
-            "may fall asleep between two tokens",
-            "let the user write /dev/cpu_dma_latency, by a udev rule or as root",
+            "may enter idle states between two tokens",
+            "allow the user to write /dev/cpu_dma_latency, by a udev rule or as root",
         )
     yield from _files(where, report["files"])
 
@@ -143,12 +143,13 @@ def agreement_checks(where: str, versions: Mapping[str, str], head: Mapping[str,
     for name, fix in _MUST_AGREE.items():
         here, there = _shortened(name, versions[name]), _shortened(name, head[name])
         if here != there:
-            yield fail(where, name, f"{here} here, {there} on the head", fix)
+            yield fail(where, name, f"{here} on this host, {there} on the head", fix)
     if versions["llama_cpp"] != head["llama_cpp"]:
         yield warn(
             where,
             "llama.cpp",
-            f"{versions['llama_cpp']} here, {head['llama_cpp']} on the head: texts may differ in near-ties",
+            f"{versions['llama_cpp']} on this host, {head['llama_cpp']} on the head: texts may "
+            f"differ in near-ties",
             "install the same llama-cpp-python on both",
         )
 
@@ -161,9 +162,7 @@ def _shortened(name: str, version: str) -> str:
 def _devices(where: str, report: Mapping[str, Any], *, has_gpu_hardware: bool) -> Check:
     shown = ", ".join(f"{each['name']} ({each['description'].strip()})" for each in report["devices"])
     if not report["devices"]:
-        return fail(
-            where, "device", "llama.cpp finds nothing to compute on", "install llama-cpp-python again"
-        )
+        return fail(where, "device", "llama.cpp finds no device", "install llama-cpp-python again")
     if has_gpu_hardware and not report["can_offload"]:
         return warn(
             where,
@@ -184,13 +183,11 @@ def _files(where: str, files: Mapping[str, bool | None]) -> Iterator[Check]:
     for sha256, is_whole in files.items():
         name = f"stage file {sha256[:12]}"
         if is_whole is None:
-            yield warn(
-                where, name, "is gone from the disk", "nothing now: it is fetched again when it is needed"
-            )
+            yield warn(where, name, "is missing from the disk", "nothing: it is fetched again when needed")
         elif not is_whole:
-            yield fail(where, name, "is not what its hash says", "remove it, and look after that disk")
+            yield fail(where, name, "does not match its hash", "remove it, and check that disk")
         else:
-            yield ok(where, name, "is what its hash says")
+            yield ok(where, name, "matches its hash")
 
 
 _MB: Final = 10**6
@@ -216,15 +213,15 @@ def mesh_checks(
         yield fail(
             "mesh",
             "takeover",
-            f"what a next head would have to know is not written: {reason}",
-            "make room on the head's disk, where `mesh serve --state` is",
+            f"the state for a restart of the head is not written: {reason}",
+            "free space on the head's disk, at `mesh serve --state`",
         )
     for failure in (status.get("failures") or ())[-3:]:
         yield warn(
             failure["host"],
             "failure",
             f"layers {failure['layers']}: {failure['reason']}",
-            "look into that host's log of that time",
+            "read that host's log of that time",
         )
     head = links["head"]
     reports = {each["host"]: each["look"] for each in hosts if each["look"] is not None}
@@ -249,15 +246,13 @@ def _state_of(model: str, status: Mapping[str, Any]) -> Check:
         return fail(
             "mesh", "serving", f"{model} is not served: {status['lost']}", "join a host that can hold it"
         )
-    return warn("mesh", "serving", f"{model}: {status['phase']}", "wait, or join the hosts that it waits for")
+    return warn("mesh", "serving", f"{model}: {status['phase']}", "wait, or join the missing hosts")
 
 
 def _host(found: Mapping[str, Any], reference: Mapping[str, str] | None) -> Iterator[Check]:
     where, report = found["host"], found["look"]
     if report is None:
-        yield fail(
-            where, "examination", found["failure"], "look into that host's log; does it answer at all?"
-        )
+        yield fail(where, "examination", found["failure"], "check that the host answers, and read its log")
         return
     yield from host_checks(where, report)
     if reference is not None:
@@ -265,7 +260,7 @@ def _host(found: Mapping[str, Any], reference: Mapping[str, str] | None) -> Iter
     ahead_ms, within_ms = found["clock_ahead_ms"], found["clock_within_ms"]
     detail = f"{ahead_ms:+.0f} ms from the head's, within {within_ms:.0f} ms"
     off_ms = abs(ahead_ms) - within_ms
-    fix = "set the clock, and let NTP keep it: timedatectl set-ntp true"
+    fix = "set the clock and enable NTP: timedatectl set-ntp true"
     if off_ms > _CLOCK_FAIL_MS:
         yield fail(where, "clock", detail, fix)
     elif off_ms > _CLOCK_WARN_MS:
@@ -281,7 +276,7 @@ def _link(link: Mapping[str, Any]) -> Check:
             where,
             "link",
             link["failure"],
-            f"let TCP through the firewall on any port from {link['from']} to {link['to']}, and check that "
+            f"allow TCP on any port through the firewall from {link['from']} to {link['to']}, and check that "
             f"{link['to']} joined with an address (--advertise) that {link['from']} reaches",
         )
     rate = link["bytes_per_s"]
@@ -298,7 +293,7 @@ def _order(links: Mapping[str, Any]) -> Iterator[Check]:
             "mesh",
             "order of stages",
             f"a token's round takes {found['order_ms']:.1f} ms, {found['best_ms']:.1f} ms by {way}",
-            "start `mesh serve` again: it orders stages by their links",
+            "restart `mesh serve`: it orders stages by their links",
         )
     for wire in links["wires"]:
         if wire["proposed"] != "f32":
@@ -362,10 +357,10 @@ def token_checks(name: str, text: str) -> Iterator[Check]:
             name,
             "join token",
             error.message,
-            "have the head print a new one, let TCP through to it, and check that both clocks are right",
+            "use a new token of the head, allow TCP to it through the firewall, and check both clocks",
         )
     else:
-        yield ok(name, "join token", f"the head answers at {head.address} and proves to be the token's")
+        yield ok(name, "join token", f"the head answers at {head.address} with the token's certificate")
 
 
 def _packages(name: str) -> Check:
@@ -383,10 +378,10 @@ def _packages(name: str) -> Check:
             missing.append(f"{wanted.name} is not installed")
             continue
         if found not in wanted.specifier:
-            missing.append(f"{wanted.name} {found}, needed is {wanted.specifier}")
+            missing.append(f"{wanted.name} {found}, required is {wanted.specifier}")
     if missing:
         return fail(name, "packages", "; ".join(missing), "install them: make environment")
-    return ok(name, "packages", "all that are needed are here")
+    return ok(name, "packages", "all required are installed")
 
 
 def _self_report() -> dict[str, Any] | str:
@@ -403,7 +398,7 @@ def _self_report() -> dict[str, Any] | str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+        lines = done.stderr.strip().splitlines() or [f"it exited with code {done.returncode}"]
         return f"it cannot be used: {lines[-1]}"
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -412,12 +407,12 @@ def _self_report() -> dict[str, Any] | str:
 def _api_port(name: str, port: int, url: str | None) -> Check:
     what = f"port {port}"
     if url is not None and _is_here(url, port):
-        return ok(name, what, f"is that of the mesh at {url}")
+        return ok(name, what, f"is in use by the mesh at {url}")
     try:
         check_port_free(LOOPBACK, port, "--port")
     except MeshError as error:
         return warn(
-            name, what, error.message, "if that is a mesh of yours, look at it with --url; else end it"
+            name, what, error.message, "if that is your mesh, check it with --url; otherwise end that process"
         )
     return ok(name, what, "is free for the API")
 
@@ -430,20 +425,20 @@ def _is_here(url: str, port: int) -> bool:
 
 def _address(name: str, advertise: str | None) -> Check:
     """Whether packets to this host's address for others come back here."""
-    fix = "name an address of this host that the others reach, with --advertise"
+    fix = "give an address of this host that the others reach, with --advertise"
     try:
         address = advertised(advertise) if advertise else primary_address()
     except MeshError as error:
         return fail(name, "address", error.message, fix)
     if address == LOOPBACK:
-        return warn(name, "address", "no way leads out of this host, so that no other can join", fix)
+        return warn(name, "address", "this host has no route to a network, so no other can join", fix)
     try:
         port = free_port(address)
         with (
             socket.create_server((address, port), family=_family(address)),
             socket.create_connection((address, port), _CONNECT_TIMEOUT_S),
         ):
-            return ok(name, "address", f"{address} can be listened on and reached from here")
+            return ok(name, "address", f"{address} is usable and reachable from this host")
     except (OSError, MeshError) as error:
         reason = error.message if isinstance(error, MeshError) else error.strerror or str(error)
         return fail(name, "address", f"{address}: {reason}", fix)
@@ -462,7 +457,7 @@ def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        yield fail(name, what, f"{path} cannot be read: {error.strerror or error}", "look after its disk")
+        yield fail(name, what, f"{path} cannot be read: {error.strerror or error}", "check its disk")
         return
     except MeshError as error:
         yield fail(name, what, error.message, "fetch it again")

@@ -75,7 +75,7 @@ def choose(reference: HubReference, files: Sequence[RepoFile]) -> tuple[RepoFile
     if len(found) != 1:
         among = ", ".join(sorted({_label(name) for name in (found or models)}))
         trouble = f"{len(found)} models fit" if found else "no model fits"
-        raise HubUnavailable(f"{trouble} {reference}: say which after a colon; there are {among}")
+        raise HubUnavailable(f"{trouble} {reference}: choose one after a colon; there are {among}")
     return _parts(reference, found[0], models[found[0]])
 
 
@@ -161,7 +161,7 @@ def parse_reference(text: str) -> HubReference:
     """
     match = _REFERENCE.fullmatch(text)
     if match is None:
-        raise ModelError(f"{text!r} names no model at the hub; write it like hf:org/repo:Q4_K_M")
+        raise ModelError(f"{text!r} is not a model at the hub; write it like hf:org/repo:Q4_K_M")
     return HubReference(match["repo"], match["revision"] or "main", match["wanted"])
 
 
@@ -211,8 +211,8 @@ def read_repository(reference: HubReference, *, sleep: Callable[[float], None] =
         except TransientError as error:
             if num_tries == _MOST_TRIES:
                 raise HubUnavailable(
-                    f"{endpoint()} does not hand out {reference.repo}: {error.reason}, {num_tries} times; "
-                    "look whether it can be reached from here, and try again later"
+                    f"{endpoint()} does not deliver {reference.repo}: {error.reason}, {num_tries} times; "
+                    "check the connection, and try again later"
                 ) from None
             sleep(min(error.pause_s or _FIRST_PAUSE_S * 2**num_tries, _MOST_PAUSE_S))
     raise AssertionError("the last try returns or raises")
@@ -240,13 +240,13 @@ def _read(reference: HubReference) -> Repository:
         raise refusal(reference.repo, answer.status_code, answer.headers.get("Retry-After")) from None
     except OfflineModeIsEnabled:
         raise HubUnavailable(
-            f"{reference} is at the hub, and HF_HUB_OFFLINE forbids to ask there: unset it, or name a file"
+            f"{reference} is at the hub, and HF_HUB_OFFLINE forbids access: unset it, or name a file"
         ) from None
     except (httpx2.HTTPError, OSError) as error:
         raise TransientError(f"no answer ({error or type(error).__name__})") from None
     except HFValidationError:
         raise HubUnavailable(
-            f"{reference.repo!r} is no name that a hub gives to a repository: look for the name there"
+            f"{reference.repo!r} is not a valid repository name: check it at the hub"
         ) from None
     except (ValueError, KeyError, TypeError):
         raise _no_hub() from None
@@ -257,7 +257,7 @@ def _read(reference: HubReference) -> Repository:
 
 def _no_hub() -> HubUnavailable:
     return HubUnavailable(
-        f"{endpoint()} does not answer like a hub: look at HF_ENDPOINT, and whether a proxy or a login page "
+        f"{endpoint()} does not answer like a hub: check HF_ENDPOINT, and whether a proxy or a login page "
         "is in between"
     )
 
@@ -396,7 +396,9 @@ class HubLibrary:
         folder = self._root / repository.repo / repository.commit
         path = folder / file.name
         if not path.resolve().is_relative_to(folder.resolve()):
-            raise HubUnavailable(f"{repository.repo} has a file called {file.name!r}, which leads elsewhere")
+            raise HubUnavailable(
+                f"{repository.repo} has a file named {file.name!r}, which leads out of its folder"
+            )
         return path
 
     def _note(self, reference: HubReference, repository: Repository, files: tuple[RepoFile, ...]) -> None:

@@ -144,7 +144,7 @@ class Controller:
         self._probe_in = self._probe_every = _FIRST_PROBE
         self._rate: WindowPlanRate | None = None
         self._width = 0
-        self._reason = "nothing decided yet"
+        self._reason = "no decision yet"
 
     def wanted(self, context: ProposalContext) -> int:
         """Number of tokens to request from the proposer now; 0 for none."""

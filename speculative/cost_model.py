@@ -267,7 +267,7 @@ def best_rate(
     Args:
         timing: Times of the ring; without measurements the result is a moderate guess.
         acceptance: Acceptance probability of each proposed token, in [0, 1].
-        max_width: Most proposed tokens in a window.
+        max_width: Maximum of proposed tokens in a window.
         max_depth: Most windows in flight; 1 for one at a time.
         token_ms: Time to make a proposed token: a draft model makes them one after the other.
 

@@ -41,7 +41,7 @@ async def drain(request: Request) -> Response:
 
 @router.post("/mesh/evict", response_model=None, responses=answers(Anything), openapi_extra=_HOST)
 async def evict(request: Request) -> Response:
-    """Cut a host off at once, and replace the join token."""
+    """Disconnect a host at once and replace the join token."""
     host_admin = _host_admin(request)
     try:
         return json_response(dict(await host_admin.evict(_name(request))))
@@ -51,10 +51,10 @@ async def evict(request: Request) -> Response:
 
 def _host_admin(request: Request) -> HostAdmin:
     """Implementation of drain and evict. A key that opens the API from other machines does not open this."""
-    require_own_machine(request, "hosts are sent away")
+    require_own_machine(request, "hosts are removed")
     departures = backend_of(request).api.host_admin()
     if departures is None:
-        raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
+        raise ClusterError("the mesh is still starting: try again in some seconds", retry_after_s=2)
     return departures
 
 
@@ -149,7 +149,7 @@ async def load(request: Request) -> Response:
         if path is not None and not PurePath(path).is_absolute():
             raise InvalidRequest(f"{param} is {path!r}: give the whole path of the file", param=param)
     if body.stages is not None and body.split is not None:
-        raise InvalidRequest("split says how many stages there are: leave out stages", param="stages")
+        raise InvalidRequest("split gives the number of stages: leave out stages", param="stages")
     return json_response(dict(await model_admin.load(body)))
 
 
@@ -168,7 +168,7 @@ def _model_admin(request: Request) -> ModelAdmin:
     require_own_machine(request, "models are loaded and unloaded")
     model_admin = backends_of(request).first.api.model_admin()
     if model_admin is None:
-        raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
+        raise ClusterError("the mesh is still starting: try again in some seconds", retry_after_s=2)
     return model_admin
 
 
@@ -261,5 +261,5 @@ def _inspection(request: Request) -> HostInspection:
     require_own_machine(request, "hosts are inspected")
     inspection = backend_of(request).api.inspection()
     if inspection is None:
-        raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
+        raise ClusterError("the mesh is still starting: try again in some seconds", retry_after_s=2)
     return inspection

@@ -123,7 +123,7 @@ def parse_key_line(line: str) -> KeyRecord | None:
     if len(words) >= 2 and words[1].startswith(_DIGEST):
         return _hashed(words[0], words[1].removeprefix(_DIGEST), words[2:])
     if len(words) > 2:
-        raise MeshError("is neither `NAME sha256:HEX …` nor `NAME KEY` nor `KEY`")
+        raise MeshError("is not `NAME sha256:HEX …`, `NAME KEY` or `KEY`")
     digest, is_named = digest_of(words[-1]), len(words) == 2
     return KeyRecord(words[0] if is_named else own_name(digest), digest, is_plain=True, is_named=is_named)
 
@@ -144,12 +144,12 @@ def format_key_line(record: KeyRecord) -> str:
 
 def _hashed(name: str, digest: str, settings: list[str]) -> KeyRecord:
     if not _HEX.fullmatch(digest):
-        raise MeshError("has no 64 small hexadecimal digits after sha256:")
+        raise MeshError("needs 64 lower-case hexadecimal digits after sha256:")
     found: dict[str, str] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
         if key in found:
-            raise MeshError("says something twice")
+            raise MeshError("has a setting twice")
         found[key] = value
     record = KeyRecord(
         name=name,
@@ -160,7 +160,7 @@ def _hashed(name: str, digest: str, settings: list[str]) -> KeyRecord:
         expires_at=_moment(found.pop("expires", None)),
     )
     if found:
-        raise MeshError("says something that is no setting of a key")
+        raise MeshError("has an unknown setting")
     return record
 
 
@@ -168,7 +168,7 @@ def _limit(text: str | None) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 14 and 1 <= int(text) <= _MAX_LIMIT):
-        raise MeshError(f"has a limit that is no number from 1 to {_MAX_LIMIT}")
+        raise MeshError(f"has a limit that is not a number from 1 to {_MAX_LIMIT}")
     return int(text)
 
 
@@ -179,7 +179,7 @@ def _moment(text: str | None) -> dt.datetime | None:
         moment = dt.datetime.fromisoformat(text)
         return moment if moment.tzinfo is not None else moment.replace(tzinfo=dt.UTC)
     except ValueError:
-        raise MeshError("has an expiry that is no date such as 2027-01-31T00:00:00+00:00") from None
+        raise MeshError("has an expiry that is not a date such as 2027-01-31T00:00:00+00:00") from None
 
 
 _MAX_BYTES: Final = 4 * 2**20
@@ -270,9 +270,11 @@ def _called(path: Path, records: Sequence[KeyRecord], name: str) -> str:
         if not record.is_named and len(name) > _SHORTEST and own_name(record.digest, 64).startswith(name)
     ]
     if len(found) > 1:
-        raise MeshError(f"{name} may be each of {', '.join(found)} in {path}: give more of its digits")
+        raise MeshError(
+            f"{name} is ambiguous: it matches {', '.join(found)} in {path}: give more of its digits"
+        )
     if not found:
-        raise MeshError(f"{path} has no key {name}: `mesh keys list` shows those that there are")
+        raise MeshError(f"{path} has no key {name}: `mesh keys list` shows its keys")
     return found[0]
 
 
@@ -411,7 +413,7 @@ class ApiKeys:
             records = read_key_file(self._path)
         except MeshError as error:
             self._records = ()
-            log.error("api_keys_unreadable", reason=error.message, effect="nobody is let in")  # noqa: TRY400
+            log.error("api_keys_unreadable", reason=error.message, effect="every request is refused")  # noqa: TRY400
         else:
             log.info("api_keys_changed", names=[record.name for record in records])
             self._records, before = records, self._identities

@@ -90,9 +90,11 @@ class KeyGate:
             raise Unauthorized("this server needs an API key: send the header `Authorization: Bearer <key>`")
         record = keys.find(key.strip())
         if record is None:
-            raise Unauthorized("the API key is not one of this server's: ask whoever runs it for one")
+            raise Unauthorized("the API key is unknown to this server: ask its operator for one")
         if record.is_expired(self._now_s()):
-            raise Unauthorized(f"the API key {record.name} has expired: ask whoever runs it for another one")
+            raise Unauthorized(
+                f"the API key {record.name} has expired: ask the server's operator for a new one"
+            )
         return record
 
 
@@ -105,7 +107,7 @@ def require_own_machine(request: Request, what: str) -> None:
 
     Args:
         request: A request that passed the key gate.
-        what: Operation reserved to this machine, such as `hosts are sent away`.
+        what: Operation reserved to this machine, such as `hosts are removed`.
 
     Raises:
         Unauthorized: With a remedy.
@@ -134,7 +136,7 @@ def require_key_beyond_loopback(host: str, *, has_keys: bool, is_insecure: bool 
     if not has_keys and not is_insecure and not is_loopback(host):
         raise MeshError(
             f"--host {host} lets other machines use the model: give --api-key-file (`mesh keys add` makes"
-            " one), listen on 127.0.0.1, or let everybody in with --insecure"
+            " one), listen on 127.0.0.1, or allow access without a key with --insecure"
         )
 
 
@@ -142,18 +144,18 @@ def check_origins(origins: Sequence[str], *, has_keys: bool) -> None:
     """Check the origins of web pages that may use the API.
 
     Raises:
-        MeshError: If one is no origin, or all origins are allowed and no key is needed.
+        MeshError: If one is not an origin, or all origins are allowed and no key is needed.
     """
     for origin in origins:
         if origin == ANY_ORIGIN and not has_keys:
             raise MeshError(
-                "--cors-origin '*' lets every web page that is visited here use the model: name those that"
-                " may, or give --api-key-file",
+                "--cors-origin '*' lets every web page opened on this machine use the model: name the origins"
+                " that may, or give --api-key-file",
                 param="--cors-origin",
             )
         if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
             raise MeshError(
-                f"--cors-origin {origin!r} is no origin: write it as a browser does, in small letters and"
+                f"--cors-origin {origin!r} is not an origin: write it as a browser does, in lower case and"
                 " without a path, such as https://chat.example.org",
                 param="--cors-origin",
             )

@@ -90,8 +90,8 @@ class LinkRuns:
         """
         if self._is_running:
             raise Overloaded(
-                "the links are being measured for another client, and two at once would measure each other:"
-                f" try again in {_RETRY_AFTER_S} s",
+                "another client is measuring the links, and two measurements at once would disturb each"
+                f" other: try again in {_RETRY_AFTER_S} s",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._is_running = True
@@ -149,7 +149,7 @@ class Backend:
         created: When the model was loaded, Unix seconds.
         status: Body of `/mesh/status`, JSON-serialisable.
         ready: Whether requests can be answered; until then they get 503.
-        is_whole: Whether requests are answered at once. While a lost stage is replaced they wait, and may
+        is_whole: whether requests are answered at once. While a lost stage is replaced they wait, and may
             still be refused.
         refusal: Error for all requests, if it is known that they cannot be answered for now.
         num_slots: Number of concurrent answers. None if it is not known: API keys without a concurrency

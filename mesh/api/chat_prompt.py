@@ -129,7 +129,7 @@ def ending_of(
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         raise InvalidRequest(
-            "continue_final_message is true, but the last message is no text of the assistant's: put one"
+            "continue_final_message is true, but the last message is not a text of the assistant: put one"
             " there, or leave the field out",
             param="continue_final_message",
         )

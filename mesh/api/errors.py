@@ -31,7 +31,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 # Too many requests, or no stage to answer: both are temporary.
 _WORTH_A_RETRY: Final = frozenset({429, 503})
 _RETRY_AFTER_S: Final = 5
-_UNEXPECTED: Final = "something went wrong inside the server; its log has the reason under this request's id"
+_UNEXPECTED: Final = "internal error: the server's log has the reason under this request's id"
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
@@ -67,7 +67,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
             "not_found",
             f"{what} does not exist here: did you mean /v1/chat/completions or /v1/models?",
         ),
-        405: ("method_not_allowed", f"{what}: this path takes another method"),
+        405: ("method_not_allowed", f"{what}: this path needs another method"),
     }.get(http.status_code, ("invalid_request_error", f"{what}: {HTTPStatus(http.status_code).phrase}"))
     body = _error_object(message, "invalid_request_error", code, None)
     return json_response(body, http.status_code, http.headers)

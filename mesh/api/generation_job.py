@@ -66,7 +66,7 @@ def _repetition(body: GenerationBody) -> tuple[float, int]:
     theirs, llamas = body.repetition_penalty, body.repeat_penalty
     if theirs is not None and llamas is not None and theirs != llamas:
         raise InvalidRequest(
-            f"repeat_penalty is {llamas:g} and repetition_penalty {theirs:g}: they are one setting,"
+            f"repeat_penalty is {llamas:g} and repetition_penalty {theirs:g}: they are the same setting,"
             " send one of them",
             param="repeat_penalty",
         )
@@ -221,7 +221,7 @@ def _held_to(body: GenerationBody, chat: ChatPrompt | None) -> tuple[str | None,
     alternative = schema_of(body)
     if alternative is None:
         raise InvalidRequest(
-            "grammar does not go with tools: a call would not match it, leave one of them out",
+            "grammar and tools exclude each other, since a call would not match the grammar: leave one out",
             param="grammar",
         )
     return chat.call_grammar(None if chat.tools.is_forced else alternative), chat.output_format
@@ -235,7 +235,7 @@ def several(jobs: Sequence[GenerationJob], num_choices: int) -> list[GenerationJ
     """
     if len(jobs) * num_choices > MAX_ANSWERS:
         raise InvalidRequest(
-            f"n is {num_choices} for {len(jobs)} prompts: at most {MAX_ANSWERS} answers to one request work",
+            f"n is {num_choices} for {len(jobs)} prompts: a request can have at most {MAX_ANSWERS} answers",
             param="n",
         )
     return [_further(job, number) if number else job for job in jobs for number in range(num_choices)]

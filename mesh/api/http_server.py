@@ -195,7 +195,7 @@ class _Refusal:
         log.info("connection_refused", most=self._max_connections)
         response = error_response(
             ClusterError(
-                f"{self._max_connections} connections are open, which is all there may be: close some, or try"
+                f"{self._max_connections} connections are open, which is the limit: close some, or try"
                 f" again in {_RETRY_AFTER_S} s",
                 retry_after_s=_RETRY_AFTER_S,
             )

@@ -35,8 +35,8 @@ class LoadRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
-    model: _Path = Field(description="A GGUF file on the head's host, by its whole path.")
-    name: str | None = Field(None, max_length=128, description="What clients are to call it.")
+    model: _Path = Field(description="A GGUF file on the head's host, as an absolute path.")
+    name: str | None = Field(None, max_length=128, description="Name of the model in the API.")
     ctx_size: int | None = Field(None, ge=16, le=2**31)
     parallel: int = Field(session_defaults.NUM_SLOTS, ge=1, le=64)
     kv_type: _KvType = session_defaults.KV_TYPE

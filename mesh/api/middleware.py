@@ -49,7 +49,7 @@ def is_own_origin(origin: str, host_header: str) -> bool:
 
 _HARMLESS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _STRANGE_PAGE: Final = Unauthorized(
-    "web pages may not use this server: name their origin with --cors-origin, or let it ask for API keys"
+    "web pages cannot use this server: name their origin with --cors-origin, or give the server API keys"
 )
 _READABLE: Final = (
     "Retry-After",
@@ -145,7 +145,7 @@ class LocalHosts:
             return
         log.warning("host_header_refused", host=named[0][:_SHOWN_CHARS])
         error = MisdirectedRequest(
-            "this server answers to localhost only, since it asks for no API key: call it by http://127.0.0.1,"
+            "this server answers to localhost only, since it has no API keys: use http://127.0.0.1,"
             " or give it keys with --api-key-file"
         )
         await error_response(error)(scope, receive, send)

@@ -181,14 +181,14 @@ _REF: Final = "#/components/schemas/{model}"
 _ANYWHERE: Final = {
     400: "The request is malformed.",
     401: "An API key is needed, or another one.",
-    421: "The Host header names another machine, and no API key is asked for.",
-    429: "The API key has used up its share, or the waiting line is full.",
-    503: "The model is not there yet or any more, or too many connections are open.",
+    421: "The Host header names another machine, and the server has no API keys.",
+    429: "The API key has reached a limit, or the request queue is full.",
+    503: "The model is loading or unloaded, or too many connections are open.",
 }
 _ELSEWHERE: Final = {
     404: "The model is not served here.",
     413: "The body is too large.",
-    501: "This is not done here.",
+    501: "Not supported.",
 }
 _RETRY: Final = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
 _WITH_RETRY: Final = frozenset({429, 503})

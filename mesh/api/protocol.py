@@ -86,7 +86,7 @@ def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         )
     pairs = tuple((_token(key), _bias(key, bias)) for key, bias in value.items())
     if len({token for token, _ in pairs}) < len(pairs):
-        raise PydanticCustomError("logit_bias", "names a token twice: name each once")
+        raise PydanticCustomError("logit_bias", "has a token twice: give each once")
     return pairs
 
 
@@ -228,7 +228,9 @@ def parse_stop(value: Any) -> tuple[str, ...]:
             "stop", "holds {count} strings: at most {most} work", {"count": len(stops), "most": MAX_STOPS}
         )
     if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise PydanticCustomError("stop", "needs strings of 1 to {most} characters", {"most": MAX_STOP_CHARS})
+        raise PydanticCustomError(
+            "stop", "must hold strings of 1 to {most} characters", {"most": MAX_STOP_CHARS}
+        )
     return tuple(stops)
 
 
@@ -264,11 +266,11 @@ def _part_text(part: Any, index: int) -> str:
         raise PydanticCustomError("content", "part {index} must be an object", {"index": index})
     if part.get("type") != "text":
         raise PydanticCustomError(
-            "content", "part {index} is not of type text: this server reads text only", {"index": index}
+            "content", "part {index} is not of type text: this server accepts text only", {"index": index}
         )
     text = part.get("text")
     if not isinstance(text, str):
-        raise PydanticCustomError("content", "part {index} lacks its text, a string", {"index": index})
+        raise PydanticCustomError("content", "part {index} has no text, a string", {"index": index})
     return text
 
 
@@ -543,5 +545,5 @@ class CompletionBody(GenerationBody):
             InvalidRequest: If the prompt is to be echoed: no logprobs are known of it.
         """
         if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo and logprobs do not go together: leave one out", param="echo")
+            raise InvalidRequest("echo and logprobs exclude each other: leave one out", param="echo")
         return self.logprobs

@@ -177,7 +177,7 @@ class TokenReservation:
             seconds = concurrency.retry_after_s()
             whose = f" (every slot of {model_id} but one)" if is_default and most > 1 else ""
             raise RateLimited(
-                f"the API key {self._name} may have {most} answers under way at once{whose} and has"
+                f"the API key {self._name} may have {most} concurrent answers{whose} and has"
                 f" {concurrency.num_taken}: try again in {seconds} s, or have it allowed more, by"
                 " `concurrent=N` in its line of the key file, which `mesh keys add --concurrent N` writes",
                 retry_after_s=seconds,

@@ -190,10 +190,10 @@ def _parse(data: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the body is not UTF-8: byte {error.start} is wrong") from None
+        raise InvalidRequest(f"the body is not UTF-8: byte {error.start} is invalid") from None
     except (ValueError, RecursionError):
         raise InvalidRequest(
-            "the body is not usable JSON: a number is too long or it nests too deep"
+            "the body is not usable JSON: a number is too long, or the nesting is too deep"
         ) from None
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
@@ -214,5 +214,5 @@ def as_invalid_request(error: ValidationError, within: str = "") -> InvalidReque
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else str(step)
     message = first["msg"]
     if first["type"] == "string_unicode":
-        message = "Text holds half a surrogate pair: send valid Unicode"
+        message = "Text has half a surrogate pair: send valid Unicode"
     return InvalidRequest(f"{param}: {message[:1].lower()}{message[1:]}", param=param or None)

@@ -71,8 +71,8 @@ async def versions() -> Response:
 
 
 _EMBEDDINGS: Final = (
-    "embeddings are not made here: the last stage turns hidden states into tokens and sends nothing else, and"
-    " those of a chat model make poor embeddings: ask a server of an embedding model"
+    "embeddings are not supported: the last stage samples tokens and sends nothing else, and"
+    " hidden states of a chat model make poor embeddings: use a server with an embedding model"
 )
 
 
@@ -121,7 +121,7 @@ def _of_model(name: str, status: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, **{field: status[field] for field in _OF_MODEL if field in status}}
 
 
-@router.get("/metrics", response_model=None, responses=answers_text("What Prometheus scrapes."))
+@router.get("/metrics", response_model=None, responses=answers_text("Metrics in the Prometheus text format."))
 async def metrics(request: Request) -> Response:
     """Counts and times since the server started."""
     models = [

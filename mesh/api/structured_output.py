@@ -83,7 +83,9 @@ def call_grammar(
     try:
         grammar = to_gbnf({"root": root, **rules})
     except RecursionError:
-        raise InvalidRequest("tools: their schemas nest too deep: make them flatter", param="tools") from None
+        raise InvalidRequest(
+            "tools: their schemas are nested too deep: make them flatter", param="tools"
+        ) from None
     return checked_grammar(grammar, param="tools")
 
 
@@ -96,7 +98,7 @@ def _value(schema: Any, prefix: str, what: str, param: str) -> tuple[Expression,
         where = f" at `{error.where}`" if error.where else ""
         raise InvalidRequest(f"{what}{where}: {error.reason}", param=param) from None
     except RecursionError:
-        raise InvalidRequest(f"{what}: it nests too deep: make it flatter", param=param) from None
+        raise InvalidRequest(f"{what}: it is nested too deep: make it flatter", param=param) from None
     if expression is None:
         raise InvalidRequest(f"{what}: it allows no value at all", param=param)
     return expression, converter.rules
@@ -150,7 +152,7 @@ def grammar_of(body: GenerationBody) -> str | None:
     given = [name for name, grammar in found.items() if grammar is not None]
     if len(given) > 1:
         raise InvalidRequest(
-            f"{given[1]} and {given[0]} both say what the answer must look like: send one of them",
+            f"{given[1]} and {given[0]} both give a format for the answer: send one of them",
             param=given[1],
         )
     return found[given[0]] if given else None
@@ -186,7 +188,7 @@ def _of_schema(schema: Any, param: str) -> str:
         # Properties of an answer come in the schema's order: it distinguishes schemas.
         return _converted(json.dumps(schema), param)
     except RecursionError:
-        raise InvalidRequest(f"{param}: it nests too deep: make it flatter", param=param) from None
+        raise InvalidRequest(f"{param}: it is nested too deep: make it flatter", param=param) from None
 
 
 @lru_cache(_MAX_CACHED)
@@ -248,7 +250,7 @@ def tool_use_of(
         if function.name in seen:
             param = name_param.format(index)
             raise InvalidRequest(
-                f"{param}: two functions are called {function.name}: give each a name of its own", param=param
+                f"{param}: two functions are named {function.name}: give each another name", param=param
             )
         seen.add(function.name)
     if not functions:

@@ -84,7 +84,7 @@ class Answer:
 
     @property
     def decode_ms(self) -> float:
-        """From the first token to the last."""
+        """Time from the first token to the last."""
         return self.arrivals_ms[-1] - self.arrivals_ms[0]
 
     @property
@@ -152,7 +152,7 @@ class _Reading:
     def take(self, fields: dict[str, Any], now_ms: float) -> None:
         chunk = read_chunk(fields)
         if chunk.error is not None:
-            raise MeshError(f"the server broke off: {chunk.error}")
+            raise MeshError(f"the server ended the stream early: {chunk.error}")
         self._num_tokens = chunk.usage.get("completion_tokens", self._num_tokens)
         self._timings.update(chunk.timings)
         self._token_ids += chunk.token_ids
@@ -255,7 +255,7 @@ class Client:
         stdin.flush()
         line = stdout.readline()
         if not line:
-            raise MeshError(f"the measuring client ended with code {self._process.wait()}")
+            raise MeshError(f"the measuring client exited with code {self._process.wait()}")
         reply = json.loads(line)
         if "error" in reply:
             raise MeshError(reply["error"])

@@ -37,7 +37,7 @@ _TIMEOUT_S = 600.0
     type=click.IntRange(1, 1000),
     default=50,
     show_default=True,
-    help="Round trips of each size on each link; more than 50 on the head only.",
+    help="Number of round trips of each size on each link; more than 50 on the head only.",
 )
 @click.option(
     "--megabytes",
@@ -45,7 +45,7 @@ _TIMEOUT_S = 600.0
     default=8,
     show_default=True,
     metavar="MB",
-    help="Sent over each link, twice, to find its bandwidth, on the head only; 0 leaves that out.",
+    help="Megabytes sent over each link, twice, to measure its bandwidth, on the head only; 0 omits it.",
 )
 @click.option("--json", "is_json", is_flag=True, help="Print the figures as JSON.")
 def net(url: str, api_key_file: Path | None, probes: int, megabytes: int, *, is_json: bool) -> None:
@@ -88,7 +88,7 @@ class _Modes(click.ParamType[tuple["SpeculationMode", ...]]):
         names = value.split(",")
         unknown = [name for name in names if name not in _MODES]
         if unknown:
-            self.fail(f"{unknown[0]!r} is no proposer; there are {', '.join(_MODES)}", param, ctx)
+            self.fail(f"{unknown[0]!r} is not a proposer; there are {', '.join(_MODES)}", param, ctx)
         return tuple(mode for mode in _MODES if mode in names)
 
 
@@ -148,23 +148,25 @@ bench.add_command(net)
     type=click.Choice(["sweep", "acceptance"]),
     default="sweep",
     show_default=True,
-    help="What is measured: what the other options say, or every line of the acceptance table.",
+    help="What to measure: what the other options select, or every line of the acceptance table.",
 )
-@click.option("--quick", is_flag=True, help="A minute's look: few questions, short answers, one delay.")
+@click.option(
+    "--quick", is_flag=True, help="A run of about a minute: few questions, short answers, one delay."
+)
 @click.option(
     "-o", "--output", type=_FOLDER, default=Path("bench-spec"), show_default=True, help="Report folder."
 )
 @click.option(
-    "--spec-bench", type=_FILE, help="Spec-Bench's question.jsonl; adds its categories as workloads."
+    "--spec-bench", type=_FILE, help="Spec-Bench's question.jsonl, whose categories become workloads."
 )
-@click.option("--workloads", metavar="A,B,…", help="Which; all unless given.")
+@click.option("--workloads", metavar="A,B,…", help="Workloads to measure; all unless given.")
 @click.option(
     "--proposers",
     "modes",
     type=_Modes(),
     default=_MODES,
     metavar="A,B,…",
-    help="Which, for a sweep; all unless given.",
+    help="Proposers of a sweep; all unless given.",
 )
 @click.option(
     "--draft-max",
@@ -172,7 +174,7 @@ bench.add_command(net)
     type=Numbers(int, 1),
     default=(1, 2, 4, 8, 16),
     metavar="A,B,…",
-    help="For a sweep; 1,2,4,8,16 unless given.",
+    help="Draft lengths of a sweep; 1,2,4,8,16 unless given.",
 )
 @click.option(
     "--delay-ms",
@@ -180,7 +182,7 @@ bench.add_command(net)
     type=Numbers(float, 0.0),
     default=(),
     metavar="A,B,…",
-    help="One way; for a sweep 5,20 unless given, for the acceptance table all of its own.",
+    help="One-way delays; 5,20 for a sweep unless given, the table's own for the acceptance table.",
 )
 @click.option(
     "--questions",
@@ -188,7 +190,7 @@ bench.add_command(net)
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Of each workload. With one, a category's figure is that of a single question.",
+    help="Questions of each workload. With 1, a category's figure is that of a single question.",
 )
 @click.option(
     "--tokens", "num_tokens", type=click.IntRange(2), default=128, show_default=True, help="Of each answer."
@@ -196,25 +198,31 @@ bench.add_command(net)
 @click.option(
     "--threads", "num_threads", type=click.IntRange(1), default=1, show_default=True, help="Of each stage."
 )
-@click.option("--draft", "draft_model", type=_FILE, help="A GGUF that drafts; made from MODEL unless given.")
+@click.option(
+    "--draft", "draft_model", type=_FILE, help="GGUF file of the draft model; made from MODEL unless given."
+)
 @click.option(
     "--draft-type",
     default="Q4_0",
     show_default=True,
     metavar="TYPE",
-    help="Of the draft model that is made; `none` makes none.",
+    help="Quantization of the draft model that is made; `none` makes none.",
 )
-@click.option("--exact", is_flag=True, help="Meshes in exact mode throughout.")
+@click.option("--exact", is_flag=True, help="Run every mesh in exact mode.")
 @click.option(
     "--rpc/--no-rpc",
     "with_rpc",
     default=None,
-    help="Measure llama.cpp RPC beside; only with --preset acceptance unless given.",
+    help="Also measure llama.cpp RPC; only with --preset acceptance unless given.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of random prompts and sampling."
+    "--seed",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Seed of random prompts and sampling.",
 )
-@click.option("--logs", type=_FOLDER, help="Keep what the servers write.")
+@click.option("--logs", type=_FOLDER, help="Keep the servers' logs.")
 def spec(
     *,
     model: Path | None,
@@ -246,9 +254,11 @@ def spec(
     from mesh.serve.options import demo_model  # noqa: PLC0415
 
     if quick and preset != "sweep":
-        raise click.UsageError("--quick is a preset of its own: leave out --preset")
+        raise click.UsageError("--quick is itself a preset: leave out --preset")
     if preset == "acceptance" and spec_bench is None:
-        raise click.UsageError("--preset acceptance asks Spec-Bench's questions: name them with --spec-bench")
+        raise click.UsageError(
+            "--preset acceptance uses Spec-Bench's questions: name their file with --spec-bench"
+        )
     # With a time limit, a report of the measurements up to then is still made.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = run_spec(

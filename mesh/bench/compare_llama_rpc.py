@@ -40,20 +40,22 @@ def _delays(_context: click.Context, _parameter: click.Parameter, value: str) ->
 
 @click.command()
 @click.option(
-    "--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="By default the demo's."
+    "--model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The demo's model unless given.",
 )
 @click.option("--delay-ms", "delays_ms", default="5,20", show_default=True, callback=_delays)
 @click.option("--prompts", "num_prompts", default=4, show_default=True, help="How many.")
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Spec-Bench's question.jsonl; its chat questions are taken. A few are built in.",
+    help="Spec-Bench's question.jsonl, whose chat questions are used; a few built-in questions unless given.",
 )
 @click.option("--tokens", "num_tokens", default=128, show_default=True, help="Of each answer.")
 @click.option("--rounds", "num_rounds", default=3, show_default=True)
 @click.option("--threads", "num_threads", default=1, show_default=True, help="Of each stage.")
-@click.option("--exact", is_flag=True, help="Ours in exact mode.")
-@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep what the servers write.")
+@click.option("--exact", is_flag=True, help="Run the mesh in exact mode.")
+@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep the servers' logs.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write figures.")
 def main(
     *,
@@ -90,7 +92,7 @@ def main(
             raise click.ClickException(error.message) from error
     for comparison in comparisons:
         click.echo(comparison.report())
-    click.echo(f"while llama.cpp RPC answered, the idle mesh took {idle_share:.1%} of a core")
+    click.echo(f"while llama.cpp RPC answered, the idle mesh used {idle_share:.1%} of a core")
     if json_path is not None:
         json_path.write_text(json.dumps(_figures(comparisons, idle_share), indent=2) + "\n", encoding="utf-8")
 

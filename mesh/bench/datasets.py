@@ -112,7 +112,7 @@ def _prompt(path: Path, number: int, line: dict[str, Any], endpoint: EndpointNam
         case {"messages": [_, *_] as messages} if all(isinstance(message, dict) for message in messages):
             if endpoint == "completions":
                 raise InvalidRequest(
-                    f"{path}, line {number}: raw completions take no messages; use --endpoint chat",
+                    f"{path}, line {number}: raw completions have no messages; use --endpoint chat",
                     param="--dataset",
                 )
             return Prompt(name, messages=tuple(messages))
@@ -225,5 +225,5 @@ def _chat_prompts(path: Path) -> tuple[str, ...]:
         question.prompt for question in read_spec_bench(path) if question.category in CHAT_CATEGORIES
     )
     if not prompts:
-        raise MeshError(f"{path} has no chat question")
+        raise MeshError(f"{path} has no chat questions")
     return prompts

@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop."""
-        self._fail(f"the connection broke: {exc}" if exc else "this client closed the connection")
+        self._fail(f"the connection broke: {exc}" if exc else "the client closed the connection")
 
     def _feed(self, data: bytes, now_s: float) -> None:
         try:
@@ -134,7 +134,7 @@ class Connection(asyncio.Protocol):
                     break
         except h11.RemoteProtocolError as error:
             if data:
-                self._fail(f"the server's answer is no HTTP: {error}")
+                self._fail(f"the server's answer is not HTTP: {error}")
             else:
                 self._fail("the server closed the connection before the end of its answer")
             self.close()
@@ -211,7 +211,7 @@ class Client:
     Args:
         server: The server.
         api_key: API key of each request, if the server needs one.
-        timeout_s: A request that takes longer has failed.
+        timeout_s: Limit of a request; a longer one counts as failed.
         clock_s: Monotonic, seconds.
     """
 
@@ -247,7 +247,7 @@ class Client:
         try:
             await self.exchange("POST", path, body, reading, on_sent=on_sent)
         except TimeoutError:
-            return Failure("timeout", f"no end within {self._timeout_s:g} s")
+            return Failure("timeout", f"no end of the answer within {self._timeout_s:g} s")
         except OSError as error:
             return Failure("broken_off" if reading.has_begun else "connection", one_line(error))
         return None
@@ -338,7 +338,7 @@ def parse_url(url: str) -> Server:
             f"{url!r} is no address ({error}); write http://HOST:PORT", param="--url"
         ) from None
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise InvalidRequest(f"{url!r} is no address; write http://HOST:PORT", param="--url")
+        raise InvalidRequest(f"{url!r} is not an address; write http://HOST:PORT", param="--url")
     is_tls = parts.scheme == "https"
     return Server(
         url=url,

@@ -117,7 +117,7 @@ class Load:
 
     async def _one(self, job: Job, scheduled_s: float, ready_s: float) -> None:
         reading = self._make_reading(job)
-        failure: Failure | None = Failure(UNFINISHED, "the run was ended first")
+        failure: Failure | None = Failure(UNFINISHED, "the run ended first")
         sent_s = self.now_s()
         try:
             failure = await self._client.ask(self._path, job.body, reading)

@@ -210,7 +210,7 @@ def replay(
         prompt: Token ids that go before.
         target: Token ids that a model would choose.
         totals: Added to.
-        max_width: Most proposed tokens in a window.
+        max_width: Maximum of proposed tokens in a window.
         clock_ns: Monotonic.
     """
     begun_ns = clock_ns()
@@ -317,20 +317,23 @@ _FOLDER: Final = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option(
     "--model",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Whose vocabulary cuts the text; by default the demo's.",
+    help="GGUF file with the tokenizer; the demo's model unless given.",
 )
 @click.option(
-    "--releases", nargs=2, type=_FOLDER, multiple=True, metavar="OLD NEW", help="Folders of a package."
+    "--releases",
+    nargs=2,
+    type=_FOLDER,
+    multiple=True,
+    metavar="OLD NEW",
+    help="Folders with releases of a package.",
 )
-@click.option(
-    "--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep downloads in this folder."
-)
+@click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Folder for downloads.")
 @click.option(
     "--widths",
     default=",".join(map(str, DEFAULT_WIDTHS)),
     show_default=True,
     callback=_widths,
-    help="Most proposed tokens in a window.",
+    help="Maximum of proposed tokens in a window.",
 )
 @click.option(
     "--tokens-per-evidence",

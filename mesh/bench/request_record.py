@@ -281,7 +281,9 @@ class AnswerReading:
         try:
             chunk = read_chunk(json.loads(event))
         except (ValueError, TypeError, AttributeError):
-            self._failure = self._failure or Failure("stream_error", f"no chunk of an answer: {_line(event)}")
+            self._failure = self._failure or Failure(
+                "stream_error", f"not a chunk of an answer: {_line(event)}"
+            )
             return
         if chunk.error is not None:
             self._failure = self._failure or Failure("stream_error", chunk.error[:_MAX_MESSAGE_CHARS])

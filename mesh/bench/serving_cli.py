@@ -88,7 +88,12 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
 
 @click.command()
 @click.option(
-    "--url", "server", type=_Url(), default="http://127.0.0.1:8000", show_default=True, help="Of the server."
+    "--url",
+    "server",
+    type=_Url(),
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    help="URL of the server.",
 )
 @click.option(
     "--endpoint",
@@ -97,11 +102,11 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     show_default=True,
     help="/v1/chat/completions or /v1/completions.",
 )
-@click.option("--model", metavar="NAME", help="To ask for; the server's first unless given.")
+@click.option("--model", metavar="NAME", help="Name of the model; the server's first unless given.")
 @click.option(
     "--api-key-file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File whose first key opens the server; or set MESH_API_KEY.",
+    help="File whose first key is sent to the server; or set MESH_API_KEY.",
 )
 @click.option(
     "--requests", "num_requests", type=click.IntRange(1), default=64, show_default=True, help="To measure."
@@ -110,13 +115,13 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     "--concurrency",
     type=click.IntRange(1),
     metavar="N",
-    help="Requests under way at once: always so many without --rate (1 unless given), at most with it.",
+    help="Concurrent requests: this number without --rate (1 unless given), at most this number with it.",
 )
 @click.option(
     "--rate",
     type=_Positive(),
     metavar="R",
-    help="Requests a second, sent at their time whatever the server does; `inf` sends all at once.",
+    help="Requests per second, sent on schedule regardless of the server; `inf` sends all at once.",
 )
 @click.option(
     "--burstiness",
@@ -124,7 +129,8 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     default=1.0,
     show_default=True,
     metavar="B",
-    help="Of --rate: 1 is a Poisson process, less comes in bursts, more evenly, `inf` at constant intervals.",
+    help="Burstiness of --rate: 1 is a Poisson process, below 1 comes in bursts, above 1 more "
+    "evenly, `inf` at constant intervals.",
 )
 @click.option(
     "--warmup",
@@ -133,13 +139,13 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     default=0,
     show_default=True,
     metavar="N",
-    help="Requests before those measured, with prompts of their own.",
+    help="Warm-up requests before those measured, with other prompts.",
 )
 @click.option(
     "--dataset",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="JSON lines with `prompt`, `messages` or Spec-Bench's `turns`; prompts are made up unless given.",
+    help="JSON lines with `prompt`, `messages` or Spec-Bench's `turns`; random prompts unless given.",
 )
 @click.option(
     "--prompt-tokens",
@@ -147,7 +153,7 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     default=128,
     show_default=True,
     metavar="N",
-    help="Of each made-up prompt, about.",
+    help="Length of each random prompt, about.",
 )
 @click.option(
     "--max-tokens",
@@ -157,15 +163,19 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     metavar="N",
     help="Of each answer.",
 )
-@click.option("--ignore-eos", is_flag=True, help="Have answers go on to --max-tokens, if the server can.")
+@click.option("--ignore-eos", is_flag=True, help="Continue answers to --max-tokens, if the server can.")
 @click.option(
-    "--temperature", type=click.FloatRange(0, 100), metavar="T", help="The server's own unless given."
+    "--temperature", type=click.FloatRange(0, 100), metavar="T", help="The server's default unless given."
 )
 @click.option(
-    "--extra-body", type=_JsonObject(), metavar="JSON", help="Further fields of requests: '{\"top_k\": 20}'."
+    "--extra-body", type=_JsonObject(), metavar="JSON", help="More fields of each request: '{\"top_k\": 20}'."
 )
 @click.option(
-    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of prompts, order and arrivals."
+    "--seed",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Seed of prompts, order and arrival times.",
 )
 @click.option(
     "--timeout",
@@ -174,7 +184,7 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     default=300.0,
     show_default=True,
     metavar="SECONDS",
-    help="A request that takes longer has failed.",
+    help="Limit of a request; a longer one counts as failed.",
 )
 @click.option(
     "--goodput",
@@ -182,21 +192,21 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     type=_Goodput(),
     multiple=True,
     metavar="NAME:MS",
-    help="A limit for ttft, tpot or e2el, such as ttft:500; for several, several times.",
+    help="Limit in ms for ttft, tpot or e2el, such as ttft:500; may be given several times.",
 )
 @click.option(
     "--percentiles",
     type=Numbers(float, 0.0, 100.0),
     default=(50.0, 90.0, 99.0),
     metavar="A,B,…",
-    help="Of each latency; 50,90,99 unless given.",
+    help="Percentiles of each latency; 50,90,99 unless given.",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="FOLDER",
-    help="Write report.md, report.json with every request, and pictures.",
+    help="Write report.md, report.json with every request, and plots to this folder.",
 )
 @click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
 def serve(

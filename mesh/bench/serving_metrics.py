@@ -46,13 +46,13 @@ def parse_slo(text: str) -> Slo:
     """
     name, _, limit = text.partition(":")
     if not _is_name(name):
-        raise InvalidRequest(f"{name!r} is no latency; there are {', '.join(_NAMES)}", param="--goodput")
+        raise InvalidRequest(f"{name!r} is not a latency; there are {', '.join(_NAMES)}", param="--goodput")
     try:
         limit_ms = float(limit)
     except ValueError:
         limit_ms = math.nan
     if not limit_ms > 0:
-        raise InvalidRequest(f"{text!r} sets no limit above 0 ms; write {name}:500", param="--goodput")
+        raise InvalidRequest(f"{text!r} has no limit above 0 ms; write {name}:500", param="--goodput")
     return Slo(name, limit_ms)
 
 

@@ -33,7 +33,7 @@ class LoadOptions:
         ignore_eos: Whether answers continue to the last token.
         extra_body: Further fields of each request.
         seed: Of prompts, their order, and arrivals.
-        timeout_s: A request that takes longer has failed.
+        timeout_s: Limit of a request; a longer one counts as failed.
         slos: Limits for goodput.
         percentiles: Which, in [0, 100].
         output: Folder for the report; None writes none.

@@ -66,12 +66,12 @@ async def find_model(client: Client, url: str, model: str | None) -> str:
     try:
         await client.exchange("GET", _MODELS_PATH, b"", answer)
     except OSError as error:
-        reason = "no answer in time" if isinstance(error, TimeoutError) else one_line(error)
+        reason = "no answer within the limit" if isinstance(error, TimeoutError) else one_line(error)
         raise ClusterError(
             f"no server answers at {url} ({reason}); start one, or give another --url"
         ) from None
     if answer.status in {401, 403}:
-        raise Unauthorized(f"{url} wants another API key; give it by --api-key-file or MESH_API_KEY")
+        raise Unauthorized(f"{url} needs another API key; give it with --api-key-file or MESH_API_KEY")
     if model is not None:
         return model
     if answer.status != 200:
@@ -79,14 +79,14 @@ async def find_model(client: Client, url: str, model: str | None) -> str:
     try:
         return str(json.loads(answer.body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
-        raise ModelNotFound(f"{url}{_MODELS_PATH} lists no model; name one by --model") from None
+        raise ModelNotFound(f"{url}{_MODELS_PATH} lists no model; name one with --model") from None
 
 
 def _refusal(url: str, answer: _WholeBody) -> MeshError:
     said = f"{url} answered {answer.status} to {_MODELS_PATH}: {error_message(answer.body) or 'nothing'}"
     if answer.status == 404:
-        return ModelNotFound(f"{said}; name the model by --model")
-    return ClusterError(f"{said}; try again, or look into the server's log")
+        return ModelNotFound(f"{said}; name the model with --model")
+    return ClusterError(f"{said}; try again, or read the server's log")
 
 
 log = structlog.get_logger()
@@ -203,7 +203,7 @@ class _Run:
     def _made(self, model: str, num_prompts: int) -> RunConditions:
         options = self._options
         source = (
-            f"made-up prompts of about {options.prompt_tokens} tokens"
+            f"random prompts of about {options.prompt_tokens} tokens"
             if options.dataset is None
             else f"prompts of {options.dataset.name} in random order"
         )

@@ -39,7 +39,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
     sections = [
         ("# Speculation, measured", _conditions(results)),
         ("## Warnings", _warnings(results, report.rows)),
-        ("## What it must show", _lines(report.lines)),
+        ("## Acceptance table", _lines(report.lines)),
         ("## How close `auto` comes to `replay`", _closeness(report.closeness)),
         ("## Chat: times faster than off", _speed_ups(chat)),
         ("## Chat: all figures", _figures(chat)),

@@ -145,7 +145,7 @@ def run_spec(options: SpecOptions) -> Report:
             for phase in phases:
                 runner.run(phase)
         except KeyboardInterrupt:
-            results.failures.append("interrupted: what was to come after this is missing")
+            results.failures.append("interrupted: the rest is missing")
         results.took_s = time.monotonic() - started_s
         categories = {workload.name for workload in workloads.values() if workload.source == SPEC_BENCH}
         report = work_out(results, categories=categories, with_acceptance=options.preset == "acceptance")

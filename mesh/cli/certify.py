@@ -38,7 +38,7 @@ class _Cuts(click.ParamType[tuple[int, ...] | None]):
         try:
             return tuple(int(part) for part in value.split(","))
         except ValueError:
-            self.fail(f"{value!r} is neither 'all' nor layers such as 5,11", param, ctx)
+            self.fail(f"{value!r} is not 'all' or layers such as 5,11", param, ctx)
 
 
 class _WireTypes(click.ParamType[tuple[HiddenType, ...]]):
@@ -60,10 +60,10 @@ class _WireTypes(click.ParamType[tuple[HiddenType, ...]]):
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
-    "--cuts", type=_Cuts(), default="all", metavar="all|A,B,…", help="Layers to cut at, each alone."
+    "--cuts", type=_Cuts(), default="all", metavar="all|A,B,…", help="Layers at which to cut, each alone."
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of llama.cpp."
+    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads for computing."
 )
 @click.option(
     "--wire",
@@ -71,7 +71,7 @@ class _WireTypes(click.ParamType[tuple[HiddenType, ...]]):
     type=_WireTypes(),
     default=(),
     metavar="f16,q8",
-    help="Wire types whose cost in logits to report, too.",
+    help="Wire types whose error in logits is also reported.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def certify(

@@ -22,13 +22,18 @@ if TYPE_CHECKING:
 
 @click.command()
 @head_options
-@click.option("--model", default="default", show_default=True, help="Which of the served models.")
-@click.option("--system", metavar="TEXT", help="What the model is told before the chat.")
-@click.option("--temperature", type=click.FloatRange(0.0, 2.0), help="The server's own unless given.")
+@click.option("--model", default="default", show_default=True, help="Name of the model.")
+@click.option("--system", metavar="TEXT", help="System prompt of the chat.")
+@click.option("--temperature", type=click.FloatRange(0.0, 2.0), help="The server's default unless given.")
 @click.option(
-    "--max-tokens", metavar="N", type=click.IntRange(1), help="Of each answer; what fits unless given."
+    "--max-tokens",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Maximum of tokens per answer; what fits in the context unless given.",
 )
-@click.option("--seed", metavar="N", type=click.IntRange(0), help="Makes the same chat come out again.")
+@click.option(
+    "--seed", metavar="N", type=click.IntRange(0), help="Seed of sampling, for a reproducible chat."
+)
 def chat(
     *,
     url: str,
@@ -91,9 +96,9 @@ def _write(text: str) -> None:
 _PATH: Final = "/v1/chat/completions"
 _TIMEOUT_S: Final = 300.0
 _HELP: Final = """\
-/clear          forget what was said
-/retry          have the last answer written again
-/system TEXT    what the model is told before the chat; without TEXT nothing
+/clear          begin a new chat
+/retry          generate the last answer again
+/system TEXT    set the system prompt; without TEXT, remove it
 /set NAME VALUE a field of the request, such as temperature 0.7; without VALUE the server's own again
 /show           what was said so far
 /stats          what the last answer took
@@ -128,7 +133,7 @@ class ChatSession:
             parts = urlsplit(url)
             self._port = parts.port
         except ValueError as error:
-            raise click.BadParameter(f"{url!r} is no address: {error}", param_hint="--url") from None
+            raise click.BadParameter(f"{url!r} is not an address: {error}", param_hint="--url") from None
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise click.BadParameter(f"{url!r} does not start with http:// or https://", param_hint="--url")
         self._url = parts
@@ -138,7 +143,7 @@ class ChatSession:
         self._fields = fields
         self._write = write
         self._messages: list[dict[str, str]] = []
-        self._stats = "nothing was answered yet"
+        self._stats = "there is no answer yet"
 
     def take(self, line: str) -> bool:
         """Handle a line of the user.
@@ -176,7 +181,7 @@ class ChatSession:
             case "retry":
                 self._retry()
             case _:
-                self._write(f"there is no /{name}; /help lists what there is\n")
+                self._write(f"unknown command /{name}; /help lists all\n")
         return True
 
     def _set(self, name: str, value: str) -> None:
@@ -195,7 +200,7 @@ class ChatSession:
         if self._messages and self._messages[-1]["role"] == "assistant":
             self._messages.pop()
         if not self._messages:
-            self._write("nothing was asked yet\n")
+            self._write("there is no question yet\n")
             return
         self._answer()
         if len(self._messages) < len(before):

@@ -32,7 +32,7 @@ def config() -> None:
 
 
 @config.command(context_settings={"ignore_unknown_options": True})
-@click.option("--origin", is_flag=True, help="Say of each value where it comes from.")
+@click.option("--origin", is_flag=True, help="Show the origin of each value.")
 @click.argument("command", required=False, metavar="[COMMAND]")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]…")
 @click.pass_context

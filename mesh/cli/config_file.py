@@ -67,7 +67,7 @@ def from_toml(param: click.Parameter, value: Any, folder: Path) -> Any:
     """
     if _is_flag(param):
         if not isinstance(value, bool):
-            raise ValueError(f"{value!r} is neither true nor false")
+            raise ValueError(f"{value!r} is not true or false")
         return _flag(param, is_on=value)
     if _takes_many(param):
         values = value if isinstance(value, list) else [value]
@@ -86,7 +86,7 @@ def from_variable(param: click.Parameter, text: str) -> Any:
     if _is_flag(param):
         word = text.strip().lower()
         if word not in _TRUE | _FALSE:
-            raise ValueError(f"{text!r} is neither true nor false")
+            raise ValueError(f"{text!r} is not true or false")
         return _flag(param, is_on=word in _TRUE)
     if _takes_many(param):
         return [part.strip() for part in text.split(",") if part.strip()]
@@ -149,7 +149,7 @@ def find_config(wanted: Path | None, environment: Mapping[str, str], working_dir
     if named is not None:
         if not named.is_file():
             how = "--config" if wanted is not None else VARIABLE
-            raise ClusterError(f"{named}, named by {how}, is no file", param="--config")
+            raise ClusterError(f"{named}, named by {how}, is not a file", param="--config")
         return named
     return next((path for path in _places(environment, working_dir) if path.is_file()), None)
 
@@ -198,7 +198,7 @@ def read_config(path: Path, commands: Collection[str]) -> dict[str, dict[str, An
         )
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise ClusterError(f"{path}: {name} is to be a table, [{name}]", param="--config")
+            raise ClusterError(f"{path}: {name} must be a table, [{name}]", param="--config")
     return tables
 
 

@@ -29,16 +29,18 @@ _PATIENCE_S: Final = 660.0
 
 @click.command()
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@click.option("--url", help="Look at the mesh that serves its API there, too; run this on its head.")
-@click.option("--api-key-file", type=_FILE, help=f"File whose first key opens that API; or set {API_KEY}.")
-@click.option("--token-file", type=_FILE, help="Try whether the head of this join token can be reached.")
-@click.option("--advertise", metavar="IP", help="Address where other hosts are to reach this one.")
+@click.option("--url", help="URL of a mesh to check, too; run this on its head.")
+@click.option(
+    "--api-key-file", type=_FILE, help=f"File whose first key is sent to that API; or set {API_KEY}."
+)
+@click.option("--token-file", type=_FILE, help="Check the connection to the head of this join token.")
+@click.option("--advertise", metavar="IP", help="Address at which other hosts reach this one.")
 @click.option(
     "--port",
     default=8000,
     show_default=True,
     type=click.IntRange(1, 65535),
-    help="Where the API would listen.",
+    help="Port at which the API would listen.",
 )
 @click.option("--json", "is_json", is_flag=True, help="Print every check as JSON.")
 def doctor(
@@ -98,4 +100,4 @@ def _print(checks: Sequence[Check]) -> None:
         if check.fix:
             click.echo(f"       to do: {check.fix}")
     counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in _MARKS}
-    click.echo(f"{counts['ok']} fine, {counts['warn']} to think about, {counts['fail']} broken")
+    click.echo(f"{counts['ok']} passed, {counts['warn']} warnings, {counts['fail']} failed")

@@ -57,15 +57,15 @@ def ask_head(
             if failure.code in {401, 403}:
                 # A valid key may lack the right: some requests are for the head's own machine only.
                 is_of_key = said is None or "API key" in said
-                wish = f"{url} wants another API key; give it by --api-key-file or MESH_API_KEY"
+                wish = f"{url} needs another API key; give it with --api-key-file or MESH_API_KEY"
                 raise Unauthorized(wish if is_of_key else str(said)) from None
-            raise ClusterError(said or f"{url} answered {failure.code}: is it a mesh?") from None
+            raise ClusterError(said or f"{url} answered {failure.code}: it may not be a mesh") from None
     except (OSError, ValueError, HTTPException) as failure:
         # For a server that is not HTTP, urllib does not catch http.client's own errors.
         reason = str(getattr(failure, "reason", failure)).strip() or type(failure).__name__
         raise ClusterError(f"no mesh answers at {url} ({reason}); start one with `mesh serve`") from None
     if not isinstance(answer, dict):
-        raise ClusterError(f"{url} did not answer like a mesh")
+        raise ClusterError(f"{url} did not answer as a mesh does")
     return answer
 
 

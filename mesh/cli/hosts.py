@@ -32,7 +32,7 @@ def drain(name: str, url: str, api_key_file: Path | None) -> None:
         method="POST",
         timeout_s=_TIMEOUT_S,
     )
-    click.echo(f"{name} holds nothing any more, and has been let go.")
+    click.echo(f"{name} holds no layers now and has left the mesh.")
 
 
 @click.command()
@@ -45,4 +45,4 @@ def evict(name: str, url: str, api_key_file: Path | None) -> None:
     the new `mesh join` line. Hosts that are in stay in.
     """
     ask_head(f"{url.rstrip('/')}/mesh/evict?host={quote(name)}", key_of(api_key_file), method="POST")
-    click.echo(f"{name} is out. The old join token admits nobody any more; `mesh serve` printed a new one.")
+    click.echo(f"{name} was removed. The old join token is void; `mesh serve` printed a new one.")

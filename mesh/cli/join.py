@@ -17,16 +17,16 @@ from mesh.cli.shared_options import storage_from, storage_options
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="Read the token from this file, - for standard input, so that it shows in no process list.",
+    help="Read the token from this file, or - for standard input; process lists then do not show it.",
 )
 @click.option(
     "--discover",
     is_flag=True,
-    help="Look for the token's head in the local network by mDNS, too; without a token list all there.",
+    help="Also find the token's head in the local network by mDNS; without a token, list all heads there.",
 )
-@click.option("--advertise", metavar="IP", help="Address where the other hosts reach this one.")
+@click.option("--advertise", metavar="IP", help="Address at which the other hosts reach this one.")
 @click.option(
-    "--memory", "memory_bytes", type=MemorySize(), metavar="SIZE", help="What the mesh may use, such as 8G."
+    "--memory", "memory_bytes", type=MemorySize(), metavar="SIZE", help="Memory for the mesh, such as 8G."
 )
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Threads for computing; one per core unless given."
@@ -37,9 +37,9 @@ from mesh.cli.shared_options import storage_from, storage_options
     show_default=True,
     metavar="N|all|none|auto",
     type=GpuLayers(),
-    help="Layers of each stage that this host's GPUs hold; as many as they have room for unless given.",
+    help="Layers of each stage on this host's GPUs; as many as fit unless given.",
 )
-@click.option("--name", help="What to call this host; its host name unless given.")
+@click.option("--name", help="Name of this host in the mesh; its host name unless given.")
 @storage_options
 @click.option(
     "--give-up-after",
@@ -47,7 +47,7 @@ from mesh.cli.shared_options import storage_from, storage_options
     show_default=True,
     metavar="SECONDS",
     type=click.FloatRange(0),
-    help="How long to look for a head that has gone away.",
+    help="Time to wait for a lost head to return.",
 )
 def join(
     *,
@@ -104,7 +104,7 @@ def _list_heads() -> int:
     for head in heads:
         click.echo(f"{head.name} at {head.address}, spanmesh {head.software}, certificate {head.fingerprint}")
     if not heads:
-        click.echo("no head was found: is one served with --discoverable, in this network?", err=True)
+        click.echo("no head was found: `mesh serve --discoverable` must run in this network", err=True)
         return 1
     click.echo("to join one, give the token that it printed: mesh join --discover TOKEN", err=True)
     return 0

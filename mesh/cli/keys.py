@@ -21,7 +21,7 @@ _FILE = click.option(
     "--api-key-file",
     "path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The file of keys; in the user's configuration folder unless given.",
+    help="Key file; the one in the user's configuration folder unless given.",
 )
 _LIMIT = click.IntRange(1, 10**12)
 
@@ -43,13 +43,13 @@ class _Expiry(click.ParamType[dt.datetime]):
             moment = dt.datetime.fromisoformat(value)
         except (ValueError, OverflowError):
             self.fail(
-                f"{value!r} is neither a time such as 12h, 30d or 2w nor a date such as 2027-01-31",
+                f"{value!r} is not a duration such as 12h, 30d or 2w, or a date such as 2027-01-31",
                 param,
                 ctx,
             )
         moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=dt.UTC)
         if moment <= now:
-            self.fail(f"{value!r} is past", param, ctx)
+            self.fail(f"{value!r} is in the past", param, ctx)
         return moment
 
 
@@ -63,21 +63,23 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("name")
-@click.option("--requests-per-minute", type=_LIMIT, metavar="N", help="Most requests; no limit unless given.")
+@click.option(
+    "--requests-per-minute", type=_LIMIT, metavar="N", help="Limit of requests per minute; none unless given."
+)
 @click.option(
     "--tokens-per-minute",
     type=_LIMIT,
     metavar="N",
-    help="Most tokens, of prompts and answers; no limit unless given.",
+    help="Limit of tokens per minute, of prompts and answers; none unless given.",
 )
 @click.option(
     "--concurrent",
     "max_concurrent",
     type=_LIMIT,
     metavar="N",
-    help="Most answers under way at once; all slots of a model but one unless given.",
+    help="Limit of concurrent answers; all slots of a model but one unless given.",
 )
-@click.option("--expires", type=_Expiry(), metavar="WHEN", help="Such as 30d, 12h or 2027-01-31.")
+@click.option("--expires", type=_Expiry(), metavar="WHEN", help="Expiry, such as 30d, 12h or 2027-01-31.")
 @_FILE
 def add(
     *,
@@ -101,7 +103,7 @@ def add(
     )
     add_key(path, record)
     click.echo(key)
-    click.echo(f"the key {name} is in {path}, as a hash: keep what was printed", err=True)
+    click.echo(f"the key {name} is in {path}, as a hash only: keep the printed key", err=True)
 
 
 @keys.command("list")
@@ -139,4 +141,4 @@ def rm(*, name: str, path: Path | None) -> None:
     other begins so.
     """
     path = path or default_key_file()
-    click.echo(f"the key {remove_key(path, name)} is gone from {path}", err=True)
+    click.echo(f"the key {remove_key(path, name)} was removed from {path}", err=True)

@@ -42,12 +42,12 @@ _SECTIONS: Final = {
 @click.command(cls=SectionedCommand, sections=_SECTIONS)
 @click.argument("model", type=click.Path(path_type=Path))
 @head_options
-@click.option("--name", help="What clients call it.  [default: the name of its file]")
+@click.option("--name", help="Name of the model in the API.  [default: the name of its file]")
 @click.option(
     "--threads",
     metavar="N",
     type=click.IntRange(1),
-    help="Threads of each host for it.  [default: those that no other model computes with, at least one]",
+    help="Threads of each host for the model.  [default: those that no other model uses, at least one]",
 )
 @one_model_options
 def load(
@@ -153,7 +153,7 @@ _UNLOAD_TIMEOUT_S: Final = 60.0
     show_default=True,
     metavar="SECONDS",
     type=click.FloatRange(0, _MOST_WAIT_S),
-    help="How long requests that run may take to end.",
+    help="Time for running requests to end.",
 )
 def unload(name: str, url: str, api_key_file: Path | None, wait_s: float) -> None:
     """Serve the model NAME no more, and free what it holds of every host.
@@ -166,5 +166,5 @@ def unload(name: str, url: str, api_key_file: Path | None, wait_s: float) -> Non
         method="POST",
         timeout_s=wait_s + _UNLOAD_TIMEOUT_S,
     )
-    ended = f" {answer['ended']} requests had to be ended." if answer["ended"] else ""
-    click.echo(f"{name} is served no more, and nothing of it is left on the hosts.{ended}")
+    ended = f" {answer['ended']} requests were ended." if answer["ended"] else ""
+    click.echo(f"{name} was unloaded, and its memory on the hosts is free.{ended}")

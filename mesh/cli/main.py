@@ -23,25 +23,25 @@ EXIT_INTERRUPTED: Final = 130
 
 # Module of each command, and its line in `mesh --help`, which imports none of them.
 _COMMANDS: Final = {
-    "serve": ("mesh.cli.serve:serve", "Serve a model over one or several hosts."),
-    "join": ("mesh.cli.join:join", "Let this host take a share of a mesh."),
-    "plan": ("mesh.cli.plan:plan", "Say where a model's layers would go, and how fast it would be."),
+    "serve": ("mesh.cli.serve:serve", "Serve a model on one or several hosts."),
+    "join": ("mesh.cli.join:join", "Join a mesh with this host."),
+    "plan": ("mesh.cli.plan:plan", "Show where a model's layers would be placed, and the expected speed."),
     "top": ("mesh.cli.top:top", "Watch a running mesh: stages, links, speculation, sessions."),
     "chat": ("mesh.cli.chat:chat", "Chat with a running mesh in this terminal."),
-    "doctor": ("mesh.cli.doctor:doctor", "Check this host or a running mesh, and say what to do."),
-    "config": ("mesh.cli.config:config", "Show where options come from."),
+    "doctor": ("mesh.cli.doctor:doctor", "Check this host or a running mesh, and show remedies."),
+    "config": ("mesh.cli.config:config", "Show options and their origin."),
     "completion": (
         "mesh.cli.main:completion",
-        "Print what makes a shell complete these commands.",
+        "Print the completion script of a shell.",
     ),
     "status": ("mesh.cli.status:status", "Show what a running mesh is doing."),
-    "keys": ("mesh.cli.keys:keys", "Say who may use the API."),
-    "load": ("mesh.cli.load:load", "Serve a model beside those that a mesh serves."),
-    "unload": ("mesh.cli.load:unload", "Serve a model no more, and free what it holds."),
-    "drain": ("mesh.cli.hosts:drain", "Move a host's layers elsewhere and let it go."),
-    "evict": ("mesh.cli.hosts:evict", "Cut a host off at once, and replace the join token."),
-    "slice": ("mesh.cli.slice:slice_", "Write some layers of a model as a stage file."),
-    "models": ("mesh.cli.models:models", "Look after the weights that this host keeps."),
+    "keys": ("mesh.cli.keys:keys", "Manage the API keys."),
+    "load": ("mesh.cli.load:load", "Load one more model into a running mesh."),
+    "unload": ("mesh.cli.load:unload", "Unload a model and free its memory."),
+    "drain": ("mesh.cli.hosts:drain", "Move a host's layers to others, then let it leave."),
+    "evict": ("mesh.cli.hosts:evict", "Disconnect a host at once and replace the join token."),
+    "slice": ("mesh.cli.slice:slice_", "Write layers of a model to a stage file."),
+    "models": ("mesh.cli.models:models", "List and remove the weights stored on this host."),
     "draft": ("mesh.cli.slice:draft", "Make a draft model for speculation."),
     "bench": ("mesh.bench.cli:bench", "Measure a server, or a lab of several hosts on this machine."),
     "certify": ("mesh.cli.certify:certify", "Compare a model cut into stages with the whole model."),
@@ -98,7 +98,7 @@ class _LazyGroup(click.Group):
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(SOFTWARE_VERSION, prog_name="mesh")
-@click.option("-v", "--verbose", "is_verbose", is_flag=True, help="Log debug events too.")
+@click.option("-v", "--verbose", "is_verbose", is_flag=True, help="Also log debug events.")
 @click.option(
     "--config",
     "config_path",

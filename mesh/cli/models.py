@@ -95,7 +95,7 @@ def rm(names: tuple[str, ...]) -> None:
     for name in names:
         entry = _named(_entries(), name)
         if not entry.remove():
-            raise ModelError(f"{entry.name} is in use: end what has it loaded, or fetches it, first")
+            raise ModelError(f"{entry.name} is in use: first end the process that loads or fetches it")
         click.echo(f"removed {entry.name}, {format_size(entry.size_bytes)}")
 
 
@@ -105,7 +105,7 @@ def rm(names: tuple[str, ...]) -> None:
     "limit_bytes",
     type=MemorySize(),
     metavar="SIZE",
-    help="Also remove stages until what is left takes no more, those first that were not used for longest.",
+    help="Also remove stages, least recently used first, until the rest fits in this size.",
 )
 def prune(limit_bytes: int | None) -> None:
     """Remove what was begun and never finished; nothing that is loaded or on its way in."""
@@ -158,7 +158,7 @@ def _named(entries: Sequence[_Entry], name: str) -> _Entry:
         found = [entry for entry in entries if entry.name.startswith(name)]
     if len(found) != 1:
         trouble = "nothing" if not found else f"{len(found)} entries"
-        raise ModelError(f"{name!r} names {trouble} here; `mesh models list` shows what there is")
+        raise ModelError(f"{name!r} names {trouble} here; `mesh models list` shows all")
     return found[0]
 
 

@@ -82,7 +82,7 @@ class Names(click.ParamType[tuple[Name, ...]]):
         wanted = [self._former.get(each, each) for each in value.split(",")]
         for each in wanted:
             if each not in self._known:
-                self.fail(f"{each!r} is no {self._what}; there are {', '.join(self._known)}", param, ctx)
+                self.fail(f"{each!r} is not a {self._what}; there are {', '.join(self._known)}", param, ctx)
         return tuple(name for name in self._known if name in wanted)
 
 
@@ -156,7 +156,7 @@ def read_first_key(path: Path) -> str:
             return words[-1]
     raise ClusterError(
         f"{path} holds no API key, or only hashes of some: put the key that `mesh keys add` printed into"
-        " MESH_API_KEY, or into a file of its own",
+        " MESH_API_KEY, or into a separate file",
         param="--api-key-file",
     )
 

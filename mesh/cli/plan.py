@@ -31,14 +31,16 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--url", help="Plan for the hosts of the mesh that serves its API there; run it on its head.")
-@click.option("--api-key-file", type=_FILE, help=f"File whose first key opens that API; or set {API_KEY}.")
+@click.option("--url", help="Plan for the hosts of the mesh with this URL; run it on its head.")
+@click.option(
+    "--api-key-file", type=_FILE, help=f"File whose first key is sent to that API; or set {API_KEY}."
+)
 @click.option(
     "--host-spec",
     "host_specs",
     multiple=True,
     metavar="NAME:MEM[:GB/s[:THREADS]]",
-    help="Plan for a host like this, the head first; may be given several times.",
+    help="Plan for a host with these properties, the head first; may be given several times.",
 )
 @click.option("--hosts-file", type=_FILE, help="Plan for the hosts of this TOML file, tables [[host]].")
 @click.option(
@@ -47,11 +49,11 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     show_default=True,
     metavar="MS",
     type=click.FloatRange(0),
-    help="Round trip between any two of the hosts named.",
+    help="Round trip between any two of the given hosts.",
 )
 @click.option("--stages", metavar="N", type=click.IntRange(1), help="Cut the model into N stages.")
 @click.option("--split", type=LayerCounts(), metavar="A,B,…", help="Layers of each stage, such as 10,10,10.")
-@click.option("--topology", type=_FILE, help="Who holds what, locked by this TOML file, tables [[stage]].")
+@click.option("--topology", type=_FILE, help="TOML file that fixes the placement, tables [[stage]].")
 @click.option("--ctx-size", metavar="N", type=click.IntRange(16), help="Positions of one session.")
 @click.option(
     "--parallel",
@@ -59,7 +61,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     show_default=True,
     metavar="N",
     type=click.IntRange(1, 64),
-    help="Sessions at once.",
+    help="Concurrent sessions.",
 )
 @click.option(
     "--kv-type",
@@ -70,16 +72,18 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 )
 @click.option("--exact", is_flag=True, help="Plan for exact mode.")
 @click.option("--threads", metavar="N", type=click.IntRange(1), help="Threads of this host for computing.")
-@click.option("--memory", type=MemorySize(), metavar="SIZE", help="What stages may use here, such as 8G.")
+@click.option(
+    "--memory", type=MemorySize(), metavar="SIZE", help="Memory for stages on this host, such as 8G."
+)
 @click.option(
     "--prompt-tokens",
     default=128,
     show_default=True,
     metavar="N",
     type=click.IntRange(1, 4096),
-    help="Of the prompt that the first token is predicted for.",
+    help="Length of the prompt for the predicted time to first token.",
 )
-@click.option("--no-timing", is_flag=True, help="Place only: no host computes, nothing is predicted.")
+@click.option("--no-timing", is_flag=True, help="Place layers only: no timing, no prediction.")
 @click.option("--json", "is_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
     *,
@@ -110,10 +114,10 @@ def plan(
     hosts compute for a moment in stages with blank weights.
     """
     if len([each for each in (stages, split, topology) if each is not None]) > 1:
-        raise click.UsageError("--stages, --split and --topology each say how to cut: leave out all but one")
+        raise click.UsageError("--stages, --split and --topology each give the cuts: leave out all but one")
     if len([each for each in (url, host_specs or None, hosts_file) if each is not None]) > 1:
         raise click.UsageError(
-            "--url, --host-spec and --hosts-file each name the hosts: leave out all but one"
+            "--url, --host-spec and --hosts-file each give the hosts: leave out all but one"
         )
     from mesh.forecast.dry_run import DryRunOptions, dry_run  # noqa: PLC0415 - keeps --help quick
     from mesh.placement.stage_sizes import Workload  # noqa: PLC0415

@@ -47,22 +47,22 @@ _SECTIONS: Final = {
 
 @click.command(cls=SectionedCommand, sections=_SECTIONS)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where the API listens.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address at which the API listens.")
 @click.option(
     "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port of the API."
 )
 @click.option(
     "--api-key-file",
     type=_FILE,
-    help="API keys, from `mesh keys add`; needed if --host is not loopback.",
+    help="Key file from `mesh keys add`; needed if --host is not loopback.",
 )
-@click.option("--insecure", is_flag=True, help="Let other machines use the API without a key.")
+@click.option("--insecure", is_flag=True, help="Allow access from other machines without a key.")
 @click.option(
     "--cors-origin",
     "cors_origins",
     multiple=True,
     metavar="ORIGIN",
-    help="Let web pages of this origin use the API; may be given several times.",
+    help="Allow web pages of this origin; may be given several times.",
 )
 @click.option(
     "--linger",
@@ -76,12 +76,12 @@ _SECTIONS: Final = {
     "--state",
     "state_path",
     type=_FILE,
-    help="Where it writes down what it must know then.  [default: in ~/.local/state/spanmesh]",
+    help="Folder for the state that a restart needs.  [default: in ~/.local/state/spanmesh]",
 )
 @click.option(
     "--wait-for", default=0, metavar="N", type=click.IntRange(0), help="Wait until N hosts have joined."
 )
-@click.option("--head-only", is_flag=True, help="Hold no layers on this host.")
+@click.option("--head-only", is_flag=True, help="Place no layers on this host.")
 @click.option(
     "--topology",
     "topology_path",
@@ -99,7 +99,7 @@ _SECTIONS: Final = {
     "--memory",
     type=MemorySize(),
     metavar="SIZE",
-    help="What stages and draft here may use, such as 8G.  [default: all that is free]",
+    help="Memory for stages and draft model on this host, such as 8G.  [default: all that is free]",
 )
 @click.option(
     "--gpu-layers",
@@ -107,23 +107,23 @@ _SECTIONS: Final = {
     show_default=True,
     metavar="N|all|none|auto",
     type=GpuLayers(),
-    help="Layers of each stage that this host's GPUs hold; as many as they have room for unless given.",
+    help="Layers of each stage on this host's GPUs; as many as fit unless given.",
 )
 @one_model_options
 @weights_options
 @click.option(
     "--advertise",
     metavar="IP",
-    help="Address where joined hosts reach this one.  [default: the one towards the default route]",
+    help="Address at which joined hosts reach this one.  [default: the one of the default route]",
 )
-@click.option("--name", help="What to call this host; its host name unless given.")
+@click.option("--name", help="Name of this host in the mesh; its host name unless given.")
 @click.option(
     "--join-port", default=0, metavar="PORT", type=click.IntRange(0, 65535), help="Port for joining hosts."
 )
 @click.option(
     "--discoverable",
     is_flag=True,
-    help="Let `mesh join --discover` in the local network find this head by mDNS.",
+    help="Announce this head by mDNS, for `mesh join --discover` in the local network.",
 )
 @click.option("--token-file", type=_FILE, help="Write the join token to this file.")
 @click.option(
@@ -131,7 +131,7 @@ _SECTIONS: Final = {
     default=24.0,
     show_default=True,
     type=click.FloatRange(0, min_open=True),
-    help="How long the join token admits hosts.",
+    help="Validity of the join token.",
 )
 def serve(
     *,
@@ -176,7 +176,7 @@ def serve(
     check_stage_options(stages, split)
     if topology_path is not None and (stages is not None or split is not None or wait_for):
         raise click.UsageError(
-            "--topology says which hosts hold which layers: leave out --stages, --split and --wait-for"
+            "--topology fixes which hosts hold which layers: leave out --stages, --split and --wait-for"
         )
     from mesh.cluster.addresses import advertised, primary_address  # noqa: PLC0415 - keeps --help quick
     from mesh.placement.topology import read_topology  # noqa: PLC0415

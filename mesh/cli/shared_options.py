@@ -33,10 +33,14 @@ _SPECULATION_OPTIONS: Final = (
         default="auto",
         show_default=True,
         type=click.Choice(["auto", "off", "ngram", "draft", "replay"]),
-        help="Who proposes tokens that the model then verifies; auto asks all there are, as far as it pays.",
+        help="Proposer of tokens that the model verifies; auto uses all available ones where they pay.",
     ),
     click.option(
-        "--draft", "draft_path", type=_FILE, metavar="PATH", help="A small GGUF model that drafts for MODEL."
+        "--draft",
+        "draft_path",
+        type=_FILE,
+        metavar="PATH",
+        help="GGUF file of a small draft model for MODEL.",
     ),
     click.option(
         "--draft-max",
@@ -44,7 +48,7 @@ _SPECULATION_OPTIONS: Final = (
         show_default=True,
         metavar="N",
         type=click.IntRange(1),
-        help="Tokens that it drafts ahead.",
+        help="Maximum of tokens drafted ahead.",
     ),
     click.option(
         "--draft-min",
@@ -52,7 +56,7 @@ _SPECULATION_OPTIONS: Final = (
         show_default=True,
         metavar="N",
         type=click.IntRange(1),
-        help="Fewer are not worth offering.",
+        help="Minimum of tokens of a draft.",
     ),
     click.option(
         "--p-min",
@@ -60,7 +64,7 @@ _SPECULATION_OPTIONS: Final = (
         show_default=True,
         metavar="P",
         type=click.FloatRange(0.0, 1.0),
-        help="A draft stops at a token that it thinks less likely than this.",
+        help="Probability below which a draft ends.",
     ),
     click.option(
         "--draft-threads",
@@ -83,20 +87,20 @@ _SPECULATION_OPTIONS: Final = (
         default=draft_defaults.KV_TYPE,
         show_default=True,
         type=click.Choice(list(KV_TYPES)),
-        help="Format of its KV cache.",
+        help="Format of the draft model's KV cache.",
     ),
     click.option(
         "--spec-history",
         "keeps_history",
         is_flag=True,
-        help="Propose from earlier answers to the same API key, too.",
+        help="Also propose from earlier answers to the same API key.",
     ),
     click.option(
         "--spec-width",
         "width",
         metavar="N",
         type=click.IntRange(0),
-        help="Always propose N tokens at a time.",
+        help="Always propose N tokens per window.",
     ),
     click.option(
         "--spec-depth", "depth", metavar="N", type=click.IntRange(1), help="Always keep N windows in flight."
@@ -107,14 +111,14 @@ _SPECULATION_OPTIONS: Final = (
         is_flag=True,
         flag_value=False,
         default=True,
-        help="Do not tell hosts at once which windows a rejection voided.",
+        help="Do not notify hosts at once of windows that a rejection voided.",
     ),
     click.option(
         "--replay-file",
         "replay_path",
         type=_FILE,
         metavar="PATH",
-        help="For benchmarks: recorded answers, which --speculate replay proposes.",
+        help="For benchmarks: recorded answers that --speculate replay proposes.",
     ),
 )
 
@@ -151,8 +155,7 @@ _ONE_MODEL_OPTIONS: Final = (
         "--ctx-size",
         metavar="N",
         type=click.IntRange(16),
-        help="Positions of one session, prompt and answer together.  "
-        "[default: the model's own, at most 4096]",
+        help="Positions of one session, prompt and answer together.  [default: the model's, at most 4096]",
     ),
     click.option(
         "--parallel",
@@ -160,14 +163,14 @@ _ONE_MODEL_OPTIONS: Final = (
         show_default=True,
         metavar="N",
         type=click.IntRange(1, 64),
-        help="Sessions at once.",
+        help="Concurrent sessions.",
     ),
     click.option(
         "--kv-type",
         default=session_defaults.KV_TYPE,
         show_default=True,
         type=click.Choice(list(KV_TYPES)),
-        help="Format of the KV caches; q8_0 takes half as much memory as f16.",
+        help="Format of the KV caches; q8_0 needs half the memory of f16.",
     ),
     click.option(
         "--wire",
@@ -183,11 +186,9 @@ _ONE_MODEL_OPTIONS: Final = (
         show_default=True,
         metavar="N",
         type=click.IntRange(1),
-        help="Requests that may wait for a session; more are turned away with 429.",
+        help="Limit of waiting requests; more are rejected with 429.",
     ),
-    click.option(
-        "--exact", is_flag=True, help="Compute so that a text never depends on what else is computed."
-    ),
+    click.option("--exact", is_flag=True, help="Exact mode: a text never depends on what else is computed."),
 )
 # Their help stands in these groups, of both commands.
 SESSION_FLAGS: Final = ("--ctx-size", "--parallel", "--kv-type", "--exact", "--wire")
@@ -212,7 +213,7 @@ def check_stage_options(stages: int | None, split: tuple[int, ...] | None) -> No
         click.UsageError: Naming the one to leave out.
     """
     if stages is not None and split is not None:
-        raise click.UsageError("--split says how many stages there are: leave out --stages")
+        raise click.UsageError("--split gives the number of stages: leave out --stages")
 
 
 _STORAGE = (
@@ -221,14 +222,14 @@ _STORAGE = (
         "models_dir",
         type=click.Path(path_type=Path, file_okay=False, exists=True),
         metavar="DIR",
-        help="GGUF files of this host: layers that are in them need not be sent.",
+        help="GGUF files on this host, whose layers need no transfer.",
     ),
     click.option(
         "--cache-size",
         "cache_bytes",
         type=MemorySize(),
         metavar="SIZE",
-        help="What stage files may take of this host's disk; those not used for longest go first.",
+        help="Limit of stage files on this host's disk; the least recently used are removed first.",
     ),
 )
 _SENDING = (
@@ -236,12 +237,12 @@ _SENDING = (
         "--transfer-rate",
         type=MemorySize(),
         metavar="SIZE",
-        help="Bytes a second that hosts are sent at most, all together, such as 50M.",
+        help="Limit of bytes per second sent to all hosts together, such as 50M.",
     ),
     click.option(
         "--hub-first",
         is_flag=True,
-        help="Let hosts fetch from the hub before they ask this host, if the model came from there.",
+        help="Hosts fetch from the hub before this host, if the model came from there.",
     ),
 )
 
@@ -287,12 +288,12 @@ def weights_from(
 def head_options(command: Command) -> Command:
     """Adds `--url` and `--api-key-file`."""
     where = click.option(
-        "--url", default="http://127.0.0.1:8000", show_default=True, help="Where the mesh serves its API."
+        "--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the mesh's API."
     )
     key = click.option(
         "--api-key-file",
         type=click.Path(path_type=Path, dir_okay=False),
-        help=f"File whose first key opens the API; or set {API_KEY}.",
+        help=f"File whose first key is sent to the API; or set {API_KEY}.",
     )
     return where(key(command))
 

@@ -28,7 +28,9 @@ class _Layers(click.ParamType[LayerRange]):
             start, stop = value.split(":")
             return LayerRange(int(start), int(stop))
         except ValueError:
-            self.fail(f"{value!r} is no layer range; write A:B with 0 <= A < B, B not included", param, ctx)
+            self.fail(
+                f"{value!r} is not a layer range; write A:B with 0 <= A < B, B not included", param, ctx
+            )
 
 
 @click.command(name="slice")
@@ -72,7 +74,9 @@ def draft() -> None:
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="OUT", help="The draft model."
 )
-@click.option("--plain", is_flag=True, help="Spare no weights: Q4_0 and IQ4_NL as llama.cpp makes them.")
+@click.option(
+    "--plain", is_flag=True, help="Requantize all weights: Q4_0 and IQ4_NL as llama.cpp makes them."
+)
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool) -> None:
     """Write MODEL once more in fewer bits: a draft model that thinks as MODEL does.

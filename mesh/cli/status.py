@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @head_options
-@click.option("--json", "is_json", is_flag=True, help="Print the answer as it came.")
+@click.option("--json", "is_json", is_flag=True, help="Print the API's JSON answer.")
 def status(url: str, api_key_file: Path | None, *, is_json: bool) -> None:
     """Show what a running mesh is doing: its hosts, its stages, their times."""
     answer = ask_head(url.rstrip("/") + "/mesh/status", key_of(api_key_file))
@@ -79,7 +79,7 @@ def _holds(host: Mapping[str, Any]) -> str:
     """Layers in the ring, those that it could take over at once, and whether it is on its way in or out."""
     parts = [host["layers"]] if host["layers"] else []
     if host["copies"]:
-        parts.append(f"copies of {', '.join(host['copies'])}")
+        parts.append(f"replicas of {', '.join(host['copies'])}")
     if not parts:
         parts.append("spare" if host["ready"] else "starting")
     if host["leaving"]:
@@ -148,7 +148,7 @@ def _place(stage: Mapping[str, Any]) -> str:
 def _print_counts(console: Console, status: Mapping[str, Any]) -> None:
     sessions, speculation = status.get("sessions"), status.get("speculation")
     if sessions:
-        paused = f", {sessions['paused']} paused as nobody reads" if sessions["paused"] else ""
+        paused = f", {sessions['paused']} paused, not read by their clients" if sessions["paused"] else ""
         console.print(
             f"sessions: {sessions['running']} running of {sessions['slots']}{paused},"
             f" {sessions['waiting']} waiting",
@@ -179,6 +179,6 @@ def _print_speculation(console: Console, speculation: Mapping[str, Any]) -> None
         )
     times = speculation["mean_window_ms"]
     at_stages = f"{times['verify']:.2f} ms computing, {times['queue']:.2f} ms waiting at stages"
-    lines.append(f"  a window: {at_stages}, {times['network']:.2f} ms on the way")
+    lines.append(f"  a window: {at_stages}, {times['network']:.2f} ms on the network")
     for line in lines:
         console.print(line, highlight=False)

@@ -38,11 +38,11 @@ _NUM_PROBES: Final = 5
     show_default=True,
     metavar="SECONDS",
     type=click.FloatRange(0.2, 60.0),
-    help="How often to look.",
+    help="Interval of updates.",
 )
-@click.option("--no-links", is_flag=True, help="Do not have the hosts measure their links now and then.")
+@click.option("--no-links", is_flag=True, help="Do not measure the links between hosts.")
 @click.option(
-    "--once", is_flag=True, help="Print one picture of that long, and end; for any terminal or file."
+    "--once", is_flag=True, help="Print one report over one interval and exit; for any terminal or file."
 )
 def top(url: str, api_key_file: Path | None, interval_s: float, *, no_links: bool, once: bool) -> None:
     """Watch a running mesh: what each stage computes and waits, links, acceptance, sessions.
@@ -60,7 +60,7 @@ def top(url: str, api_key_file: Path | None, interval_s: float, *, no_links: boo
         console.print(watch.look(), highlight=False)
         return
     if not console.is_terminal or console.is_dumb_terminal:
-        raise click.UsageError("this is no terminal that can be drawn on: use --once")
+        raise click.UsageError("the terminal cannot show this view: use --once")
     try:
         with Live(picture, console=console, screen=True, auto_refresh=False) as live:
             while True:
@@ -205,9 +205,9 @@ def _speed(status: Mapping[str, Any], pace: MeshPace) -> str:
     rate = "" if pace.tokens_per_s is None else f"{pace.tokens_per_s:.1f} tokens/s; "
     times = (status.get("speculation") or {}).get("mean_window_ms")
     if not times:
-        return f"{rate}nothing was asked yet"
+        return f"{rate}no requests yet"
     when = "lately" if pace.is_recent else "so far"
-    return f"{rate}a window, {when}: {pace.wire_ms:.1f} ms on the way"
+    return f"{rate}a window, {when}: {pace.wire_ms:.1f} ms on the network"
 
 
 def _speculation(status: Mapping[str, Any], pace: MeshPace) -> list[str]:
@@ -237,7 +237,7 @@ def _models(models: Sequence[Mapping[str, Any]]) -> Table:
 def _hosts(status: Mapping[str, Any]) -> Table:
     table = Table("host", "address", "holds", "memory", box=None)
     for host in status["hosts"]:
-        copies = f"copies of {', '.join(host['copies'])}" if host["copies"] else ""
+        copies = f"replicas of {', '.join(host['copies'])}" if host["copies"] else ""
         holds = "; ".join(filter(None, (host["layers"], copies))) or (
             "spare" if host["ready"] else "starting"
         )

@@ -53,12 +53,12 @@ def advertised(text: str) -> str:
         return text
     if address.is_unspecified:
         raise ClusterError(
-            f"--advertise {text} means every address of this host and leads no other host here: name one",
+            f"--advertise {text} means every address of this host, which other hosts cannot reach: name one",
             param="--advertise",
         )
     if isinstance(address, ipaddress.IPv6Address) and address.is_link_local:
         raise ClusterError(
-            f"--advertise {text} is link-local: another host can use it only with the name of its own "
+            f"--advertise {text} is link-local: another host can use it only with the name of its "
             "interface behind it; name a global or a unique local address (fd00::/8)",
             param="--advertise",
         )

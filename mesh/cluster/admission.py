@@ -23,9 +23,7 @@ def check_secret(given: str, token: JoinToken) -> None:
         InvalidJoinToken: If it is not the token's.
     """
     if not hmac.compare_digest(given.encode(), token.secret.encode()):
-        raise InvalidJoinToken(
-            "the join token is not the one of this mesh; use the line that the head printed last"
-        )
+        raise InvalidJoinToken("the join token is not this mesh's; use the line that the head printed last")
 
 
 def check_report(report: wire.HostReport, token: JoinToken, head: Versions, now_s: float) -> None:
@@ -118,4 +116,4 @@ class AdmissionControl:
 
 def eviction(name: str) -> InvalidJoinToken:
     """Error for an evicted host."""
-    return InvalidJoinToken(f"host {name} was evicted from the mesh, and its join token is no longer good")
+    return InvalidJoinToken(f"host {name} was evicted from the mesh, and its join token is void")

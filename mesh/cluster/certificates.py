@@ -115,7 +115,7 @@ async def fetch_pinned_certificate(address: str, fingerprint: bytes, *, timeout_
     except TimeoutError:
         raise HostUnreachable(f"no answer from the head at {address} within {timeout_s:g} s") from None
     except ssl.SSLError as error:
-        raise HostUnreachable(f"what listens at {address} is not a mesh head: {error.reason}") from error
+        raise HostUnreachable(f"the server at {address} is not a mesh head: {error.reason}") from error
     except OSError as error:
         raise HostUnreachable(f"cannot reach the head at {address}: {error.strerror or error}") from error
     try:
@@ -124,8 +124,8 @@ async def fetch_pinned_certificate(address: str, fingerprint: bytes, *, timeout_
         writer.transport.abort()
     if not hmac.compare_digest(hashlib.sha256(der).digest(), fingerprint):
         raise InvalidJoinToken(
-            f"the server at {address} is not the one that made this join token (its certificate differs): "
-            "was the head started anew? Use the line that it printed last"
+            f"the server at {address} is not the one that made this join token (its certificate differs), "
+            "since the head restarted or another one listens there: use the line that it printed last"
         )
     return ssl.DER_cert_to_PEM_cert(der).encode()
 
@@ -235,7 +235,7 @@ class Authority:
 
 def _requested_key(request_pem: bytes, host: str) -> ec.EllipticCurvePublicKey:
     malformed = JoinError(
-        f"host {host!r} sent no proper certificate request: install the same spanmesh on both hosts"
+        f"host {host!r} sent an invalid certificate request: install the same spanmesh on both hosts"
     )
     if len(request_pem) > _MAX_REQUEST_BYTES:
         raise malformed
@@ -257,7 +257,7 @@ def _general_name(address: str) -> x509.GeneralName:
     except ValueError:
         if not address.isascii():
             raise JoinError(
-                f"{address!r} cannot stand in a certificate; give --advertise an IP address"
+                f"{address!r} cannot be part of a certificate; give --advertise an IP address"
             ) from None
         return x509.DNSName(address)
 

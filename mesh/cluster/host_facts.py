@@ -50,7 +50,7 @@ def find_gpus() -> tuple[Gpu, ...]:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
         reason = next((line for line in reversed((said or "").splitlines()) if line.strip()), str(error))
         raise ClusterError(
-            f"cannot look at this host's GPUs: {reason}; --gpu-layers none does without them",
+            f"cannot inspect this host's GPUs: {reason}; --gpu-layers none uses none of them",
             param="--gpu-layers",
         ) from error
 

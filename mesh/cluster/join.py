@@ -176,7 +176,7 @@ class MembershipSession:
             try:
                 node = self._local_host.node(member, access)
                 if node is None:
-                    raise ClusterError("the head has another Ray cluster than before")
+                    raise ClusterError("the head has a new Ray cluster")
                 await first_of(_listen(membership), self._serve(membership, node), self._leave(membership))
             except MeshError as error:
                 if not self._wants_to_leave.is_set():
@@ -195,10 +195,10 @@ class MembershipSession:
 
     async def _leave(self, membership: Membership) -> None:
         await self._wants_to_leave.wait()
-        log.info("leaving", wait="until what is here has moved; Ctrl-C again leaves at once")
+        log.info("leaving", wait="until its layers have moved; Ctrl-C again leaves at once")
         await membership.report_leaving()
         await asyncio.sleep(_LEAVE_S)
-        log.warning("leaving_at_once", reason=f"the head has not let this host go within {_LEAVE_S:g} s")
+        log.warning("leaving_at_once", reason=f"the head has not released this host within {_LEAVE_S:g} s")
 
 
 async def _listen(membership: Membership) -> None:

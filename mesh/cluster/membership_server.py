@@ -272,7 +272,7 @@ class MembershipService(rpc.MembershipServicer):
             async with asyncio.timeout(_REPORT_TIMEOUT_S):
                 report = await anext(reports)
         except (TimeoutError, StopAsyncIteration):
-            raise JoinError("the host said nothing") from None
+            raise JoinError("the host sent nothing") from None
         self._admission.check(report, self._versions, self._clock_s())
         member = member_of(report)
         await check_reachable_back(
@@ -325,7 +325,7 @@ class MembershipService(rpc.MembershipServicer):
         self._members.update(name, is_leaving=True)
         member = self._members.find(name)
         if member is not None and not member.layers:
-            self.dismiss(name, "nothing of the mesh is on this host: goodbye")
+            self.dismiss(name, "no layers of the mesh are on this host")
 
     def _renew(self, name: str, request_pem: bytes) -> None:
         for member in self._members:

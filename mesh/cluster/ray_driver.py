@@ -35,9 +35,9 @@ def exit_detail(text: str) -> str:
     found = _DETAIL.search(text)
     if found is None:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[0] if lines else "no reason is known"
+        return lines[0] if lines else "unknown reason"
     if _CONNECTION_LOST in found[1]:
-        return "its process ended without a word: it was killed, ran out of memory, or crashed"
+        return "its process ended without a message: it was killed, ran out of memory, or crashed"
     return " ".join(found[1].split()).rstrip(".")
 
 

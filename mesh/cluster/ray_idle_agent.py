@@ -27,12 +27,12 @@ def port_names(program: str) -> tuple[str, ...]:
         program: Path of the replaced program.
 
     Raises:
-        ValueError: If it is no agent of a Ray node.
+        ValueError: If it is not an agent of a Ray node.
     """
     for ending, names in _PORTS.items():
         if program.endswith(ending):
             return names
-    raise ValueError(f"{program} is no agent of a Ray node")
+    raise ValueError(f"{program} is not an agent of a Ray node")
 
 
 def options_of(arguments: Sequence[str]) -> dict[str, str]:

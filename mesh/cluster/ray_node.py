@@ -107,7 +107,7 @@ def _open_lock(path: Path, flags: int = 0) -> int:
 
     Raises:
         OSError: If folder or lock is missing, or a link.
-        ClusterError: If another user owns the folder or may enter it, or the lock is no file.
+        ClusterError: If another user owns the folder or may enter it, or the lock is not a file.
     """
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -123,7 +123,7 @@ def _open_lock(path: Path, flags: int = 0) -> int:
         os.close(folder)
     if not stat.S_ISREG(os.fstat(lock).st_mode):
         os.close(lock)
-        raise ClusterError(f"{path / _LOCK} is no regular file: remove {path}")
+        raise ClusterError(f"{path / _LOCK} is not a regular file: remove {path}")
     return lock
 
 
@@ -306,7 +306,7 @@ class RayNode:
         """The last line of its processes' output."""
         lines = [line.strip() for line in self._folder.log_path.read_text(errors="replace").splitlines()]
         words = [line for line in lines if line]
-        return words[-1] if words else "it said nothing"
+        return words[-1] if words else "it wrote nothing"
 
     async def ended(self) -> None:
         """Return when its first process has ended."""

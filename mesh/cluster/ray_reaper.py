@@ -99,7 +99,7 @@ def _watch(starter: int, needed: str, ownership: Ownership | None) -> int:
         if heard is not None and heard.si_signo == signal.SIGTERM:
             return 0
         if ownership is not None and ownership.is_over(time.monotonic()):
-            print("nobody has owned the Ray node for too long", flush=True)  # noqa: T201
+            print("the Ray node has had no owner for too long", flush=True)  # noqa: T201
             return 0
         # One SIGCHLD may stand for several.
         for pid, status in _ended():

@@ -73,7 +73,7 @@ async def check_reachable_back(address: str, port: int, nonce: bytes, *, timeout
     else:
         if len(nonce) == NONCE_BYTES and hmac.compare_digest(answer, nonce):
             return
-        reason = "another machine answers there"
+        reason = "another machine answers"
     raise HostUnreachable(
         f"the head cannot reach this host back at {place}: {reason}; advertise an address that the head "
         "can reach "

@@ -61,7 +61,7 @@ def check_request(request: GenerationRequest, options: CoordinatorOptions) -> No
             "and the answer needs at least 1: shorten the prompt or serve with a larger --ctx-size"
         )
     if request.grammar is not None and options.token_texts is None:
-        raise InvalidRequest("grammar: answers cannot be held to one here: leave it out", param="grammar")
+        raise InvalidRequest("grammar: not supported by these stages: leave it out", param="grammar")
     request.sampling.require_vocabulary(options.n_vocab)
 
 
@@ -193,7 +193,7 @@ class Coordinator:
             StageFailed: If the new ring broke at once. Likewise.
         """
         async with self._reconnecting:
-            self.pause("the ring is made anew")
+            self.pause("the ring is rebuilt")
             await self._ring.close()
             active_ring = self._open_ring(stages, mesh_id, mesh_key)
             await active_ring.ring.open()
@@ -414,7 +414,7 @@ class Coordinator:
             except Exception as raised:
                 # The stream of failures serves all sessions as well.
                 log.exception("session_failed", session=session.id)
-                session.fail(StageFailed(f"the coordinator failed to begin a session anew: {raised!r}"))
+                session.fail(StageFailed(f"the coordinator failed to restart a session: {raised!r}"))
 
     def _begin_anew(self, session: Session, error: MeshError) -> None:
         """Replay a session in the same ring, with nothing cached."""

@@ -183,8 +183,8 @@ class Generation:
         count = len(proposal.tokens)
         if (count and count > self.room) or (self._in_flight and not count):
             raise ValueError(
-                f"a window of {count} proposed tokens behind {len(self._in_flight)} others, "
-                f"where {self.room} have room"
+                f"a window of {count} proposed tokens with {len(self._in_flight)} in flight, "
+                f"where {self.room} fit"
             )
         if self._in_flight:
             return self._send(WindowPlan(self._in_flight[-1].stop, proposal.tokens, count, proposal))
@@ -217,7 +217,7 @@ class Generation:
             ProtocolError: If the verdict cannot belong to the window.
         """
         if not self._in_flight:
-            raise ProtocolError("the tail answers a window, but none is under way")
+            raise ProtocolError("the tail answers a window, but none is in flight")
         window = self._in_flight[0]
         if not window.num_verified:
             if sampled:

@@ -279,8 +279,8 @@ class RequestGate:
         except TimeoutError:
             self._raise_refusal()
             raise StageFailed(
-                f"the mesh is being repaired and was not whole again within {self._patience_s:g} s: try "
-                "again in a moment",
+                f"the mesh is being repaired, and the repair was not complete within {self._patience_s:g} s: "
+                "try again in a moment",
                 retry_after_s=_RETRY_AFTER_S,
             ) from None
 

@@ -388,7 +388,9 @@ class Session:
             return
         arrived_ms = self._clock_ms()
         if not self._in_flight_windows or self._in_flight_windows[0].id != verdict.window_id:
-            self.fail(ProtocolError(f"the tail answers window {verdict.window_id} of {self.id} out of turn"))
+            self.fail(
+                ProtocolError(f"the tail answered window {verdict.window_id} of {self.id} out of order")
+            )
             return
         try:
             self._check_logprobs(verdict)
@@ -474,7 +476,7 @@ class Session:
                 f"the tail sent {len(verdict.logprobs)} logprobs for {len(verdict.tokens)} ids, not {wanted}"
             )
         if any(len(each.top_tokens) != len(each.top_logprobs) for each in verdict.logprobs):
-            raise ProtocolError("the tail named likeliest tokens without a logprob for each")
+            raise ProtocolError("the tail sent top tokens without a logprob for each")
 
     def _take(self, step: Step, in_flight: InFlightWindow, verdict: wire.Verdict, arrived_ms: float) -> None:
         voided = tuple(self._in_flight_windows) if step.voided else ()
@@ -571,7 +573,7 @@ class Session:
         was_paused = self.is_paused
         self._output_queue.put(Committed(tokens, step.finish, telemetry.stats(), logprobs))
         if self.is_paused and not was_paused:
-            log.debug("session_paused", session=self.id, reason="its client does not read")
+            log.debug("session_paused", session=self.id, reason="its client reads nothing")
 
     def _prefill(self) -> None:
         """Keep as many chunks of the prompt in flight as keep the stages busy."""

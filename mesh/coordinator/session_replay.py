@@ -97,8 +97,8 @@ def attribute_crash(sessions: Collection[Session], loss: RingLoss | None, most_c
             log.error("session_crashes_stages", session=session.id, position=guilty.position)
             session.fail(
                 StageFailed(
-                    f"a stage crashed again at token {guilty.position} of this request, with no other under "
-                    f"way: {loss.reason}; it is not tried once more"
+                    f"a stage crashed again at token {guilty.position} of this request, alone in the ring: "
+                    f"{loss.reason}; it is not retried"
                 )
             )
 

@@ -60,7 +60,7 @@ class Speculator:
         self._untold: list[int] = []
         # A proposer rests until it is first asked.
         self._is_resting = True
-        self._decision = Decision(0, "nothing decided yet")
+        self._decision = Decision(0, "no decision yet")
 
     def listen(self, on_ready: Callable[[], None]) -> None:
         """Set the callback, from any thread, for when the proposer has more to propose."""

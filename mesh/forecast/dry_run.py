@@ -101,12 +101,12 @@ def _reason(host: KnownHost, plan: Plan, least_bytes: int) -> str:
     memory_bytes = host.capacity.memory_bytes
     if memory_bytes < least_bytes:
         return (
-            f"too small: it gives {format_size(memory_bytes)}, the smallest share takes "
+            f"too small: it offers {format_size(memory_bytes)}, the smallest share needs "
             f"{format_size(least_bytes)}"
         )
     count = len({stage.host for stage in plan.stages})
     enough = "one host is enough" if count == 1 else f"{count} hosts are enough"
-    return f"not needed: {enough}, and a hop more costs time; it would be a spare"
+    return f"not needed: {enough}, and one more hop costs time; it would be a spare"
 
 
 # A stage pauses between two tokens as long as the wire and the other stages take; beyond this pause no
@@ -212,7 +212,7 @@ def dry_run(
     placed = _placed(model, context, options)
     sizes = StageSizes(model, options.workload)
     timings: tuple[StageTiming, ...] | None = None
-    basis = "nothing was timed: --no-timing"
+    basis = "no timing: --no-timing"
     if options.is_timed:
         found = _timed(source, sizes, placed, context, options)
         if isinstance(found, str):
@@ -232,7 +232,7 @@ def dry_run(
                 prompt_tokens=options.prompt_tokens,
             )
         else:
-            basis = "no prediction: not every link could be measured; `mesh bench net` says why"
+            basis = "no prediction: not every link could be measured; `mesh bench net` shows why"
     return DryRun(
         model=model,
         plan=placed,

@@ -65,7 +65,7 @@ def read_hosts_file(path: Path, *, speed_gb_per_s: float, num_threads: int) -> t
     entries = fields.get("host")
     if set(fields) != {"host"} or not isinstance(entries, list):
         raise ClusterError(
-            f"the hosts file {path} is to have tables [[host]] and nothing else", param="--hosts-file"
+            f"the hosts file {path} must have tables [[host]] and nothing else", param="--hosts-file"
         )
     hosts = []
     for entry in entries:
@@ -185,7 +185,7 @@ def _in_a_child(requests: Sequence[ProfileRequest]) -> HostProfile:
         except subprocess.TimeoutExpired:
             return HostProfile(failure=f"timing a stage took longer than {_TIMEOUT_S:g} s")
         if done.returncode != 0:
-            lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+            lines = done.stderr.strip().splitlines() or [f"it exited with code {done.returncode}"]
             return HostProfile(failure=f"this host cannot time a stage: {lines[-1]}")
         timings.append(StageTiming(**json.loads(done.stdout)))
     return HostProfile(tuple(timings))

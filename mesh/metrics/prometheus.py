@@ -78,19 +78,19 @@ def add_model(sheet: Sheet, status: Mapping[str, Any]) -> None:
         status: The model's `/mesh/status`.
     """
     if "ready" in status:
-        sheet.gauge("mesh_ready", "Whether requests are answered at once.", int(status["ready"]))
+        sheet.gauge("mesh_ready", "1 while requests are answered at once, else 0.", int(status["ready"]))
     if "prefix_mismatches" in status:
         sheet.counter(
             "mesh_prefix_mismatches",
-            "Sessions that began anew: a slot did not hold the tokens that it was believed to.",
+            "Sessions that restarted because a slot did not hold the expected tokens.",
             status["prefix_mismatches"],
         )
     if (repairs := status.get("repairs")) is not None:
-        sheet.counter("mesh_stage_losses", "Stages that were lost.", repairs["losses"])
+        sheet.counter("mesh_stage_losses", "Stages lost.", repairs["losses"])
         sheet.counter("mesh_repairs", "Repairs of the ring.", repairs["count"])
-        sheet.counter("mesh_moves", "Times that layers moved while all was well.", repairs["moves"])
+        sheet.counter("mesh_moves", "Moves of layers without a failure.", repairs["moves"])
         if repairs["last_s"] is not None:
-            sheet.gauge("mesh_last_repair_seconds", "How long the latest repair took.", repairs["last_s"])
+            sheet.gauge("mesh_last_repair_seconds", "Duration of the latest repair.", repairs["last_s"])
 
 
 def add_mesh(sheet: Sheet, status: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ def add_mesh(sheet: Sheet, status: Mapping[str, Any]) -> None:
     """
     if "version" in status:
         labels = {name: str(status[name]) for name in ("version", "protocol_version")}
-        sheet.gauge("mesh_info", "What runs here.", 1, **labels)
+        sheet.gauge("mesh_info", "Versions of the software.", 1, **labels)
     hosts = status.get("hosts", ())
     if isinstance(hosts, list):
         _add_hosts(sheet, hosts)
@@ -111,11 +111,16 @@ def add_mesh(sheet: Sheet, status: Mapping[str, Any]) -> None:
 def _add_hosts(sheet: Sheet, hosts: list[Mapping[str, Any]]) -> None:
     states = [_state(host) for host in hosts]
     for state in ("serving", "spare", "joining", "leaving"):
-        sheet.gauge("mesh_hosts", "Hosts by what they do.", states.count(state), state=state)
+        sheet.gauge("mesh_hosts", "Hosts by state.", states.count(state), state=state)
     num_copies = sum(len(host["copies"]) for host in hosts)
-    sheet.gauge("mesh_spare_copies", "Copies of stages that could take over at once.", num_copies)
+    sheet.gauge("mesh_spare_copies", "Replicas of stages that can take over at once.", num_copies)
     for host in hosts:
-        sheet.gauge("mesh_host_memory_bytes", "What it gives.", host["memory_bytes"], host=host["name"])
+        sheet.gauge(
+            "mesh_host_memory_bytes",
+            "Memory of the host for the mesh.",
+            host["memory_bytes"],
+            host=host["name"],
+        )
 
 
 def _state(host: Mapping[str, Any]) -> str:
@@ -135,21 +140,29 @@ def add_requests(sheet: Sheet, statistics: RequestStatistics, sessions: Mapping[
         sessions: `sessions` of the status; None before the first ring.
     """
     for name, help_, histogram in (
-        ("time_to_first_token", "From asking to the first token.", statistics.time_to_first_token_s),
-        ("inter_token_latency", "From one token to the next.", statistics.inter_token_s),
-        ("e2e_request_latency", "From asking to the last token.", statistics.whole_s),
-        ("request_queue_time", "Waiting for a slot, or for a repair.", statistics.queue_s),
-        ("request_prefill_time", "From the first window to the first token.", statistics.prefill_s),
-        ("request_decode_time", "From the first token to the last.", statistics.decode_s),
+        (
+            "time_to_first_token",
+            "Time from the request to the first token.",
+            statistics.time_to_first_token_s,
+        ),
+        ("inter_token_latency", "Time between two tokens.", statistics.inter_token_s),
+        ("e2e_request_latency", "Time from the request to the last token.", statistics.whole_s),
+        ("request_queue_time", "Time in the queue, for a slot or a repair.", statistics.queue_s),
+        ("request_prefill_time", "Time from the first window to the first token.", statistics.prefill_s),
+        ("request_decode_time", "Time from the first token to the last.", statistics.decode_s),
     ):
         sheet.histogram(f"mesh_{name}_seconds", help_, histogram)
     sheet.counter("mesh_prompt_tokens", "Tokens of prompts.", statistics.num_prompt_tokens)
     sheet.counter("mesh_generation_tokens", "Tokens of answers.", statistics.num_generated_tokens)
-    sheet.counter("mesh_prefix_cache_queries", "Tokens of prompts looked up.", statistics.num_cache_queries)
-    sheet.counter("mesh_prefix_cache_hits", "Those that the stages held.", statistics.num_cache_hits)
     sheet.counter(
-        "mesh_request_replays", "Sessions that began again in another ring.", statistics.num_replays
+        "mesh_prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        statistics.num_cache_queries,
     )
+    sheet.counter(
+        "mesh_prefix_cache_hits", "Prompt tokens found in the prefix cache.", statistics.num_cache_hits
+    )
+    sheet.counter("mesh_request_replays", "Sessions replayed in another ring.", statistics.num_replays)
     for reason in FINISH_REASONS:
         sheet.counter(
             "mesh_request_success",
@@ -158,8 +171,8 @@ def add_requests(sheet: Sheet, statistics: RequestStatistics, sessions: Mapping[
             finished_reason=reason,
         )
     if sessions is not None:
-        sheet.gauge("mesh_num_requests_running", "Requests that have a slot.", sessions["running"])
-        sheet.gauge("mesh_num_requests_waiting", "Requests that wait for one.", sessions["waiting"])
+        sheet.gauge("mesh_num_requests_running", "Requests with a slot.", sessions["running"])
+        sheet.gauge("mesh_num_requests_waiting", "Requests that wait for a slot.", sessions["waiting"])
         sheet.gauge("mesh_num_requests_paused", "Requests whose client does not read.", sessions["paused"])
         room = sessions["slots"] * sessions["context"]
         sheet.gauge(

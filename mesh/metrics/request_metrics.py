@@ -73,10 +73,10 @@ class RequestStatistics:
     Attributes:
         time_to_first_token_s: From asking the engine to the first token: waiting for a slot included.
         inter_token_s: From one token to the next; those that come together share the time since those before.
-        whole_s: From asking to the last token.
+        whole_s: Time from the request to the last token.
         queue_s: Waiting for a slot, or for a ring that is being repaired.
         prefill_s: From the first window sent to the first token.
-        decode_s: From the first token to the last.
+        decode_s: Time from the first token to the last.
         num_prompt_tokens: Of requests that had a first token.
         num_generated_tokens: End tokens included.
         num_cache_queries: Tokens of prompts that might have been in the stages' caches.

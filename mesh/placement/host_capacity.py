@@ -138,7 +138,7 @@ class Gpu:
 
 
 ALL: Final = -1
-"""Every layer, however many there are; llama.cpp says it the same way."""
+"""Every layer, as in llama.cpp."""
 
 _WORDS: Final[dict[str, int | None]] = {"auto": None, "all": ALL, "none": 0}
 
@@ -156,7 +156,7 @@ def parse_gpu_layers(text: str) -> int | None:
     if word in _WORDS:
         return _WORDS[word]
     if not word.isdecimal():
-        raise ClusterError(f"{text!r} is no number of layers; write one, or all, none or auto")
+        raise ClusterError(f"{text!r} is not a number of layers; write one, or all, none or auto")
     return int(word)
 
 
@@ -180,7 +180,7 @@ def check_gpu_layers(wanted: int | None, gpus: Sequence[Gpu], *, is_exact: bool 
         return
     if is_exact:
         raise ClusterError(
-            f"--exact computes on processors alone, where it is measured; --gpu-layers "
+            f"--exact computes on CPUs only, where it is measured; --gpu-layers "
             f"{format_gpu_layers(wanted)} asks for a GPU: leave one of the two out",
             param="--gpu-layers",
         )

@@ -154,7 +154,7 @@ def plan(
         raise _does_not_fit(sizes, hosts, fits)
     stages = _placed(assignment, sizes)
     if split is not None:
-        return Plan(stages, "layers split by hand")
+        return Plan(stages, "layers as given by --split")
     if num_stages is not None:
         return Plan(stages, f"{_count(num_stages, 'stage')} asked for")
     return Plan(stages, _reason(sizes, stages, assignment.least_stages))
@@ -252,7 +252,7 @@ def _reason(sizes: StageSizes, stages: tuple[StagePlacement, ...], least: int) -
         )
     if len(stages) == 1:
         needed = format_size(stages[0].memory.total_bytes)
-        return f"host {stages[0].host} can hold all of it ({needed}), and a split would only add hops"
+        return f"host {stages[0].host} can hold the whole model ({needed}), and a split would only add hops"
     weights = format_size(sizes.weight_bytes(sizes.whole))
     if len(stages) > least:
         return f"{least} hosts can just hold its {weights}, and {len(stages)} are faster"

@@ -251,13 +251,13 @@ def _start_over(
         new.append(NewStage(stage, kept, is_replica))
     for stage in placed.stages:
         room.take(sizes, stage.host, stage.layers)
-    reason = f"placed anew: {placed.reason}"
+    reason = f"new placement: {placed.reason}"
     return Replan(tuple(new), tuple(room.dropped), reason, starts_over=True)
 
 
 def _reason(stages: Iterable[NewStage]) -> str:
     moved = [
-        f"{stage.placement.layers} to {stage.placement.host}{' (had a copy)' if stage.is_replica else ''}"
+        f"{stage.placement.layers} to {stage.placement.host}{' (had a replica)' if stage.is_replica else ''}"
         for stage in stages
         if stage.kept is None
     ]
@@ -269,7 +269,7 @@ def _no_room(stages: Iterable[StagePlacement], room: _Room) -> str:
         f"layers {stage.layers} need {format_size(stage.memory.total_bytes)}" for stage in stages
     )
     free = ", ".join(map(str, room.left.values()))
-    return f"nobody else can hold what is to move: {needed}; free are {free}; join more hosts"
+    return f"no other host can hold the layers to move: {needed}; free are {free}; join more hosts"
 
 
 # Of one stage: for a second loss before the first one is recovered from.

@@ -149,7 +149,7 @@ class Topology:
         for stage in placed:
             if stage.host not in capacities:
                 raise NotEnoughHosts(
-                    f"{_OPTION} locks layers {stage.layers} to host {stage.host}, which is not here to stay: "
+                    f"{_OPTION} locks layers {stage.layers} to host {stage.host}, which is not ready: "
                     f"bring it back with `mesh join --name {stage.host}`, or start `mesh serve` again "
                     f"without {_OPTION}"
                 )
@@ -199,7 +199,7 @@ def read_topology(path: Path) -> Topology:
     start = 0
     for stage in stages:
         if stage.layers.start != start:
-            raise _wrong(path, f"layers {stage.layers} of {stage.host} are to start at {start}")
+            raise _wrong(path, f"layers {stage.layers} of {stage.host} must start at {start}")
         start = stage.layers.stop
     return Topology(stages)
 
@@ -207,7 +207,7 @@ def read_topology(path: Path) -> Topology:
 def _stage(path: Path, number: int, entry: Any) -> LockedStage:
     who = f"stage {number}"
     if not isinstance(entry, dict) or set(entry) != {"host", "layers"}:
-        raise _wrong(path, f"{who} is to have host and layers and nothing else, as in {_EXAMPLE}")
+        raise _wrong(path, f"{who} must have host and layers and nothing else, as in {_EXAMPLE}")
     host, layers = entry["host"], entry["layers"]
     match = _LAYERS.fullmatch(layers) if isinstance(layers, str) else None
     if not isinstance(host, str) or not host or match is None or int(match[1]) >= int(match[2]):

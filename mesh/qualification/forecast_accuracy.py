@@ -82,14 +82,16 @@ class Check:
 
 @click.command()
 @click.option(
-    "--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="By default the demo's."
+    "--model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The demo's model unless given.",
 )
 @click.option("--delay-ms", "delays_ms", type=Numbers(float, 0.0), default=_DELAYS_MS, metavar="A,B,…")
 @click.option("--prompts", "num_prompts", default=4, show_default=True, help="How many.")
 @click.option("--tokens", "num_tokens", default=128, show_default=True, help="Of each answer.")
 @click.option("--threads", "num_threads", default=1, show_default=True, help="Of each stage.")
 @click.option("--exact", is_flag=True, help="In exact mode.")
-@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep what the servers write.")
+@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep the servers' logs.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write figures.")
 def main(
     *,

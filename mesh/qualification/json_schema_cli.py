@@ -19,11 +19,11 @@ import click
     type=click.IntRange(1, 200),
     default=200,
     show_default=True,
-    help="Questions, in 20 schemas.",
+    help="Number of questions, over 20 schemas.",
 )
 @click.option("--concurrency", type=click.IntRange(1, 8), default=2, show_default=True, help="At once.")
 @click.option("--draft", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A draft model.")
-@click.option("--compare/--no-compare", default=True, show_default=True, help="Ask without speculation, too.")
+@click.option("--compare/--no-compare", default=True, show_default=True, help="Also ask without speculation.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write figures.")
 def schemas(
     *,

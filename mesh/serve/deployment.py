@@ -112,7 +112,7 @@ class ModelDeployment:
             self._allocations.close(self._allocation)
             if self._model.load_request is not None:
                 self._announce_layers()
-        raise StageFailed("the mesh ended by itself")
+        raise StageFailed("the mesh ended unexpectedly")
 
     async def _run(self, on_served: Callable[[], None]) -> None:
         if not await self._take_over():

@@ -138,7 +138,9 @@ class CrashLogs:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 reader = await self._driver.create(CrashLogReader, ray_node_name=member.ray_node_name)
-                message = await result_of(reader.crash_message.remote(pid), f"the reader on {member.name}")
+                message = await result_of(
+                    reader.crash_message.remote(pid), f"the disk reader on {member.name}"
+                )
         except (MeshError, TimeoutError) as error:
             log.info("no_last_words", host=member.name, reason=str(error) or "it took too long")
         finally:

@@ -107,7 +107,7 @@ class Takeover:
             # Remaining stages help the next plan no more than any host's stage files do: they are ended.
             self._pipeline.replicas += handles
         else:
-            log.info("begins_anew", reason="another model, or other options than before")
+            log.info("begins_anew", reason="the model or the options have changed")
             for stage in (*former.stages, *former.copies):
                 self._end(stage)
         await self._pipeline.stop()
@@ -129,7 +129,7 @@ class Takeover:
         try:
             if member is None:
                 self._end(stage)
-                raise StageFailed(f"host {stage.host} has not come back")
+                raise StageFailed(f"host {stage.host} has not returned")
             handle = self._maker.make(
                 self._placement(stage), member, wire=HiddenType(stage.wire), num_threads=stage.num_threads
             )

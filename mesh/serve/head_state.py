@@ -331,9 +331,9 @@ class HeadStateWriter:
                 await asyncio.shield(asked)
         except TimeoutError:
             raise ClusterError(
-                "that is done, but cannot be written down for a next `mesh serve` "
+                "done, but not saved for a restart of `mesh serve` "
                 f"({self.failure or 'the disk does not answer'}), which after a crash of this one would undo "
-                f"it: make room for {self._file.path}, it is tried further"
+                f"it: free space for {self._file.path}; writing is retried"
             ) from None
 
     async def _write(self, file: HeadStateFile, state: HeadState) -> None:

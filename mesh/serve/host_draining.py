@@ -114,7 +114,7 @@ class HostDraining:
             or any(placement.host == member.name for placement in pipeline.intended)
             for pipeline, _incidents in self._pipelines()
         ):
-            self.release(member, "nothing of the mesh is left on this host: goodbye")
+            self.release(member, "no layers of the mesh are left on this host")
 
     def release(self, member: Member, state: str) -> None:
         """Release a host that holds nothing, or has waited for too long. Later calls have no effect."""
@@ -141,9 +141,9 @@ class HostDraining:
         since_s = self._stuck_since_s.setdefault(name, now_s)
         if since_s == now_s:
             log.warning("host_cannot_be_drained", host=name, reason=reason, leaves_in_s=_STUCK_S)
-            self._service.announce(name, f"{reason}; it leaves all the same in {_STUCK_S:g} s")
+            self._service.announce(name, f"{reason}; it leaves anyway in {_STUCK_S:g} s")
         elif now_s - since_s >= _STUCK_S and (member := self._members.find(name)) is not None:
-            self.release(member, "left though nobody else could hold its layers")
+            self.release(member, "left, though no other host could hold its layers")
 
     def _finish(self, name: str) -> None:
         self._stuck_since_s.pop(name, None)

@@ -138,7 +138,7 @@ class ModelRegistry:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        raise StageFailed("the models ended by themselves")
+        raise StageFailed("the models ended unexpectedly")
 
     async def settled(self) -> None:
         """Wait until it is known which former models are taken over: their stages hold memory."""
@@ -206,7 +206,7 @@ class ModelRegistry:
         """
         if name == self._first.name:
             raise InvalidRequest(
-                f"{name} is what `mesh serve` was started with, and goes when that ends: Ctrl-C there",
+                f"{name} is the model of `mesh serve`, which ends with it: press Ctrl-C there",
                 param="model",
             )
         slot = self._slots.get(name)
@@ -257,7 +257,7 @@ class ModelRegistry:
                     log.warning("model_waits", model=name, reason=error.message)
                     await self._head.members.change_within(_TRY_AGAIN_S)
         except asyncio.CancelledError:
-            _fail(slot, ClusterError(f"{name} was given up before it answered"))
+            _fail(slot, ClusterError(f"{name} was unloaded before it was ready"))
             raise
         except MeshError as error:
             log.warning("model_failed", model=name, reason=error.message)

@@ -102,7 +102,7 @@ class Pipeline:
             if handle.member.name == replica.host and handle.config.layers == replica.layers:
                 self.replicas.remove(handle)
                 return handle
-        raise StageFailed(f"the copy of layers {replica.layers} on {replica.host} is gone")
+        raise StageFailed(f"the replica of layers {replica.layers} on {replica.host} is lost")
 
     def release(self, replica: StageHandle) -> None:
         """Remove a replica from the pipeline without ending it."""

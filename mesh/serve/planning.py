@@ -158,7 +158,7 @@ class InitialPlacement:
         hosts = self._hosts()
         idle = [host.name for host in hosts if host.uses_gpus]
         if idle and self._options.is_exact:
-            log.warning("gpus_idle", hosts=idle, reason="--exact computes on processors alone")
+            log.warning("gpus_idle", hosts=idle, reason="--exact computes on CPUs only")
         as_joined = await settled_plan(self._hosts, self._placed, _holds)
         survey = self._head.survey
         if self._options.topology is not None or not has_an_order(as_joined, survey.head):
@@ -186,7 +186,7 @@ class InitialPlacement:
         as_joined = place(hosts)
         ordered = ordered_by_links(hosts, as_joined, place, self._head.survey.head, links)
         if ordered is None:
-            log.warning("links_unknown", consequence="stages stay in the order of joining")
+            log.warning("links_unknown", consequence="stages keep the order of joining")
             return as_joined
         log.info(
             "ordered_by_links",

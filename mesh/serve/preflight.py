@@ -197,8 +197,8 @@ def check_numbers(options: ServeOptions) -> None:
     """
     if options.is_exact and options.wire is not HiddenType.F32:
         raise ClusterError(
-            "--exact promises the same text in one stage or in many, which "
-            f"--wire {options.wire or 'auto'} does not: leave one of the two out",
+            "--exact guarantees the same text in one stage or in many, which "
+            f"--wire {options.wire or 'auto'} does not: leave one out",
             param="--wire",
         )
     if options.is_exact:

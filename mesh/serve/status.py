@@ -229,7 +229,7 @@ async def measured_links(state: MeshState, num_probes: int, bulk_bytes: int) -> 
         ClusterError: If the head is not open yet.
     """
     if state.head is None:
-        raise ClusterError("the mesh is still starting: try again in a moment", retry_after_s=2)
+        raise ClusterError("the mesh is still starting: try again in some seconds", retry_after_s=2)
     hidden_bytes = state.model.hidden_width * HIDDEN_VALUE_BYTES
     links = await state.head.survey.measure(LinkProbeOptions(hidden_bytes, num_probes, bulk_bytes))
     stages = () if state.plan is None else state.plan.stages
@@ -269,9 +269,9 @@ _QUESTION: Final = (
 def print_join_line(token: str) -> None:
     """Print the command by which a host joins, and the ports that it needs."""
     _say(
-        f"\nOn every host that shall take a share:\n\n  mesh join {token}\n\n"
-        f"It reaches this host at TCP {decode(token).addresses[0]} first. Ray and the stages take free ports "
-        "of every host:\nlet all TCP through among them, and none of it from elsewhere.\n"
+        f"\nOn every other host:\n\n  mesh join {token}\n\n"
+        f"The first connection is TCP to {decode(token).addresses[0]}. Ray and the stages use free ports "
+        "of every host:\nallow all TCP between the hosts, and none from elsewhere.\n"
     )
 
 

@@ -83,7 +83,7 @@ class Converter:
 
     def _any_of(self, schema: Any) -> list[Expression]:
         if len(self._path) > _MAX_NESTING:
-            raise SchemaError(f"it nests deeper than {_MAX_NESTING}")
+            raise SchemaError(f"it is nested deeper than {_MAX_NESTING}")
         options = [self._named(flat) for flat in self._flattener.alternatives(schema)]
         return [option for option in options if option is not None]
 
@@ -92,9 +92,7 @@ class Converter:
         key = json.dumps(flat, sort_keys=False)
         self._num_chars += len(key)
         if self._num_chars > _MAX_PLAIN_CHARS:
-            raise SchemaError(
-                "its alternatives come to too much text when each is written out: make it smaller"
-            )
+            raise SchemaError("its alternatives are too long when written out: make it smaller")
         name = self._names.get(key)
         if name is None:
             kind = "ref" if "$ref" in flat else "-".join(sorted(types_of(flat) or ["value"]))
@@ -150,7 +148,7 @@ class Converter:
 
     def _require_room(self) -> None:
         if len(self.rules) > _MAX_RULES:
-            raise SchemaError(f"it comes to more than {_MAX_RULES} rules: make it smaller")
+            raise SchemaError(f"it needs more than {_MAX_RULES} rules: make it smaller")
 
     def any_value(self) -> Expression:
         """Any JSON."""
@@ -235,7 +233,7 @@ def _integer(flat: Flat) -> Expression | None:
     high = None if most is None else -_ceiling(-most[0], most[1])
     multiple_of = flat.get("multipleOf", 1)
     if multiple_of != int(multiple_of) or multiple_of < 1:
-        raise SchemaError(f"multipleOf is {multiple_of}: only whole numbers work, for integers")
+        raise SchemaError(f"multipleOf is {multiple_of}: only whole numbers for integers are supported")
     return integer_between(low, high, int(multiple_of))
 
 
@@ -271,7 +269,7 @@ def check_size(schema: Any) -> None:
         text.encode()
     except (RecursionError, ValueError):
         raise SchemaError(
-            "it nests too deep, or holds what JSON cannot: half a surrogate pair, or a number that is none"
+            "it is nested too deep, or has values that JSON lacks: half a surrogate pair, NaN or infinity"
         ) from None
     if len(text) > _MAX_SCHEMA_CHARS:
         raise SchemaError(f"it has {len(text)} characters: at most {_MAX_SCHEMA_CHARS} work")

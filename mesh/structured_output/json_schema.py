@@ -29,7 +29,7 @@ def schema_grammar(schema: Any, *, param: str) -> str:
         where = f" at `{_shortened(error.where)}`" if error.where else ""
         raise InvalidRequest(f"{param}{where}: {error.reason}", param=param) from None
     except RecursionError:
-        raise InvalidRequest(f"{param}: it nests too deep: make it flatter", param=param) from None
+        raise InvalidRequest(f"{param}: it is nested too deep: make it flatter", param=param) from None
     return checked_grammar(grammar, param=param)
 
 

@@ -49,7 +49,8 @@ def integer_between(least: int | None, most: int | None, multiple_of: int = 1) -
         count = (high - first) // multiple_of + 1
         if count > _MOST_MULTIPLES:
             raise SchemaError(
-                f"multipleOf works where bounds leave at most {_MOST_MULTIPLES} multiples: here are {count}"
+                f"multipleOf is supported where bounds leave at most {_MOST_MULTIPLES} multiples: "
+                f"here are {count}"
             )
         return either(*(str(first + step * multiple_of) for step in range(count))) if count > 0 else None
     parts: list[Expression] = []

@@ -162,7 +162,7 @@ def array_of(flat: Flat, convert: Convert, name: Name, space: Expression) -> Exp
     """
     least, most = flat.get("minItems", 0), flat.get("maxItems")
     if flat.get("uniqueItems") and (most is None or most > 1):
-        raise SchemaError("uniqueItems cannot be said by a grammar: leave it out")
+        raise SchemaError("uniqueItems cannot be expressed by a grammar: leave it out")
     if max(least, most or 0) > MAX_REPEATS:
         raise SchemaError(f"{max(least, most or 0)} items are too many: at most {MAX_REPEATS} work")
     first = [

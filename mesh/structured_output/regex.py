@@ -60,7 +60,7 @@ class _Parser:
             if not self._skip("|"):
                 break
         if self._at < len(self._pattern):
-            self._fail("does not go on here")
+            self._fail("has an unexpected character")
         return either(*options)
 
     @property
@@ -111,7 +111,7 @@ class _Parser:
                 while self._letter and not self._skip(">"):
                     self._at += 1
             elif not self._skip(":"):
-                self._fail("looks around, which a grammar cannot do")
+                self._fail("has a look-around, which a grammar cannot express")
         options = [self._sequence()]
         while self._skip("|"):
             options.append(self._sequence())
@@ -131,7 +131,7 @@ class _Parser:
                 self._at += 1
                 high = self._member(is_negated=is_negated)
                 if len(low) > 1 or len(high) > 1 or low[0][0] != low[0][1] or high[0][1] < low[0][0]:
-                    self._fail("has a range that is none")
+                    self._fail("has an invalid range")
                 low = ((low[0][0], high[0][1]),)
             ranges += low
         found = complement(ranges) if is_negated else merged(ranges)
@@ -164,7 +164,7 @@ class _Parser:
                 return merged((*found, (0x80, MAX_CODE_POINT))) if is_negated else found
             return complement(found) if is_negated else complement((*found, (0x80, MAX_CODE_POINT)))
         if not letter or letter in string.ascii_letters + string.digits:
-            self._fail(f"has the escape \\{letter}, which a grammar cannot follow")
+            self._fail(f"has the escape \\{letter}, which a grammar cannot express")
         return ((ord(letter), ord(letter)),)
 
     def _hex(self, length: int) -> tuple[CodeRange, ...]:
@@ -196,12 +196,12 @@ class _Parser:
         body, brace, _ = self._pattern[self._at :].partition("}")
         first, comma, last = body.partition(",")
         if not brace or not _is_count(first) or (last and not _is_count(last)):
-            self._fail("has a { that begins no repetition: write \\{")
+            self._fail("has a { without a repetition: write \\{")
         self._at += len(body) + 1
         least = int(first)
         most = int(last) if last else None if comma else least
         if max(least, most or 0) > MAX_REPEATS or (most is not None and most < least):
-            self._fail(f"repeats impossibly often: at most {MAX_REPEATS} times work")
+            self._fail(f"repeats too often: at most {MAX_REPEATS} times are supported")
         return least, most
 
 

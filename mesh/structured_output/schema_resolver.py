@@ -100,7 +100,7 @@ class Flattener:
             SchemaError: If there is none, or it is beyond the document.
         """
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise SchemaError(f"$ref {_shown(reference)} leads out of the schema: only `#/…` can be followed")
+            raise SchemaError(f"$ref {_shown(reference)} refers outside the schema: only `#/…` is supported")
         found = self._document
         for step in unquote(reference[1:]).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -117,7 +117,7 @@ class Flattener:
     def _both(self, left: list[Flat], right: list[Flat], depth: int) -> list[Flat]:
         """Alternatives where one of each holds."""
         if len(left) * len(right) > _MAX_ALTERNATIVES:
-            raise SchemaError(f"allOf, anyOf and oneOf come to more than {_MAX_ALTERNATIVES} alternatives")
+            raise SchemaError(f"allOf, anyOf and oneOf have more than {_MAX_ALTERNATIVES} alternatives")
         found: list[Flat] = []
         for one in left:
             for other in right:
@@ -164,7 +164,9 @@ class Flattener:
     def _count(self, num_steps: int) -> None:
         self._work += num_steps
         if self._work > _MAX_WORK:
-            raise SchemaError("$ref, allOf, anyOf and oneOf take too long to put together: make it smaller")
+            raise SchemaError(
+                "$ref, allOf, anyOf and oneOf take too long to resolve: make the schema smaller"
+            )
 
     def _opened(self, flat: Flat, depth: int) -> list[Flat]:
         if "$ref" not in flat:
@@ -334,7 +336,7 @@ def _plain(schema: dict[str, Any]) -> Flat:
     """A schema's own keywords, in terms of the newest draft."""
     for key in _REFUSED:
         if key in schema:
-            raise SchemaError(f"{key} cannot be said by a grammar: leave it out")
+            raise SchemaError(f"the keyword {key} cannot be expressed by a grammar: leave it out")
     flat = {key: value for key, value in schema.items() if key in _KEPT}
     _modernise(schema, flat)
     enum = _enum(schema)

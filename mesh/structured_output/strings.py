@@ -144,7 +144,8 @@ def string_of(flat: Flat) -> Expression | None:
         return None
     if max(least, most or 0) > MAX_REPEATS:
         raise SchemaError(
-            f"{'maxLength' if most else 'minLength'} is {max(least, most or 0)}: at most {MAX_REPEATS} works"
+            f"{'maxLength' if most else 'minLength'} is {max(least, most or 0)}: at most "
+            f"{MAX_REPEATS} is supported"
         )
     form = PATTERNS.get(flat.get("format", ""))
     if "pattern" in flat and form is not None:
@@ -179,5 +180,5 @@ def _of_length(expression: Expression, least: int, most: int | None) -> Expressi
                 bounded = Repeat(item.item, low, min(highs, default=None))
                 return seq(*items[:place], bounded, *items[place + 1 :])
     raise SchemaError(
-        "pattern and minLength or maxLength cannot be enforced together here: say the length in the pattern"
+        "pattern and minLength or maxLength cannot be enforced together here: give the length in the pattern"
     )

@@ -106,7 +106,7 @@ class Tokenizer:
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         if llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
             raise InvalidModel(
-                f"{path} carries no vocabulary: it is one stage of a model; give the whole model"
+                f"{path} has no vocabulary, as it is one stage of a model; give the whole model"
             )
         self._vocab = vocab
         self._pieces: dict[int, bytes] = {}
@@ -136,7 +136,7 @@ class Tokenizer:
             data = text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"the text holds half a surrogate pair at character {error.start}: send valid Unicode"
+                f"the text has half a surrogate pair at character {error.start}: send valid Unicode"
             ) from None
         room = len(data) + 8
         while True:
@@ -228,7 +228,7 @@ class Tokenizer:
         key = f"{self._metadata('general.architecture')}.context_length"
         value = self._metadata(key)
         if not value.isdecimal():
-            raise InvalidModel(f"{path} does not say how long a context it was trained for: it lacks {key}")
+            raise InvalidModel(f"{path} has no training context length: it lacks {key}")
         return int(value)
 
     def _metadata(self, key: str) -> str:

@@ -41,7 +41,7 @@ export async function* streamJson(path, body, signal) {
     if (event.error) throw new ApiError(event.error.message, response.status);
     yield event;
   }
-  throw new ApiError("The server ended the answer before it was whole.", response.status);
+  throw new ApiError("The server ended the answer before its end.", response.status);
 }
 
 async function ask(path, options) {

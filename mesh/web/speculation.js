@@ -7,7 +7,7 @@ const NAMES = { ngram: "the text itself", draft: "draft model", prediction: "pre
 
 /** The panel's content. */
 export function speculationPanel(speculation) {
-  if (!speculation) return [el("p", { class: "muted" }, "Nothing to tell before the model is loaded.")];
+  if (!speculation) return [el("p", { class: "muted" }, "No figures until the model is loaded.")];
   if (speculation.mode === "off") {
     return [el("p", { class: "muted" }, "Off: every token takes a whole trip. Start the server with another --speculate.")];
   }
@@ -27,7 +27,7 @@ export function speculationPanel(speculation) {
   const who = Object.entries(speculation.proposers).map(
     ([name, counts]) => `${NAMES[name] ?? name}: ${counts.accepted} of ${counts.drafted} tokens`,
   );
-  found.push(el("p", { class: "small" }, who.length ? `Proposed by ${who.join("; ")}.` : "Nothing was proposed yet."));
+  found.push(el("p", { class: "small" }, who.length ? `Proposed by ${who.join("; ")}.` : "No proposals yet."));
   const shares = speculation.acceptance_per_position.slice(0, 16);
   if (shares.length) found.push(acceptanceBars(shares));
   if (speculation.reason) found.push(el("p", { class: "muted small reason" }, `Controller: ${speculation.reason}.`));

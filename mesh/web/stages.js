@@ -43,8 +43,8 @@ export function describeSpares(hosts) {
     .map((host) => {
       if (host.leaving) return `${host.name} is leaving.`;
       if (!host.ready) return `${host.name} is starting.`;
-      if (host.copies.length) return `${host.name} stands by with copies of ${host.copies.join(", ")}.`;
-      return `${host.name} stands by.`;
+      if (host.copies.length) return `${host.name} is a spare with replicas of ${host.copies.join(", ")}.`;
+      return `${host.name} is a spare.`;
     })
     .join(" ");
 }

@@ -222,8 +222,8 @@ class DraftContext:
         context = llama_cpp.llama_init_from_model(self._model, params)
         if context is None:
             raise DraftUnusable(
-                f"llama.cpp makes no context of {options.num_sessions} × {options.ctx_size} positions with a "
-                f"KV cache of {options.kv_type} for the draft model {path.name}"
+                f"llama.cpp cannot make a context of {options.num_sessions} × {options.ctx_size} positions "
+                f"with a KV cache of {options.kv_type} for the draft model {path.name}"
             )
         return context
 
@@ -247,7 +247,7 @@ class DraftContext:
 
 def _kv_type(name: str) -> int:
     if name.upper() not in GGMLQuantizationType.__members__:
-        raise DraftUnusable(f"llama.cpp knows no format {name} for the KV cache of a draft model")
+        raise DraftUnusable(f"llama.cpp has no format {name} for the KV cache of a draft model")
     return int(GGMLQuantizationType[name.upper()].value)
 
 
@@ -259,7 +259,9 @@ def _load(path: Path, options: DraftOptions) -> Any:
     params.n_gpu_layers = options.num_gpu_layers
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     if model is None:
-        raise DraftUnusable(f"llama.cpp does not load {path} as a draft model: is it a whole GGUF?")
+        raise DraftUnusable(
+            f"llama.cpp cannot load {path} as a draft model: the file may not be a complete GGUF"
+        )
     return model
 
 

@@ -92,7 +92,7 @@ class CertifyOptions:
     Attributes:
         n_prompt: Rows of the prefill, at most 63.
         n_decode: Number of rows decoded one at a time.
-        num_threads: Threads of llama.cpp.
+        num_threads: Threads for computing.
         wires: Smaller wire types whose losses are measured.
     """
 

@@ -45,7 +45,7 @@ class HostSelfReport:
         free_memory_bytes: Memory for new processes.
         free_disk_bytes: Free space for stage files.
         cache_dir: Folder of the stage files.
-        can_stay_awake: Whether processors can be kept awake while requests run, see
+        can_stay_awake: Whether processors can be kept out of idle states while requests run, see
             `stages.host.cpu_latency`.
         files: By the sha256 of its recipe, whether a stage file is intact; None if it is missing.
         unix_s: This host's clock at the end.

@@ -18,7 +18,7 @@ class ProfileRequest:
 
     Attributes:
         blank: The blank stage.
-        num_threads: Threads of llama.cpp.
+        num_threads: Threads for computing.
         is_exact: Numeric mode, see `stages.runtime.numerics`.
         kv_type: Format of the KV cache.
         position: Position of the timed rows: attention visits all before them.

@@ -234,7 +234,7 @@ class SamplingParams:
                 param="logit_bias",
             )
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
-            raise InvalidRequest("logit_bias names a token twice: name each once", param="logit_bias")
+            raise InvalidRequest("logit_bias has a token twice: give each once", param="logit_bias")
         for token, bias in self.logit_bias:
             if not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise InvalidRequest(

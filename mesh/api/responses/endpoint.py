@@ -104,7 +104,7 @@ def _turn(backend: Backend, body: ResponsesBody, client: str | None) -> Turn:
         stored = backend.api.responses.get(client, body.previous_response_id)
         if stored is None:
             raise InvalidRequest(
-                f"the response {body.previous_response_id!r} is not kept here, or not any more: send the"
+                f"the response {body.previous_response_id!r} is not stored here, or no longer: send the"
                 " whole conversation as input",
                 param="previous_response_id",
             )
@@ -145,7 +145,7 @@ def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str | None)
 
 def _unknown(response_id: str) -> NotFound:
     return NotFound(
-        f"the response {response_id!r} is not kept here, or not any more: each API key's latest are, until"
+        f"the response {response_id!r} is not stored here, or no longer: each API key's latest are, until"
         " the server is started again",
         param="response_id",
     )

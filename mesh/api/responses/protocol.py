@@ -44,11 +44,11 @@ def parse_parts(value: Any) -> str:
         if part.get("type") not in _TEXT_TYPES:
             raise PydanticCustomError(
                 "content",
-                "part {index} is not of type input_text or output_text: this server reads text only",
+                "part {index} is not of type input_text or output_text: this server accepts text only",
                 {"index": index},
             )
         if not isinstance(part.get("text"), str):
-            raise PydanticCustomError("content", "part {index} lacks its text, a string", {"index": index})
+            raise PydanticCustomError("content", "part {index} has no text, a string", {"index": index})
         texts.append(part["text"])
     return "\n".join(texts)
 

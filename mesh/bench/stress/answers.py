@@ -58,7 +58,7 @@ class Order:
         num_requests: Most requests; None for no such limit.
         duration_s: Longest time; None for no such limit.
         arrivals_s: Instead of a closed loop: when the first request of each chat is sent.
-        timeout_s: A request that takes longer has failed.
+        timeout_s: Limit of a request; a longer one counts as failed.
     """
 
     port: int
@@ -194,7 +194,7 @@ async def ask_until(client: Client, path: str, body: bytes, reading: CheckedRead
         if timer is not None:
             timer.cancel()
     if asking.cancelled():
-        return Failure(HUNG_UP, "the client closed the connection, as it was told to")
+        return Failure(HUNG_UP, "the client closed the connection as planned")
     return asking.result()
 
 

@@ -49,9 +49,9 @@ def answer_checks(steps: Sequence[Step], *, is_exact: bool) -> list[Check]:
         answer_check = step.answer_check
         kinds = ", ".join(f"{count} {kind}" for kind, count in answer_check.by_kind.items())
         examples = "; ".join(f"{problem.request}: {problem.detail}" for problem in answer_check.problems[:3])
-        forks = f"{answer_check.num_forks} of {answer_check.num_compared} texts other than alone"
+        forks = f"{answer_check.num_forks} of {answer_check.num_compared} texts differ from alone"
         if answer_check.num_hung_up:
-            forks += f", {answer_check.num_hung_up} clients hung up"
+            forks += f", {answer_check.num_hung_up} clients disconnected"
         promise = "every answer sound and byte-equal to alone" if is_exact else "every answer sound"
         found.append(
             Check(
@@ -167,7 +167,7 @@ class AnswerCheck:
         num_forks: How many of those became another text at some token. The fast mode allows it, the exact
             mode does not.
         problems: In the order of the answers.
-        num_hung_up_early: How many broke off because their clients hung up before the first token.
+        num_hung_up_early: How many broke off because their clients disconnected before the first token.
         num_hung_up_late: The same after it. Their text up to then is compared.
     """
 
@@ -320,7 +320,7 @@ class ClientCounts:
         num_requests: That were sent.
         num_finished: That were answered to their end.
         num_failed: That were not, though their clients waited.
-        num_hung_up_early: Requests whose clients hung up before the first token.
+        num_hung_up_early: Requests whose clients disconnected before the first token.
         num_hung_up_late: Requests whose clients hung up during the answer.
         num_unlike: Requests whose text is not the one given alone, as far as it was received.
         num_prompt_tokens: Of the finished ones.
@@ -345,12 +345,12 @@ class ClientCounts:
         return [
             ("requests", str(self.num_requests)),
             ("finished", str(self.num_finished)),
-            ("hung up before the first token", str(self.num_hung_up_early)),
-            ("hung up in the answer", str(self.num_hung_up_late)),
+            ("disconnected before the first token", str(self.num_hung_up_early)),
+            ("disconnected during the answer", str(self.num_hung_up_late)),
             ("failed", str(self.num_failed)),
-            ("texts unlike the one given alone", str(self.num_unlike)),
+            ("texts different from the one generated alone", str(self.num_unlike)),
             ("cached tokens", f"{self.num_cached_tokens} of {self.num_prompt_tokens} in finished prompts"),
-            ("begun anew, the slot held something else", begun_anew),
+            ("restarted, since the slot had other tokens", begun_anew),
         ]
 
 

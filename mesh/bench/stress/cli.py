@@ -50,7 +50,7 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
         names = value.split(",")
         unknown = [name for name in names if name not in _LINES]
         if unknown:
-            self.fail(f"{unknown[0]!r} is no line; there are {', '.join(_LINES)}", param, ctx)
+            self.fail(f"{unknown[0]!r} is not a line of the table; there are {', '.join(_LINES)}", param, ctx)
         return tuple(line for line in _LINES if line in names)
 
 
@@ -61,51 +61,56 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     type=click.Choice(["ramp", "acceptance"]),
     default="ramp",
     show_default=True,
-    help="More and more requests at once, or every line of the acceptance table.",
+    help="A ramp of concurrent requests, or every line of the acceptance table.",
 )
 @click.option(
     "--lines",
     type=_Lines(),
     default=_LINES,
     metavar="A,B,…",
-    help="Which of the acceptance table: crowd, limit, prefill, second-turn, itl, memory; all unless given.",
+    help="Lines of the acceptance table: crowd, limit, prefill, second-turn, itl, memory; all unless given.",
 )
-@click.option("--quick", is_flag=True, help="A minute's look: few and short chats, two steps.")
+@click.option("--quick", is_flag=True, help="A run of about a minute: few and short chats, two steps.")
 @click.option(
-    "--hosts", "num_stages", type=click.IntRange(1), default=3, show_default=True, help="That hold layers."
+    "--hosts",
+    "num_stages",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Hosts that hold layers.",
 )
 @click.option(
     "--delay-ms",
     type=click.FloatRange(0.0),
     default=5.0,
     show_default=True,
-    help="One way, between any two hosts.",
+    help="One-way delay between any two hosts.",
 )
 @click.option(
     "--concurrency",
     type=Numbers(int, 1, 256),
     metavar="A,B,…",
-    help="Requests at once, step by step; 1,2,4,8,16 unless given, 8 with --keys.",
+    help="Concurrent requests of each step; 1,2,4,8,16 unless given, 8 with --keys.",
 )
 @click.option(
     "--requests",
     "num_requests",
     type=click.IntRange(1),
     metavar="N",
-    help="Of each step; 8 for each that are at once unless given.",
+    help="Requests of each step; 8 times its concurrency unless given.",
 )
 @click.option(
     "--duration-s",
     type=click.FloatRange(0.0, min_open=True),
     metavar="S",
-    help="Of each step, instead of a number of requests.",
+    help="Duration of each step, instead of a number of requests.",
 )
 @click.option(
     "--keys",
     "num_keys",
     type=click.IntRange(1, 64),
     metavar="N",
-    help="In place of chats: clients with N API keys, whose requests share their beginnings.",
+    help="Instead of chats: clients with N API keys, whose requests share prefixes.",
 )
 @click.option(
     "--hang-ups",
@@ -113,7 +118,8 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     type=click.FloatRange(0.0, 1.0),
     default=0.0,
     metavar="SHARE",
-    help="Of those requests, how many have a client that hangs up at some moment; without --keys, with one.",
+    help="Share of those requests whose client disconnects at a random moment; with one key unless "
+    "--keys is given.",
 )
 @click.option(
     "--soak",
@@ -121,36 +127,43 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     type=click.FloatRange(0.0),
     default=0.0,
     metavar="MINUTES",
-    help="After all else, a steady load for so long.",
+    help="Duration of a steady load after all else.",
 )
 @click.option(
     "--soak-concurrency",
     type=click.IntRange(1),
     default=8,
     show_default=True,
-    help="Requests at once of that load.",
+    help="Concurrent requests of that load.",
 )
 @click.option(
-    "--chats", "num_scripts", type=click.IntRange(1), help="Different ones; 24 unless given, 48 with --keys."
+    "--chats",
+    "num_scripts",
+    type=click.IntRange(1),
+    help="Number of different chats; 24 unless given, 48 with --keys.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of chats, sampling, hang-ups."
+    "--seed",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Seed of chats, sampling and disconnects.",
 )
-@click.option("--exact", is_flag=True, help="Exact mode: every text must be the one that was given alone.")
+@click.option("--exact", is_flag=True, help="Exact mode: every text must equal the one generated alone.")
 @click.option("--ctx-size", type=click.IntRange(256), metavar="N", help="Positions of one session.")
 @click.option(
     "--parallel",
     "num_slots",
     type=click.IntRange(1, 64),
     metavar="N",
-    help="Sessions at once; as many as the highest concurrency unless given, more with --keys.",
+    help="Concurrent sessions; the highest concurrency unless given, more with --keys.",
 )
 @click.option(
     "--kv-type",
     type=click.Choice(list(KV_TYPES)),
     default="f16",
     show_default=True,
-    help="Format of the mesh's KV caches; the peer's stay f16.",
+    help="Format of the mesh's KV caches; the peer's are f16.",
 )
 @click.option(
     "--threads", "num_threads", type=click.IntRange(1), default=1, show_default=True, help="Of each stage."
@@ -158,27 +171,27 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
 @click.option(
     "--speculate",
     type=click.Choice(["auto", "off", "ngram"]),
-    help="Who proposes: off unless given, auto with --keys; the peer proposes nothing.",
+    help="Proposer: off unless given, auto with --keys; the peer has none.",
 )
 @click.option(
     "--serve",
     "serve_options",
     default="",
     metavar="OPTIONS",
-    help="Further options of `mesh serve`, in one argument.",
+    help="More options of `mesh serve`, in one argument.",
 )
-@click.option("--peer", type=click.Choice(["rpc"]), help="Measure llama.cpp RPC on the same hosts beside.")
+@click.option("--peer", type=click.Choice(["rpc"]), help="Also measure llama.cpp RPC on the same hosts.")
 @click.option(
     "--rounds",
     type=click.IntRange(1),
     default=3,
     show_default=True,
-    help="Of each measurement of the acceptance table; medians count.",
+    help="Repetitions of each measurement of the acceptance table, whose medians are reported.",
 )
 @click.option(
     "-o", "--output", type=_FOLDER, default=Path("bench-stress"), show_default=True, help="Report folder."
 )
-@click.option("--logs", type=_FOLDER, help="Keep what the servers write.")
+@click.option("--logs", type=_FOLDER, help="Keep the servers' logs.")
 @click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
 def stress(
     *,
@@ -219,9 +232,9 @@ def stress(
     report.md, report.json and pictures. Exits with 1 if a check failed.
     """
     if duration_s is not None and num_requests is not None:
-        raise click.UsageError("--duration-s and --requests both say how long a step is: leave one out")
+        raise click.UsageError("--duration-s and --requests both give the length of a step: leave one out")
     if quick and preset != "ramp":
-        raise click.UsageError("--quick is a short ramp: leave out --preset")
+        raise click.UsageError("--quick is itself a preset: leave out --preset")
     num_keys = num_keys or int(hang_up_share > 0)
     if num_keys and (preset != "ramp" or peer or soak_minutes or duration_s):
         raise click.UsageError(

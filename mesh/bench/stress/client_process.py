@@ -225,7 +225,7 @@ class LoadClient:
         stdin.flush()
         line = stdout.readline()
         if not line:
-            raise MeshError(f"the asking process ended with code {self._process.wait()}")
+            raise MeshError(f"the client process exited with code {self._process.wait()}")
         fields = json.loads(line)
         return Outcome(tuple(map(AnswerRecord.from_dict, fields["told"])), fields["duration_s"])
 

@@ -22,18 +22,18 @@ class StressOptions:
             acceptance table.
         lines: Which lines of the acceptance table.
         num_stages: Hosts with layers; one more is the head.
-        delay_ms: One way, between any two hosts.
+        delay_ms: One-way delay between any two hosts.
         concurrency: Of each step of a ramp.
         num_requests: Of each step; None goes by time, or makes it eight for each that are at once.
         duration_s: Of each step; None goes by number.
         soak_minutes: Of a steady load after all else; 0 leaves it out.
-        soak_concurrency: Requests at once of that load.
+        soak_concurrency: Concurrent requests of that load.
         num_scripts: Different chats.
         is_short: Whether messages and answers are short ones.
         seed: Of chats and sampling.
         exact: Numeric mode; then every text must be the one that was given alone.
         ctx_size: Positions of a session.
-        num_slots: Sessions at once.
+        num_slots: Concurrent sessions.
         kv_type: Format of the KV caches, as in `mesh serve`.
         num_threads: Of each stage.
         speculate: Allowed proposers, as in `mesh serve`.

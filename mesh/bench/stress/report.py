@@ -48,7 +48,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
     """
     sections = [
         ("# A mesh under load, every answer checked", _conditions(report)),
-        ("## What must hold", markdown_table(("check", "holds", "figures"), _checks(report))),
+        ("## Checks", markdown_table(("check", "holds", "figures"), _checks(report))),
         ("## Not measured", "\n".join(f"- {failure}" for failure in report.failures)),
         ("## Acceptance", markdown_table(("measure", "wanted", "measured", "", "runs"), _lines(report))),
         ("## Steps; times in ms", markdown_table(_STEP_HEADS, _steps(report))),
@@ -94,7 +94,7 @@ def _checks(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _holds(check: Check) -> str:
-    return {True: "holds", False: "FAILS", None: "cannot be said"}[check.holds]
+    return {True: "holds", False: "FAILS", None: "unknown"}[check.holds]
 
 
 def _steps(report: Report) -> list[tuple[str, ...]]:

@@ -162,7 +162,7 @@ class _Run:
             if options.soak_minutes:
                 self._soak()
         except KeyboardInterrupt:
-            self._failures.append("interrupted: what was to come after this is missing")
+            self._failures.append("interrupted: the rest is missing")
         except MeshError as error:
             self._failures.append(error.message)
 
@@ -380,7 +380,7 @@ class _Run:
         answer_check = check_answers(alone, self._reference.expected, is_exact=False, text_of=self._text_of)
         if answer_check.problems:
             first = answer_check.problems[0]
-            raise MeshError(f"alone, {first.request} was answered badly: {first.kind}: {first.detail}")
+            raise MeshError(f"{first.request}, alone, failed: {first.kind}: {first.detail}")
         return self._reference
 
     def _text_of(self, tokens: Sequence[int]) -> str:

@@ -185,7 +185,7 @@ class ClientLoad:
         bodies: Of each request: streamed, and in one piece; JSON.
         visits: In this order.
         num_at_once: Clients.
-        timeout_s: A request that takes longer has failed.
+        timeout_s: Limit of a request; a longer one counts as failed.
     """
 
     port: int

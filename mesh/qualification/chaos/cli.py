@@ -38,14 +38,15 @@ _QUICK_QUESTIONS = 6
     type=Names("scenario", _SCENARIOS, former=_FORMER),
     default=("faults",),
     metavar="A,B,…",
-    help="faults, leave (each host in turn), head (killed and started again), no-room; faults unless given.",
+    help="Scenarios: faults, leave (each host in turn), head (killed and restarted), no-room; "
+    "faults unless given.",
 )
 @click.option(
     "--preset",
     type=click.Choice(["acceptance"]),
     help="Every scenario, with the faults of the acceptance table.",
 )
-@click.option("--quick", is_flag=True, help="Few and short questions, faults in a hurry.")
+@click.option("--quick", is_flag=True, help="Few and short questions, faults in quick succession.")
 @click.option(
     "--faults", "num_faults", type=click.IntRange(1), default=100, show_default=True, help="How many."
 )
@@ -53,14 +54,15 @@ _QUICK_QUESTIONS = 6
     "--kinds",
     type=Names("kind of fault", _KINDS),
     metavar="A,B,…",
-    help="Among first, middle, tail (kill -9 of that stage), raylet, cut-off, stop, leave; all unless given.",
+    help="Kinds of faults: first, middle, tail (kill -9 of that stage), raylet, cut-off, stop, "
+    "leave; all unless given.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0),
     default=1,
     show_default=True,
-    help="Of faults, questions, sampling, hang-ups.",
+    help="Seed of faults, questions, sampling and disconnects.",
 )
 @click.option(
     "--stages", "num_stages", type=click.IntRange(2), default=3, show_default=True, help="Hosts with layers."
@@ -82,19 +84,20 @@ _QUICK_QUESTIONS = 6
     type=click.FloatRange(0.0, 1.0),
     default=0.0,
     metavar="SHARE",
-    help="Share of streams whose client hangs up at some moment of faults and leave, and asks anew.",
+    help="Share of streams whose client disconnects at a random moment of the scenarios faults and "
+    "leave, and asks again.",
 )
 @click.option(
     "--delay-ms",
     type=click.FloatRange(0.0),
     default=5.0,
     show_default=True,
-    help="One way, between any two hosts.",
+    help="One-way delay between any two hosts.",
 )
 @click.option(
     "--fast",
     is_flag=True,
-    help="The fast numeric mode: texts are then not compared with the undisturbed run.",
+    help="Fast mode, whose texts are not compared with the undisturbed run.",
 )
 @click.option(
     "--ctx-size", type=click.IntRange(256), default=1024, show_default=True, help="Positions of one session."
@@ -114,7 +117,7 @@ _QUICK_QUESTIONS = 6
     "serve_options",
     default="",
     metavar="OPTIONS",
-    help="Further options of `mesh serve`, in one argument.",
+    help="More options of `mesh serve`, in one argument.",
 )
 @click.option(
     "--whole-timeout-s",

@@ -108,7 +108,7 @@ class Clients:
         number = next(self._numbers)
         sent_s = self._clock_s()
         self._under_way[number] = sent_s, reading
-        failure: Failure | None = Failure(UNFINISHED, "the run was ended first")
+        failure: Failure | None = Failure(UNFINISHED, "the run ended first")
         try:
             failure = await ask_until(self._client, CHAT_PATH, body.encode(), reading)
         finally:

@@ -40,7 +40,7 @@ class Stream:
 
     @property
     def is_refused(self) -> bool:
-        """Whether it was turned away with 503 before its answer began."""
+        """Whether it was rejected with 503 before its answer began."""
         failure = self.answer.record.failure
         return failure is not None and failure.kind == "http_503"
 
@@ -198,7 +198,7 @@ def what_is_missing(
     if len(snapshot.ready_hosts) < num_hosts:
         return f"{len(snapshot.ready_hosts)} of {num_hosts} hosts are ready"
     if with_replicas and (cold := snapshot.layers_without_replica):
-        return f"layers {cold[0]} have no copy"
+        return f"layers {cold[0]} have no replica"
     waiting = [each for each in snapshot.running if each.sent_s < since_s and (each.last_s or 0.0) < since_s]
     if waiting:
         return f"{len(waiting)} of {len(snapshot.running)} streams have not gone on"

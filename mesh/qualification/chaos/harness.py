@@ -122,7 +122,7 @@ class RecoveryWatch:
         self._begun_s = time.perf_counter()
         self._whole_s: float | None = None
         self.since_s = since_s
-        self.missing: str | None = "nobody looked yet"
+        self.missing: str | None = "not checked yet"
         self.latest: MeshSnapshot | None = None
         self.rejoined: list[int] = []
 
@@ -159,8 +159,8 @@ def baseline_answers(
     expected = {question.id: Expected(question.turn, answers[question.id]) for question in questions}
     found = tally(streams, expected, is_exact=True)
     if found.problems or found.num_refused:
-        worst = found.problems[0].detail if found.problems else "turned away with 503"
-        raise MeshError(f"undisturbed, a question was answered badly: {worst}")
+        worst = found.problems[0].detail if found.problems else "rejected with 503"
+        raise MeshError(f"a question failed in the undisturbed run: {worst}")
     return expected
 
 

@@ -30,7 +30,7 @@ class ChaosOptions:
         scenarios: Scenarios, in order.
         num_stages: Hosts with layers; one more is the head.
         num_spares: Hosts without.
-        delay_ms: One way, between any two hosts.
+        delay_ms: One-way delay between any two hosts.
         num_streams: Requests under way at any time.
         num_faults: How many.
         kinds: Among which they are drawn.

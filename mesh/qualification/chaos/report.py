@@ -39,7 +39,7 @@ _REPAIR_HEADS: Final = (
     "repair",
     "all back",
     "new request",
-    "what the head says",
+    "reported by the head",
 )
 _MAX_PROBLEMS: Final = 20
 _MAX_WORDS_CHARS: Final = 240
@@ -48,9 +48,9 @@ _MAX_WORDS_CHARS: Final = 240
 def as_markdown(report: Report) -> str:
     """The whole page."""
     sections = [
-        ("# A mesh that is harmed while clients read", _conditions(report)),
+        ("# Faults in a mesh while clients read", _conditions(report)),
         ("## Acceptance", markdown_table(("measure", "wanted", "measured", "", "note"), _lines(report))),
-        ("## What must hold besides", markdown_table(("check", "holds", "figures"), _checks(report))),
+        ("## Further checks", markdown_table(("check", "holds", "figures"), _checks(report))),
         ("## Not done", "\n".join(f"- {failure}" for failure in _failures(report))),
     ]
     for scenario in report.scenarios:
@@ -143,7 +143,7 @@ def _problems(scenario: Scenario) -> str:
 
 
 def _holds(check: Check) -> str:
-    return {True: "holds", False: "FAILS", None: "cannot be said"}[check.holds]
+    return {True: "holds", False: "FAILS", None: "unknown"}[check.holds]
 
 
 def _number(value: float | None) -> str:

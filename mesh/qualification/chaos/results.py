@@ -111,7 +111,7 @@ def _running(streams: Iterable[Stream], start_s: float, stop_s: float) -> Iterat
             yield each
 
 
-_REPLICA: Final = "(had a copy)"
+_REPLICA: Final = "(had a replica)"
 
 
 @dataclass(frozen=True)
@@ -243,11 +243,11 @@ class Tally:
     Attributes:
         num_streams: That began; those that were refused with 503 did not.
         num_failed: How many of them have not all of their answer, though their clients waited.
-        num_hung_up_early: How many had clients that hung up before the first token.
+        num_hung_up_early: How many had clients that disconnected before the first token.
         num_hung_up_late: The same after it.
         num_unlike: How many of those that did not fail are not what the undisturbed run said, in text or
             token ids, as far as they came.
-        num_refused: Requests turned away with 503 before their answer began.
+        num_refused: Requests rejected with 503 before their answer began.
         problems: Everything that must not be: of failed streams, unsound ones, and unlike ones where equal
             texts are promised.
     """
@@ -302,10 +302,12 @@ SERVING_S: Final = 10.0
 
 def stream_lines(found: Tally, when: str, *, is_exact: bool) -> list[Line]:
     """Checks that no answer fails or differs."""
-    refused = f"; {found.num_refused} requests were told to come again" if found.num_refused else ""
+    refused = f"; {found.num_refused} requests were rejected with Retry-After" if found.num_refused else ""
     early, late = found.num_hung_up_early, found.num_hung_up_late
     hung_up = (
-        f"; {early + late} clients hung up, {early} of them before the first token" if early + late else ""
+        f"; {early + late} clients disconnected, {early} of them before the first token"
+        if early + late
+        else ""
     )
     failed = Line(
         f"{when}: failed streams",
@@ -319,7 +321,7 @@ def stream_lines(found: Tally, when: str, *, is_exact: bool) -> list[Line]:
     num_whole = found.num_streams - found.num_failed - early - late
     parts = f" and {late} beginnings" if late else ""
     unlike = Line(
-        f"{when}: texts unlike the undisturbed run",
+        f"{when}: texts different from the undisturbed run",
         found.num_unlike,
         0,
         is_ceiling=True,
@@ -337,7 +339,7 @@ def repair_lines(repairs: Sequence[Repair]) -> list[Line]:
     probes = [repair.newcomer for repair in repairs if repair.newcomer is not None]
     answered = sum(probe.outcome == "answer" for probe in probes)
     unsound = [probe for probe in probes if not probe.is_sound]
-    of_each = "of the client who waits longest after each fault, median"
+    of_each = "of the longest pause after each fault, median"
     return [
         _ceiling(
             "pause seen by a client, median, s",
@@ -379,7 +381,7 @@ def _shown(values: Sequence[float]) -> str:
     return f"{median(values):.2f}" if values else "none"
 
 
-INTERRUPTED: Final = "interrupted: what was to come after this is missing"
+INTERRUPTED: Final = "interrupted: the rest is missing"
 
 
 @dataclass(frozen=True)

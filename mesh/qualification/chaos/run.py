@@ -199,7 +199,7 @@ class _Run:
                 break
             time.sleep(0.2)
         if status is None:
-            self.note("the head does not answer when all is over")
+            self.note("the head does not answer at the end")
         else:
             check = leak_check(status)
             self._checks.append(Check(f"{check.name}, after {_and(names)}", check.holds, check.detail))

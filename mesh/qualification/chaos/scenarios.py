@@ -290,7 +290,7 @@ def _wait_given_up(bed: FaultTestBed, killed_s: float) -> None:
     """Wait until no stream of before runs any more; raises MeshError if one does for too long."""
     while any(each.sent_s < killed_s for each in bed.client_fleet.snapshot().running):
         if time.perf_counter() - killed_s > _GIVE_UP_S:
-            raise MeshError(f"no room, and streams still run after {_GIVE_UP_S:g} s")
+            raise MeshError(f"streams still run {_GIVE_UP_S} s after capacity was lost {_GIVE_UP_S:g} s")
         time.sleep(_POLL_S)
 
 

@@ -21,10 +21,18 @@ _CASES = click.IntRange(1)
 
 @click.command()
 @click.argument("model", required=False, type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--http", type=_CASES, metavar="N", help="Requests to the API, made from its own document.")
-@click.option("--grpc", type=_CASES, metavar="N", help="Frames to the stages, from a peer with their key.")
-@click.option("--gguf", type=_CASES, metavar="N", help="Model files, damaged, lying and cut short.")
-@click.option("--tokens", type=_CASES, metavar="N", help="Join tokens, mistyped, damaged and made up.")
+@click.option(
+    "--http", type=_CASES, metavar="N", help="Number of API requests, derived from its OpenAPI document."
+)
+@click.option(
+    "--grpc", type=_CASES, metavar="N", help="Number of frames to the stages, from a peer with their key."
+)
+@click.option(
+    "--gguf", type=_CASES, metavar="N", help="Number of model files: damaged, inconsistent and truncated."
+)
+@click.option(
+    "--tokens", type=_CASES, metavar="N", help="Number of join tokens: mistyped, damaged and random."
+)
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of all randomness.")
 @click.option(
     "-o",
@@ -43,7 +51,7 @@ def fuzz(*, model: Path | None, seed: int, output: Path, is_json: bool, **num_ca
     """
     wanted = {kind: count for kind, count in num_cases.items() if count is not None}
     if not wanted:
-        raise click.UsageError("name at least one kind and how many, such as --http 10000")
+        raise click.UsageError("give at least one kind and its number, such as --http 10000")
     from mesh.qualification.fuzz.report import FuzzOptions, as_dict, as_text  # noqa: PLC0415
     from mesh.serve.options import demo_model  # noqa: PLC0415
 

@@ -58,7 +58,7 @@ def main(
         click.echo(json.dumps({"cutting": asdict(cutting), "transfer": asdict(transfer), "passed": passed}))
     else:
         _print_transfer(transfer)
-        click.echo("all of it holds" if passed else "NOT all of it holds")
+        click.echo("passed" if passed else "FAILED")
     sys.exit(0 if passed else 1)
 
 

@@ -183,7 +183,7 @@ def test_two_joined_hosts_serve_a_model_and_one_takes_over_from_the_other(mesh: 
     url = f"http://127.0.0.1:{port}"
     locked = run("status", "--url", url)
     assert locked.returncode == 1
-    assert "wants another API key" in locked.stderr
+    assert "needs another API key" in locked.stderr
 
     def status_now() -> dict[str, Any]:
         answer = run("status", "--json", "--url", url, "--api-key-file", str(keys))
@@ -227,7 +227,7 @@ def test_a_head_that_waits_turns_strangers_away_within_5_s(mesh: Mesh, tmp_path:
     token = decode(token_path.read_text())
     bad = {
         "is not a join token": token_path.read_text()[:50],
-        "not the one of this mesh": encode(type(token)(token.addresses, "guess", token.fingerprint, 2**39)),
+        "not this mesh's": encode(type(token)(token.addresses, "guess", token.fingerprint, 2**39)),
         "expired at 2001-09-09": encode(type(token)(token.addresses, token.secret, token.fingerprint, 10**9)),
         "certificate differs": encode(type(token)(token.addresses, token.secret, bytes(32), 2**39)),
         "cannot reach the head": encode(

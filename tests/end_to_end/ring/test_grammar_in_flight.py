@@ -318,5 +318,5 @@ async def test_without_a_vocabulary_there_are_no_grammars() -> None:
             stages, context_length=128, num_slots=1, max_rows=FakeRuntime.max_rows, n_vocab=N_VOCAB
         ) as coordinator,
     ):
-        with pytest.raises(InvalidRequest, match="cannot be held to one"):
+        with pytest.raises(InvalidRequest, match="not supported by these stages"):
             await collect(coordinator, GenerationRequest(PROMPT, 5, grammar=LISTS))

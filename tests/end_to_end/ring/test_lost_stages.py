@@ -141,7 +141,7 @@ async def test_a_repair_that_takes_too_long_turns_requests_away_and_keeps_those_
         in_line = asyncio.create_task(collect(coordinator, REQUEST))
         await asyncio.sleep(0)
         coordinator.pause("a test")
-        with pytest.raises(StageFailed, match=r"not whole again within 0\.05 s") as refusal:
+        with pytest.raises(StageFailed, match=r"not complete within 0\.05 s") as refusal:
             await in_line
         assert refusal.value.retry_after_s == 5
         with pytest.raises(StageFailed, match="being repaired"):

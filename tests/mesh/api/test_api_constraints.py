@@ -129,7 +129,7 @@ async def test_what_asks_for_nothing_changes_nothing(ring: RingApi, nothing: dic
                 }
             },
             SCHEMA_PARAM,
-            "at `properties/a`: not cannot be said by a grammar",
+            "at `properties/a`: the keyword not cannot be expressed by a grammar",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}},
@@ -144,7 +144,7 @@ async def test_what_asks_for_nothing_changes_nothing(ring: RingApi, nothing: dic
         (
             {"grammar": 'root ::= "a"', "json_schema": {}},
             "grammar",
-            "both say what the answer must look like",
+            "both give a format for the answer",
         ),
         ({"grammar": 'root ::= "a"', "response_format": {"type": "json_object"}}, "grammar", "send one"),
     ],

@@ -204,7 +204,7 @@ async def test_where_no_key_is_needed_no_page_can_make_a_browser_change_anything
     "origin", ["chat.example.org", f"{ORIGIN}/", "https://*.example.org", "null", "", "ftp://x", f"{ORIGIN} "]
 )
 def test_what_is_no_origin_is_named(origin: str) -> None:
-    with pytest.raises(MeshError, match="is no origin"):
+    with pytest.raises(MeshError, match="is not an origin"):
         check_origins([ORIGIN, origin], has_keys=True)
 
 

@@ -217,7 +217,7 @@ async def test_hosts_are_sent_away_by_name(tokenizer: Tokenizer, capsys: pytest.
                 assert refused.status_code == 400
                 assert refused.json()["error"]["param"] == "host"
         assert await asyncio.to_thread(run, ["drain", "attic", "--url", api.url]) == 0
-        assert "has been let go" in capsys.readouterr().out
+        assert "has left the mesh" in capsys.readouterr().out
         assert await asyncio.to_thread(run, ["evict", "attic", "--url", api.url]) == 0
         assert await asyncio.to_thread(run, ["drain", "full", "--url", api.url]) == 1
         assert "\nerror: full cannot be drained: nobody else has room\n" in capsys.readouterr().err

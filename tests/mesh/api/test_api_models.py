@@ -181,7 +181,7 @@ class Orders:
         if "huge" in fields["model"]:
             raise ModelDoesNotFit("huge does not fit: it needs 9.0 GiB; free are 1.0 GiB on a")
         stage = {"host": "a", "layers": "[0, 6)", "threads": 1, "bytes": 2**20}
-        return {"model": "tiny", "plan": "host a can hold all of it", "stages": [stage]}
+        return {"model": "tiny", "plan": "host a can hold the whole model", "stages": [stage]}
 
     async def unload(self, name: str, wait_s: float) -> Mapping[str, Any]:
         self.asked.append((name, wait_s))
@@ -210,7 +210,9 @@ async def test_the_commands_load_and_unload(
             "off",
         )
         assert "  a: layers [0, 6), 1.0 MiB, one thread\n" in said
-        assert f'tiny is served at {api.url}/v1 (host a can hold all of it): send "model": "tiny".' in said
+        assert (
+            f'tiny is served at {api.url}/v1 (host a can hold the whole model): send "model": "tiny".' in said
+        )
         code, said = await mesh("load", "huge.gguf")
         assert (code, "error: huge does not fit: it needs 9.0 GiB" in said) == (1, True)
         assert (await mesh("load", "x.gguf", "--split", "2,4", "--stages", "2"))[0] == 2

@@ -60,14 +60,14 @@ def test_any_line_is_a_key_or_an_error_of_ours(line: str) -> None:
 @pytest.mark.parametrize(
     ("rest", "reason"),
     [
-        ("sha256:00", "64 small hexadecimal digits"),
-        (f"sha256:{'0' * 64} tokens-per-minute=0", "no number from 1"),
-        (f"sha256:{'0' * 64} tokens-per-minute=1e9", "no number from 1"),
-        (f"sha256:{'0' * 64} concurrent=0", "no number from 1"),
-        (f"sha256:{'0' * 64} expires=tomorrow", "no date such as"),
-        (f"sha256:{'0' * 64} colour=red", "no setting of a key"),
-        (f"sha256:{'0' * 64} expires=2030-01-01 expires=2030-01-01", "says something twice"),
-        ("neither this", "neither"),
+        ("sha256:00", "64 lower-case hexadecimal digits"),
+        (f"sha256:{'0' * 64} tokens-per-minute=0", "not a number from 1"),
+        (f"sha256:{'0' * 64} tokens-per-minute=1e9", "not a number from 1"),
+        (f"sha256:{'0' * 64} concurrent=0", "not a number from 1"),
+        (f"sha256:{'0' * 64} expires=tomorrow", "not a date such as"),
+        (f"sha256:{'0' * 64} colour=red", "unknown setting"),
+        (f"sha256:{'0' * 64} expires=2030-01-01 expires=2030-01-01", "has a setting twice"),
+        ("neither this", "is not `NAME"),
     ],
 )
 def test_a_malformed_line_is_named_by_its_number(tmp_path: Path, rest: str, reason: str) -> None:
@@ -115,8 +115,8 @@ def test_the_command_makes_lists_and_removes_keys(
         (["add", "alice"], 1, "has a key alice already"),
         (["add", "no name"], 1, "cannot be a key's name"),
         (["add", "#alice"], 1, "cannot be a key's name"),
-        (["add", "bob", "--expires", "soon"], 2, "neither a time such as 12h"),
-        (["add", "bob", "--expires", "2001-01-01"], 2, "is past"),
+        (["add", "bob", "--expires", "soon"], 2, "not a duration such as 12h"),
+        (["add", "bob", "--expires", "2001-01-01"], 2, "is in the past"),
         (["add", "bob", "--tokens-per-minute", "0"], 2, "--tokens-per-minute"),
         (["add", "bob", "--concurrent", "0"], 2, "--concurrent"),
         (["rm", "bob"], 1, "has no key bob"),

@@ -66,7 +66,7 @@ def test_the_command_takes_as_many_digits_as_tell_a_key_from_the_others(
     where = ["--api-key-file", str(path)]
     shared, own = f"key-{digest_of(first).hex()[:3]}", own_name(digest_of(first))
     for name, says in (
-        (shared, f"may be each of {own}, {own_name(digest_of(second))}"),
+        (shared, f"is ambiguous: it matches {own}, {own_name(digest_of(second))}"),
         ("key-", "has no key key-"),
         (f"{own}0", f"has no key {own}0"),
         ("key-3", "has no key key-3"),
@@ -76,7 +76,7 @@ def test_the_command_takes_as_many_digits_as_tell_a_key_from_the_others(
     assert run(["keys", "list", *where]) == 0
     assert own in capsys.readouterr().out
     assert run(["keys", "rm", own[:-4], *where]) == 0
-    assert f"the key {own} is gone" in capsys.readouterr().err
+    assert f"the key {own} was removed" in capsys.readouterr().err
     assert path.read_text() == f"key-1 named\n{second}\n"
     assert run(["keys", "rm", "key-1", *where]) == 0
     assert [record.name for record in read_key_file(path)] == [own_name(digest_of(second))]

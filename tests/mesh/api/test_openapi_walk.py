@@ -44,7 +44,7 @@ BEYOND_SCHEMAS = (
     "surrogate",
     "is not kept here",
     "name one of them",
-    "two functions are called",
+    "two functions are named",
     "is no text of the assistant's",
     "either prompt or messages",
     "more than",

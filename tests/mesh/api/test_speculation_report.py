@@ -149,4 +149,4 @@ async def test_the_status_table_has_it(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert f"speculation: auto, {last.stats.num_accepted} of {last.stats.num_proposed} proposed" in printed
     assert "oracle:" in printed
-    assert "ms on the way" in printed
+    assert "ms on the network" in printed

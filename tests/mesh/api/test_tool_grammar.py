@@ -120,7 +120,7 @@ def test_a_schema_that_nests_too_deep_is_refused() -> None:
     for _ in range(300):
         lists = [lists]
     deep = {"name": "deep", "parameters": {"const": lists}}
-    with pytest.raises(InvalidRequest, match="nest too deep") as caught:
+    with pytest.raises(InvalidRequest, match="nested too deep") as caught:
         call_grammar((deep,), CallFormat.HERMES, has_one_call=True)
     assert caught.value.param == "tools"
 

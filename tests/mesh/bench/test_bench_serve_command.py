@@ -143,7 +143,7 @@ def test_a_key_is_needed_where_the_server_wants_one(
     path = tmp_path / "keys"
     path.write_text(KEY)
     with api_thread(ScriptedEngine([(300,)]), tokenizer, keys=ApiKeys.from_file(path)) as url:
-        assert "wants another API key; give it by --api-key-file" in error_of(capsys, "--url", url)
+        assert "needs another API key; give it with --api-key-file" in error_of(capsys, "--url", url)
         report = report_of(capsys, "--url", url, *CLOSED, "--api-key-file", str(path))
         assert report["completed"] == 4
         assert KEY not in json.dumps(report)
@@ -172,7 +172,7 @@ def test_an_answer_that_is_no_http_is_a_failure(capsys: pytest.CaptureFixture[st
     with peer_server(lambda _: Reply(status=7)) as peer:
         report = report_of(capsys, "--url", peer.url, "--requests", "1", code=1)
     assert report["failures"][0]["kind"] == "connection"
-    assert "no HTTP" in report["failures"][0]["example"]
+    assert "not HTTP" in report["failures"][0]["example"]
 
 
 def test_parts_are_counted_where_a_server_sends_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +238,9 @@ def test_a_request_without_end_times_out(capsys: pytest.CaptureFixture[str]) -> 
     with peer_server(reply) as peer:
         report = report_of(capsys, "--url", peer.url, "--requests", "1", "--timeout", "0.2", code=1)
         release.set()
-    assert report["failures"] == [{"kind": "timeout", "count": 1, "example": "no end within 0.2 s"}]
+    assert report["failures"] == [
+        {"kind": "timeout", "count": 1, "example": "no end of the answer within 0.2 s"}
+    ]
 
 
 def test_ctrl_c_reports_what_was_measured() -> None:
@@ -266,10 +268,10 @@ def test_ctrl_c_reports_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        (Reply('{"data": []}'), "lists no model; name one by --model"),
-        (Reply("not found", 404), "answered 404 to /v1/models: not found; name the model by --model"),
+        (Reply('{"data": []}'), "lists no model; name one with --model"),
+        (Reply("not found", 404), "answered 404 to /v1/models: not found; name the model with --model"),
         (Reply("loading", 503), "answered 503 to /v1/models: loading; try again"),
-        (Reply("", 403), "wants another API key"),
+        (Reply("", 403), "needs another API key"),
     ],
 )
 def test_a_server_that_names_no_model_gets_the_remedy(

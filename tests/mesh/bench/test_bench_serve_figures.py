@@ -122,12 +122,12 @@ def test_a_limit_is_read_from_name_and_milliseconds() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("itl:5", "'itl' is no latency; there are ttft, tpot, e2el"),
-        ("ttft", "sets no limit above 0 ms; write ttft:500"),
-        ("ttft:fast", "sets no limit"),
-        ("tpot:0", "sets no limit"),
-        ("e2el:-1", "sets no limit"),
-        ("e2el:nan", "sets no limit"),
+        ("itl:5", "'itl' is not a latency; there are ttft, tpot, e2el"),
+        ("ttft", "has no limit above 0 ms; write ttft:500"),
+        ("ttft:fast", "has no limit"),
+        ("tpot:0", "has no limit"),
+        ("e2el:-1", "has no limit"),
+        ("e2el:nan", "has no limit"),
     ],
 )
 def test_a_limit_that_is_none_is_named(text: str, words: str) -> None:

@@ -63,7 +63,7 @@ def test_a_dataset_may_be_of_three_kinds(tmp_path: Path) -> None:
         ({"messages": []}, "chat", "line 2: neither `prompt`"),
         ({"messages": ["Hello"]}, "chat", "line 2: neither `prompt`"),
         ({"turns": []}, "chat", "line 2: neither `prompt`"),
-        ({"messages": [{"role": "user"}]}, "completions", "line 2: raw completions take no messages"),
+        ({"messages": [{"role": "user"}]}, "completions", "line 2: raw completions have no messages"),
     ],
 )
 def test_a_wrong_line_is_named(line: object, endpoint: EndpointName, words: str, tmp_path: Path) -> None:

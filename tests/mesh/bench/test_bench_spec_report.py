@@ -55,7 +55,7 @@ def results() -> Results:
         sample(3, "auto", 10, server="exact", text="It was a bright and sunny day."),
     ]
     found.groups = [ConcurrentRequests(4, 5.0, "auto", 50.0, 55.0, 1)]
-    found.peer_rates = {"off": 8.0, "draft/8": 12.0, "ngram-mod": "it ended with code 1"}
+    found.peer_rates = {"off": 8.0, "draft/8": 12.0, "ngram-mod": "it exited with code 1"}
     found.peer_delay_ms = 20.0
     found.failures = ["stage 2 went away"]
     return found
@@ -82,7 +82,7 @@ def test_the_page_says_what_was_found(results: Results, tmp_path: Path) -> None:
     assert "| 4 | 5 | auto | 50.0 | 55.0 | 1.10 | 1 |" in section(page, "Requests at once")
     peer = section(page, "llama.cpp RPC: its settings")
     assert "| draft/8 | 12.0 | 1.50 |" in peer
-    assert "it ended with code 1" in peer
+    assert "it exited with code 1" in peer
     assert "mesh serve MODEL --speculate auto --draft d.gguf" in section(page, "Recommended for production")
 
 

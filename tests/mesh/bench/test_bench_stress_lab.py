@@ -47,7 +47,7 @@ def test_every_answer_of_a_quick_load_is_checked(smollm2_path: Path, tmp_path: P
     roles = {(each["host"], each["role"]) for each in found["memory"]}
     assert {(0, "coordinator"), (1, "stage"), (2, "stage"), (1, "join"), (2, "join"), (1, "ray")} <= roles
     page = (folder / "report.md").read_text()
-    assert "## What must hold" in page
+    assert "## Checks" in page
     assert "## Memory, MiB" in page
 
 

@@ -134,15 +134,15 @@ def test_a_report_tells_every_part_on_a_page_and_to_programs(report: Report, tmp
     assert found["lines"][1]["verdict"] == "not measured"
     assert len(found["samples"]) == len(report.samples)
     assert "samples" not in json.loads(as_json(report))
-    assert "cannot be said  flat: short" in as_text(report)
+    assert "unknown  flat: short" in as_text(report)
 
 
 def test_a_report_counts_clients_that_hang_up(report: Report, tmp_path: Path) -> None:
     counts = ClientCounts(800, 530, 0, 200, 70, 1, 60000, 20000, None)
     found = replace(report, clients=counts)
     write_report(found, tmp_path)
-    assert "| hung up in the answer | 70 |" in (tmp_path / "report.md").read_text()
-    assert "texts unlike the one given alone: 1\n" in as_text(found)
+    assert "| disconnected during the answer | 70 |" in (tmp_path / "report.md").read_text()
+    assert "texts different from the one generated alone: 1\n" in as_text(found)
     assert json.loads(as_json(found))["clients"]["num_finished"] == 530
     assert json.loads(as_json(report))["clients"] is None
 
@@ -175,10 +175,10 @@ def test_every_step_is_checked_by_itself() -> None:
     forked = replace(step(4, 1), answer_check=AnswerCheck(4, 4, 1, ()))
     (fast,) = answer_checks([forked], is_exact=False)
     assert fast.holds
-    assert "1 of 4 texts other than alone" in fast.detail
+    assert "1 of 4 texts differ from alone" in fast.detail
     assert forked.answer_check.fork_rate == 0.25
     left = replace(step(4, 1), answer_check=AnswerCheck(4, 4, 0, (), num_hung_up_early=1, num_hung_up_late=1))
-    assert answer_checks([left], is_exact=True)[0].detail.endswith("2 clients hung up")
+    assert answer_checks([left], is_exact=True)[0].detail.endswith("2 clients disconnected")
     assert AnswerCheck(1, 0, 0, (Problem("text", "q", ""),)).by_kind == {"text": 1}
 
 

@@ -66,18 +66,18 @@ def test_a_port_that_is_none_is_said_in_one_line() -> None:
     with pytest.raises(ClusterError, match=r"no mesh answers at http://127\.0\.0\.1:abc/"):
         ask_head("http://127.0.0.1:abc/mesh/status", None)
     for url in ("http://127.0.0.1:99999", "http://127.0.0.1:abc", "http://[::1"):
-        with pytest.raises(click.BadParameter, match="is no address"):
+        with pytest.raises(click.BadParameter, match="is not an address"):
             ChatSession(url, None, model="default", system=None, fields={}, write=print)
 
 
 def test_a_refusal_that_no_key_would_mend_is_passed_on() -> None:
-    elsewhere = "hosts are sent away from the head's own machine only: run the command there"
+    elsewhere = "hosts are removed from the head's own machine only: run the command there"
     with answering(refusing("401 No", elsewhere)) as url, pytest.raises(Unauthorized) as raised:
         ask_head(f"{url}/mesh/drain?host=b", "a-key", method="POST")
     assert raised.value.message == elsewhere
     with (
         answering(refusing("401 No", "the API key is not one of this server's")) as url,
-        pytest.raises(Unauthorized, match="wants another API key; give it by --api-key-file"),
+        pytest.raises(Unauthorized, match="needs another API key; give it with --api-key-file"),
     ):
         ask_head(f"{url}/mesh/status", "a-key")
 

@@ -73,7 +73,7 @@ class TestPlans:
         found = planned(capsys, str(smollm2_path), "--no-timing", "--memory", "8G", "--threads", "1")
         assert [stage["layers"] for stage in found["stages"]] == [[0, 30]]
         assert found["prediction"] is None
-        assert found["basis"] == "nothing was timed: --no-timing"
+        assert found["basis"] == "no timing: --no-timing"
         (stage,) = found["stages"]
         parts = sum(stage[f"{part}_bytes"] for part in ("weight", "cache", "buffer"))
         assert parts < stage["total_bytes"] == 8 * 2**30 - stage["free_after_bytes"]

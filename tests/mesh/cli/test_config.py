@@ -90,11 +90,11 @@ def test_what_is_shown_can_be_read_again(
         ("[srve]\nport = 1", "no command [srve] has options here; did you mean serve?"),
         ("[keys]\nport = 1", "no command [keys]"),
         ("port = 1", "no command [port]"),
-        ("serve = 1", "serve is to be a table"),
+        ("serve = 1", "serve must be a table"),
         ('[serve]\nport = "many"', "port by file"),
         ("[serve]\nport = 70000", "port by file"),
         ("[serve]\nport = true", "True is not a text or a number"),
-        ('[serve]\nexact = "yes"', "'yes' is neither true nor false"),
+        ('[serve]\nexact = "yes"', "'yes' is not true or false"),
         ("[serve\n", "is not TOML"),
     ],
 )
@@ -150,7 +150,7 @@ def test_switches_in_the_environment(show: Show, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MESH_SERVE_EXACT", "perhaps")
     code, _, errors = show("serve")
     assert code == 1
-    assert "exact by environment MESH_SERVE_EXACT: 'perhaps' is neither true nor false" in errors
+    assert "exact by environment MESH_SERVE_EXACT: 'perhaps' is not true or false" in errors
 
 
 def test_the_file_is_the_one_named_then_the_one_here_then_the_users_own(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_file_is_the_one_named_then_the_one_here_then_the_users_own(tmp_path
     environment["MESH_CONFIG"] = str(named)
     assert find_config(None, environment, tmp_path) == named
     assert find_config(other, environment, tmp_path) == other
-    with pytest.raises(ClusterError, match=r"none\.toml, named by --config, is no file"):
+    with pytest.raises(ClusterError, match=r"none\.toml, named by --config, is not a file"):
         find_config(tmp_path / "none.toml", environment, tmp_path)
 
 

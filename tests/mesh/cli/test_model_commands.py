@@ -32,7 +32,7 @@ def test_slice_of_no_range(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: str
 ) -> None:
     assert run(["slice", model, f"--layers={layers}", "-o", str(tmp_path / "stage.gguf")]) == 2
-    assert f"'{layers}' is no layer range; write A:B" in capsys.readouterr().err
+    assert f"'{layers}' is not a layer range; write A:B" in capsys.readouterr().err
     assert not (tmp_path / "stage.gguf").exists()
 
 
@@ -110,7 +110,7 @@ def test_certify_of_bad_input(model: str, tmp_path: Path, capsys: pytest.Capture
         "error: model.gguf cannot be cut at 6: it has 6 layers, so cuts are 1 to 5\n"
     )
     assert run(["certify", model, "--cuts", "some"]) == 2
-    assert "'some' is neither 'all' nor layers such as 5,11" in capsys.readouterr().err
+    assert "'some' is not 'all' or layers such as 5,11" in capsys.readouterr().err
     absent = tmp_path / "absent.gguf"
     assert run(["certify", str(absent)]) == 1
     assert capsys.readouterr().err == f"error: {absent} cannot be read: No such file or directory\n"

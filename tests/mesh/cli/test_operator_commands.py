@@ -174,7 +174,7 @@ def test_the_doctor_looks_at_hosts_files_and_clocks(served: Served) -> None:
     assert "CPU" in of_alpha["device"]["detail"]
     assert abs(float(of_alpha["clock"]["detail"].split()[0])) < 1000
     files = [check for check in of_alpha.values() if check["what"].startswith("stage file")]
-    assert [check["detail"] for check in files] == ["is what its hash says"] * 2
+    assert [check["detail"] for check in files] == ["matches its hash"] * 2
     assert all(check["fix"] for check in checks if check["outcome"] != "ok")
     shown = served.run("doctor")
     assert "llama.cpp computes on" in shown.stdout

@@ -46,7 +46,7 @@ def test_hosts_that_hold_nothing_are_spares_and_their_copies_are_told(
     }
     assert rows == {
         "attic": "spare",
-        "b": "copies of [0, 10), [10, 30)",
+        "b": "replicas of [0, 10), [10, 30)",
         "c": "[0, 10); leaving",
         "d": "starting",
     }

@@ -19,14 +19,14 @@ NODE = "The actor died because its node has died. Node Id: 1b\n\tthe actor's nod
 
 
 def test_a_killed_process_is_told_apart_from_a_lost_node() -> None:
-    assert exit_detail(KILLED).startswith("its process ended without a word")
+    assert exit_detail(KILLED).startswith("its process ended without a message")
     assert exit_detail(NODE) == "its host's Ray node ended"
 
 
 def test_what_ray_knows_better_is_kept() -> None:
     assert exit_detail(ORDERED) == "Owner's node died"
     assert exit_detail("Something new.\nmore") == "Something new."
-    assert exit_detail("") == "no reason is known"
+    assert exit_detail("") == "unknown reason"
 
 
 def test_the_process_is_named() -> None:

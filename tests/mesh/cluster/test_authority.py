@@ -75,7 +75,7 @@ def tampered() -> bytes:
     ids=["empty", "no text", "no request", "twenty", "cut off", "RSA", "another curve", "tampered"],
 )
 def test_what_is_no_proper_request_is_refused(request_pem: bytes) -> None:
-    with pytest.raises(JoinError, match="'studio' sent no proper certificate request"):
+    with pytest.raises(JoinError, match="'studio' sent an invalid certificate request"):
         AUTHORITY.sign(request_pem, "studio", "192.0.2.7")
 
 

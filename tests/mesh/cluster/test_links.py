@@ -118,7 +118,7 @@ async def test_the_head_has_every_host_measure_every_other(tmp_path: Path) -> No
             links = await survey.measure(PROBE_OPTIONS)
             side.service.announce_to_all("ready")
             await side.service.dismiss_all()
-            # What is measured does not show up among what the head says.
+            # What is measured does not show up among reported by the head.
             assert [await task for task in listening] == [["ready", "the head closed the mesh"]] * 2
     names = {"head", "studio", "attic"}
     assert {(link.source, link.target) for link in links.links} == {

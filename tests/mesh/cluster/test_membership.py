@@ -183,7 +183,7 @@ async def refused(token: JoinToken, reason: str, member: Member = HOST) -> None:
 
 async def test_a_wrong_secret_is_refused_and_that_is_logged(tmp_path: Path) -> None:
     async with head(tmp_path) as side:
-        await refused(dataclasses.replace(side.token, secret="guess"), "not the one of this mesh")
+        await refused(dataclasses.replace(side.token, secret="guess"), "not this mesh's")
         assert len(side.members) == 0
 
 
@@ -240,7 +240,7 @@ async def test_a_token_replayed_after_an_eviction_is_refused_under_any_name_and_
             side.service.evict("studio")
         await refused(seen, "studio was evicted")
         mini = dataclasses.replace(HOST, name="mini")
-        await refused(seen, "not the one of this mesh", mini)
+        await refused(seen, "not this mesh's", mini)
         assert await join(side.service.token, mini) == RAY
 
 
@@ -268,7 +268,7 @@ async def test_a_host_without_a_certificate_request_is_refused_and_forgotten(
 ) -> None:
     monkeypatch.setattr("stages.transport.channels.NewKey.request_pem", lambda _: b"")
     async with head(tmp_path) as side:
-        with pytest.raises(JoinError, match="'studio' sent no proper certificate request"):
+        with pytest.raises(JoinError, match="'studio' sent an invalid certificate request"):
             await join(side.token)
         assert len(side.members) == 0
 
@@ -367,7 +367,7 @@ async def test_another_machine_at_the_advertised_address_does_not_pass(
             return port
 
         monkeypatch.setattr(CheckListener, "open", listen_elsewhere)
-        with pytest.raises(HostUnreachable, match="another machine answers there"):
+        with pytest.raises(HostUnreachable, match="another machine answers"):
             await join(side.token)
 
 

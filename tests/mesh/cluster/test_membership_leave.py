@@ -70,7 +70,7 @@ async def test_an_evicted_host_is_cut_off_and_its_token_admits_nobody(tmp_path: 
         with pytest.raises(InvalidJoinToken, match="studio was evicted"):
             await asyncio.wait_for(anext(bad.states()), 5)
         new = dataclasses.replace(side.token, secret=side.service.token.secret)
-        with pytest.raises(InvalidJoinToken, match="not the one of this mesh"):
+        with pytest.raises(InvalidJoinToken, match="not this mesh's"):
             await join(side.token, dataclasses.replace(HOST, name="cellar"))
         with pytest.raises(InvalidJoinToken, match="studio was evicted"):
             await join(new)

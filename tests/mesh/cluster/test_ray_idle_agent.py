@@ -66,7 +66,7 @@ def test_it_tells_its_ports_and_ends_with_the_raylet(
 def test_nothing_but_an_agent_is_stood_in_for() -> None:
     assert command_of("raylet") == ["own", "raylet", "folder"]
     assert hooked().start_api_server("anything", is_head=True) == ("", None)
-    with pytest.raises(ValueError, match=r"monitor\.py is no agent"):
+    with pytest.raises(ValueError, match=r"monitor\.py is not an agent"):
         port_names("/somewhere/ray/autoscaler/monitor.py")
 
 

@@ -187,7 +187,7 @@ class TestFlight:
     def test_windows_that_do_not_fit_are_refused(self) -> None:
         generation = generation_with(proposal(6, 7))
         for wrong in (proposal(), proposal(*range(7))):
-            with pytest.raises(ValueError, match="where 6 have room"):
+            with pytest.raises(ValueError, match="where 6 fit"):
                 generation.next_window(wrong)
 
 
@@ -200,7 +200,7 @@ def test_a_verdict_that_cannot_be_is_refused(sampled: tuple[int, ...], text: str
 
 
 def test_a_verdict_on_nothing_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="none is under way"):
+    with pytest.raises(ProtocolError, match="none is in flight"):
         generation_with().commit([1])
     chunked = Generation(GenerationRequest((1, 2, 3), max_tokens=10), context_length=50, max_rows=2)
     chunked.prefill(2)

@@ -48,7 +48,7 @@ def test_what_cannot_be_had_is_refused() -> None:
         ClusterError, match=r"--gpu-layers all: llama.cpp finds no GPU here; build it for one"
     ):
         check_gpu_layers(ALL, ())
-    with pytest.raises(ClusterError, match=r"--exact computes on processors alone.*--gpu-layers 12"):
+    with pytest.raises(ClusterError, match=r"--exact computes on CPUs only.*--gpu-layers 12"):
         check_gpu_layers(12, [GPU], is_exact=True)
 
 
@@ -60,9 +60,9 @@ def test_the_commands_refuse_layers_for_a_gpu_that_is_not_there(
     assert run(["serve", model, "--port", "0", "--gpu-layers", "5"]) == 1
     assert "--gpu-layers 5: llama.cpp finds no GPU here" in capsys.readouterr().err
     assert run(["serve", model, "--port", "0", "--gpu-layers", "all", "--exact"]) == 1
-    assert "--exact computes on processors alone" in capsys.readouterr().err
+    assert "--exact computes on CPUs only" in capsys.readouterr().err
     assert run(["serve", model, "--gpu-layers", "many"]) == 2
-    assert "'many' is no number of layers" in capsys.readouterr().err
+    assert "'many' is not a number of layers" in capsys.readouterr().err
     assert run(["join", "token", "--gpu-layers", "-3"]) == 2
 
 

@@ -75,7 +75,7 @@ def sizes(result: Plan) -> list[tuple[str, int]]:
 def test_one_host_that_suffices_gets_all_and_the_plan_says_so() -> None:
     result = plan(model(), [host("a", 3000), host("b", 9000)], WORKLOAD)
     assert sizes(result) == [("a", 30)]
-    assert "host a can hold all of it" in result.reason
+    assert "host a can hold the whole model" in result.reason
 
 
 def test_the_fastest_host_that_suffices_is_chosen() -> None:

@@ -46,7 +46,7 @@ def test_a_copy_is_the_first_choice_even_beside_a_faster_spare() -> None:
     hosts = [host("a", 2000), host("c", 2000), host("fast", 9000, 90.0), host("spare", 2000, 1.0)]
     result = replan(SIZES, THREE, {1}, hosts, [Replica("spare", LayerRange(10, 20))])
     assert shown(result) == ["=a 0-10", "*spare 10-20", "=c 20-30"]
-    assert result.reason == "layers [10, 20) to spare (had a copy)"
+    assert result.reason == "layers [10, 20) to spare (had a replica)"
     assert not result.dropped
 
 
@@ -81,7 +81,7 @@ def test_only_if_nothing_else_helps_the_model_is_placed_anew() -> None:
         replan(SIZES, THREE, {2}, tight, may_start_over=False)
     anew = replan(SIZES, THREE, {2}, tight)
     assert anew.starts_over
-    assert anew.reason.startswith("placed anew: no fewer than 2 hosts")
+    assert anew.reason.startswith("new placement: no fewer than 2 hosts")
     assert shown(anew) == ["a 0-15", "b 15-30"]
 
 

@@ -60,8 +60,8 @@ def test_a_file_says_who_holds_what(tmp_path: Path) -> None:
         ('[[stage]]\nhost = "a"', "host and layers and nothing else"),
         ('[[stage]]\nhost = "a"\nlayers = "3:3"', "layers '3:3'"),
         ('[[stage]]\nhost = "a"\nlayers = [0, 3]', "layers [0, 3]"),
-        ('[[stage]]\nhost = "a"\nlayers = "1:3"', "are to start at 0"),
-        ('[[stage]]\nhost = "a"\nlayers = "0:3"\n[[stage]]\nhost = "b"\nlayers = "4:5"', "are to start at 3"),
+        ('[[stage]]\nhost = "a"\nlayers = "1:3"', "must start at 0"),
+        ('[[stage]]\nhost = "a"\nlayers = "0:3"\n[[stage]]\nhost = "b"\nlayers = "4:5"', "must start at 3"),
         ("[[stage]", "not TOML"),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_lost_stage_comes_back_on_its_own_host_only() -> None:
     decision = LOCKED.replan(SIZES, stages, {1}, [GAMMA, BETA, ALPHA])
     assert [new.placement.host for new in decision.stages] == ["alpha", "beta", "alpha"]
     assert [new.kept for new in decision.stages] == [0, None, 2]
-    with pytest.raises(NotEnoughHosts, match="host beta, which is not here to stay"):
+    with pytest.raises(NotEnoughHosts, match="host beta, which is not ready"):
         LOCKED.replan(SIZES, stages, {1}, [GAMMA, ALPHA])
     # What is on the host already counts.
     small = HostCapacity("alpha", ALPHA.memory_bytes - 1, 10.0)

@@ -92,7 +92,7 @@ def repair(kind: str = "first", **fields: Any) -> Repair:
         silence_s=1.0,
         newcomer=ProbeOutcome(1.0, "answer"),
         is_warm=True,
-        reason="layers [0, 10) to host4 (had a copy)",
+        reason="layers [0, 10) to host4 (had a replica)",
         rejoined=(),
         problem="",
     )
@@ -191,7 +191,7 @@ def test_a_client_that_hangs_up_is_no_failed_stream_but_what_it_got_must_be_righ
     assert (found.num_hung_up_early, found.num_hung_up_late) == (1, 1)
     lines = stream_lines(found, "now", is_exact=True)
     assert [line.verdict for line in lines] == ["met", "met"]
-    assert lines[0].note == "of 3; 2 clients hung up, 1 of them before the first token"
+    assert lines[0].note == "of 3; 2 clients disconnected, 1 of them before the first token"
     assert lines[1].note == "of 1 and 1 beginnings, text and token ids"
     for unlike in (
         stream(1.0, failure=left, text="b", ids=(1,)),
@@ -271,7 +271,7 @@ def test_a_mesh_is_whole_when_all_are_back_and_all_streams_go_on() -> None:
     assert "repairing" in str(missing({**whole(), "ready": False, "phase": "repairing"}))
     assert missing({**whole(), "hosts": whole()["hosts"][1:]}) == "1 of 2 hosts are ready"
     cold = [{"name": name, "ready": True} for name in ("host1", "host2")]
-    assert missing({**whole(), "hosts": cold}) == "layers [0, 30) have no copy"
+    assert missing({**whole(), "hosts": cold}) == "layers [0, 30) have no replica"
     assert missing(whole(), Running(1.0, 9.0), Running(1.0, None)) == "2 of 2 streams have not gone on"
 
 
@@ -280,7 +280,9 @@ def test_the_heads_log_tells_how_layers_moved() -> None:
         (
             "words for people",
             json.dumps({"event": "ring_broken", "reason": "a stream ended"}),
-            json.dumps({"event": "repaired", "seconds": 0.25, "how": "layers [0, 9) to host4 (had a copy)"}),
+            json.dumps(
+                {"event": "repaired", "seconds": 0.25, "how": "layers [0, 9) to host4 (had a replica)"}
+            ),
             json.dumps(
                 {"event": "repaired", "seconds": 1.0, "how": "layers [9, 12) to host2, [12, 15) to host3"}
             ),
@@ -291,7 +293,7 @@ def test_the_heads_log_tells_how_layers_moved() -> None:
     assert len(events) == 3
     warm = account_of(events[:2])
     assert (warm.num_repairs, warm.is_warm, warm.repair_s) == (1, True, 0.25)
-    assert warm.reason == "a stream ended; layers [0, 9) to host4 (had a copy)"
+    assert warm.reason == "a stream ended; layers [0, 9) to host4 (had a replica)"
     assert account_of(events).is_warm is False
     assert account_of([]).is_warm is None
 

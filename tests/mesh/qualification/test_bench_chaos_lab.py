@@ -41,8 +41,8 @@ def test_no_stream_fails_or_differs_whatever_is_lost(smollm2_path: Path, tmp_pat
         assert repair["newcomer"]["outcome"] in {"answer", "503"}
     lines = {line["title"]: line for line in found["lines"]}
     assert lines["2 faults: failed streams"]["measured"] == 0
-    assert "clients hung up" in lines["2 faults: failed streams"]["note"]
-    assert lines["2 faults: texts unlike the undisturbed run"]["measured"] == 0
+    assert "clients disconnected" in lines["2 faults: failed streams"]["note"]
+    assert lines["2 faults: texts different from the undisturbed run"]["measured"] == 0
     assert lines["faults: new requests with neither"]["measured"] == 0
     for title in PAUSES:
         line = lines[f"faults: {title}, s"]

@@ -121,9 +121,7 @@ async def test_who_waits_in_vain_hears_why_and_what_to_do(file: HeadStateFile) -
         in_the_way = file.path.with_suffix(".part")
         in_the_way.mkdir()
         changed = keeping.change()
-        with pytest.raises(
-            ClusterError, match=rf"cannot be written down .*directory.*make room for {file.path}"
-        ):
+        with pytest.raises(ClusterError, match=rf"not saved .*directory.*free space for {file.path}"):
             await keeping.state_writer.written()
         in_the_way.rmdir()
         await until_written(file, changed)

@@ -69,7 +69,7 @@ def test_an_address_that_mdns_does_not_announce_is_found_out(tiny: Path) -> None
 def test_an_api_that_would_let_strangers_in_is_found_out(tiny: Path) -> None:
     with pytest.raises(MeshError, match="--insecure"):
         check(replace(options(tiny), host="0.0.0.0"))
-    with pytest.raises(MeshError, match=r"'evil\.example' is no origin"):
+    with pytest.raises(MeshError, match=r"'evil\.example' is not an origin"):
         check(replace(options(tiny), cors_origins=("evil.example",)))
     with pytest.raises(MeshError, match=r"'\*' lets every web page"):
         check(replace(options(tiny), cors_origins=("*",)))
@@ -82,7 +82,7 @@ def test_an_api_that_would_let_strangers_in_is_found_out(tiny: Path) -> None:
 def test_exact_text_does_not_cross_a_wire_that_rounds(tiny: Path) -> None:
     for wire in (HiddenType.F16, HiddenType.Q8, None):
         with pytest.raises(
-            ClusterError, match=f"--exact promises .* which --wire {wire or 'auto'} does not"
+            ClusterError, match=f"--exact guarantees .* which --wire {wire or 'auto'} does not"
         ) as refused:
             check(replace(options(tiny), wire=wire, is_exact=True))
         assert refused.value.param == "--wire"

@@ -268,9 +268,9 @@ def test_a_file_that_is_no_draft_model(tiny: Path, tmp_path: Path) -> None:
         load(tmp_path / "absent.gguf", OPTIONS)
     text = tmp_path / "text.gguf"
     text.write_text("no model")
-    with pytest.raises(DraftUnusable, match=r"does not load .*text.gguf as a draft model"):
+    with pytest.raises(DraftUnusable, match=r"cannot load .*text.gguf as a draft model"):
         load(text, OPTIONS)
-    with pytest.raises(DraftUnusable, match=r"no context of 1000000 × 1000000 positions"):
+    with pytest.raises(DraftUnusable, match=r"cannot make a context of 1000000 × 1000000 positions"):
         load(tiny, DraftOptions(ctx_size=1_000_000, num_sessions=1_000_000))
     with pytest.raises(DraftUnusable, match="no format f8"):
         load(tiny, DraftOptions(kv_type="f8"))

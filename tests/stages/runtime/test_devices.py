@@ -101,7 +101,7 @@ def test_gpus_found_by_another_process_are_those_that_are_there() -> None:
 def test_a_probe_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A folder without llama.cpp's libraries: it may have GPUs, and the process that looks ends badly.
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
-    with pytest.raises(ClusterError, match=r"cannot look at this host's GPUs: .*; --gpu-layers none"):
+    with pytest.raises(ClusterError, match=r"cannot inspect this host's GPUs: .*; --gpu-layers none"):
         find_gpus()
 
 

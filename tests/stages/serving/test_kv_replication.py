@@ -92,7 +92,7 @@ async def test_a_copy_goes_on_following_where_it_left_off() -> None:
                 KvSlots.apply_update(slots, update)
 
             slots.apply_update = take  # type: ignore[method-assign]
-        coordinator.pause("the ring is made anew")
+        coordinator.pause("the ring is rebuilt")
         await ring.repair()
         async for part in parts:
             said += part.tokens

@@ -257,7 +257,10 @@ def test_an_unknown_family_is_refused_if_cutting_changes_it(
     monkeypatch.delitem(registry.FAMILIES, "granite")
     # Granite scales its embedding, and llama.cpp does so again with the hidden states of the stage before.
     source = TinyModel("granite").write(tmp_path / "granite.gguf")
-    with pytest.raises(UncuttableModel, match=r"'granite', and the self-check failed: cut at 2 its logits differ by up to [\d.]+"):
+    with pytest.raises(
+        UncuttableModel,
+        match=r"'granite', and the self-check failed: cut at 2 its logits differ by up to [\d.]+",
+    ):
         cut(source, 2, 4, tmp_path)
     assert list(tmp_path.iterdir()) == [source]
 
