@@ -12,10 +12,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from http.client import HTTPConnection, HTTPException
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from mesh.bench.request_record import read_chunk
+from mesh.util.completion_stream import CHAT_PATH, stream_completion
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from mesh.lab.network import Lab
 
 
-CHAT_PATH: Final = "/v1/chat/completions"
-COMPLETION_PATH: Final = "/v1/completions"
 _TIMEOUT_S: Final = 300.0
 
 
@@ -69,6 +66,7 @@ class Answer:
         arrivals_ms: When each part of it came, counted from the request; at least one.
         timings: The server's own account, as far as it gives one.
         token_ids: Ids of all its tokens, if requested.
+        finish: Why the answer ended, if the server gives a reason.
     """
 
     text: str
@@ -76,6 +74,7 @@ class Answer:
     arrivals_ms: tuple[float, ...]
     timings: dict[str, Any] = field(default_factory=dict)
     token_ids: tuple[int, ...] = ()
+    finish: str | None = None
 
     @property
     def ttft_ms(self) -> float:
@@ -105,72 +104,29 @@ def ask(port: int, wanted: Ask, *, api_key: str | None = None, timeout_s: float 
     Raises:
         MeshError: If the server refuses, breaks off, or answers with nothing that can be timed.
     """
-    body = {
-        "model": "default",
-        # Prompts are repeated: none may find itself in a cache.
-        "cache_prompt": False,
-        **wanted.body,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    headers = {"Content-Type": "application/json"}
-    if api_key is not None:
-        headers["Authorization"] = f"Bearer {api_key}"
-    connection = HTTPConnection("127.0.0.1", port, timeout=timeout_s)
-    reading = _Reading()
+    # Prompts are repeated: none may find itself in a cache.
+    body = {"model": "default", "cache_prompt": False, **wanted.body}
+    text, finish = "", None
+    num_tokens = 0
+    arrivals_ms: list[float] = []
+    timings: dict[str, Any] = {}
+    token_ids: list[int] = []
     start_s = time.perf_counter()
-    try:
-        connection.request("POST", wanted.path, json.dumps(body), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise MeshError(
-                f"the server answered {response.status}: {response.read().decode(errors='replace')}"
-            )
-        for line in response:
-            if line.startswith(b"data: [DONE]"):
-                break
-            if line.startswith(b"data: "):
-                now_ms = (time.perf_counter() - start_s) * 1e3
-                reading.take(json.loads(line.removeprefix(b"data: ")), now_ms)
-    except (OSError, HTTPException) as error:
-        raise MeshError(f"the connection to the server broke: {error}") from error
-    finally:
-        connection.close()
-    return reading.answer()
-
-
-class _Reading:
-    """Puts the chunks of one stream together."""
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self._arrivals_ms: list[float] = []
-        self._num_tokens = 0
-        self._timings: dict[str, Any] = {}
-        self._token_ids: list[int] = []
-
-    def take(self, fields: dict[str, Any], now_ms: float) -> None:
-        chunk = read_chunk(fields)
-        if chunk.error is not None:
-            raise MeshError(f"the server ended the stream early: {chunk.error}")
-        self._num_tokens = chunk.usage.get("completion_tokens", self._num_tokens)
-        self._timings.update(chunk.timings)
-        self._token_ids += chunk.token_ids
+    for chunk in stream_completion(
+        f"http://127.0.0.1:{port}{wanted.path}", body, api_key=api_key, timeout_s=timeout_s
+    ):
+        now_ms = (time.perf_counter() - start_s) * 1e3
+        num_tokens = chunk.usage.get("completion_tokens", num_tokens)
+        timings.update(chunk.timings)
+        token_ids += chunk.token_ids
+        finish = chunk.finish or finish
         # The chunk with the finish reason leaves with the last token, which may have no text to show.
         if chunk.has_tokens or chunk.finish:
-            self._pieces.append(chunk.text)
-            self._arrivals_ms.append(now_ms)
-
-    def answer(self) -> Answer:
-        if not self._arrivals_ms or self._num_tokens < 1:
-            raise MeshError("the server's answer has no token or no usage")
-        return Answer(
-            "".join(self._pieces),
-            self._num_tokens,
-            tuple(self._arrivals_ms),
-            self._timings,
-            tuple(self._token_ids),
-        )
+            text += chunk.text
+            arrivals_ms.append(now_ms)
+    if not arrivals_ms or num_tokens < 1:
+        raise MeshError("the server's answer has no token or no usage")
+    return Answer(text, num_tokens, tuple(arrivals_ms), timings, tuple(token_ids), finish)
 
 
 def ask_batch(batch: Batch) -> list[Answer]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.blocking_client import CHAT_PATH, COMPLETION_PATH
 from mesh.bench.report_tools import read_json_lines
+from mesh.util.completion_stream import CHAT_PATH, COMPLETION_PATH
 from spanmesh_proto.errors import InvalidRequest, MeshError
 
 if TYPE_CHECKING:

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from mesh.util.completion_stream import DONE, MAX_MESSAGE_CHARS, EventStream, error_message, read_chunk
+
 # Kinds of failure that are counted apart from errors.
 REJECTED: Final = "http_429"
 UNFINISHED: Final = "unfinished"
@@ -137,90 +139,8 @@ class Record:
         return (self.sent_s - self.scheduled_s) * 1e3
 
 
-class EventStream:
-    """Cuts a stream into events, however the network cut it into pieces.
-
-    Follows the HTML standard as far as OpenAI's servers use it: `data` lines, comments, either line end.
-    Other fields are passed over.
-    """
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The data of each event that these bytes complete."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        events = []
-        for line in lines:
-            text = line.removesuffix(b"\r")
-            if text.startswith(b"data:"):
-                self._data.append(text[5:].removeprefix(b" "))
-            elif not text and self._data:
-                events.append(b"\n".join(self._data))
-                self._data = []
-        return events
-
-
-# Fields of a chat's delta with generated text, besides `content`.
-_OTHER_SPEECH: Final = ("reasoning_content", "reasoning", "refusal", "tool_calls")
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Content of a chunk.
-
-    Attributes:
-        text: The answer's next piece.
-        token_ids: Its token ids, if requested.
-        has_tokens: Whether the model said anything in it, be it text, ids, reasoning or a tool call. A chat's
-            opening chunk has none: it names the role, and some servers send it before they compute anything.
-        finish: Why the answer ends here, or None.
-        usage: Token counts; most chunks have none.
-        timings: The server's own account, as far as it gives one.
-        error: Why the server breaks off, or None.
-    """
-
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    has_tokens: bool = False
-    finish: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
-
-
-def read_chunk(fields: dict[str, Any]) -> Chunk:
-    """From a chunk's JSON, of the chat or the completion endpoint; several choices count as one."""
-    if error := fields.get("error"):
-        return Chunk(error=str(error.get("message", error) if isinstance(error, dict) else error))
-    text, finish = "", None
-    ids: list[int] = []
-    speaks = False
-    for choice in fields.get("choices") or ():
-        delta = choice.get("delta") or {}
-        text += choice.get("text") or delta.get("content") or ""
-        ids += choice.get("token_ids") or ()
-        speaks = speaks or any(delta.get(name) for name in _OTHER_SPEECH)
-        finish = choice.get("finish_reason") or finish
-    return Chunk(
-        text=text,
-        token_ids=tuple(ids),
-        has_tokens=bool(text or ids or speaks),
-        finish=finish,
-        usage=_object(fields.get("usage")),
-        timings=_object(fields.get("timings")),
-    )
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-_DONE: Final = b"[DONE]"
 # Of the body of a refusal; what comes after it is not for people.
 _MAX_ERROR_BYTES: Final = 64 * 1024
-_MAX_MESSAGE_CHARS: Final = 300
 
 
 class AnswerReading:
@@ -248,7 +168,7 @@ class AnswerReading:
             self._refusal = (self._refusal + data)[:_MAX_ERROR_BYTES]
             return
         for event in self._events.feed(data):
-            if event == _DONE:
+            if event == DONE:
                 self._is_done = True
             else:
                 self._take(event, now_s)
@@ -286,7 +206,7 @@ class AnswerReading:
             )
             return
         if chunk.error is not None:
-            self._failure = self._failure or Failure("stream_error", chunk.error[:_MAX_MESSAGE_CHARS])
+            self._failure = self._failure or Failure("stream_error", chunk.error[:MAX_MESSAGE_CHARS])
         if chunk.usage:
             self._usage = chunk.usage
         if chunk.has_tokens:
@@ -313,20 +233,10 @@ class AnswerReading:
         return None
 
 
-def error_message(body: bytes) -> str:
-    """Error text of a server in one line: OpenAI's `error.message`, or the whole text."""
-    try:
-        error = json.loads(body)["error"]
-        text = error["message"] if isinstance(error, dict) else error
-    except (ValueError, LookupError, TypeError):
-        text = body.decode(errors="replace")
-    return " ".join(str(text).split())[:_MAX_MESSAGE_CHARS]
-
-
 def _count(fields: Any, name: str) -> int | None:
     found = fields.get(name) if isinstance(fields, dict) else None
     return found if isinstance(found, int) else None
 
 
 def _line(event: bytes) -> str:
-    return " ".join(event.decode(errors="replace").split())[:_MAX_MESSAGE_CHARS]
+    return " ".join(event.decode(errors="replace").split())[:MAX_MESSAGE_CHARS]

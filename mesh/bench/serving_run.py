@@ -12,9 +12,9 @@ import structlog
 from mesh.bench.datasets import PATHS, Asking, draw, made_up_prompts, read_dataset
 from mesh.bench.http_client import Client, one_line
 from mesh.bench.load_generator import Job, Load, arrival_times_s
-from mesh.bench.request_record import error_message
 from mesh.bench.serving_metrics import work_out
 from mesh.bench.serving_report import Report, RunConditions, write_report
+from mesh.util.completion_stream import error_message
 from mesh.util.progress import ProgressTask, progress_bars
 from mesh.util.tasks import Interruption, run_interruptible
 from spanmesh_proto import SOFTWARE_VERSION

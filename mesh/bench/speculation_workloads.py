@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.blocking_client import CHAT_PATH, COMPLETION_PATH
 from mesh.bench.datasets import BUILT_IN, read_spec_bench
+from mesh.util.completion_stream import CHAT_PATH, COMPLETION_PATH
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ import contextlib
 import json
 import sys
 import time
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import click
 
 from mesh.cli.shared_options import head_options, key_of
-from spanmesh_proto.errors import ClusterError, MeshError, RequestError, Unauthorized
+from mesh.util.completion_stream import CHAT_PATH, Chunk, stream_completion
+from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,8 +93,6 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-_PATH: Final = "/v1/chat/completions"
-_TIMEOUT_S: Final = 300.0
 _HELP: Final = """\
 /clear          begin a new chat
 /retry          generate the last answer again
@@ -131,12 +129,12 @@ class ChatSession:
     ) -> None:
         try:
             parts = urlsplit(url)
-            self._port = parts.port
+            parts.port  # noqa: B018 - raises ValueError if it is not a port
         except ValueError as error:
             raise click.BadParameter(f"{url!r} is not an address: {error}", param_hint="--url") from None
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise click.BadParameter(f"{url!r} does not start with http:// or https://", param_hint="--url")
-        self._url = parts
+        self._url = url
         self._key = key
         self._model = model
         self._system = system
@@ -211,14 +209,14 @@ class ChatSession:
         """Stream one answer. Received text is kept; a failed question is not."""
         pieces: list[str] = []
         start_s, first_s = time.perf_counter(), None
-        last: dict[str, Any] = {}
+        last = Chunk()
         try:
-            for delta, chunk in self._stream():
-                last = chunk if chunk.get("usage") else last
-                if delta:
+            for chunk in self._stream():
+                last = chunk if chunk.usage else last
+                if chunk.text:
                     first_s = first_s or time.perf_counter()
-                    pieces.append(delta)
-                    self._write(delta)
+                    pieces.append(chunk.text)
+                    self._write(chunk.text)
             self._write("\n")
         except KeyboardInterrupt:
             self._write("\n(stopped)\n")
@@ -230,11 +228,11 @@ class ChatSession:
             self._messages.pop()
         self._note(start_s, first_s, last)
 
-    def _note(self, start_s: float, first_s: float | None, last: dict[str, Any]) -> None:
+    def _note(self, start_s: float, first_s: float | None, last: Chunk) -> None:
         if first_s is None:
             return
         end_s = time.perf_counter()
-        usage, timings = last.get("usage") or {}, last.get("timings") or {}
+        usage, timings = last.usage, last.timings
         num_tokens = usage.get("completion_tokens", 0)
         rate = f", {(num_tokens - 1) / (end_s - first_s):.1f} tokens/s" if num_tokens > 1 else ""
         # llama-server's names.
@@ -246,49 +244,7 @@ class ChatSession:
             f"tokens, {cached} of them cached; {num_tokens or '?'} written{proposed}"
         )
 
-    def _stream(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Parts of the answer as they come, each with its chunk."""
+    def _stream(self) -> Iterator[Chunk]:
         system = [{"role": "system", "content": self._system}] if self._system else []
-        body = {
-            "model": self._model,
-            "messages": [*system, *self._messages],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self._fields,
-        }
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
-        connection = kind(self._url.hostname or "", self._port, timeout=_TIMEOUT_S)
-        try:
-            connection.request("POST", self._url.path + _PATH, json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise _refusal(response)
-            for line in response:
-                data = line.removeprefix(b"data: ").strip()
-                if data == b"[DONE]":
-                    return
-                if line.startswith(b"data: "):
-                    yield _piece(json.loads(data))
-        except (OSError, HTTPException, ValueError) as error:
-            raise ClusterError(f"{self._url.geturl()}: {error or 'the connection broke'}") from error
-        finally:
-            # Closing the connection stops the answer.
-            connection.close()
-
-
-def _piece(chunk: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    if "error" in chunk:
-        raise RequestError(str(chunk["error"].get("message", chunk["error"])))
-    choices = chunk.get("choices") or [{}]
-    return (choices[0].get("delta") or {}).get("content") or "", chunk
-
-
-def _refusal(response: HTTPResponse) -> MeshError:
-    try:
-        message = str(json.loads(response.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        message = f"the server answered {response.status}"
-    return (Unauthorized if response.status == 401 else RequestError)(message)
+        body = {"model": self._model, "messages": [*system, *self._messages], **self._fields}
+        return stream_completion(self._url + CHAT_PATH, body, api_key=self._key)

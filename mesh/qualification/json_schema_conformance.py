@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from jsonschema import Draft202012Validator, FormatChecker
 
-from spanmesh_proto.errors import MeshError
+from mesh.bench.blocking_client import Ask, ask
+from mesh.util.completion_stream import CHAT_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -271,7 +271,6 @@ SCHEMA_CASES: Final = (
 )
 
 
-_TIMEOUT_S: Final = 300.0
 _MAX_TOKENS: Final = 400
 # Greedy, drawn, and drawn through filters, in turn.
 _SAMPLINGS: Final[tuple[dict[str, Any], ...]] = (
@@ -392,28 +391,10 @@ def fault_of(case: SchemaCase, answer: SchemaAnswer) -> str | None:
 
 
 def _ask(port: int, body: dict[str, Any], api_key: str) -> SchemaAnswer:
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
-    connection = HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
-    try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        data = response.read()
-    except (OSError, HTTPException) as error:
-        raise MeshError(f"the connection to the server broke: {error}") from error
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise MeshError(f"the server answered {response.status}: {data.decode(errors='replace')}")
-    found = json.loads(data)
-    [choice] = found["choices"]
-    num_accepted = found["timings"]["draft_n_accepted"]
-    return SchemaAnswer(
-        choice["message"]["content"],
-        choice["finish_reason"],
-        found["usage"]["completion_tokens"],
-        num_accepted,
-        found["timings"]["draft_n"] - num_accepted,
-    )
+    found = ask(port, Ask(CHAT_PATH, {**body, "cache_prompt": True}), api_key=api_key)
+    num_accepted = found.timings["draft_n_accepted"]
+    num_rejected = found.timings["draft_n"] - num_accepted
+    return SchemaAnswer(found.text, str(found.finish), found.num_tokens, num_accepted, num_rejected)
 
 
 def summary(results: Sequence[SchemaResult]) -> dict[str, Any]:

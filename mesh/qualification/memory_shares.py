@@ -17,13 +17,14 @@ import numpy as np
 import structlog
 from gguf.constants import GGMLQuantizationType
 
-from mesh.bench.blocking_client import COMPLETION_PATH, Ask, Batch, Client
+from mesh.bench.blocking_client import Ask, Batch, Client
 from mesh.bench.report_tools import markdown_table
 from mesh.bench.stress.memory import footprints
 from mesh.lab.memory_watch import MemoryWatch
 from mesh.lab.network import Lab, lab_supported
 from mesh.lab.systems import MeshSystem, get_json
 from mesh.placement.stage_sizes import StageSizes, Workload
+from mesh.util.completion_stream import COMPLETION_PATH
 from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import ClusterError, MeshError
 from stages.slicing.model_facts import read_model_facts

@@ -7,7 +7,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.request_record import HUNG_UP, AnswerReading, EventStream, Failure, Record, read_chunk
+from mesh.bench.request_record import HUNG_UP, AnswerReading, Failure, Record
+from mesh.util.completion_stream import DONE, EventStream, read_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,9 +90,6 @@ class Outcome:
         return sum(one.record.num_output_tokens for one in self.answers) / self.duration_s
 
 
-_DONE: Final = b"[DONE]"
-
-
 class CheckedReading(AnswerReading):
     """A reading that is particular: one finish reason, one usage, one `[DONE]`, and nothing after it.
 
@@ -141,7 +139,7 @@ class CheckedReading(AnswerReading):
     def _look_at(self, event: bytes) -> None:
         if self._num_done:
             self._faults.append("an event after [DONE]")
-        if event == _DONE:
+        if event == DONE:
             self._num_done += 1
             return
         try:

@@ -14,12 +14,12 @@ from collections import deque
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
-from mesh.bench.blocking_client import CHAT_PATH
 from mesh.bench.http_client import Client, parse_url
 from mesh.bench.load_generator import Job, Load
-from mesh.bench.request_record import Failure, Heard, error_message
+from mesh.bench.request_record import Failure, Heard
 from mesh.bench.stress.answers import AnswerRecord, CheckedReading, Order, Outcome, ask_until
 from mesh.bench.stress.scripts import ClientLoad, prompt_id
+from mesh.util.completion_stream import CHAT_PATH, error_message
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:

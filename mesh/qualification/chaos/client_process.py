@@ -15,7 +15,6 @@ from dataclasses import asdict
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.blocking_client import CHAT_PATH
 from mesh.bench.http_client import Client, parse_url
 from mesh.bench.request_record import UNFINISHED, Failure, Record
 from mesh.bench.stress.answers import (
@@ -27,6 +26,7 @@ from mesh.bench.stress.answers import (
     draw_hang_up_time,
 )
 from mesh.qualification.chaos.clients import Running, Stream
+from mesh.util.completion_stream import CHAT_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.bench.request_record import AnswerReading, Chunk, EventStream, Heard, error_message, read_chunk
+from mesh.bench.request_record import AnswerReading, Heard
+from mesh.util.completion_stream import Chunk, EventStream, error_message, read_chunk
 from tests.support.peer_server import ANSWER, DONE, END, USAGE, WORD
 
 STREAM = (

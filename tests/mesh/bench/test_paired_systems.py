@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mesh.bench.blocking_client import COMPLETION_PATH, Answer, Ask, Batch, ask, ask_batch, chat
+from mesh.bench.blocking_client import Answer, Ask, Batch, ask, ask_batch, chat
 from mesh.bench.datasets import BUILT_IN, load_prompts
 from mesh.bench.paired_systems import Comparison, Pair, even_split
 from mesh.lab.llama_cpp_build import build_llama_rpc, build_name
 from mesh.lab.systems import StageTotals
+from mesh.util.completion_stream import COMPLETION_PATH
 from spanmesh_proto.errors import MeshError
 
 
@@ -193,7 +194,7 @@ def test_an_answer_that_cannot_be_measured_is_an_error(status: int, body: str, m
 def test_a_server_that_is_not_there_is_an_error() -> None:
     with server(200, "") as port:
         pass
-    with pytest.raises(MeshError, match="connection to the server"):
+    with pytest.raises(MeshError, match="Connection refused"):
         ask(port, HELLO)
 
 

@@ -88,7 +88,7 @@ class TestPlans:
         )  # fmt: skip
         assert [stage["host"] for stage in found["stages"]] == ["a", "b"]
         assert found["left_out"] == [{"host": "c", "reason": found["left_out"][0]["reason"]}]
-        assert "too small: it gives 100.0 MiB" in found["left_out"][0]["reason"]
+        assert "too small: it offers 100.0 MiB" in found["left_out"][0]["reason"]
         predicted = found["prediction"]
         # From the first host to the second and back.
         assert predicted["wire_ms"] == 10.0
@@ -114,7 +114,7 @@ class TestPlans:
         assert "locked by --topology" in capsys.readouterr().out
         hosts.write_text('[[host]]\nname = "a"\nmemory = "4G"\n')
         assert run(["plan", *asked]) == 1
-        assert "locks layers [0, 12) to host b, which is not here to stay" in capsys.readouterr().err
+        assert "locks layers [0, 12) to host b, which is not ready" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "code", "says"),
