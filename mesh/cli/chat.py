@@ -166,7 +166,7 @@ class ChatSession:
                 self._write(_HELP)
             case "clear":
                 self._messages.clear()
-                self._write("(forgotten)\n")
+                self._write("(new chat)\n")
             case "system":
                 self._system = rest or None
             case "set":

@@ -218,7 +218,7 @@ async def test_the_commands_load_and_unload(
         assert (await mesh("load", "x.gguf", "--split", "2,4", "--stages", "2"))[0] == 2
         code, said = await mesh("unload", "tiny", "--wait", "2.5")
         assert (code, orders.asked[-1]) == (0, ("tiny", 2.5))
-        assert "tiny is served no more" in said
+        assert "tiny was unloaded" in said
         assert "2 requests had to be ended" in said
         code, said = await mesh("unload", "acme/other")
         assert (code, orders.asked[-1]) == (1, ("acme/other", 30.0))

@@ -97,5 +97,5 @@ def test_a_retry_that_fails_loses_nothing() -> None:
         chat = ChatSession(url, None, model="default", system=None, fields={}, write=shown.append)
         for line in ("I am Ada.", "/retry", "/show"):
             assert chat.take(line)
-    assert "error: no host has room\n" in shown
+    assert "error: the server answered 503: no host has room\n" in shown
     assert shown[-2:] == ["user: I am Ada.\n", "assistant: Hello, Ada.\n"]

@@ -113,7 +113,7 @@ class Terminal:
 
 def test_the_join_line_says_what_must_be_open(served: Served) -> None:
     printed = served.out.read_text()
-    assert re.search(r"  mesh join \S+\n\nIt reaches this host at TCP 127\.0\.0\.1:\d+ first", printed)
+    assert re.search(r"  mesh join \S+\n\nThe first connection is TCP to 127\.0\.0\.1:\d+\.", printed)
 
 
 def test_a_plan_for_its_hosts_is_timed_on_them(served: Served, smollm2_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_the_doctor_looks_at_hosts_files_and_clocks(served: Served) -> None:
     shown = served.run("doctor")
     assert "llama.cpp computes on" in shown.stdout
     # The API's port is taken, by the mesh.
-    assert re.search(r"\d+ fine, \d+ to think about, 0 broken", shown.stdout)
+    assert re.search(r"\d+ passed, \d+ warnings, 0 failed", shown.stdout)
 
 
 def test_the_doctor_fails_where_no_mesh_is() -> None:
@@ -212,7 +212,7 @@ def test_a_chat_on_pipes_keeps_what_was_said(served: Served) -> None:
     assert "user: My name is Ada." in done.stdout
     assert "assistant: " in done.stdout
     assert re.search(r"tokens/s; \d+ prompt tokens, \d+ of them cached; 12 written", done.stdout)
-    assert done.stdout.endswith("(forgotten)\nthere is no /nonsense; /help lists what there is\n")
+    assert done.stdout.endswith("(new chat)\nunknown command /nonsense; /help lists all\n")
 
 
 def test_a_chat_on_a_terminal_streams_stops_and_goes_on(served: Served) -> None:
@@ -244,4 +244,4 @@ def test_a_chat_without_the_key_says_so(served: Served) -> None:
         check=False,
         timeout=60,
     )
-    assert "error: this server needs an API key" in done.stdout
+    assert "error: the server answered 401: this server needs an API key" in done.stdout

@@ -381,7 +381,7 @@ class TestDemo:
         asked = {"model": "other", "prompt": "The sea", "max_tokens": 4}
         for command, says, status in (
             ("mesh load", 'send "model": "other"', 200),
-            ("mesh unload", "nothing of it is left", 404),
+            ("mesh unload", "its memory on the hosts is free", 404),
         ):
             done = subprocess.run(
                 [*told(command, document="docs/operating.md"), "--url", served.url],

@@ -183,7 +183,7 @@ def test_two_models_are_served_healed_taken_over_and_one_is_unloaded(mesh: Mesh,
     assert (mesh.ask(first), mesh.ask("tiny")) == (alone, whole)
     assert all(model["repairs"]["count"] >= 1 for model in mesh.status()["models"])
 
-    # Unloaded, nothing of it is left.
+    # Unloaded, its memory on the hosts is free.
     held = mesh.status()["hosts"][0]["held_bytes"]
     kept = mesh.unload(first).json()["error"]
     assert "is what `mesh serve` was started with" in kept["message"]
