@@ -249,7 +249,8 @@ def spec(
     Three hosts with a third of the layers each and a head without layers, asked through the streaming chat
     endpoint. Writes report.md, report.json and pictures. Exits with 1 if something could not be measured.
     """
-    from mesh.bench.speculation_report import lines_text, recommendation_text  # noqa: PLC0415 - keeps --help quick
+    from mesh.bench.report_tools import lines_text  # noqa: PLC0415 - keeps --help quick
+    from mesh.bench.speculation_report import recommendation_text  # noqa: PLC0415
     from mesh.bench.speculation_run import SpecOptions, run_spec  # noqa: PLC0415
     from mesh.serve.options import demo_model  # noqa: PLC0415
 

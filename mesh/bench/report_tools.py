@@ -1,9 +1,11 @@
-"""Report tools: Markdown tables, figures and JSON lines."""
+"""Report tools of all benchmarks: bounds, checks, Markdown pages, plots, JSON files and JSON lines."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -11,8 +13,144 @@ import structlog
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of an acceptance table: a bound, and the measured value.
+
+    Attributes:
+        title: Quantity, with its conditions.
+        measured: The figure, or None if it was not measured.
+        wanted: Its floor or its ceiling; None for a figure without a bound, which helps to read the others.
+        is_ceiling: Whether `wanted` is a ceiling.
+        note: What the figure is made of.
+    """
+
+    title: str
+    measured: float | None
+    wanted: float | None
+    is_ceiling: bool = False
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """`met`, `missed`, `not measured`, or nothing without a bound."""
+        if self.measured is None:
+            return "not measured"
+        if self.wanted is None:
+            return ""
+        is_met = self.measured <= self.wanted if self.is_ceiling else self.measured >= self.wanted
+        return "met" if is_met else "missed"
+
+    @property
+    def bound(self) -> str:
+        """Such as `≥ 2.5`; empty without a bound."""
+        return "" if self.wanted is None else f"{'≤' if self.is_ceiling else '≥'} {self.wanted:g}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "verdict": self.verdict}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition that a run must meet.
+
+    Attributes:
+        name: The condition.
+        holds: Whether it holds; None if the run was too short.
+        detail: The figures.
+    """
+
+    name: str
+    holds: bool | None
+    detail: str
+
+    @property
+    def verdict(self) -> str:
+        """`holds`, `FAILS` or `unknown`."""
+        return {True: "holds", False: "FAILS", None: "unknown"}[self.holds]
+
+
+def number(value: float | None) -> str:
+    """With two decimals; empty for None."""
+    return "" if value is None else f"{value:.2f}"
+
+
+def lines_table(lines: Sequence[Line]) -> str:
+    """An acceptance table in Markdown."""
+    return markdown_table(
+        ("measure", "wanted", "measured", "", "note"),
+        ((line.title, line.bound, number(line.measured), line.verdict, line.note) for line in lines),
+    )
+
+
+def lines_text(lines: Sequence[Line]) -> str:
+    """An acceptance table for a terminal."""
+    return "\n".join(
+        f"{line.verdict:>12}  {number(line.measured):>6} {line.bound:>6}  {line.title}"
+        + (f"  ({line.note})" if line.note else "")
+        for line in lines
+    )
+
+
+def checks_table(checks: Sequence[Check]) -> str:
+    """Checks in Markdown."""
+    return markdown_table(
+        ("check", "holds", "figures"), ((check.name, check.verdict, check.detail) for check in checks)
+    )
+
+
+def checks_text(checks: Sequence[Check]) -> str:
+    """Checks for a terminal."""
+    return "\n".join(f"{check.verdict:>14}  {check.name}: {check.detail}" for check in checks)
+
+
+def conditions_text(conditions: Mapping[str, Any]) -> str:
+    """How a run was made, in one sentence."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in conditions.items()) + "."
+
+
+def markdown_page(sections: Iterable[tuple[str, str]], plots: Sequence[str] = ()) -> str:
+    """A page of sections; those without a body are left out.
+
+    Args:
+        sections: Heading, perhaps empty, and body of each.
+        plots: Names of the picture files beside the page.
+    """
+    pictures = "\n\n".join(f"![{name}]({name})" for name in plots)
+    found = [*sections, ("## Pictures", pictures)]
+    return "\n\n".join(f"{title}\n\n{body}".strip() for title, body in found if body) + "\n"
+
+
+def text_page(parts: Iterable[str]) -> str:
+    """Parts of a report for a terminal; empty ones are left out."""
+    return "\n\n".join(part for part in parts if part)
+
+
+def json_text(fields: Mapping[str, Any]) -> str:
+    """A report for programs; infinite numbers and numeric keys, which JSON has not, as text."""
+    return json.dumps(_plain(fields), indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def write_files(folder: Path, markdown: str, json_report: str) -> None:
+    """Write `report.md` and `report.json` to a folder, which is made if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.md").write_text(markdown, encoding="utf-8")
+    (folder / "report.json").write_text(json_report + "\n", encoding="utf-8")
 
 
 def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -44,6 +182,13 @@ def new_figure(across: str, up: str) -> tuple[Any, Any]:
     axes.set_ylabel(up)
     axes.grid(alpha=0.3)
     return figure, axes
+
+
+def save_figure(figure: Any, axes: Any, path: Path) -> None:
+    """Write a figure with the legend of its curves."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mesh.bench.report_tools import can_draw, markdown_table, new_figure
+from mesh.bench.report_tools import (
+    can_draw,
+    json_text,
+    markdown_page,
+    markdown_table,
+    new_figure,
+    number,
+    save_figure,
+    text_page,
+    write_files,
+)
 from mesh.bench.serving_metrics import running_over_time
 
 if TYPE_CHECKING:
@@ -41,9 +49,8 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         ("## Latencies, ms", markdown_table(*_latencies(report))),
         ("", _definitions()),
         ("## Failures", markdown_table(("kind", "requests", "the first said"), _failures(report.figures))),
-        ("## Pictures", "\n\n".join(f"![{name}]({name})" for name in plots)),
     ]
-    return "\n\n".join(f"{title}\n\n{body}".strip() for title, body in sections if body) + "\n"
+    return markdown_page(sections, plots)
 
 
 def as_text(report: Report) -> str:
@@ -55,7 +62,7 @@ def as_text(report: Report) -> str:
         _columns(_failures(report.figures)),
         "\n".join(f"warning: {warning}" for warning in warnings(report)),
     ]
-    return "\n\n".join(part for part in parts if part)
+    return text_page(parts)
 
 
 def warnings(report: Report) -> list[str]:
@@ -118,7 +125,7 @@ def _rates(report: Report) -> list[tuple[str, str]]:
         ("Output tokens", _count(figures.total_output_tokens)),
         ("Request throughput, requests/s", f"{figures.request_throughput:.2f}"),
         ("Output token throughput, tokens/s", f"{figures.output_throughput:.2f}"),
-        ("Total token throughput, tokens/s", _number(figures.total_token_throughput)),
+        ("Total token throughput, tokens/s", number(figures.total_token_throughput)),
         *_goodput(report),
         ("Concurrency, mean", f"{figures.mean_concurrency:.2f}"),
         ("Concurrency, peak", str(figures.max_concurrency)),
@@ -206,10 +213,6 @@ def _count(value: int | None) -> str:
     return "not counted" if value is None else str(value)
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
 _NUM_BINS: Final = 60
 
 
@@ -241,8 +244,7 @@ def _plot_latencies(answered: Sequence[Record], path: Path) -> None:
         if values:
             axes.ecdf(values, label=label)
     axes.set_xscale("log")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, axes, path)
 
 
 def _waits(records: Sequence[Record], path: Path) -> None:
@@ -259,8 +261,7 @@ def _waits(records: Sequence[Record], path: Path) -> None:
             axes.axvline(record.scheduled_s, color="red", alpha=0.3, linewidth=0.8)
     axes.set_title("red: not answered, or not in full", fontsize="small")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, axes, path)
 
 
 def _load(records: Sequence[Record], path: Path) -> None:
@@ -275,7 +276,7 @@ def _load(records: Sequence[Record], path: Path) -> None:
         rates = axes.twinx()
         rates.set_ylabel("output tokens/s")
         rates.stairs(counts / np.diff(edges), edges, color="tab:orange")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, axes, path)
 
 
 @dataclass(frozen=True)
@@ -342,7 +343,7 @@ def as_json(report: Report, *, with_requests: bool = False) -> str:
     fields = as_dict(report)
     if with_requests:
         fields["requests"] = [_request(record) for record in report.records]
-    return json.dumps(_finite(fields), indent=1, ensure_ascii=False, allow_nan=False)
+    return json_text(fields)
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -354,8 +355,7 @@ def write_report(report: Report, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     plots = draw_plots(report.records, folder)
-    (folder / "report.md").write_text(as_markdown(report, plots), encoding="utf-8")
-    (folder / "report.json").write_text(as_json(report, with_requests=True) + "\n", encoding="utf-8")
+    write_files(folder, as_markdown(report, plots), as_json(report, with_requests=True))
 
 
 def _spread(name: str, found: Spread | None) -> dict[str, float]:
@@ -378,14 +378,6 @@ def _request(record: Record) -> dict[str, Any]:
         "tpot_ms": record.tpot_ms if answered else None,
         "e2el_ms": record.e2el_ms if answered else None,
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 @dataclass(frozen=True)

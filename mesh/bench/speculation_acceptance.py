@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from statistics import fmean, geometric_mean
 from typing import TYPE_CHECKING, Final
 
+from mesh.bench.report_tools import (
+    Line,
+)
 from mesh.bench.speculation_results import (
     AUTO,
     DRAFT,
@@ -33,32 +36,6 @@ WITH_HISTORY: Final = "auto with history"
 EXACT: Final = "exact with draft"
 
 NEVER_BELOW: Final = 0.97
-
-
-@dataclass(frozen=True)
-class Line:
-    """A bound, and the measured value.
-
-    Attributes:
-        title: Quantity, with its conditions.
-        measured: The figure, or None if it was not measured.
-        target: Its floor, or None for a figure that only helps to read the others.
-        note: Note for the reader.
-    """
-
-    title: str
-    measured: float | None
-    target: float | None
-    note: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """`reached`, `missed`, `not measured`, or nothing where there is no floor."""
-        if self.measured is None:
-            return "not measured"
-        if self.target is None:
-            return ""
-        return "reached" if self.measured >= self.target else "missed"
 
 
 def acceptance_lines(
@@ -208,7 +185,7 @@ def _worst(
         return Line(title, None, target)
     workload, server = worst = min(speed_ups, key=lambda place: speed_ups[place])
     note = f"{workload}, {server}; mean of all {fmean(speed_ups.values()):.2f}"
-    return Line(title, speed_ups[worst], target, note)
+    return Line(title, speed_ups[worst], target, note=note)
 
 
 def _sampled(samples: Sequence[Sample]) -> list[Line]:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from mesh.bench.report_tools import can_draw, markdown_table, new_figure
+from mesh.bench.report_tools import (
+    Line,
+    can_draw,
+    json_text,
+    lines_table,
+    markdown_page,
+    markdown_table,
+    new_figure,
+    number,
+    save_figure,
+    write_files,
+)
 from mesh.bench.speculation_acceptance import (
     Closeness,
-    Line,
     Recommendation,
     acceptance_lines,
     closeness,
@@ -39,7 +48,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
     sections = [
         ("# Speculation, measured", _conditions(results)),
         ("## Warnings", _warnings(results, report.rows)),
-        ("## Acceptance table", _lines(report.lines)),
+        ("## Acceptance table", lines_table(report.lines)),
         ("## How close `auto` comes to `replay`", _closeness(report.closeness)),
         ("## Chat: times faster than off", _speed_ups(chat)),
         ("## Chat: all figures", _figures(chat)),
@@ -51,19 +60,9 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         ),
         ("## Requests at once", _concurrent(results.groups)),
         ("## llama.cpp RPC: its settings", _peer(results)),
-        ("## Pictures", "\n\n".join(f"![{name}]({name})" for name in plots)),
         ("## Recommended for production", recommendation_text(report.recommendation, results.servers)),
     ]
-    return "\n\n".join(f"{title}\n\n{body}" for title, body in sections if body) + "\n"
-
-
-def lines_text(lines: Sequence[Line]) -> str:
-    """The acceptance table for a terminal."""
-    return "\n".join(
-        f"{line.verdict:>12}  {_number(line.measured):>6} of {_number(line.target):>5}  {line.title}"
-        + (f" ({line.note})" if line.note else "")
-        for line in lines
-    )
+    return markdown_page(sections, plots)
 
 
 def recommendation_text(found: Recommendation, servers: Mapping[str, Sequence[str]]) -> str:
@@ -126,16 +125,6 @@ def _warnings(results: Results, rows: Sequence[Row]) -> str:
     return "\n".join(found)
 
 
-def _lines(lines: Sequence[Line]) -> str:
-    return markdown_table(
-        ("what", "measured", "at least", "verdict", "note"),
-        (
-            (line.title, _number(line.measured), _number(line.target), line.verdict, line.note)
-            for line in lines
-        ),
-    )
-
-
 def _closeness(shares: Sequence[Closeness]) -> str:
     return markdown_table(
         ("delay, ms", "workload", "server", "auto's tokens/s of replay's"),
@@ -169,7 +158,7 @@ def _speed_ups(rows: Sequence[Row]) -> str:
 
 
 def _speed_up(row: Row | None) -> str:
-    return "" if row is None else _number(row.speed_up) + "*" * (row.degenerate_rate > 0)
+    return "" if row is None else number(row.speed_up) + "*" * (row.degenerate_rate > 0)
 
 
 def _mean(values: Iterable[float | None]) -> str:
@@ -188,9 +177,9 @@ def _figures(rows: Sequence[Row]) -> str:
             (
                 f"{row.place.delay_ms:g}", row.place.workload, row.place.system,
                 f"{row.place.setting} ({row.place.server})", f"{row.place.temperature:g}",
-                str(row.num_answers), f"{row.tokens_per_s:.1f}", _number(row.speed_up),
-                _number(row.speed_up_low), _number(row.speed_up_high), _number(row.tokens_per_window),
-                _number(row.mean_accepted), _share(row.acceptance), f"{row.ttft_ms:.0f}",
+                str(row.num_answers), f"{row.tokens_per_s:.1f}", number(row.speed_up),
+                number(row.speed_up_low), number(row.speed_up_high), number(row.tokens_per_window),
+                number(row.mean_accepted), _share(row.acceptance), f"{row.ttft_ms:.0f}",
                 *(f"{gap:.1f}" for gap in row.itl_ms), _share(row.fork_rate), _share(row.degenerate_rate),
             )
             for row in rows
@@ -251,10 +240,6 @@ def _peer(results: Results) -> str:
     return f"{title}\n\n{markdown_table(('setting', 'tokens/s', 'over its own off'), rows)}"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
 
@@ -302,8 +287,7 @@ def _by_delay(rows: Sequence[Row], path: Path) -> None:
         ]
         axes.plot(delays, means, marker="o", label=label)
     axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, axes, path)
 
 
 def _by_workload(rows: Sequence[Row], path: Path) -> None:
@@ -320,8 +304,7 @@ def _by_workload(rows: Sequence[Row], path: Path) -> None:
         axes.bar(places, [heights.get(name) or 0.0 for name in workloads], width, label=label)
     axes.set_xticks(range(len(workloads)), workloads, rotation=45, ha="right")
     axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, axes, path)
 
 
 def _by_position(rows: Sequence[Row], path: Path) -> None:
@@ -335,8 +318,7 @@ def _by_position(rows: Sequence[Row], path: Path) -> None:
         ]
         axes.plot(range(1, longest + 1), means, marker="o", label=label)
     axes.set_ylim(0, 1)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, axes, path)
 
 
 @dataclass(frozen=True)
@@ -380,9 +362,7 @@ def write_report(report: Report, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     plots = draw_plots(report.rows, folder)
-    (folder / "report.md").write_text(as_markdown(report, plots), encoding="utf-8")
-    text = json.dumps(_as_dict(report), indent=1, ensure_ascii=False)
-    (folder / "report.json").write_text(text + "\n", encoding="utf-8")
+    write_files(folder, as_markdown(report, plots), json_text(_as_dict(report)))
 
 
 def _as_dict(report: Report) -> dict[str, Any]:
@@ -392,7 +372,7 @@ def _as_dict(report: Report) -> dict[str, Any]:
         "took_s": results.took_s,
         "hops_ms": results.hops_ms,
         "servers": results.servers,
-        "acceptance": [{**asdict(line), "verdict": line.verdict} for line in report.lines],
+        "acceptance": [_floor(line) for line in report.lines],
         "auto_of_replay": [asdict(found) for found in report.closeness],
         "recommendation": asdict(report.recommendation),
         "rows": [asdict(row) for row in report.rows],
@@ -403,4 +383,16 @@ def _as_dict(report: Report) -> dict[str, Any]:
             {**asdict(sample), "tokens_per_s": sample.tokens_per_s, "ttft_ms": sample.ttft_ms}
             for sample in results.samples
         ],
+    }
+
+
+def _floor(line: Line) -> dict[str, Any]:
+    """A line with the names that this report has had from its first version."""
+    verdict = "reached" if line.verdict == "met" else line.verdict
+    return {
+        "title": line.title,
+        "measured": line.measured,
+        "target": line.wanted,
+        "note": line.note,
+        "verdict": verdict,
     }

@@ -42,7 +42,7 @@ _PLAN_TIMEOUT_S: Final = 180.0
 
 
 @dataclass(frozen=True)
-class Check:
+class DelayCheck:
     """At one delay.
 
     Attributes:
@@ -132,7 +132,7 @@ def main(
         click.get_current_context().exit(1)
 
 
-def report(checks: Sequence[Check]) -> str:
+def report(checks: Sequence[DelayCheck]) -> str:
     """A table, a line for each delay."""
     heads = (
         "delay",
@@ -171,7 +171,7 @@ def _run(
     num_threads: int,
     options: list[str],
     logs: Path,
-) -> list[Check]:
+) -> list[DelayCheck]:
     with Lab(NUM_HOSTS, shared=[logs, model.resolve().parent]) as lab, Client(lab) as client:
         serve = ["--speculate", "off", "--parallel", "1", *options]
         mesh = MeshSystem(lab, model, logs, num_threads=num_threads, options=serve)
@@ -192,7 +192,7 @@ def _run(
                 # Of tokens alone: the prompts were computed twice.
                 times = (mesh.stage_totals() - prefilled - (prefilled - start)).per_window()
                 checks.append(
-                    Check(
+                    DelayCheck(
                         delay_ms=delay_ms,
                         predicted=predicted,
                         tokens_per_s=statistics.median(answer.tokens_per_s for answer in reply.answers),

@@ -6,6 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from mesh.bench.report_tools import (
+    Check,
+)
 from mesh.bench.serving_metrics import Figures, work_out
 from mesh.bench.stress.answers import Order
 from mesh.bench.stress.harness import open_sessions
@@ -25,21 +28,6 @@ if TYPE_CHECKING:
 _MIB: Final = 2**20
 # Shorter runs cannot distinguish a leak from an allocator's fluctuations.
 LEAST_STEADY_S: Final = 30.0
-
-
-@dataclass(frozen=True)
-class Check:
-    """Something that must hold.
-
-    Attributes:
-        name: What.
-        holds: Whether it holds; None if the run was too short.
-        detail: The figures.
-    """
-
-    name: str
-    holds: bool | None
-    detail: str
 
 
 def answer_checks(steps: Sequence[Step], *, is_exact: bool) -> list[Check]:
@@ -275,38 +263,6 @@ def _problems(
 def _fork(text: str, other: str) -> int:
     pairs = zip(text, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
-
-
-@dataclass(frozen=True)
-class Line:
-    """A bound, and the measured value.
-
-    Attributes:
-        title: Quantity, with its conditions.
-        measured: The figure, or None if it was not measured.
-        wanted: Its floor, or its ceiling.
-        is_ceiling: Which of the two.
-        note: What the figure is made of.
-    """
-
-    title: str
-    measured: float | None
-    wanted: float
-    is_ceiling: bool = False
-    note: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """`met`, `missed` or `not measured`."""
-        if self.measured is None:
-            return "not measured"
-        is_met = self.measured <= self.wanted if self.is_ceiling else self.measured >= self.wanted
-        return "met" if is_met else "missed"
-
-    @property
-    def bound(self) -> str:
-        """Such as `≥ 2.5`."""
-        return f"{'≤' if self.is_ceiling else '≥'} {self.wanted:g}"
 
 
 _MISMATCHES: Final = "mesh_prefix_mismatches_total"

@@ -9,7 +9,7 @@ import numpy as np
 import structlog
 
 from mesh.bench.datasets import made_up_prompts
-from mesh.bench.stress.checks import Line
+from mesh.bench.report_tools import Line
 from mesh.bench.stress.compute_limit import compute_limit
 from mesh.bench.stress.harness import open_sessions
 from mesh.bench.stress.memory import ALLOWED_OVERHEAD_BYTES

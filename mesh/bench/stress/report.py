@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.report_tools import can_draw, markdown_table, new_figure
+from mesh.bench.report_tools import (
+    Check,
+    Line,
+    can_draw,
+    checks_table,
+    checks_text,
+    conditions_text,
+    json_text,
+    lines_table,
+    lines_text,
+    markdown_page,
+    markdown_table,
+    new_figure,
+    save_figure,
+    text_page,
+    write_files,
+)
 from mesh.bench.stress.checks import LEAST_GAIN
 
 if TYPE_CHECKING:
@@ -16,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.bench.serving_metrics import Spread
-    from mesh.bench.stress.checks import Check, ClientCounts, Line, Step
+    from mesh.bench.stress.checks import ClientCounts, Step
     from mesh.bench.stress.memory import Footprint, Growth
     from mesh.lab.memory_watch import MemorySample
 
@@ -47,54 +61,31 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         plots: Names of the picture files beside the page.
     """
     sections = [
-        ("# A mesh under load, every answer checked", _conditions(report)),
-        ("## Checks", markdown_table(("check", "holds", "figures"), _checks(report))),
+        ("# A mesh under load, every answer checked", conditions_text(report.conditions)),
+        ("## Checks", checks_table(report.checks)),
         ("## Not measured", "\n".join(f"- {failure}" for failure in report.failures)),
-        ("## Acceptance", markdown_table(("measure", "wanted", "measured", "", "runs"), _lines(report))),
+        ("## Acceptance", lines_table(report.lines)),
         ("## Steps; times in ms", markdown_table(_STEP_HEADS, _steps(report))),
         ("", _saturation(report)),
         ("## Clients", markdown_table(("", "count"), _clients(report))),
         ("## Stages, over the whole run; times in ms", markdown_table(*_stages(report))),
         ("## Memory, MiB", markdown_table(*_memory(report))),
         ("", _memory_words(report)),
-        ("## Pictures", "\n\n".join(f"![{name}]({name})" for name in plots)),
     ]
-    return "\n\n".join(f"{title}\n\n{body}".strip() for title, body in sections if body) + "\n"
+    return markdown_page(sections, plots)
 
 
 def as_text(report: Report) -> str:
     """For a terminal."""
     parts = [
-        "\n".join(
-            f"{line.verdict:>12}  {_number(line.measured):>6} {line.bound:>6}  {line.title}  ({line.note})"
-            for line in report.lines
-        ),
+        lines_text(report.lines),
         "\n".join("  ".join(cell.rjust(12) for cell in row) for row in _table(_STEP_HEADS, _steps(report))),
         _saturation(report),
         "\n".join(f"{name:>40}: {count}" for name, count in _clients(report)),
-        "\n".join(f"{_holds(check):>14}  {check.name}: {check.detail}" for check in report.checks),
+        checks_text(report.checks),
         "\n".join(f"not measured: {failure}" for failure in report.failures),
     ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _conditions(report: Report) -> str:
-    found = report.conditions
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items()) + "."
-
-
-def _lines(report: Report) -> list[tuple[str, ...]]:
-    return [
-        (line.title, line.bound, _number(line.measured), line.verdict, line.note) for line in report.lines
-    ]
-
-
-def _checks(report: Report) -> list[tuple[str, str, str]]:
-    return [(check.name, _holds(check), check.detail) for check in report.checks]
-
-
-def _holds(check: Check) -> str:
-    return {True: "holds", False: "FAILS", None: "unknown"}[check.holds]
+    return text_page(parts)
 
 
 def _steps(report: Report) -> list[tuple[str, ...]]:
@@ -181,10 +172,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Sequence
     return [heads, *rows] if rows else []
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
 def draw_plots(report: Report, folder: Path) -> tuple[str, ...]:
     """Draw the ramp and the memory.
 
@@ -219,8 +206,7 @@ def _ramp(report: Report, path: Path) -> None:
     if points:
         waits.plot(*zip(*points, strict=True), "^:", color="tab:red")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small", loc="lower right")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, axes, path)
 
 
 def _plot_memory(report: Report, path: Path) -> None:
@@ -235,8 +221,7 @@ def _plot_memory(report: Report, path: Path) -> None:
     for (host, role, _pid), points in sorted(curves.items()):
         axes.plot(*zip(*points, strict=True), label=f"host{host} {role}")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, axes, path)
 
 
 @dataclass(frozen=True)
@@ -315,7 +300,7 @@ def as_dict(report: Report) -> dict[str, Any]:
             for step in report.steps
         ],
         "saturation": report.saturation,
-        "lines": [{**asdict(line), "verdict": line.verdict} for line in report.lines],
+        "lines": [line.as_dict() for line in report.lines],
         "checks": [asdict(check) for check in report.checks],
         "footprints": [
             {**asdict(each), "overhead_bytes": each.overhead_bytes, "is_within": each.is_within}
@@ -338,7 +323,7 @@ def as_json(report: Report, *, with_samples: bool = False) -> str:
     fields = as_dict(report)
     if with_samples:
         fields["samples"] = [asdict(sample) for sample in report.samples]
-    return json.dumps(_plain(fields), indent=1, ensure_ascii=False, allow_nan=False)
+    return json_text(fields)
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -350,16 +335,4 @@ def write_report(report: Report, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     plots = draw_plots(report, folder)
-    (folder / "report.md").write_text(as_markdown(report, plots), encoding="utf-8")
-    (folder / "report.json").write_text(as_json(report, with_samples=True) + "\n", encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """Without infinite numbers and numeric keys, which JSON does not have."""
-    if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    write_files(folder, as_markdown(report, plots), as_json(report, with_samples=True))

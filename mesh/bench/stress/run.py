@@ -55,8 +55,9 @@ from stages.slicing.model_facts import read_model_facts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mesh.bench.report_tools import Check, Line
     from mesh.bench.stress.answers import AnswerRecord
-    from mesh.bench.stress.checks import Check, Line, Reference, Step
+    from mesh.bench.stress.checks import Reference, Step
     from mesh.bench.stress.options import LineName, StressOptions
     from mesh.bench.stress.scripts import Script
     from mesh.lab.memory_watch import MemorySample, Role

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.report_tools import markdown_table
+from mesh.bench.report_tools import (
+    Check,
+    Line,
+    checks_table,
+    checks_text,
+    conditions_text,
+    json_text,
+    lines_table,
+    lines_text,
+    markdown_page,
+    markdown_table,
+    number,
+    text_page,
+    write_files,
+)
 from mesh.qualification.chaos.faults import MEANING
 from mesh.qualification.chaos.results import by_kind
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mesh.bench.stress.checks import Check, Line
     from mesh.qualification.chaos.results import Repair, Scenario
 
 
@@ -48,9 +60,9 @@ _MAX_WORDS_CHARS: Final = 240
 def as_markdown(report: Report) -> str:
     """The whole page."""
     sections = [
-        ("# Faults in a mesh while clients read", _conditions(report)),
-        ("## Acceptance", markdown_table(("measure", "wanted", "measured", "", "note"), _lines(report))),
-        ("## Further checks", markdown_table(("check", "holds", "figures"), _checks(report))),
+        ("# Faults in a mesh while clients read", conditions_text(report.conditions)),
+        ("## Acceptance", lines_table(report.lines)),
+        ("## Further checks", checks_table(report.checks)),
         ("## Not done", "\n".join(f"- {failure}" for failure in _failures(report))),
     ]
     for scenario in report.scenarios:
@@ -59,12 +71,12 @@ def as_markdown(report: Report) -> str:
                 MEANING[each.kind],
                 str(each.count),
                 str(each.num_warm),
-                _number(each.median_pause_s),
-                _number(each.worst_pause_s),
-                _number(each.worst_silence_s),
-                _number(each.median_repair_s),
-                _number(each.median_whole_s),
-                _number(each.worst_newcomer_s),
+                number(each.median_pause_s),
+                number(each.worst_pause_s),
+                number(each.worst_silence_s),
+                number(each.median_repair_s),
+                number(each.median_whole_s),
+                number(each.worst_newcomer_s),
                 str(each.num_not_whole),
             )
             for each in by_kind(scenario.repairs)
@@ -75,18 +87,14 @@ def as_markdown(report: Report) -> str:
             (f"## Scenario `{scenario.name}`, one by one", markdown_table(_REPAIR_HEADS, repairs)),
             (f"## Scenario `{scenario.name}`: bad streams", _problems(scenario)),
         ]
-    return "\n\n".join(f"{title}\n\n{body}".strip() for title, body in sections if body) + "\n"
+    return markdown_page(sections)
 
 
 def as_text(report: Report) -> str:
     """For a terminal."""
     parts = [
-        "\n".join(
-            f"{line.verdict:>12}  {_number(line.measured):>6} {line.bound:>6}  {line.title}"
-            + (f"  ({line.note})" if line.note else "")
-            for line in report.lines
-        ),
-        "\n".join(f"{_holds(check):>14}  {check.name}: {check.detail}" for check in report.checks),
+        lines_text(report.lines),
+        checks_text(report.checks),
         "\n".join(f"not done: {failure}" for failure in _failures(report)),
         "\n".join(
             f"bad stream: {problem.request}: {problem.kind}: {problem.detail}"
@@ -94,22 +102,7 @@ def as_text(report: Report) -> str:
             for problem in scenario.problems[:_MAX_PROBLEMS]
         ),
     ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _conditions(report: Report) -> str:
-    found = report.conditions
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items()) + "."
-
-
-def _lines(report: Report) -> list[tuple[str, ...]]:
-    return [
-        (line.title, line.bound, _number(line.measured), line.verdict, line.note) for line in report.lines
-    ]
-
-
-def _checks(report: Report) -> list[tuple[str, str, str]]:
-    return [(check.name, _holds(check), check.detail) for check in report.checks]
+    return text_page(parts)
 
 
 def _failures(report: Report) -> list[str]:
@@ -124,10 +117,10 @@ def _repair(repair: Repair) -> tuple[str, ...]:
         f"{repair.at_s:.1f}",
         repair.kind,
         repair.host,
-        _number(repair.hold_s),
-        " to ".join(_number(each) for each in repair.pauses_s[:1] + repair.pauses_s[-1:]),
-        _number(repair.repair_s),
-        _number(repair.whole_s) or f"never: {repair.problem}",
+        number(repair.hold_s),
+        " to ".join(number(each) for each in repair.pauses_s[:1] + repair.pauses_s[-1:]),
+        number(repair.repair_s),
+        number(repair.whole_s) or f"never: {repair.problem}",
         "" if probe is None else f"{probe.took_s:.2f} {probe.outcome}",
         repair.reason[:_MAX_WORDS_CHARS],
     )
@@ -140,14 +133,6 @@ def _problems(scenario: Scenario) -> str:
     ]
     more = len(scenario.problems) - _MAX_PROBLEMS
     return "\n".join([*shown, *([f"- and {more} more"] if more > 0 else [])])
-
-
-def _holds(check: Check) -> str:
-    return {True: "holds", False: "FAILS", None: "unknown"}[check.holds]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
 
 
 @dataclass(frozen=True)
@@ -190,7 +175,7 @@ def as_dict(report: Report) -> dict[str, Any]:
     return {
         "circumstances": report.conditions,
         "good": report.is_good,
-        "lines": [{**asdict(line), "verdict": line.verdict} for line in report.lines],
+        "lines": [line.as_dict() for line in report.lines],
         "checks": [asdict(check) for check in report.checks],
         "scenarios": [
             {
@@ -208,7 +193,7 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 def as_json(report: Report) -> str:
     """The report for programs."""
-    return json.dumps(as_dict(report), indent=1, ensure_ascii=False, allow_nan=False)
+    return json_text(as_dict(report))
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -218,6 +203,4 @@ def write_report(report: Report, folder: Path) -> None:
         report: Content of the report.
         folder: Made if it is not there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.md").write_text(as_markdown(report), encoding="utf-8")
-    (folder / "report.json").write_text(as_json(report) + "\n", encoding="utf-8")
+    write_files(folder, as_markdown(report), as_json(report))

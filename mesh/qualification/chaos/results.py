@@ -8,7 +8,8 @@ from datetime import datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.stress.checks import Line, Problem, check_answers
+from mesh.bench.report_tools import Line
+from mesh.bench.stress.checks import Problem, check_answers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.bench.stress.checks import Check, flatness_check, leak_check
+from mesh.bench.report_tools import Check
+from mesh.bench.stress.checks import flatness_check, leak_check
 from mesh.bench.stress.harness import open_sessions
 from mesh.lab.memory_watch import MemoryWatch
 from mesh.lab.network import Lab, lab_supported

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.bench.load_generator import Job
+from mesh.bench.report_tools import Line
 from mesh.bench.request_record import HUNG_UP, Failure, Record
 from mesh.bench.stress.answers import (
     AnswerRecord,
@@ -28,7 +29,6 @@ from mesh.bench.stress.answers import (
 from mesh.bench.stress.checks import (
     ClientCounts,
     Expected,
-    Line,
     check_answers,
     count_clients,
     prefix_mismatches,

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mesh.bench.report_tools import Check, Line
 from mesh.bench.request_record import HUNG_UP, Failure, Record
 from mesh.bench.stress.answers import AnswerRecord, Outcome
 from mesh.bench.stress.checks import (
     AnswerCheck,
-    Check,
     ClientCounts,
     Expected,
-    Line,
     Problem,
     Step,
     answer_checks,

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.bench.http_client import Client, parse_url
+from mesh.bench.report_tools import Check
 from mesh.bench.request_record import HUNG_UP, Failure, Record
 from mesh.bench.stress.answers import NO_HANG_UPS, AnswerRecord, HangUps
-from mesh.bench.stress.checks import Check, Expected
+from mesh.bench.stress.checks import Expected
 from mesh.bench.stress.scripts import Turn
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.planner import plan

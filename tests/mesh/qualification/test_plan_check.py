@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from mesh.qualification.forecast_accuracy import Check, main, report
+from mesh.qualification.forecast_accuracy import DelayCheck, main, report
 from tests.support.lab_fixtures import require_lab
 
 
-def check(predicted_tokens_per_s: float, measured_tokens_per_s: float) -> Check:
+def check(predicted_tokens_per_s: float, measured_tokens_per_s: float) -> DelayCheck:
     predicted = {
         "tokens_per_s": predicted_tokens_per_s,
         "compute_ms": 8.0,
         "wire_ms": 20.0,
         "ttft_ms": 90.0,
     }
-    return Check(5.0, predicted, measured_tokens_per_s, 9.0, 0.1, 100.0, 3)
+    return DelayCheck(5.0, predicted, measured_tokens_per_s, 9.0, 0.1, 100.0, 3)
 
 
 @pytest.mark.parametrize(
