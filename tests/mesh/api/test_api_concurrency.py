@@ -104,7 +104,7 @@ async def test_one_more_than_allowed_is_told_to_come_back(
             assert refused.status_code == 429
             error = refused.json()["error"]
             assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-            assert "the API key alice may have 2 answers under way at once and has 2" in error["message"]
+            assert "the API key alice may have 2 concurrent answers and has 2" in error["message"]
             assert "`mesh keys add --concurrent N`" in error["message"]
             assert int(refused.headers["retry-after"]) == 5
             assert engine.most_running == 2
@@ -124,7 +124,7 @@ async def test_all_slots_but_one_unless_given(tokenizer: Tokenizer, num_slots: i
         refused = await post(api)
         assert refused.status_code == 429
         said = refused.json()["error"]["message"]
-        assert f"may have {most} answers under way" in said
+        assert f"may have {most} concurrent answers" in said
         assert ("every slot of smollm2 but one" in said) is (most > 1)
 
 

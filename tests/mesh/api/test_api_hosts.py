@@ -115,7 +115,7 @@ async def test_one_client_at_a_time_measures(tokenizer: Tokenizer) -> None:
         await slow.begun.wait()
         refused = await api.http.post("/mesh/links")
         assert refused.status_code == 429
-        assert "are being measured for another client" in refused.json()["error"]["message"]
+        assert "another client is measuring the links" in refused.json()["error"]["message"]
         assert int(refused.headers["retry-after"]) == 5
         slow.gate.set()
         assert (await first).status_code == 200

@@ -219,7 +219,7 @@ async def test_the_commands_load_and_unload(
         code, said = await mesh("unload", "tiny", "--wait", "2.5")
         assert (code, orders.asked[-1]) == (0, ("tiny", 2.5))
         assert "tiny was unloaded" in said
-        assert "2 requests had to be ended" in said
+        assert "2 requests were ended" in said
         code, said = await mesh("unload", "acme/other")
         assert (code, orders.asked[-1]) == (1, ("acme/other", 30.0))
         assert "loaded are: tiny" in said

@@ -76,4 +76,4 @@ async def test_embeddings_say_why_not(api: Api) -> None:
     with pytest.raises(openai.InternalServerError) as caught:
         await api.openai.embeddings.create(model="default", input="x")
     assert (caught.value.status_code, caught.value.code) == (501, "not_supported")
-    assert "embeddings are not made here" in caught.value.message
+    assert "embeddings are not supported" in caught.value.message

@@ -313,7 +313,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Page, smollm2_pat
         await browser.type("guess")
         await browser.press("Enter")
         await browser.until(
-            "document.querySelector('#gate-error').textContent.includes('not one of this server')"
+            "document.querySelector('#gate-error').textContent.includes('unknown to this server')"
         )
         assert await browser.js("sessionStorage.length") == 0
         await browser.js("document.querySelector('#key').value = ''")
