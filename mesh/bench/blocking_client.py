@@ -6,20 +6,16 @@ answers each with one line of JSON on standard output: see `mesh.bench.blocking_
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
+from mesh.lab.line_process import LineProcess, answer_lines
 from mesh.util.completion_stream import CHAT_PATH, stream_completion
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from mesh.lab.network import Lab
 
 
@@ -141,18 +137,15 @@ def ask_batch(batch: Batch) -> list[Answer]:
         return list(pool.map(one, batch.asks))
 
 
-def _serve_lines() -> None:
-    for line in sys.stdin:
-        fields = json.loads(line)
-        batch = Batch(**{**fields, "asks": tuple(Ask(**wanted) for wanted in fields["asks"])})
-        start_s = time.perf_counter()
-        reply: dict[str, Any]
-        try:
-            reply = {"answers": [asdict(answer) for answer in ask_batch(batch)]}
-        except MeshError as error:
-            reply = {"error": error.message}
-        sys.stdout.write(json.dumps({**reply, "wall_ms": (time.perf_counter() - start_s) * 1e3}) + "\n")
-        sys.stdout.flush()
+def _reply(fields: dict[str, Any]) -> dict[str, Any]:
+    batch = Batch(**{**fields, "asks": tuple(Ask(**wanted) for wanted in fields["asks"])})
+    start_s = time.perf_counter()
+    reply: dict[str, Any]
+    try:
+        reply = {"answers": [asdict(answer) for answer in ask_batch(batch)]}
+    except MeshError as error:
+        reply = {"error": error.message}
+    return {**reply, "wall_ms": (time.perf_counter() - start_s) * 1e3}
 
 
 @dataclass(frozen=True)
@@ -168,7 +161,7 @@ class Reply:
     wall_ms: float
 
 
-class Client:
+class Client(LineProcess):
     """Client on a lab host; a context manager.
 
     Args:
@@ -177,26 +170,7 @@ class Client:
     """
 
     def __init__(self, lab: Lab, host: int = 0) -> None:
-        self._lab = lab
-        self._host = host
-        self._process: subprocess.Popen[bytes]
-
-    def __enter__(self) -> Self:
-        """Start the process."""
-        self._process = self._lab.run(
-            self._host,
-            [sys.executable, "-m", "mesh.bench.blocking_client"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End it: its input ends."""
-        self._process.kill()
-        self._process.wait()
+        super().__init__(lab, host, "mesh.bench.blocking_client")
 
     def ask(self, batch: Batch) -> Reply:
         """Have a batch answered.
@@ -204,15 +178,7 @@ class Client:
         Raises:
             MeshError: If a server refuses or breaks off.
         """
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None  # noqa: S101 - both are pipes, see above
-        assert stdout is not None  # noqa: S101
-        stdin.write(json.dumps(asdict(batch)).encode() + b"\n")
-        stdin.flush()
-        line = stdout.readline()
-        if not line:
-            raise MeshError(f"the measuring client exited with code {self._process.wait()}")
-        reply = json.loads(line)
+        reply = self.exchange(asdict(batch))
         if "error" in reply:
             raise MeshError(reply["error"])
         return Reply(tuple(map(_answer, reply["answers"])), reply["wall_ms"])
@@ -225,4 +191,4 @@ def _answer(fields: dict[str, Any]) -> Answer:
 
 
 if __name__ == "__main__":
-    _serve_lines()
+    answer_lines(_reply)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 from collections import deque
 from dataclasses import asdict
@@ -19,12 +17,11 @@ from mesh.bench.load_generator import Job, Load
 from mesh.bench.request_record import Failure, Heard
 from mesh.bench.stress.answers import AnswerRecord, CheckedReading, Order, Outcome, ask_until
 from mesh.bench.stress.scripts import ClientLoad, prompt_id
+from mesh.lab.line_process import LineProcess, answer_lines
 from mesh.util.completion_stream import CHAT_PATH, error_message
-from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from mesh.bench.request_record import AnswerReading, Record
     from mesh.lab.network import Lab
@@ -173,7 +170,7 @@ async def run_client_load(order: ClientLoad) -> Outcome:
     return Outcome(tuple(sorted(answers, key=lambda one: one.record.number)), load.now_s())
 
 
-class LoadClient:
+class LoadClient(LineProcess):
     """Client on a lab host; a context manager.
 
     Args:
@@ -183,23 +180,8 @@ class LoadClient:
     """
 
     def __init__(self, lab: Lab, host: int = 0, *, api_key: str | None = None) -> None:
-        self._lab = lab
-        self._host = host
+        super().__init__(lab, host, "mesh.bench.stress.client_process")
         self._api_key = api_key
-        self._process: subprocess.Popen[bytes]
-
-    def __enter__(self) -> Self:
-        """Start the process."""
-        argv = [sys.executable, "-m", "mesh.bench.stress.client_process"]
-        self._process = self._lab.run(self._host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End it; running requests are aborted."""
-        self._process.kill()
-        self._process.wait()
 
     def ask(self, order: Order) -> Outcome:
         """Have an order carried out; failures of requests are part of the outcome.
@@ -218,15 +200,7 @@ class LoadClient:
         return self._have({"visit_order": asdict(load)})
 
     def _have(self, wanted: dict[str, Any]) -> Outcome:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None  # noqa: S101 - both are pipes, see above
-        assert stdout is not None  # noqa: S101
-        stdin.write(json.dumps(wanted).encode() + b"\n")
-        stdin.flush()
-        line = stdout.readline()
-        if not line:
-            raise MeshError(f"the client process exited with code {self._process.wait()}")
-        fields = json.loads(line)
+        fields = self.exchange(wanted)
         return Outcome(tuple(map(AnswerRecord.from_dict, fields["told"])), fields["duration_s"])
 
 
@@ -282,17 +256,13 @@ def _order(fields: dict[str, Any]) -> Order:
     )
 
 
-def _serve_lines() -> None:
-    for line in sys.stdin:
-        wanted = json.loads(line)
-        if "visit_order" in wanted:
-            outcome = asyncio.run(run_client_load(ClientLoad.from_dict(wanted["visit_order"])))
-        else:
-            outcome = asyncio.run(carry_out(_order(wanted["order"]), wanted["api_key"]))
-        fields = {"told": [one.as_dict() for one in outcome.answers], "duration_s": outcome.duration_s}
-        sys.stdout.write(json.dumps(fields) + "\n")
-        sys.stdout.flush()
+def _outcome(wanted: dict[str, Any]) -> dict[str, Any]:
+    if "visit_order" in wanted:
+        outcome = asyncio.run(run_client_load(ClientLoad.from_dict(wanted["visit_order"])))
+    else:
+        outcome = asyncio.run(carry_out(_order(wanted["order"]), wanted["api_key"]))
+    return {"told": [one.as_dict() for one in outcome.answers], "duration_s": outcome.duration_s}
 
 
 if __name__ == "__main__":
-    _serve_lines()
+    answer_lines(_outcome)

@@ -25,6 +25,7 @@ from mesh.bench.stress.answers import (
     ask_until,
     draw_hang_up_time,
 )
+from mesh.lab.line_process import write_line
 from mesh.qualification.chaos.clients import Running, Stream
 from mesh.util.completion_stream import CHAT_PATH
 
@@ -214,8 +215,7 @@ _STATUS_TIMEOUT_S: Final = 4.0
 
 
 def _say(what: str, **fields: Any) -> None:
-    sys.stdout.write(json.dumps({"what": what, **fields}) + "\n")
-    sys.stdout.flush()
+    write_line({"what": what, **fields})
 
 
 def _tell_of(stream: Stream) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from mesh.bench.datasets import BUILT_IN, made_up_prompts
 from mesh.bench.stress.answers import NO_HANG_UPS, AnswerRecord
 from mesh.bench.stress.scripts import Turn
+from mesh.lab.line_process import LineProcess
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
@@ -208,7 +207,7 @@ def what_is_missing(
 _SNAPSHOT_TIMEOUT_S: Final = 15.0
 
 
-class ClientFleet:
+class ClientFleet(LineProcess):
     """A process on the head's host that sends requests; a context manager.
 
     Its clock is ours: `time.perf_counter` counts from the machine's start, in every process and namespace.
@@ -223,9 +222,7 @@ class ClientFleet:
     """
 
     def __init__(self, lab: Lab, port: int) -> None:
-        self._lab = lab
-        self._port = port
-        self._process: subprocess.Popen[bytes]
+        super().__init__(lab, 0, "mesh.qualification.chaos.client_process", str(port))
         self._thread = threading.Thread(target=self._listen, name="crowd", daemon=True)
         self._snapshots: SimpleQueue[MeshSnapshot] = SimpleQueue()
         self._is_through = threading.Event()
@@ -234,8 +231,7 @@ class ClientFleet:
 
     def __enter__(self) -> Self:
         """Start the process."""
-        argv = [sys.executable, "-m", "mesh.qualification.chaos.client_process", str(self._port)]
-        self._process = self._lab.run(0, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        super().__enter__()
         self._thread.start()
         return self
 
@@ -243,14 +239,8 @@ class ClientFleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End it: running requests are aborted."""
-        self._process.kill()
-        self._process.wait()
+        super().__exit__(kind, error, trace)
         self._thread.join()
-
-    @property
-    def pid(self) -> int:
-        """Process id in the outer namespace."""
-        return self._process.pid
 
     def ask_all(self, questions: Sequence[Question], num_at_once: int, *, timeout_s: float) -> list[Stream]:
         """Have each question answered once, this many at once; violations are part of the answers.
@@ -275,12 +265,12 @@ class ClientFleet:
         Raises:
             MeshError: If that takes too long.
         """
-        self._tell({"do": "let_end"})
+        self.send({"do": "let_end"})
         self._wait_through(timeout_s)
 
     def probe(self, number: int, question: Question) -> None:
         """Send a newcomer's question; see `probes`."""
-        self._tell({"do": "probe", "number": number, "question": [question.id, question.body]})
+        self.send({"do": "probe", "number": number, "question": [question.id, question.body]})
 
     def wait_probe(self, number: int, *, timeout_s: float) -> Stream:
         """Result of a newcomer's question.
@@ -303,7 +293,7 @@ class ClientFleet:
         """
         while not self._snapshots.empty():  # late answers to earlier calls
             self._snapshots.get()
-        self._tell({"do": "look"})
+        self.send({"do": "look"})
         try:
             return self._snapshots.get(timeout=_SNAPSHOT_TIMEOUT_S)
         except Empty:
@@ -314,26 +304,14 @@ class ClientFleet:
     def _begin(self, do: str, questions: Sequence[Question], num_at_once: int, **more: Any) -> None:
         self._is_through.clear()
         bodies = [[question.id, question.body] for question in questions]
-        self._tell({"do": do, "questions": bodies, "num_at_once": num_at_once, **more})
+        self.send({"do": do, "questions": bodies, "num_at_once": num_at_once, **more})
 
     def _wait_through(self, timeout_s: float) -> None:
         if not self._is_through.wait(timeout_s):
             raise MeshError(f"the clients' streams have not ended after {timeout_s:g} s")
 
-    def _tell(self, order: dict[str, Any]) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None  # noqa: S101 - a pipe, see above
-        try:
-            stdin.write(json.dumps(order).encode() + b"\n")
-            stdin.flush()
-        except BrokenPipeError:
-            raise MeshError(f"the clients' process ended with code {self._process.wait()}") from None
-
     def _listen(self) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None  # noqa: S101 - a pipe, see above
-        for line in stdout:
-            said = json.loads(line)
+        for said in self.received():
             match said["what"]:
                 case "stream":
                     self.streams.append(Stream.from_dict(said["stream"]))

@@ -106,7 +106,9 @@ async def test_a_host_that_leaves_keeps_its_layers_until_another_has_them(smollm
 async def test_what_fits_nowhere_is_not_drained_and_nothing_changes(smollm2_path: Path) -> None:
     async with serving(smollm2_path, dict.fromkeys("abc", 1.1)) as mesh:
         under_way = await some_way(mesh)
-        with pytest.raises(ClusterError, match="b cannot be drained: no other host can hold the layers to move"):
+        with pytest.raises(
+            ClusterError, match="b cannot be drained: no other host can hold the layers to move"
+        ):
             await asyncio.wait_for(mesh.host_draining.drain("b"), 60)
         assert len(await under_way) == 60
         assert mesh.hosts() == ["a", "b", "c"]
