@@ -7,10 +7,8 @@ heard, and it aborts on some malformed files.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import re
-import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,9 +17,10 @@ import llama_cpp
 from spanmesh_proto.errors import InvalidModel
 from stages.gguf.file_io import atomic_write
 from stages.gguf.reader import read_header
+from stages.spawned_process import ProcessEnded, messages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
     from pathlib import Path
 
@@ -64,38 +63,21 @@ def requantise(
         ModelError: If `output` cannot be written.
     """
     read_header(model)
-    spawning = multiprocessing.get_context("spawn")
-    receiver, sender = spawning.Pipe(duplex=False)
     with atomic_write(output) as file:
-        process = spawning.Process(
-            target=_requantise_and_send,
-            args=(sender, str(model), quant_type, file.name, is_plain),
-            daemon=True,
-        )
-        # Ctrl-C reaches the whole process group: this process hears it, ends that one and cleans up.
-        heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, heard)
-        sender.close()
-        try:
-            complaint = _listen(receiver, progress)
-        except EOFError:
-            process.join()
-            complaint = f"it aborts with exit code {process.exitcode}"
-        finally:
-            process.kill()
-            process.join()
-            receiver.close()
+        wanted = (str(model), quant_type, file.name, is_plain)
+        with messages_of(_requantise_and_send, *wanted) as messages:
+            try:
+                complaint = _result(messages, progress)
+            except ProcessEnded as end:
+                complaint = f"it aborts with exit code {end.exit_code}"
         if complaint is not None:
             raise InvalidModel(f"llama.cpp cannot requantise {model} to {quant_type}: {complaint}")
 
 
-def _listen(receiver: Connection, progress: Callable[[float], None] | None) -> str | None:
+def _result(messages: Iterator[Any], progress: Callable[[float], None] | None) -> str | None:
     """Why it failed, or None once it is done."""
     while True:
-        match receiver.recv():
+        match next(messages):
             case float(share):
                 if progress is not None:
                     progress(share)

@@ -6,13 +6,11 @@ reason if llama.cpp aborted.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
@@ -22,11 +20,11 @@ from stages.layers import cuts_of
 from stages.slicing.layout import lay_out
 from stages.slicing.source_model import read_source
 from stages.slicing.stage_writer import ByteCounter, stage_bytes, with_shared_blocks, write_stage
+from stages.spawned_process import ProcessEnded, messages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
 
     from stages.certification.comparison import EquivalenceReport
     from stages.layers import LayerRange
@@ -55,39 +53,20 @@ def certify_isolated(
         MeshError: As `certify` does.
         UncuttableModel: If llama.cpp aborts.
     """
-    spawning = multiprocessing.get_context("spawn")
-    receiver, sender = spawning.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="spanmesh-certify-") as folder:
-        process = spawning.Process(
-            target=_certify_and_send,
-            args=(sender, model, cuts, options or CertifyOptions(), Path(folder)),
-            daemon=True,
-        )
-        _start_ignoring_ctrl_c(process)
-        sender.close()
+    wanted = (model, cuts, options or CertifyOptions())
+    with (
+        tempfile.TemporaryDirectory(prefix="spanmesh-certify-") as folder,
+        messages_of(_certify_and_send, *wanted, Path(folder)) as messages,
+    ):
         try:
-            return _listen(receiver, progress)
-        except EOFError:
-            process.join()
-            raise UncuttableModel(_crash_message(model, process.exitcode, Path(folder))) from None
-        finally:
-            process.kill()
-            process.join()
-            receiver.close()
+            return _report(messages, progress)
+        except ProcessEnded as end:
+            raise UncuttableModel(_crash_message(model, end.exit_code, Path(folder))) from None
 
 
-def _start_ignoring_ctrl_c(process: BaseProcess) -> None:
-    """Ctrl-C reaches the whole process group: only this process handles it, and ends the child."""
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
-
-
-def _listen(receiver: Connection, progress: Callable[[int, int], None] | None) -> EquivalenceReport:
+def _report(messages: Iterator[Any], progress: Callable[[int, int], None] | None) -> EquivalenceReport:
     while True:
-        match receiver.recv():
+        match next(messages):
             case (int(done), int(total)):
                 if progress is not None:
                     progress(done, total)
