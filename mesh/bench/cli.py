@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import signal
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import click
@@ -14,14 +12,24 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh.bench.serving_cli import serve
+from mesh.bench.shared_options import (
+    FILE,
+    logs_option,
+    model_argument,
+    output_option,
+    report_on_sigterm,
+    seed_option,
+    threads_option,
+)
 from mesh.bench.stress.cli import stress
 from mesh.cli.head_client import ask_head
-from mesh.cli.option_types import Numbers, command_line
+from mesh.cli.option_types import Names, Numbers, command_line
 from mesh.cli.shared_options import head_options, key_of
 from spanmesh_proto.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from mesh.engine import SpeculationMode
 
@@ -65,31 +73,9 @@ def net(url: str, api_key_file: Path | None, probes: int, megabytes: int, *, is_
         click.get_current_context().exit(1)
 
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-_FOLDER = click.Path(path_type=Path, file_okay=False)
 # `--quick` cuts answers to this.
 _QUICK_TOKENS = 24
 _MODES: tuple[SpeculationMode, ...] = ("ngram", "draft", "auto", "replay")
-
-
-class _Modes(click.ParamType[tuple["SpeculationMode", ...]]):
-    """`ngram,auto`."""
-
-    name = "proposers"
-
-    def convert(
-        self,
-        value: str | tuple[SpeculationMode, ...],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> tuple[SpeculationMode, ...]:
-        if isinstance(value, tuple):
-            return value
-        names = value.split(",")
-        unknown = [name for name in names if name not in _MODES]
-        if unknown:
-            self.fail(f"{unknown[0]!r} is not a proposer; there are {', '.join(_MODES)}", param, ctx)
-        return tuple(mode for mode in _MODES if mode in names)
 
 
 # Acceptance tests of this program itself: an installed package comes without them.
@@ -142,7 +128,7 @@ bench.add_command(net)
 
 
 @bench.command()
-@click.argument("model", required=False, type=_FILE)
+@model_argument
 @click.option(
     "--preset",
     type=click.Choice(["sweep", "acceptance"]),
@@ -153,17 +139,15 @@ bench.add_command(net)
 @click.option(
     "--quick", is_flag=True, help="A run of about a minute: few questions, short answers, one delay."
 )
+@output_option("bench-spec")
 @click.option(
-    "-o", "--output", type=_FOLDER, default=Path("bench-spec"), show_default=True, help="Report folder."
-)
-@click.option(
-    "--spec-bench", type=_FILE, help="Spec-Bench's question.jsonl, whose categories become workloads."
+    "--spec-bench", type=FILE, help="Spec-Bench's question.jsonl, whose categories become workloads."
 )
 @click.option("--workloads", metavar="A,B,…", help="Workloads to measure; all unless given.")
 @click.option(
     "--proposers",
     "modes",
-    type=_Modes(),
+    type=Names("proposer", _MODES),
     default=_MODES,
     metavar="A,B,…",
     help="Proposers of a sweep; all unless given.",
@@ -193,13 +177,16 @@ bench.add_command(net)
     help="Questions of each workload. With 1, a category's figure is that of a single question.",
 )
 @click.option(
-    "--tokens", "num_tokens", type=click.IntRange(2), default=128, show_default=True, help="Of each answer."
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(2),
+    default=128,
+    show_default=True,
+    help="Tokens of each answer.",
 )
+@threads_option
 @click.option(
-    "--threads", "num_threads", type=click.IntRange(1), default=1, show_default=True, help="Of each stage."
-)
-@click.option(
-    "--draft", "draft_model", type=_FILE, help="GGUF file of the draft model; made from MODEL unless given."
+    "--draft", "draft_model", type=FILE, help="GGUF file of the draft model; made from MODEL unless given."
 )
 @click.option(
     "--draft-type",
@@ -215,14 +202,8 @@ bench.add_command(net)
     default=None,
     help="Also measure llama.cpp RPC; only with --preset acceptance unless given.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    help="Seed of random prompts and sampling.",
-)
-@click.option("--logs", type=_FOLDER, help="Keep the servers' logs.")
+@seed_option("random prompts and sampling")
+@logs_option
 def spec(
     *,
     model: Path | None,
@@ -260,8 +241,7 @@ def spec(
         raise click.UsageError(
             "--preset acceptance uses Spec-Bench's questions: name their file with --spec-bench"
         )
-    # With a time limit, a report of the measurements up to then is still made.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report_on_sigterm()
     report = run_spec(
         SpecOptions(
             model=model or demo_model(),

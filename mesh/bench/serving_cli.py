@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from mesh.bench.shared_options import json_option, seed_option
 from mesh.cli.option_types import Numbers, read_first_key
 from spanmesh_proto.errors import InvalidRequest
 
@@ -109,7 +110,12 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     help="File whose first key is sent to the server; or set MESH_API_KEY.",
 )
 @click.option(
-    "--requests", "num_requests", type=click.IntRange(1), default=64, show_default=True, help="To measure."
+    "--requests",
+    "num_requests",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    help="Requests to measure.",
 )
 @click.option(
     "--concurrency",
@@ -161,7 +167,7 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     default=128,
     show_default=True,
     metavar="N",
-    help="Of each answer.",
+    help="Maximum of tokens per answer.",
 )
 @click.option("--ignore-eos", is_flag=True, help="Continue answers to --max-tokens, if the server can.")
 @click.option(
@@ -170,13 +176,7 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
 @click.option(
     "--extra-body", type=_JsonObject(), metavar="JSON", help="More fields of each request: '{\"top_k\": 20}'."
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    help="Seed of prompts, order and arrival times.",
-)
+@seed_option("prompts, order and arrival times")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -208,7 +208,7 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     metavar="FOLDER",
     help="Write report.md, report.json with every request, and plots to this folder.",
 )
-@click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
+@json_option
 def serve(
     *,
     server: Server,

@@ -23,10 +23,10 @@ _SECRET: Final = frozenset({"token"})
 
 @click.group()
 def config() -> None:
-    """Show where options come from: flag, environment, mesh.toml or default, in this order.
+    """Show options and their origin: flag, environment, mesh.toml or default, in this order.
 
     A file has a table for each command, with the names of its flags: [serve] with port = 9000 and
-    wait-for = 2. A variable is called MESH_SERVE_PORT. The file is the one that --config or MESH_CONFIG
+    wait-for = 2. A variable is named like MESH_SERVE_PORT. The file is the one that --config or MESH_CONFIG
     names, else mesh.toml here, else in ~/.config/spanmesh. Relative paths in it start at its folder.
     """
 
@@ -37,9 +37,9 @@ def config() -> None:
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]…")
 @click.pass_context
 def show(context: click.Context, *, origin: bool, command: str | None, flags: tuple[str, ...]) -> None:
-    """Print the options of COMMAND as they count here, as TOML; of serve and join unless one is named.
+    """Print the effective options of COMMAND as TOML; of serve and join unless one is named.
 
-    With FLAGS after it, as they count with those.
+    FLAGS after it take precedence, as on the command line.
     """
     path = _config_path(context)
     commands = configurable_commands()

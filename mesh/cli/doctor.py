@@ -55,9 +55,9 @@ def doctor(
 ) -> None:
     """Check this host, MODEL if it is named, and a running mesh if --url is given.
 
-    Versions, what llama.cpp computes on, memory, disk, ports and addresses; of a mesh every host and every
-    link both ways: round trips, bandwidth, clocks, and whether the stage files are what their hashes say.
-    Each failure names what to do. Exits with 1 if anything failed.
+    Versions, llama.cpp's devices, memory, disk, ports and addresses; of a mesh every host and every link in
+    both directions: round trips, bandwidth, clocks, and the hashes of stage files. Each failure comes with a
+    remedy. Exits with 1 if anything failed.
     """
     from mesh.cluster.join_token import read_token  # noqa: PLC0415 - keeps --help quick
     from mesh.doctor import exit_code, this_host_checks, token_checks  # noqa: PLC0415

@@ -22,9 +22,9 @@ _TIMEOUT_S: Final = 1800.0
 @click.argument("name")
 @head_options
 def drain(name: str, url: str, api_key_file: Path | None) -> None:
-    """Move the layers of host NAME elsewhere while requests go on, then let it leave.
+    """Move the layers of host NAME to others while requests go on, then let it leave.
 
-    To be run on the head. If no other host can hold them, nothing changes and this says so.
+    To be run on the head. If no other host can hold them, nothing changes and an error says so.
     """
     ask_head(
         f"{url.rstrip('/')}/mesh/drain?host={quote(name)}",
@@ -39,10 +39,10 @@ def drain(name: str, url: str, api_key_file: Path | None) -> None:
 @click.argument("name")
 @head_options
 def evict(name: str, url: str, api_key_file: Path | None) -> None:
-    """Cut host NAME off at once; what it holds is repaired as if it had failed.
+    """Disconnect host NAME at once; its layers are recovered as after a failure.
 
-    To be run on the head. The host is not let in again, and the join token is replaced: `mesh serve` prints
-    the new `mesh join` line. Hosts that are in stay in.
+    To be run on the head. The host cannot join again, and the join token is replaced: `mesh serve` prints the
+    new `mesh join` line. Other hosts stay joined.
     """
     ask_head(f"{url.rstrip('/')}/mesh/evict?host={quote(name)}", key_of(api_key_file), method="POST")
     click.echo(f"{name} was removed. The old join token is void; `mesh serve` printed a new one.")

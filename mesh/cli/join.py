@@ -63,9 +63,9 @@ def join(
     models_dir: Path | None,
     cache_bytes: int | None,
 ) -> int:
-    """Let this host take a share of the mesh that printed TOKEN.
+    """Join the mesh that printed TOKEN with this host.
 
-    Ctrl-C leaves it, after what is here has moved to another host; a second Ctrl-C leaves at once.
+    Ctrl-C leaves it once its layers have moved to another host; a second Ctrl-C leaves at once.
     """
     from mesh.cluster.join_token import decode, read_token  # noqa: PLC0415 - keeps --help quick
 

@@ -55,9 +55,9 @@ class _Expiry(click.ParamType[dt.datetime]):
 
 @click.group()
 def keys() -> None:
-    """Say who may use the API: named keys in a file that holds only their hashes.
+    """Manage the API keys: named keys in a file that holds only their hashes.
 
-    A server that was started with the file heeds every change from the next request on.
+    A server that was started with the file applies every change from the next request on.
     """
 
 
@@ -90,7 +90,7 @@ def add(
     expires: dt.datetime | None,
     path: Path | None,
 ) -> None:
-    """Make a key called NAME and print it, this once: nobody can read it from the file."""
+    """Make a key named NAME and print it once: the file has only its hash."""
     path = path or default_key_file()
     key = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
     record = KeyRecord(
@@ -109,7 +109,7 @@ def add(
 @keys.command("list")
 @_FILE
 def list_(*, path: Path | None) -> None:
-    """Show the names of all keys, and what limits them."""
+    """Show the names of all keys, and their limits."""
     from rich.console import Console  # noqa: PLC0415 - keeps --help quick
     from rich.table import Table  # noqa: PLC0415
 
@@ -135,9 +135,9 @@ def list_(*, path: Path | None) -> None:
 @click.argument("name")
 @_FILE
 def rm(*, name: str, path: Path | None) -> None:
-    """Remove the key NAME: it opens nothing from the next request on.
+    """Remove the key NAME: it is refused from the next request on.
 
-    A key without a name is called by its hash, such as key-3f1c92aa40b7; the first digits will do, if no
+    A key without a name is named by its hash, such as key-3f1c92aa40b7; the first digits will do, if no
     other begins so.
     """
     path = path or default_key_file()

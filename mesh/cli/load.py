@@ -61,11 +61,11 @@ def load(
     replay_path: Path | None,
     **options: Any,
 ) -> None:
-    """Serve MODEL too, on the hosts of a running mesh, beside what it serves.
+    """Load MODEL into a running mesh, beside its other models.
 
     To be run on the head. MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT. It
-    is placed on what memory is left; if that is too little, nothing changes and this says what is missing.
-    Returns when it answers. Ctrl-C here lets it go on: `mesh unload` takes it back.
+    is placed in the memory that is left; if that is too little, nothing changes and an error says how much is
+    missing. Returns when the model answers. Ctrl-C does not stop the loading: `mesh unload` does.
     """
     check_stage_options(stages, split)
     order = {
@@ -156,9 +156,10 @@ _UNLOAD_TIMEOUT_S: Final = 60.0
     help="Time for running requests to end.",
 )
 def unload(name: str, url: str, api_key_file: Path | None, wait_s: float) -> None:
-    """Serve the model NAME no more, and free what it holds of every host.
+    """Unload the model NAME and free its memory on every host.
 
-    To be run on the head. New requests for it are refused at once. What `mesh serve` was started with stays.
+    To be run on the head. New requests for it are refused at once. The model of `mesh serve` cannot be
+    unloaded.
     """
     answer = ask_head(
         f"{url.rstrip('/')}/mesh/unload?model={quote(name, safe='')}&wait_s={wait_s:g}",

@@ -52,13 +52,13 @@ class _Entry:
 
 @click.group()
 def models() -> None:
-    """Look after the weights that this host keeps: models from the hub, and stages."""
+    """List, remove and fetch the weights stored on this host: models from the hub, and stages."""
 
 
 @models.command(name="list")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def list_(*, as_json: bool) -> None:
-    """List what is here."""
+    """List models and stages."""
     entries = _entries()
     if as_json:
         lines = [
@@ -79,7 +79,7 @@ def list_(*, as_json: bool) -> None:
 @models.command()
 @click.argument("reference")
 def pull(reference: str) -> None:
-    """Bring a model of the hub here: hf:org/repo:QUANT."""
+    """Fetch a model from the hub: hf:org/repo:QUANT."""
     from mesh.hub import parse_reference  # noqa: PLC0415 - keeps --help quick
 
     parse_reference(reference)
@@ -89,7 +89,7 @@ def pull(reference: str) -> None:
 @models.command()
 @click.argument("names", nargs=-1, required=True)
 def rm(names: tuple[str, ...]) -> None:
-    """Remove models or stages, by the names that `mesh models list` shows, or their beginnings."""
+    """Remove models or stages, by the names of `mesh models list` or unique prefixes of them."""
     from stages.units import format_size  # noqa: PLC0415 - keeps --help quick
 
     for name in names:
@@ -108,7 +108,7 @@ def rm(names: tuple[str, ...]) -> None:
     help="Also remove stages, least recently used first, until the rest fits in this size.",
 )
 def prune(limit_bytes: int | None) -> None:
-    """Remove what was begun and never finished; nothing that is loaded or on its way in."""
+    """Remove incomplete files, except those that are loaded or being fetched."""
     from stages.units import format_size  # noqa: PLC0415 - keeps --help quick
     from stages.weights.store import make_room, stage_store  # noqa: PLC0415
 

@@ -106,12 +106,12 @@ def plan(
     no_timing: bool,
     is_json: bool,
 ) -> None:
-    """Say what `mesh serve` would make of MODEL, a GGUF file: a dry run.
+    """Show how `mesh serve` would place MODEL, a GGUF file: a dry run.
 
-    Which host would hold which layers, what that takes of its memory, which hosts would be left out and why,
-    and how fast one session would be answered without speculation. For this host alone, for hosts that are
-    only named, or with --url for those of a running mesh, as if it served nothing. Nothing is loaded or sent:
-    hosts compute for a moment in stages with blank weights.
+    Prints the layers and the memory of each host, hosts that are left out and the reason, and the expected
+    speed of one session without speculation. For this host alone, for hypothetical hosts, or with --url for
+    those of a running mesh, as if it served nothing. No weights are loaded or sent: hosts compute shortly in
+    stages with blank weights.
     """
     if len([each for each in (stages, split, topology) if each is not None]) > 1:
         raise click.UsageError("--stages, --split and --topology each give the cuts: leave out all but one")

@@ -69,14 +69,14 @@ _SECTIONS: Final = {
     "linger_s",
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="If this crashes, stages wait so long for it to be started again. Where no hosts are waited for, "
-    "they do so only if this is given.  [default: 120]",
+    help="Time that stages wait for a restart of the head after a crash. Without --wait-for they do so only "
+    "if this is given.  [default: 120]",
 )
 @click.option(
     "--state",
     "state_path",
     type=_FILE,
-    help="Folder for the state that a restart needs.  [default: in ~/.local/state/spanmesh]",
+    help="File for the state that a restart needs.  [default: in ~/.local/state/spanmesh]",
 )
 @click.option(
     "--wait-for", default=0, metavar="N", type=click.IntRange(0), help="Wait until N hosts have joined."
@@ -86,8 +86,8 @@ _SECTIONS: Final = {
     "--topology",
     "topology_path",
     type=_FILE,
-    help="Lock who holds what by this TOML file, tables [[stage]] with host and layers: nothing is ever "
-    "placed elsewhere, and who is missing is waited for.",
+    help="Fix the placement by this TOML file, tables [[stage]] with host and layers: no layer is ever "
+    "placed elsewhere, and missing hosts are waited for.",
 )
 @click.option(
     "--threads",
@@ -169,7 +169,7 @@ def serve(
     hub_first: bool,
     **speculation: Any,
 ) -> int:
-    """Serve MODEL over this host and those that join; without MODEL, a small demo.
+    """Serve MODEL on this host and the joined ones; without MODEL, a small demo.
 
     MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT.
     """

@@ -177,8 +177,8 @@ _ONE_MODEL_OPTIONS: Final = (
         default=session_defaults.WIRE,
         show_default=True,
         type=click.Choice(["f32", "f16", "q8", "auto"]),
-        help="How hidden states travel: exact, in half as many bytes, in about a quarter, or as each link "
-        "needs.",
+        help="Format of hidden states between hosts: exact, half the bytes, about a quarter, or chosen per "
+        "link.",
     ),
     click.option(
         "--max-waiting",

@@ -57,7 +57,7 @@ def slice_(model: Path, layers: LayerRange, output: Path) -> None:
 
 @click.group()
 def draft() -> None:
-    """Make draft models, which propose what the served model then verifies."""
+    """Make draft models, whose proposals the served model verifies."""
 
 
 @draft.command()
@@ -79,7 +79,7 @@ def draft() -> None:
 )
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool) -> None:
-    """Write MODEL once more in fewer bits: a draft model that thinks as MODEL does.
+    """Requantize MODEL to fewer bits: a draft model with similar predictions.
 
     MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT. What is made of it suits
     any MODEL of 8 bits or more; of a smaller one it is hardly quicker.

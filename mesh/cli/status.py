@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @head_options
 @click.option("--json", "is_json", is_flag=True, help="Print the API's JSON answer.")
 def status(url: str, api_key_file: Path | None, *, is_json: bool) -> None:
-    """Show what a running mesh is doing: its hosts, its stages, their times."""
+    """Show a running mesh: its hosts, its stages and their times."""
     answer = ask_head(url.rstrip("/") + "/mesh/status", key_of(api_key_file))
     if is_json:
         click.echo(json.dumps(answer, indent=2))

@@ -45,9 +45,9 @@ _NUM_PROBES: Final = 5
     "--once", is_flag=True, help="Print one report over one interval and exit; for any terminal or file."
 )
 def top(url: str, api_key_file: Path | None, interval_s: float, *, no_links: bool, once: bool) -> None:
-    """Watch a running mesh: what each stage computes and waits, links, acceptance, sessions.
+    """Show the load of a running mesh: compute and queue time of each stage, links, acceptance, sessions.
 
-    Ctrl-C ends it; the mesh does not notice.
+    Ctrl-C ends it, without effect on the mesh.
     """
     from rich.console import Console  # noqa: PLC0415 - keeps --help quick
     from rich.live import Live  # noqa: PLC0415

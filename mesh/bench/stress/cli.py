@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import shlex
-import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from mesh.cli.option_types import Numbers
+from mesh.bench.shared_options import (
+    hang_ups_option,
+    json_option,
+    logs_option,
+    model_argument,
+    one_way_delay_option,
+    output_option,
+    report_on_sigterm,
+    seed_option,
+    serve_options_option,
+    threads_option,
+)
+from mesh.cli.option_types import Names, Numbers
 from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mesh.bench.stress.options import LineName, Preset
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-_FOLDER = click.Path(path_type=Path, file_okay=False)
 _RAMP = (1, 2, 4, 8, 16)
 _QUICK_RAMP = (1, 4)
 _QUICK_REQUESTS = 10
@@ -34,28 +44,8 @@ _ACCEPTANCE_SLOTS = 16
 _LINES: tuple[LineName, ...] = ("crowd", "limit", "prefill", "second-turn", "itl", "memory")
 
 
-class _Lines(click.ParamType[tuple["LineName", ...]]):
-    """`crowd,limit`."""
-
-    name = "lines"
-
-    def convert(
-        self,
-        value: str | tuple[LineName, ...],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> tuple[LineName, ...]:
-        if isinstance(value, tuple):
-            return value
-        names = value.split(",")
-        unknown = [name for name in names if name not in _LINES]
-        if unknown:
-            self.fail(f"{unknown[0]!r} is not a line of the table; there are {', '.join(_LINES)}", param, ctx)
-        return tuple(line for line in _LINES if line in names)
-
-
 @click.command()
-@click.argument("model", required=False, type=_FILE)
+@model_argument
 @click.option(
     "--preset",
     type=click.Choice(["ramp", "acceptance"]),
@@ -65,7 +55,7 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
 )
 @click.option(
     "--lines",
-    type=_Lines(),
+    type=Names("line of the table", _LINES),
     default=_LINES,
     metavar="A,B,…",
     help="Lines of the acceptance table: crowd, limit, prefill, second-turn, itl, memory; all unless given.",
@@ -79,13 +69,7 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     show_default=True,
     help="Hosts that hold layers.",
 )
-@click.option(
-    "--delay-ms",
-    type=click.FloatRange(0.0),
-    default=5.0,
-    show_default=True,
-    help="One-way delay between any two hosts.",
-)
+@one_way_delay_option
 @click.option(
     "--concurrency",
     type=Numbers(int, 1, 256),
@@ -112,14 +96,9 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     metavar="N",
     help="Instead of chats: clients with N API keys, whose requests share prefixes.",
 )
-@click.option(
-    "--hang-ups",
-    "hang_up_share",
-    type=click.FloatRange(0.0, 1.0),
-    default=0.0,
-    metavar="SHARE",
-    help="Share of those requests whose client disconnects at a random moment; with one key unless "
-    "--keys is given.",
+@hang_ups_option(
+    "Share of those requests whose client disconnects at a random moment; with one key unless --keys is"
+    " given."
 )
 @click.option(
     "--soak",
@@ -142,13 +121,7 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     type=click.IntRange(1),
     help="Number of different chats; 24 unless given, 48 with --keys.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    help="Seed of chats, sampling and disconnects.",
-)
+@seed_option("chats, sampling and disconnects")
 @click.option("--exact", is_flag=True, help="Exact mode: every text must equal the one generated alone.")
 @click.option("--ctx-size", type=click.IntRange(256), metavar="N", help="Positions of one session.")
 @click.option(
@@ -165,21 +138,13 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     show_default=True,
     help="Format of the mesh's KV caches; the peer's are f16.",
 )
-@click.option(
-    "--threads", "num_threads", type=click.IntRange(1), default=1, show_default=True, help="Of each stage."
-)
+@threads_option
 @click.option(
     "--speculate",
     type=click.Choice(["auto", "off", "ngram"]),
     help="Proposer: off unless given, auto with --keys; the peer has none.",
 )
-@click.option(
-    "--serve",
-    "serve_options",
-    default="",
-    metavar="OPTIONS",
-    help="More options of `mesh serve`, in one argument.",
-)
+@serve_options_option
 @click.option("--peer", type=click.Choice(["rpc"]), help="Also measure llama.cpp RPC on the same hosts.")
 @click.option(
     "--rounds",
@@ -188,11 +153,9 @@ class _Lines(click.ParamType[tuple["LineName", ...]]):
     show_default=True,
     help="Repetitions of each measurement of the acceptance table, whose medians are reported.",
 )
-@click.option(
-    "-o", "--output", type=_FOLDER, default=Path("bench-stress"), show_default=True, help="Report folder."
-)
-@click.option("--logs", type=_FOLDER, help="Keep the servers' logs.")
-@click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
+@output_option("bench-stress")
+@logs_option
+@json_option
 def stress(
     *,
     model: Path | None,
@@ -225,11 +188,12 @@ def stress(
 ) -> None:
     """Load a mesh over several lab hosts that serves MODEL, a GGUF file; without MODEL, the demo's.
 
-    Every request is answered alone first. Then more and more users ask at once: chats of one to three turns,
-    of mixed length, greedy and sampled. Every answer is checked, memory of every process is watched, and at
-    the end nobody may hold a session. With --keys they ask single requests that begin alike, streamed or in
-    one piece, and a share of them hangs up: before the first token, in the answer, at its end. Writes
-    report.md, report.json and pictures. Exits with 1 if a check failed.
+    Every request is answered alone first. Then the number of concurrent users rises, step by step: chats of
+    one to three turns, of mixed length, greedy and sampled. Every answer is checked, the memory of every
+    process is recorded, and at the end no session may be open at any stage. With --keys the requests are
+    single ones with common prefixes, streamed or in one piece, and a share of the clients disconnects: before
+    the first token, during the answer or at its end. Writes report.md, report.json and plots. Exits with 1 if
+    a check failed.
     """
     if duration_s is not None and num_requests is not None:
         raise click.UsageError("--duration-s and --requests both give the length of a step: leave one out")
@@ -256,8 +220,7 @@ def stress(
     else:
         num_chats = _QUICK_CHATS if quick else _CHATS
         usual_ctx_size = _ACCEPTANCE_CTX_SIZE if is_acceptance else _CTX_SIZE
-    # With a time limit, a report of the measurements up to then is still made.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report_on_sigterm()
     report = run_stress(
         StressOptions(
             model=model or demo_model(),

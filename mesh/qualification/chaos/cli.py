@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import shlex
-import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from mesh.bench.shared_options import (
+    hang_ups_option,
+    json_option,
+    logs_option,
+    model_argument,
+    one_way_delay_option,
+    output_option,
+    report_on_sigterm,
+    seed_option,
+    serve_options_option,
+    threads_option,
+)
 from mesh.cli.option_types import Names
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mesh.qualification.chaos.faults import FaultKind
     from mesh.qualification.chaos.options import ScenarioName
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-_FOLDER = click.Path(path_type=Path, file_okay=False)
 # As in `mesh.qualification.chaos`, which --help is not to import.
 _KINDS: tuple[FaultKind, ...] = ("first", "middle", "tail", "raylet", "cut-off", "stop", "leave")
 # The acceptance table has a separate line for hosts that leave.
@@ -31,7 +41,7 @@ _QUICK_QUESTIONS = 6
 
 
 @click.command(context_settings={"token_normalize_func": lambda name: _FORMER.get(name, name)})
-@click.argument("model", required=False, type=_FILE)
+@model_argument
 @click.option(
     "--scenario",
     "scenarios",
@@ -48,7 +58,7 @@ _QUICK_QUESTIONS = 6
 )
 @click.option("--quick", is_flag=True, help="Few and short questions, faults in quick succession.")
 @click.option(
-    "--faults", "num_faults", type=click.IntRange(1), default=100, show_default=True, help="How many."
+    "--faults", "num_faults", type=click.IntRange(1), default=100, show_default=True, help="Number of faults."
 )
 @click.option(
     "--kinds",
@@ -57,18 +67,22 @@ _QUICK_QUESTIONS = 6
     help="Kinds of faults: first, middle, tail (kill -9 of that stage), raylet, cut-off, stop, "
     "leave; all unless given.",
 )
+@seed_option("faults, questions, sampling and disconnects")
 @click.option(
-    "--seed",
+    "--stages",
+    "num_stages",
+    type=click.IntRange(2),
+    default=3,
+    show_default=True,
+    help="Hosts that hold layers.",
+)
+@click.option(
+    "--spares",
+    "num_spares",
     type=click.IntRange(0),
     default=1,
     show_default=True,
-    help="Seed of faults, questions, sampling and disconnects.",
-)
-@click.option(
-    "--stages", "num_stages", type=click.IntRange(2), default=3, show_default=True, help="Hosts with layers."
-)
-@click.option(
-    "--spares", "num_spares", type=click.IntRange(0), default=1, show_default=True, help="Hosts without."
+    help="Hosts without layers.",
 )
 @click.option(
     "--streams",
@@ -76,24 +90,13 @@ _QUICK_QUESTIONS = 6
     type=click.IntRange(1, 62),
     default=8,
     show_default=True,
-    help="Requests under way at any time.",
+    help="Concurrent requests.",
 )
-@click.option(
-    "--hang-ups",
-    "hang_up_share",
-    type=click.FloatRange(0.0, 1.0),
-    default=0.0,
-    metavar="SHARE",
-    help="Share of streams whose client disconnects at a random moment of the scenarios faults and "
-    "leave, and asks again.",
+@hang_ups_option(
+    "Share of streams whose client disconnects at a random moment of the scenarios faults and leave, and asks"
+    " again."
 )
-@click.option(
-    "--delay-ms",
-    type=click.FloatRange(0.0),
-    default=5.0,
-    show_default=True,
-    help="One-way delay between any two hosts.",
-)
+@one_way_delay_option
 @click.option(
     "--fast",
     is_flag=True,
@@ -102,36 +105,26 @@ _QUICK_QUESTIONS = 6
 @click.option(
     "--ctx-size", type=click.IntRange(256), default=1024, show_default=True, help="Positions of one session."
 )
-@click.option(
-    "--threads", "num_threads", type=click.IntRange(1), default=1, show_default=True, help="Of each stage."
-)
+@threads_option
 @click.option(
     "--speculate",
     type=click.Choice(["auto", "off", "ngram"]),
     default="auto",
     show_default=True,
-    help="Who proposes.",
+    help="Proposer.",
 )
-@click.option(
-    "--serve",
-    "serve_options",
-    default="",
-    metavar="OPTIONS",
-    help="More options of `mesh serve`, in one argument.",
-)
+@serve_options_option
 @click.option(
     "--whole-timeout-s",
     type=click.FloatRange(1.0),
     default=90.0,
     show_default=True,
     metavar="S",
-    help="By then all hosts are to be back after a fault.",
+    help="Time after a fault until all hosts must be back.",
 )
-@click.option(
-    "-o", "--output", type=_FOLDER, default=Path("bench-chaos"), show_default=True, help="Report folder."
-)
-@click.option("--logs", type=_FOLDER, help="Keep what the processes write.")
-@click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
+@output_option("bench-chaos")
+@logs_option
+@json_option
 def chaos(
     *,
     model: Path | None,
@@ -156,14 +149,13 @@ def chaos(
     logs: Path | None,
     is_json: bool,
 ) -> None:
-    """Harm a mesh that serves MODEL, a GGUF file, on lab hosts; without MODEL, the demo's.
+    """Inject faults into a mesh that serves MODEL, a GGUF file, on lab hosts; without MODEL, the demo's.
 
-    Every question is answered undisturbed first. Then streams run, always as many, and again and again
-    something is killed, stopped, cut off or told to leave, each time once all hosts are back. Every stream
-    must end with the very text and token ids of the undisturbed run, and what came before its client hung up
-    must be how they begin. Needs root. Writes report.md and report.json, and keeps the logs of the first
-    failure. Exits with 1 if a stream failed or differs, the mesh did not come back, or something was left;
-    pauses that are too long are figures.
+    Every question is answered undisturbed first. Then a constant number of streams runs, and once all hosts
+    are back, the next process is killed, stopped, cut off or told to leave. Every stream must end with the
+    text and token ids of the undisturbed run; one whose client disconnected must be a prefix of them. Needs
+    root. Writes report.md and report.json, and keeps the logs of the first failure. Exits with 1 if a stream
+    failed or differs, the mesh did not recover, or a process is left; a pause above its bound does not count.
     """
     from mesh.qualification.chaos.options import ChaosOptions  # noqa: PLC0415
     from mesh.qualification.chaos.report import as_json, as_text  # noqa: PLC0415 - keeps --help quick
@@ -172,8 +164,7 @@ def chaos(
 
     is_acceptance = preset == "acceptance"
     wanted = _SCENARIOS if is_acceptance else scenarios
-    # With a time limit, a report of the measurements up to then is still made.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report_on_sigterm()
     report = run_chaos(
         ChaosOptions(
             model=model or demo_model(),
