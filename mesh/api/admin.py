@@ -13,12 +13,11 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response
 
 from mesh.api.auth import require_own_machine
-from mesh.api.backend import HostAdmin, HostInspection, ModelAdmin, backend_of, backends_of
+from mesh.api.backend import HostAdmin, HostInspection, ModelAdmin, backend_of, backends_of, body_of
 from mesh.api.errors import json_response
 from mesh.api.load_request import LoadRequest
 from mesh.api.middleware import CLIENT_GONE_STATUS
 from mesh.api.openapi import Anything, answers, takes
-from mesh.api.request_parsing import read_body
 from mesh.api.streaming import ClientGoneError, cancel_on_disconnect
 from spanmesh_proto.errors import ClusterError, InvalidRequest, JoinError
 
@@ -140,10 +139,8 @@ _UNLOAD: Final[dict[str, Any]] = {
 )
 async def load(request: Request) -> Response:
     """Serve a model beside those that are served; answers when it does, or with why it cannot."""
-    model_admin, backends = _model_admin(request), backends_of(request)
-    body = await read_body(
-        request, LoadRequest, backends.unknown_fields, context_length=backends.context_length
-    )
+    model_admin = _model_admin(request)
+    body = await body_of(request, LoadRequest)
     paths = {"model": body.model, "draft_path": body.draft_path, "replay_path": body.replay_path}
     for param, path in paths.items():
         if path is not None and not PurePath(path).is_absolute():
@@ -240,10 +237,8 @@ class RehearsalBody(BaseModel):
 )
 async def rehearse(request: Request) -> Response:
     """Have hosts time stages of a model that they do not hold, with blank weights, for `mesh plan`."""
-    backend, inspection = backend_of(request), _inspection(request)
-    body = await read_body(
-        request, RehearsalBody, backend.api.unknown_fields, context_length=backend.engine.context_length
-    )
+    inspection = _inspection(request)
+    body = await body_of(request, RehearsalBody)
     wanted: dict[str, list[dict[str, Any]]] = {}
     for each in body.hosts:
         wanted.setdefault(each.host, []).extend(order.model_dump() for order in each.orders)

@@ -10,7 +10,7 @@ from datetime import datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from mesh.api.request_parsing import UnknownFields
+from mesh.api.request_parsing import UnknownFields, read_body
 from mesh.api.response_store import ResponseStore
 from mesh.metrics.request_metrics import ObservedEngine, RequestStatistics
 from mesh.metrics.tracing import current_span
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from mesh.api.load_request import LoadRequest
+    from mesh.api.request_parsing import Body
     from mesh.engine import Engine
     from mesh.text.chat_template import ChatTemplate
     from mesh.text.tokenizer import Tokenizer
@@ -274,3 +275,9 @@ def backends_of(request: Request) -> Backends:
 def backend_of(request: Request) -> Backend:
     """The first one, for what concerns the mesh as a whole."""
     return backends_of(request).first
+
+
+async def body_of(request: Request, kind: type[Body]) -> Body:
+    """The JSON body of a request, checked; see `request_parsing.read_body`, whose errors it raises."""
+    backends = backends_of(request)
+    return await read_body(request, kind, backends.unknown_fields, context_length=backends.context_length)

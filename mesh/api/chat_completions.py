@@ -12,13 +12,12 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
-from mesh.api.backend import backends_of
+from mesh.api.backend import backends_of, body_of
 from mesh.api.chat_prompt import Conversation, ending_of, render_prompt, thinking_variables
 from mesh.api.generation_job import make_job, several
 from mesh.api.openai_format import CallIds, chat_logprobs
 from mesh.api.openapi import ChatCompletion, answers, takes
 from mesh.api.protocol import ChatBody, ConversationBody
-from mesh.api.request_parsing import read_body
 from mesh.api.streaming import respond
 from mesh.api.structured_output import tool_use_of
 from mesh.text.message_parts import Content, Reasoning, ToolCallArguments, ToolCallStart, calls_of
@@ -45,7 +44,7 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     backends = backends_of(request)
-    body = await read_body(request, ChatBody, backends.unknown_fields, context_length=backends.context_length)
+    body = await body_of(request, ChatBody)
     backend = backends.ready(body.model)
     # A long conversation takes a while; other answers continue meanwhile.
     jobs = await asyncio.to_thread(_jobs, backend, body, client_of(request.scope))

@@ -11,13 +11,12 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
-from mesh.api.backend import backends_of
+from mesh.api.backend import backends_of, body_of
 from mesh.api.chat_prompt import refuse_too_long_text
 from mesh.api.generation_job import GenerationJob, make_job, several
 from mesh.api.openai_format import completion_logprobs
 from mesh.api.openapi import TextCompletion, answers, takes
 from mesh.api.protocol import CompletionBody, Prompt
-from mesh.api.request_parsing import read_body
 from mesh.api.streaming import respond
 from mesh.api.tokenization import require_ids, text_of
 from mesh.text.message_parts import Content
@@ -45,9 +44,7 @@ DEFAULT_MAX_TOKENS: Final = 16
 async def completions(request: Request) -> Response:
     """Continue one or more texts as they stand, without a chat template."""
     backends = backends_of(request)
-    body = await read_body(
-        request, CompletionBody, backends.unknown_fields, context_length=backends.context_length
-    )
+    body = await body_of(request, CompletionBody)
     backend = backends.ready(body.model)
     client = client_of(request.scope)
     jobs = [await asyncio.to_thread(_job, backend, body, prompt, client) for prompt in body.prompt]

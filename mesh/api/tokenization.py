@@ -10,13 +10,12 @@ from pydantic import BeforeValidator, FailFast, Field
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations
 from starlette.responses import Response  # noqa: TC002
 
-from mesh.api.backend import backends_of
+from mesh.api.backend import backends_of, body_of
 from mesh.api.chat_completions import conversation_of
 from mesh.api.chat_prompt import render_prompt
 from mesh.api.errors import json_response
 from mesh.api.openapi import Detokenized, Tokenized, answers, takes
 from mesh.api.protocol import MAX_MESSAGES, ConversationBody, Message, StrictBody, refuse_too_many_messages
-from mesh.api.request_parsing import read_body
 from mesh.text.detokenizer import AnswerText
 from spanmesh_proto.errors import InvalidRequest
 
@@ -58,9 +57,7 @@ class DetokenizeBody(StrictBody):
 async def tokenize(request: Request) -> Response:
     """Token ids of a text or a conversation."""
     backends = backends_of(request)
-    body = await read_body(
-        request, TokenizeBody, backends.unknown_fields, context_length=backends.context_length
-    )
+    body = await body_of(request, TokenizeBody)
     backend = backends.named(body.model)
     if (body.prompt is None) == (not body.messages):
         raise InvalidRequest("send either prompt or messages", param="prompt")
@@ -85,9 +82,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text that token ids stand for; control tokens have none."""
     backends = backends_of(request)
-    body = await read_body(
-        request, DetokenizeBody, backends.unknown_fields, context_length=backends.context_length
-    )
+    body = await body_of(request, DetokenizeBody)
     backend = backends.named(body.model)
     require_ids(backend, body.tokens, param="tokens")
     return json_response({"prompt": text_of(backend, body.tokens)})

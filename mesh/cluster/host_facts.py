@@ -35,31 +35,37 @@ def find_gpus() -> tuple[Gpu, ...]:
     """
     if not may_have_layer_devices():
         return ()
-    argv = [sys.executable, "-m", "mesh.cluster.device_probe"]
     try:
-        done = subprocess.run(
-            argv,
-            env=inherited_environment(),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_TIMEOUT_S,
-        )
-        return tuple(Gpu(**fields) for fields in json.loads(done.stdout))
+        return tuple(Gpu(**fields) for fields in json.loads(_probe("mesh.cluster.device_probe")))
     except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
-        reason = next((line for line in reversed((said or "").splitlines()) if line.strip()), str(error))
         raise ClusterError(
-            f"cannot inspect this host's GPUs: {reason}; --gpu-layers none uses none of them",
+            f"cannot inspect this host's GPUs: {_reason(error)}; --gpu-layers none uses none of them",
             param="--gpu-layers",
         ) from error
+
+
+def _probe(module: str, *arguments: str) -> str:
+    """Output of a module that runs as a program."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env=inherited_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_TIMEOUT_S,
+    ).stdout
+
+
+def _reason(error: Exception) -> str:
+    """The last line that a probe wrote, or the error itself."""
+    said = (error.stderr or "").splitlines() if isinstance(error, subprocess.CalledProcessError) else []
+    return next((line for line in reversed(said) if line.strip()), str(error))
 
 
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 # Memory of a Ray node's own processes, which start after the facts are read.
 _NODE_BYTES: Final = 320 * 2**20
-_PROBE_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -177,20 +183,9 @@ def measure_speed_gb_per_s(num_threads: int) -> float:
     Raises:
         ClusterError: If that process fails.
     """
-    argv = [sys.executable, "-m", "mesh.cluster.memory_speed", str(num_threads)]
     try:
-        done = subprocess.run(
-            argv,
-            env=inherited_environment(),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_PROBE_TIMEOUT_S,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        said = error.stderr.split("\n") if isinstance(error, subprocess.CalledProcessError) else []
-        reason = next((line for line in reversed(said) if line.strip()), str(error))
+        return float(_probe("mesh.cluster.memory_speed", str(num_threads)))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ClusterError(
-            f"cannot measure how fast {num_threads} threads read this host's memory: {reason}"
+            f"cannot measure how fast {num_threads} threads read this host's memory: {_reason(error)}"
         ) from error
-    return float(done.stdout)

@@ -10,13 +10,12 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import Response  # noqa: TC002
 
 from mesh.api.auth import client_of
-from mesh.api.backend import backend_of, backends_of
+from mesh.api.backend import backend_of, backends_of, body_of
 from mesh.api.chat_prompt import Conversation, render_prompt, thinking_variables
 from mesh.api.errors import json_response
 from mesh.api.generation_job import make_job
 from mesh.api.openapi import Deleted, ResponseAnswer, answers, takes
 from mesh.api.protocol import JsonSchemaBody, ResponseFormatBody
-from mesh.api.request_parsing import read_body
 from mesh.api.responses.events import Turn, respond
 from mesh.api.responses.protocol import ResponsesBody, messages_of
 from mesh.api.structured_output import tool_use_of
@@ -73,9 +72,7 @@ router = APIRouter()
 async def create_response(request: Request) -> Response:
     """Continue a conversation, given as items or by the id of an answer that is kept."""
     backends = backends_of(request)
-    body = await read_body(
-        request, ResponsesBody, backends.unknown_fields, context_length=backends.context_length
-    )
+    body = await body_of(request, ResponsesBody)
     backend = backends.ready(body.model)
     turn = await asyncio.to_thread(_turn, backend, body, client_of(request.scope))
     return await respond(request, backend, body, turn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -418,8 +419,13 @@ async def test_a_model_that_reasons_first_is_seen_to(page: Page) -> None:
 
 
 async def colour(page: Page, name: str) -> tuple[int, ...]:
-    text = await page.js(f"getComputedStyle(document.documentElement).getPropertyValue('--{name}').trim()")
-    return tuple(int(text[at : at + 2], 16) for at in (1, 3, 5))
+    # A property itself may be `light-dark(…)`: what an element makes of it counts.
+    probe = "document.body.appendChild(document.createElement('i'))"
+    text = await page.js(
+        f"(() => {{ const i = {probe}; i.style.color = 'var(--{name})'; "
+        "const found = getComputedStyle(i).color; i.remove(); return found; })()"
+    )
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
 def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:
