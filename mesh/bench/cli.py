@@ -14,16 +14,16 @@ from rich.table import Table
 from mesh.bench.serving_cli import serve
 from mesh.bench.shared_options import (
     FILE,
+    end_on_sigterm,
     logs_option,
     model_argument,
     output_option,
-    report_on_sigterm,
     seed_option,
     threads_option,
 )
 from mesh.bench.stress.cli import stress
 from mesh.cli.head_client import ask_head
-from mesh.cli.option_types import Names, Numbers, command_line
+from mesh.cli.option_types import Names, Numbers, choice_option, command_line, int_option
 from mesh.cli.shared_options import head_options, key_of
 from spanmesh_proto.errors import MeshError
 
@@ -40,18 +40,17 @@ _TIMEOUT_S = 600.0
 
 @click.command()
 @head_options
-@click.option(
+@int_option(
     "--probes",
-    type=click.IntRange(1, 1000),
+    most=1000,
     default=50,
-    show_default=True,
     help="Number of round trips of each size on each link; more than 50 on the head only.",
 )
-@click.option(
+@int_option(
     "--megabytes",
-    type=click.IntRange(0, 200),
+    least=0,
+    most=200,
     default=8,
-    show_default=True,
     metavar="MB",
     help="Megabytes sent over each link, twice, to measure its bandwidth, on the head only; 0 omits it.",
 )
@@ -76,7 +75,6 @@ def net(url: str, api_key_file: Path | None, probes: int, megabytes: int, *, is_
 # `--quick` cuts answers to this.
 _QUICK_TOKENS = 24
 _MODES: tuple[SpeculationMode, ...] = ("ngram", "draft", "auto", "replay")
-
 
 # Acceptance tests of this program itself: an installed package comes without them.
 _QUALIFICATION: Final = {
@@ -129,11 +127,10 @@ bench.add_command(net)
 
 @bench.command()
 @model_argument
-@click.option(
+@choice_option(
     "--preset",
-    type=click.Choice(["sweep", "acceptance"]),
+    choices=("sweep", "acceptance"),
     default="sweep",
-    show_default=True,
     help="What to measure: what the other options select, or every line of the acceptance table.",
 )
 @click.option(
@@ -168,22 +165,13 @@ bench.add_command(net)
     metavar="A,B,…",
     help="One-way delays; 5,20 for a sweep unless given, the table's own for the acceptance table.",
 )
-@click.option(
+@int_option(
     "--questions",
     "per_workload",
-    type=click.IntRange(1),
     default=1,
-    show_default=True,
     help="Questions of each workload. With 1, a category's figure is that of a single question.",
 )
-@click.option(
-    "--tokens",
-    "num_tokens",
-    type=click.IntRange(2),
-    default=128,
-    show_default=True,
-    help="Tokens of each answer.",
-)
+@int_option("--tokens", "num_tokens", least=2, default=128, help="Tokens of each answer.")
 @threads_option
 @click.option(
     "--draft", "draft_model", type=FILE, help="GGUF file of the draft model; made from MODEL unless given."
@@ -202,8 +190,8 @@ bench.add_command(net)
     default=None,
     help="Also measure llama.cpp RPC; only with --preset acceptance unless given.",
 )
-@seed_option("random prompts and sampling")
-@logs_option
+@seed_option("Seed of random prompts and sampling.")
+@logs_option()
 def spec(
     *,
     model: Path | None,
@@ -212,18 +200,10 @@ def spec(
     output: Path,
     spec_bench: Path | None,
     workloads: str | None,
-    modes: tuple[SpeculationMode, ...],
-    widths: tuple[int, ...],
-    delays_ms: tuple[float, ...],
-    per_workload: int,
     num_tokens: int,
-    num_threads: int,
-    draft_model: Path | None,
     draft_type: str,
-    exact: bool,
     with_rpc: bool | None,
-    seed: int,
-    logs: Path | None,
+    **given: Any,
 ) -> None:
     """Measure what speculation is worth for MODEL, a GGUF file; without MODEL, for the demo's.
 
@@ -241,27 +221,19 @@ def spec(
         raise click.UsageError(
             "--preset acceptance uses Spec-Bench's questions: name their file with --spec-bench"
         )
-    report_on_sigterm()
+    end_on_sigterm()
     report = run_spec(
         SpecOptions(
             model=model or demo_model(),
-            draft_model=draft_model,
             draft_type=None if draft_type == "none" else draft_type,
             preset="quick" if quick else preset,
             spec_bench=spec_bench,
             workloads=tuple(workloads.split(",")) if workloads else (),
-            modes=modes,
-            widths=widths,
-            delays_ms=delays_ms,
-            per_workload=per_workload,
             num_tokens=min(num_tokens, _QUICK_TOKENS) if quick else num_tokens,
-            num_threads=num_threads,
-            exact=exact,
             with_rpc=preset == "acceptance" if with_rpc is None else with_rpc,
-            seed=seed,
             output=output,
-            logs=logs,
             command=command_line(click.get_current_context(), without={"output", "logs"}),
+            **given,
         )
     )
     if report.lines:

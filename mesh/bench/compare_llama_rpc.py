@@ -8,7 +8,6 @@ prompts, one side after the other; see `mesh.bench.paired_systems`.
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +17,7 @@ import click
 from mesh.bench.blocking_client import Client
 from mesh.bench.datasets import load_prompts
 from mesh.bench.paired_systems import Contest, Settings
+from mesh.bench.shared_options import FILE, logs_folder, logs_option
 from mesh.lab.network import Lab, lab_supported
 from mesh.serve.options import demo_model
 from mesh.util.logs import set_up_logs
@@ -39,23 +39,19 @@ def _delays(_context: click.Context, _parameter: click.Parameter, value: str) ->
 
 
 @click.command()
-@click.option(
-    "--model",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The demo's model unless given.",
-)
+@click.option("--model", type=FILE, help="The demo's model unless given.")
 @click.option("--delay-ms", "delays_ms", default="5,20", show_default=True, callback=_delays)
 @click.option("--prompts", "num_prompts", default=4, show_default=True, help="How many.")
 @click.option(
     "--prompt-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="Spec-Bench's question.jsonl, whose chat questions are used; a few built-in questions unless given.",
 )
 @click.option("--tokens", "num_tokens", default=128, show_default=True, help="Of each answer.")
 @click.option("--rounds", "num_rounds", default=3, show_default=True)
 @click.option("--threads", "num_threads", default=1, show_default=True, help="Of each stage.")
 @click.option("--exact", is_flag=True, help="Run the mesh in exact mode.")
-@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep the servers' logs.")
+@logs_option()
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write figures.")
 def main(
     *,
@@ -83,13 +79,11 @@ def main(
         num_threads=num_threads,
         exact=exact,
     )
-    with tempfile.TemporaryDirectory(prefix="mesh-bench-") as scratch:
-        place = logs or Path(scratch)
-        place.mkdir(parents=True, exist_ok=True)
-        try:
-            comparisons, idle_share = _run(settings, delays_ms, place.resolve())
-        except MeshError as error:
-            raise click.ClickException(error.message) from error
+    try:
+        with logs_folder(logs) as place:
+            comparisons, idle_share = _run(settings, delays_ms, place)
+    except MeshError as error:
+        raise click.ClickException(error.message) from error
     for comparison in comparisons:
         click.echo(comparison.report())
     click.echo(f"while llama.cpp RPC answered, the idle mesh used {idle_share:.1%} of a core")

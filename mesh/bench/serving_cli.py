@@ -6,16 +6,16 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.bench.shared_options import json_option, seed_option
-from mesh.cli.option_types import Numbers, read_first_key
+from mesh.bench.shared_options import FOLDER, json_option, seed_option
+from mesh.cli.option_types import Numbers, choice_option, float_option, int_option, read_first_key
 from spanmesh_proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from mesh.bench.http_client import EndpointName, Server
+    from mesh.bench.http_client import Server
     from mesh.bench.serving_metrics import Slo
 
 
@@ -96,11 +96,10 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     show_default=True,
     help="URL of the server.",
 )
-@click.option(
+@choice_option(
     "--endpoint",
-    type=click.Choice(["chat", "completions"]),
+    choices=("chat", "completions"),
     default="chat",
-    show_default=True,
     help="/v1/chat/completions or /v1/completions.",
 )
 @click.option("--model", metavar="NAME", help="Name of the model; the server's first unless given.")
@@ -109,17 +108,9 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     type=click.Path(path_type=Path, dir_okay=False),
     help="File whose first key is sent to the server; or set MESH_API_KEY.",
 )
-@click.option(
-    "--requests",
-    "num_requests",
-    type=click.IntRange(1),
-    default=64,
-    show_default=True,
-    help="Requests to measure.",
-)
-@click.option(
+@int_option("--requests", "num_requests", default=64, help="Requests to measure.")
+@int_option(
     "--concurrency",
-    type=click.IntRange(1),
     metavar="N",
     help="Concurrent requests: this number without --rate (1 unless given), at most this number with it.",
 )
@@ -138,12 +129,11 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     help="Burstiness of --rate: 1 is a Poisson process, below 1 comes in bursts, above 1 more "
     "evenly, `inf` at constant intervals.",
 )
-@click.option(
+@int_option(
     "--warmup",
     "num_warmup",
-    type=click.IntRange(0),
+    least=0,
     default=0,
-    show_default=True,
     metavar="N",
     help="Warm-up requests before those measured, with other prompts.",
 )
@@ -153,30 +143,14 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
     metavar="FILE",
     help="JSON lines with `prompt`, `messages` or Spec-Bench's `turns`; random prompts unless given.",
 )
-@click.option(
-    "--prompt-tokens",
-    type=click.IntRange(1),
-    default=128,
-    show_default=True,
-    metavar="N",
-    help="Length of each random prompt, about.",
-)
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    default=128,
-    show_default=True,
-    metavar="N",
-    help="Maximum of tokens per answer.",
-)
+@int_option("--prompt-tokens", default=128, metavar="N", help="Length of each random prompt, about.")
+@int_option("--max-tokens", default=128, metavar="N", help="Maximum of tokens per answer.")
 @click.option("--ignore-eos", is_flag=True, help="Continue answers to --max-tokens, if the server can.")
-@click.option(
-    "--temperature", type=click.FloatRange(0, 100), metavar="T", help="The server's default unless given."
-)
+@float_option("--temperature", least=0, most=100, metavar="T", help="The server's default unless given.")
 @click.option(
     "--extra-body", type=_JsonObject(), metavar="JSON", help="More fields of each request: '{\"top_k\": 20}'."
 )
-@seed_option("prompts, order and arrival times")
+@seed_option("Seed of prompts, order and arrival times.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -204,34 +178,18 @@ class _JsonObject(click.ParamType[dict[str, Any]]):
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER,
     metavar="FOLDER",
     help="Write report.md, report.json with every request, and plots to this folder.",
 )
 @json_option
 def serve(
     *,
-    server: Server,
-    endpoint: str,
-    model: str | None,
     api_key_file: Path | None,
-    num_requests: int,
-    concurrency: int | None,
-    rate: float | None,
-    burstiness: float,
-    num_warmup: int,
-    dataset: Path | None,
-    prompt_tokens: int,
-    max_tokens: int,
-    ignore_eos: bool,
     temperature: float | None,
-    extra_body: dict[str, Any] | None,
-    seed: int,
-    timeout_s: float,
-    slos: tuple[Slo, ...],
-    percentiles: tuple[float, ...],
     output: Path | None,
     is_json: bool,
+    **given: Any,
 ) -> int:
     """Load an OpenAI server and measure TTFT, TPOT, ITL, E2EL, throughput and goodput.
 
@@ -246,30 +204,7 @@ def serve(
     if temperature is not None and math.isnan(temperature):
         raise click.BadParameter("nan is not a number", param_hint="--temperature")
     key = os.environ.get("MESH_API_KEY") if api_key_file is None else read_first_key(api_key_file)
-    report, code = run_load(
-        LoadOptions(
-            server=server,
-            endpoint=cast("EndpointName", endpoint),
-            model=model,
-            api_key=key or None,
-            num_requests=num_requests,
-            rate=rate,
-            burstiness=burstiness,
-            concurrency=concurrency,
-            num_warmup=num_warmup,
-            dataset=dataset,
-            prompt_tokens=prompt_tokens,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            ignore_eos=ignore_eos,
-            extra_body=extra_body,
-            seed=seed,
-            timeout_s=timeout_s,
-            slos=slos,
-            percentiles=percentiles,
-            output=output,
-        )
-    )
+    report, code = run_load(LoadOptions(api_key=key or None, temperature=temperature, output=output, **given))
     if report is not None:
         click.echo(as_json(report) if is_json else as_text(report))
         if output is not None:

@@ -296,31 +296,19 @@ class Report:
     client_cpu_share: float
 
 
+_NAMES_OF_VLLM: Final = {"duration_s": "duration", "max_concurrency": "max_concurrent_requests"}
+
+
 def as_dict(report: Report) -> dict[str, Any]:
     """For JSON, without the single requests. What vLLM's `bench serve` measures too has its names there."""
     figures = report.figures
     return {
         "circumstances": asdict(report.conditions),
-        "duration": figures.duration_s,
-        "completed": figures.completed,
-        "failed": figures.failed,
-        "rejected": figures.rejected,
-        "unfinished": figures.unfinished,
-        "failures": [asdict(failure) for failure in figures.failures],
-        "retry_after": figures.retry_after,
-        "total_input_tokens": figures.total_input_tokens,
-        "total_cached_tokens": figures.total_cached_tokens,
-        "total_output_tokens": figures.total_output_tokens,
-        "num_without_usage": figures.num_without_usage,
-        "num_stopped_early": figures.num_stopped_early,
-        "request_throughput": figures.request_throughput,
-        "output_throughput": figures.output_throughput,
-        "total_token_throughput": figures.total_token_throughput,
-        "request_goodput": figures.request_goodput,
-        "good_share": figures.good_share,
-        "scheduled_good_share": figures.scheduled_good_share,
-        "mean_concurrency": figures.mean_concurrency,
-        "max_concurrent_requests": figures.max_concurrency,
+        **{
+            _NAMES_OF_VLLM.get(name, name): value
+            for name, value in asdict(figures).items()
+            if name != "num_requests" and not name.endswith("_ms")
+        },
         **_spread("ttft", figures.ttft_ms),
         **_spread("tpot", figures.tpot_ms),
         **_spread("itl", figures.itl_ms),

@@ -1,75 +1,130 @@
-"""Options that several benchmarks share, as decorators; what differs is an argument."""
+"""Options that several benchmarks share, and the end of their commands.
+
+A command names as parameters the options that it works with. All others arrive in its `given`, and are fields
+of its options object as they are.
+"""
 
 from __future__ import annotations
 
+import shlex
 import signal
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Final
 
 import click
 
+from mesh.cli.option_types import float_option, int_option
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
+    from collections.abc import Iterator
 
-    Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+    from mesh.cli.option_types import Decorator
 
-FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-FOLDER = click.Path(path_type=Path, file_okay=False)
+FILE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
+FOLDER: Final = click.Path(path_type=Path, file_okay=False)
 
-model_argument = click.argument("model", required=False, type=FILE)
-one_way_delay_option = click.option(
-    "--delay-ms",
-    type=click.FloatRange(0.0),
-    default=5.0,
-    show_default=True,
-    help="One-way delay between any two hosts.",
-)
-threads_option = click.option(
-    "--threads",
-    "num_threads",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Threads of each stage.",
-)
-serve_options_option = click.option(
+
+@dataclass(frozen=True, kw_only=True)
+class LabOptions:
+    """What every run that loads a mesh on lab hosts is told.
+
+    Attributes:
+        model: A GGUF.
+        num_stages: Hosts with layers; one more is the head.
+        delay_ms: One-way delay between any two hosts.
+        hang_up_share: Share of requests whose client disconnects, 0 to 1.
+        is_short: Whether it is a quick run: short answers, and little time between events.
+        seed: Of everything that is random.
+        exact: Numeric mode; then every text must be the one that was given undisturbed.
+        ctx_size: Positions of a session.
+        num_threads: Of each stage.
+        speculate: Allowed proposers, as in `mesh serve`.
+        serve_options: Further options of `mesh serve`.
+        output: Folder for the report.
+        logs: Folder for what the processes write; None throws it away.
+    """
+
+    model: Path
+    num_stages: int
+    delay_ms: float
+    hang_up_share: float
+    is_short: bool
+    seed: int
+    exact: bool
+    ctx_size: int
+    num_threads: int
+    speculate: str
+    serve_options: tuple[str, ...]
+    output: Path
+    logs: Path | None
+
+
+def _split(_context: click.Context, _parameter: click.Parameter, words: str) -> tuple[str, ...]:
+    return tuple(shlex.split(words))
+
+
+model_argument: Final = click.argument("model", required=False, type=FILE)
+delay_option: Final = float_option("--delay-ms", default=5.0, help="One-way delay between any two hosts.")
+threads_option: Final = int_option("--threads", "num_threads", default=1, help="Threads of each stage.")
+serve_option: Final = click.option(
     "--serve",
     "serve_options",
     default="",
     metavar="OPTIONS",
+    callback=_split,
     help="More options of `mesh serve`, in one argument.",
 )
-logs_option = click.option("--logs", type=FOLDER, help="Keep the logs of the processes in this folder.")
-json_option = click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
+json_option: Final = click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
 
 
-def seed_option(what: str) -> Decorator:
-    """`--seed`, of what it says."""
-    return click.option(
-        "--seed", type=click.IntRange(0), default=1, show_default=True, help=f"Seed of {what}."
-    )
+def seed_option(help: str) -> Decorator:
+    """`--seed`, 1 unless given."""
+    return int_option("--seed", least=0, default=1, help=help)
 
 
-def hang_ups_option(meaning: str) -> Decorator:
-    """`--hang-ups`: a share, 0 to 1."""
+def hang_ups_option(help: str) -> Decorator:
+    """`--hang-ups`, a share from 0 to 1."""
     return click.option(
         "--hang-ups",
         "hang_up_share",
         type=click.FloatRange(0.0, 1.0),
         default=0.0,
         metavar="SHARE",
-        help=meaning,
+        help=help,
     )
 
 
-def output_option(default: str) -> Decorator:
-    """`-o`: folder of the report."""
-    return click.option(
-        "-o", "--output", type=FOLDER, default=Path(default), show_default=True, help="Folder of the report."
-    )
+def output_option(folder: str, help: str = "Folder of the report.") -> Decorator:
+    """`--output`, a folder of that name unless given."""
+    return click.option("-o", "--output", type=FOLDER, default=Path(folder), show_default=True, help=help)
 
 
-def report_on_sigterm() -> None:
-    """Handle SIGTERM like Ctrl-C: a run with a time limit still reports what it has measured."""
+def logs_option(help: str = "Keep the logs of the processes in this folder.") -> Decorator:
+    """`--logs`, a folder."""
+    return click.option("--logs", type=FOLDER, help=help)
+
+
+@contextmanager
+def logs_folder(kept: Path | None) -> Iterator[Path]:
+    """The folder of `--logs`, made if it is not there; without one, a folder that is removed at the end."""
+    with ExitStack() as stack:
+        folder = kept or Path(stack.enter_context(TemporaryDirectory(prefix="mesh-bench-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder.resolve()
+
+
+def end_on_sigterm() -> None:
+    """Treat SIGTERM as Ctrl-C: with a time limit, too, all is removed, and what was measured is reported."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def end_command(report: str, folder: Path, *, is_json: bool, is_good: bool) -> None:
+    """Print a report and the place of its page, and exit with 1 unless all is well."""
+    click.echo(report)
+    if not is_json:
+        click.echo(f"report: {folder / 'report.md'}")
+    if not is_good:
+        click.get_current_context().exit(1)

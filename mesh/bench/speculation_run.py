@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import structlog
 
 from mesh.bench.blocking_client import Client
 from mesh.bench.paired_systems import even_split
+from mesh.bench.shared_options import logs_folder
 from mesh.bench.speculation_plan import (
     ServeOptions,
     acceptance_plan,
@@ -116,7 +116,7 @@ def run_spec(options: SpecOptions) -> Report:
     )
     chosen = choose(workloads, options.workloads or tuple(workloads))
     with ExitStack() as stack:
-        logs = _logs(options, stack)
+        logs = stack.enter_context(logs_folder(options.logs))
         draft_model = _draft_model(options, logs)
         phases = _plan(options, workloads, chosen, ServeOptions(draft_model, options.exact))
         results = Results(_conditions(options, draft_model))
@@ -175,13 +175,6 @@ def _plan(
         delays_ms=options.delays_ms or _SWEEP_DELAYS_MS,
         with_peer=options.with_rpc,
     )
-
-
-def _logs(options: SpecOptions, stack: ExitStack) -> Path:
-    """A folder that all hosts see."""
-    folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mesh-bench-")))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder.resolve()
 
 
 def _draft_model(options: SpecOptions, logs: Path) -> Path | None:

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from mesh.cli.option_types import int_option
 from mesh.cli.shared_options import local_model
 from mesh.util.progress import progress_bars
 from stages.certification.certify import CertifyOptions
@@ -62,9 +63,7 @@ class _WireTypes(click.ParamType[tuple[HiddenType, ...]]):
 @click.option(
     "--cuts", type=_Cuts(), default="all", metavar="all|A,B,…", help="Layers at which to cut, each alone."
 )
-@click.option(
-    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads for computing."
-)
+@int_option("--threads", default=1, help="Threads for computing.")
 @click.option(
     "--wire",
     "wires",

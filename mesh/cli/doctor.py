@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mesh.cli.head_client import ask_head
+from mesh.cli.option_types import int_option
 from mesh.cli.shared_options import key_of
 from mesh.util.child_environment import API_KEY
 from spanmesh_proto.errors import MeshError
@@ -35,13 +36,7 @@ _PATIENCE_S: Final = 660.0
 )
 @click.option("--token-file", type=_FILE, help="Check the connection to the head of this join token.")
 @click.option("--advertise", metavar="IP", help="Address at which other hosts reach this one.")
-@click.option(
-    "--port",
-    default=8000,
-    show_default=True,
-    type=click.IntRange(1, 65535),
-    help="Port at which the API would listen.",
-)
+@int_option("--port", most=65535, default=8000, help="Port at which the API would listen.")
 @click.option("--json", "is_json", is_flag=True, help="Print every check as JSON.")
 def doctor(
     *,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from mesh.cli.option_types import GpuLayers, MemorySize
-from mesh.cli.shared_options import storage_from, storage_options
+from mesh.cli.option_types import MemorySize, int_option
+from mesh.cli.shared_options import gpu_layers_option, storage_from, storage_options
 
 
 @click.command()
@@ -28,17 +28,8 @@ from mesh.cli.shared_options import storage_from, storage_options
 @click.option(
     "--memory", "memory_bytes", type=MemorySize(), metavar="SIZE", help="Memory for the mesh, such as 8G."
 )
-@click.option(
-    "--threads", type=click.IntRange(min=1), help="Threads for computing; one per core unless given."
-)
-@click.option(
-    "--gpu-layers",
-    default="auto",
-    show_default=True,
-    metavar="N|all|none|auto",
-    type=GpuLayers(),
-    help="Layers of each stage on this host's GPUs; as many as fit unless given.",
-)
+@int_option("--threads", help="Threads for computing; one per core unless given.")
+@gpu_layers_option
 @click.option("--name", help="Name of this host in the mesh; its host name unless given.")
 @storage_options
 @click.option(

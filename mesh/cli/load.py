@@ -11,6 +11,7 @@ import click
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.main import SectionedCommand
+from mesh.cli.option_types import int_option
 from mesh.cli.shared_options import (
     SESSION_FLAGS,
     SPECULATION_FLAGS,
@@ -43,10 +44,9 @@ _SECTIONS: Final = {
 @click.argument("model", type=click.Path(path_type=Path))
 @head_options
 @click.option("--name", help="Name of the model in the API.  [default: the name of its file]")
-@click.option(
+@int_option(
     "--threads",
     metavar="N",
-    type=click.IntRange(1),
     help="Threads of each host for the model.  [default: those that no other model uses, at least one]",
 )
 @one_model_options

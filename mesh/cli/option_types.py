@@ -1,10 +1,10 @@
-"""Parameter types of options, and the command line as it is reported."""
+"""Parameter types of options, common kinds and groups of options, and the command line as it is reported."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -12,11 +12,19 @@ from click.core import ParameterSource
 from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
 
+Command = TypeVar("Command", bound="Callable[..., Any]")
 Number = TypeVar("Number", int, float)
 Name = TypeVar("Name", bound=str)
+
+
+class Decorator(Protocol):
+    """Adds options to a command."""
+
+    def __call__(self, command: Command, /) -> Command:
+        """The command with the options; their values arrive as keywords."""
 
 
 class MemorySize(click.ParamType[int]):
@@ -136,6 +144,45 @@ class Numbers(click.ParamType[tuple[Number, ...]]):
         if self._most is not None and max(numbers) > self._most:
             self.fail(f"{max(numbers)} is above {self._most}", param, ctx)
         return numbers
+
+
+def int_option(*names: str, least: int = 1, most: int | None = None, **fields: Any) -> Decorator:
+    """An option of whole numbers, whose help names its default, if it has one.
+
+    Args:
+        names: Its flag, and the name of the parameter if that is another.
+        least: Smallest value.
+        most: Largest value, or None.
+        fields: Further fields of `click.option`, such as `default`, `metavar` and `help`.
+    """
+    return _option_of(click.IntRange(least, most), names, fields)
+
+
+def float_option(*names: str, least: float = 0.0, most: float | None = None, **fields: Any) -> Decorator:
+    """An option of real numbers; see `int_option`."""
+    return _option_of(click.FloatRange(least, most), names, fields)
+
+
+def choice_option(*names: str, choices: Collection[str], **fields: Any) -> Decorator:
+    """An option with few values; see `int_option`."""
+    return _option_of(click.Choice(list(choices)), names, fields)
+
+
+def _option_of(kind: click.ParamType[Any], names: tuple[str, ...], fields: dict[str, Any]) -> Decorator:
+    if "default" in fields:
+        fields.setdefault("show_default", True)
+    return click.option(*names, type=kind, **fields)
+
+
+def option_group(*options: Decorator) -> Decorator:
+    """Several options as one; the help lists them in this order."""
+
+    def add(command: Command, /) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 def read_first_key(path: Path) -> str:

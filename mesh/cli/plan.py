@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh.cli.head_client import ask_head
-from mesh.cli.option_types import LayerCounts, MemorySize
-from mesh.cli.shared_options import key_of
+from mesh.cli.option_types import MemorySize, choice_option, int_option
+from mesh.cli.shared_options import key_of, split_option
 from mesh.util.child_environment import API_KEY
 from stages.runtime.kv_types import KV_TYPES
 from stages.units import format_size
@@ -51,36 +51,22 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     type=click.FloatRange(0),
     help="Round trip between any two of the given hosts.",
 )
-@click.option("--stages", metavar="N", type=click.IntRange(1), help="Cut the model into N stages.")
-@click.option("--split", type=LayerCounts(), metavar="A,B,…", help="Layers of each stage, such as 10,10,10.")
+@int_option("--stages", metavar="N", help="Cut the model into N stages.")
+@split_option
 @click.option("--topology", type=_FILE, help="TOML file that fixes the placement, tables [[stage]].")
-@click.option("--ctx-size", metavar="N", type=click.IntRange(16), help="Positions of one session.")
-@click.option(
-    "--parallel",
-    default=4,
-    show_default=True,
-    metavar="N",
-    type=click.IntRange(1, 64),
-    help="Concurrent sessions.",
-)
-@click.option(
-    "--kv-type",
-    default="f16",
-    show_default=True,
-    type=click.Choice(list(KV_TYPES)),
-    help="Format of the KV caches.",
-)
+@int_option("--ctx-size", least=16, metavar="N", help="Positions of one session.")
+@int_option("--parallel", most=64, default=4, metavar="N", help="Concurrent sessions.")
+@choice_option("--kv-type", choices=KV_TYPES, default="f16", help="Format of the KV caches.")
 @click.option("--exact", is_flag=True, help="Plan for exact mode.")
-@click.option("--threads", metavar="N", type=click.IntRange(1), help="Threads of this host for computing.")
+@int_option("--threads", metavar="N", help="Threads of this host for computing.")
 @click.option(
     "--memory", type=MemorySize(), metavar="SIZE", help="Memory for stages on this host, such as 8G."
 )
-@click.option(
+@int_option(
     "--prompt-tokens",
+    most=4096,
     default=128,
-    show_default=True,
     metavar="N",
-    type=click.IntRange(1, 4096),
     help="Length of the prompt for the predicted time to first token.",
 )
 @click.option("--no-timing", is_flag=True, help="Place layers only: no timing, no prediction.")

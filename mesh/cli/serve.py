@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from mesh.cli.main import SectionedCommand
-from mesh.cli.option_types import GpuLayers, MemorySize
+from mesh.cli.option_types import MemorySize, int_option
 from mesh.cli.shared_options import (
     SESSION_FLAGS,
     SPECULATION_FLAGS,
     check_stage_options,
+    gpu_layers_option,
     local_model,
     one_model_options,
     speculation_from,
@@ -48,9 +49,7 @@ _SECTIONS: Final = {
 @click.command(cls=SectionedCommand, sections=_SECTIONS)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address at which the API listens.")
-@click.option(
-    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port of the API."
-)
+@int_option("--port", least=0, most=65535, default=8000, help="Port of the API.")
 @click.option(
     "--api-key-file",
     type=_FILE,
@@ -89,26 +88,14 @@ _SECTIONS: Final = {
     help="Fix the placement by this TOML file, tables [[stage]] with host and layers: no layer is ever "
     "placed elsewhere, and missing hosts are waited for.",
 )
-@click.option(
-    "--threads",
-    metavar="N",
-    type=click.IntRange(1),
-    help="Threads of this host for computing.  [default: one a core]",
-)
+@int_option("--threads", metavar="N", help="Threads of this host for computing.  [default: one a core]")
 @click.option(
     "--memory",
     type=MemorySize(),
     metavar="SIZE",
     help="Memory for stages and draft model on this host, such as 8G.  [default: all that is free]",
 )
-@click.option(
-    "--gpu-layers",
-    default="auto",
-    show_default=True,
-    metavar="N|all|none|auto",
-    type=GpuLayers(),
-    help="Layers of each stage on this host's GPUs; as many as fit unless given.",
-)
+@gpu_layers_option
 @one_model_options
 @weights_options
 @click.option(

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from mesh.cli.option_types import LayerCounts, MemorySize, read_first_key
+from mesh.cli.option_types import (
+    GpuLayers,
+    LayerCounts,
+    MemorySize,
+    choice_option,
+    float_option,
+    int_option,
+    option_group,
+    read_first_key,
+)
 from mesh.util import session_defaults
 from mesh.util.child_environment import API_KEY
 from speculative.draft import defaults as draft_defaults
@@ -23,16 +32,13 @@ if TYPE_CHECKING:
     from stages.weights.store import StorageOptions
 
 
-Command = TypeVar("Command", bound="Callable[..., Any]")
-
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
-_SPECULATION_OPTIONS: Final = (
-    click.option(
+_speculation_options: Final = option_group(
+    choice_option(
         "--speculate",
+        choices=("auto", "off", "ngram", "draft", "replay"),
         default="auto",
-        show_default=True,
-        type=click.Choice(["auto", "off", "ngram", "draft", "replay"]),
         help="Proposer of tokens that the model verifies; auto uses all available ones where they pay.",
     ),
     click.option(
@@ -42,51 +48,33 @@ _SPECULATION_OPTIONS: Final = (
         metavar="PATH",
         help="GGUF file of a small draft model for MODEL.",
     ),
-    click.option(
-        "--draft-max",
-        default=draft_defaults.DRAFT_MAX,
-        show_default=True,
-        metavar="N",
-        type=click.IntRange(1),
-        help="Maximum of tokens drafted ahead.",
+    int_option(
+        "--draft-max", default=draft_defaults.DRAFT_MAX, metavar="N", help="Maximum of tokens drafted ahead."
     ),
-    click.option(
-        "--draft-min",
-        default=draft_defaults.DRAFT_MIN,
-        show_default=True,
-        metavar="N",
-        type=click.IntRange(1),
-        help="Minimum of tokens of a draft.",
+    int_option(
+        "--draft-min", default=draft_defaults.DRAFT_MIN, metavar="N", help="Minimum of tokens of a draft."
     ),
-    click.option(
+    float_option(
         "--p-min",
+        most=1.0,
         default=draft_defaults.P_MIN,
-        show_default=True,
         metavar="P",
-        type=click.FloatRange(0.0, 1.0),
         help="Probability below which a draft ends.",
     ),
-    click.option(
-        "--draft-threads",
-        default=draft_defaults.NUM_THREADS,
-        show_default=True,
-        metavar="N",
-        type=click.IntRange(1),
-        help="Threads of the draft model.",
+    int_option(
+        "--draft-threads", default=draft_defaults.NUM_THREADS, metavar="N", help="Threads of the draft model."
     ),
-    click.option(
+    int_option(
         "--draft-gpu-layers",
+        least=-1,
         default=draft_defaults.NUM_GPU_LAYERS,
-        show_default=True,
         metavar="N",
-        type=click.IntRange(-1),
         help="Layers of the draft model on the GPU, -1 for all.",
     ),
-    click.option(
+    choice_option(
         "--draft-kv-type",
+        choices=KV_TYPES,
         default=draft_defaults.KV_TYPE,
-        show_default=True,
-        type=click.Choice(list(KV_TYPES)),
         help="Format of the draft model's KV cache.",
     ),
     click.option(
@@ -95,16 +83,8 @@ _SPECULATION_OPTIONS: Final = (
         is_flag=True,
         help="Also propose from earlier answers to the same API key.",
     ),
-    click.option(
-        "--spec-width",
-        "width",
-        metavar="N",
-        type=click.IntRange(0),
-        help="Always propose N tokens per window.",
-    ),
-    click.option(
-        "--spec-depth", "depth", metavar="N", type=click.IntRange(1), help="Always keep N windows in flight."
-    ),
+    int_option("--spec-width", "width", least=0, metavar="N", help="Always propose N tokens per window."),
+    int_option("--spec-depth", "depth", metavar="N", help="Always keep N windows in flight."),
     click.option(
         "--no-spec-cancel",
         "cancels",
@@ -123,13 +103,6 @@ _SPECULATION_OPTIONS: Final = (
 )
 
 
-def speculation_options(command: Command) -> Command:
-    """Add them to a command; they arrive as keywords."""
-    for option in reversed(_SPECULATION_OPTIONS):
-        command = option(command)
-    return command
-
-
 def speculation_from(speculate: str, **values: Any) -> SpeculationOptions:
     """What the user said.
 
@@ -141,51 +114,47 @@ def speculation_from(speculate: str, **values: Any) -> SpeculationOptions:
     return SpeculationOptions(mode=speculate, **values)  # type: ignore[arg-type]  # click has checked it
 
 
-_ONE_MODEL_OPTIONS: Final = (
-    click.option(
-        "--stages",
-        metavar="N",
-        type=click.IntRange(1),
-        help="Cut the model into N stages.  [default: the planner's choice]",
-    ),
-    click.option(
-        "--split", type=LayerCounts(), metavar="A,B,…", help="Layers of each stage, such as 10,10,10."
-    ),
-    click.option(
+split_option: Final = click.option(
+    "--split", type=LayerCounts(), metavar="A,B,…", help="Layers of each stage, such as 10,10,10."
+)
+gpu_layers_option: Final = click.option(
+    "--gpu-layers",
+    default="auto",
+    show_default=True,
+    metavar="N|all|none|auto",
+    type=GpuLayers(),
+    help="Layers of each stage on this host's GPUs; as many as fit unless given.",
+)
+one_model_options: Final = option_group(
+    _speculation_options,
+    int_option("--stages", metavar="N", help="Cut the model into N stages.  [default: the planner's choice]"),
+    split_option,
+    int_option(
         "--ctx-size",
+        least=16,
         metavar="N",
-        type=click.IntRange(16),
         help="Positions of one session, prompt and answer together.  [default: the model's, at most 4096]",
     ),
-    click.option(
-        "--parallel",
-        default=session_defaults.NUM_SLOTS,
-        show_default=True,
-        metavar="N",
-        type=click.IntRange(1, 64),
-        help="Concurrent sessions.",
+    int_option(
+        "--parallel", most=64, default=session_defaults.NUM_SLOTS, metavar="N", help="Concurrent sessions."
     ),
-    click.option(
+    choice_option(
         "--kv-type",
+        choices=KV_TYPES,
         default=session_defaults.KV_TYPE,
-        show_default=True,
-        type=click.Choice(list(KV_TYPES)),
         help="Format of the KV caches; q8_0 needs half the memory of f16.",
     ),
-    click.option(
+    choice_option(
         "--wire",
+        choices=("f32", "f16", "q8", "auto"),
         default=session_defaults.WIRE,
-        show_default=True,
-        type=click.Choice(["f32", "f16", "q8", "auto"]),
         help="Format of hidden states between hosts: exact, half the bytes, about a quarter, or chosen per "
         "link.",
     ),
-    click.option(
+    int_option(
         "--max-waiting",
         default=session_defaults.MAX_WAITING,
-        show_default=True,
         metavar="N",
-        type=click.IntRange(1),
         help="Limit of waiting requests; more are rejected with 429.",
     ),
     click.option("--exact", is_flag=True, help="Exact mode: a text never depends on what else is computed."),
@@ -199,13 +168,6 @@ SPECULATION_FLAGS: Final = (
 )
 
 
-def one_model_options(command: Command) -> Command:
-    """Add them to a command; they arrive as keywords."""
-    for option in reversed(_ONE_MODEL_OPTIONS):
-        command = option(command)
-    return speculation_options(command)
-
-
 def check_stage_options(stages: int | None, split: tuple[int, ...] | None) -> None:
     """Refuse options that contradict one another.
 
@@ -216,7 +178,8 @@ def check_stage_options(stages: int | None, split: tuple[int, ...] | None) -> No
         raise click.UsageError("--split gives the number of stages: leave out --stages")
 
 
-_STORAGE = (
+# Of every host.
+storage_options: Final = option_group(
     click.option(
         "--models",
         "models_dir",
@@ -232,7 +195,8 @@ _STORAGE = (
         help="Limit of stage files on this host's disk; the least recently used are removed first.",
     ),
 )
-_SENDING = (
+# Of the head.
+weights_options: Final = option_group(
     click.option(
         "--transfer-rate",
         type=MemorySize(),
@@ -244,21 +208,8 @@ _SENDING = (
         is_flag=True,
         help="Hosts fetch from the hub before this host, if the model came from there.",
     ),
+    storage_options,
 )
-
-
-def storage_options(command: Command) -> Command:
-    """Options of every host."""
-    for option in reversed(_STORAGE):
-        command = option(command)
-    return command
-
-
-def weights_options(command: Command) -> Command:
-    """Options of the head."""
-    for option in reversed((*_SENDING, *_STORAGE)):
-        command = option(command)
-    return command
 
 
 def storage_from(*, models_dir: Path | None, cache_bytes: int | None) -> StorageOptions:
@@ -285,17 +236,14 @@ def weights_from(
     return WeightsOptions(transfer_rate, pulled.hub, hub_first)
 
 
-def head_options(command: Command) -> Command:
-    """Adds `--url` and `--api-key-file`."""
-    where = click.option(
-        "--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the mesh's API."
-    )
-    key = click.option(
+head_options: Final = option_group(
+    click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the mesh's API."),
+    click.option(
         "--api-key-file",
-        type=click.Path(path_type=Path, dir_okay=False),
+        type=_FILE,
         help=f"File whose first key is sent to the API; or set {API_KEY}.",
-    )
-    return where(key(command))
+    ),
+)
 
 
 def key_of(api_key_file: Path | None) -> str | None:

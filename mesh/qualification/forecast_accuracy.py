@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +20,7 @@ import click
 from mesh.bench.blocking_client import Batch, Client, chat
 from mesh.bench.datasets import load_prompts
 from mesh.bench.report_tools import markdown_table
+from mesh.bench.shared_options import FILE, logs_folder, logs_option
 from mesh.cli.option_types import Numbers
 from mesh.forecast.cost_model import HANDLING_MS
 from mesh.lab.network import Lab, lab_supported
@@ -81,17 +81,13 @@ class DelayCheck:
 
 
 @click.command()
-@click.option(
-    "--model",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The demo's model unless given.",
-)
+@click.option("--model", type=FILE, help="The demo's model unless given.")
 @click.option("--delay-ms", "delays_ms", type=Numbers(float, 0.0), default=_DELAYS_MS, metavar="A,B,…")
 @click.option("--prompts", "num_prompts", default=4, show_default=True, help="How many.")
 @click.option("--tokens", "num_tokens", default=128, show_default=True, help="Of each answer.")
 @click.option("--threads", "num_threads", default=1, show_default=True, help="Of each stage.")
 @click.option("--exact", is_flag=True, help="In exact mode.")
-@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep the servers' logs.")
+@logs_option()
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write figures.")
 def main(
     *,
@@ -109,10 +105,8 @@ def main(
     reason = lab_supported()
     if reason is not None:
         raise click.ClickException(reason)
-    with tempfile.TemporaryDirectory(prefix="mesh-bench-") as scratch:
-        place = logs or Path(scratch)
-        place.mkdir(parents=True, exist_ok=True)
-        try:
+    try:
+        with logs_folder(logs) as place:
             checks = _run(
                 model or demo_model(),
                 delays_ms,
@@ -120,10 +114,10 @@ def main(
                 num_tokens=num_tokens,
                 num_threads=num_threads,
                 options=["--exact"] if exact else [],
-                logs=place.resolve(),
+                logs=place,
             )
-        except MeshError as error:
-            raise click.ClickException(error.message) from error
+    except MeshError as error:
+        raise click.ClickException(error.message) from error
     click.echo(report(checks))
     if json_path is not None:
         figures = [asdict(check) | {"ratio": check.ratio} for check in checks]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import secrets
-import signal
 import tempfile
 import time
 from pathlib import Path
 
 import click
 
+from mesh.bench.shared_options import end_on_sigterm, model_argument
+
 
 @click.command()
-@click.argument("model", required=False, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@model_argument
 @click.option(
     "--requests",
     type=click.IntRange(1, 200),
@@ -43,8 +44,7 @@ def schemas(
     from mesh.qualification.json_schema_conformance import SchemaResult, ask_all, summary  # noqa: PLC0415 - keeps --help quick
     from mesh.serve.options import demo_model  # noqa: PLC0415
 
-    # With a time limit, everything is still removed at the end.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_on_sigterm()
     key = secrets.token_urlsafe(32)
     # A fixed width and depth: on one machine proposing would not pay, and so would hardly be tried.
     options = ["--stages", "2", "--exact", "--ctx-size", "1024", "--spec-width", "4", "--spec-depth", "3"]

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.bench.shared_options import (
-    hang_ups_option,
-    json_option,
-    logs_option,
-    model_argument,
-    one_way_delay_option,
-    output_option,
-    report_on_sigterm,
-    seed_option,
-    serve_options_option,
-    threads_option,
-)
-from mesh.cli.option_types import Names, Numbers
+from mesh.bench import shared_options
+from mesh.cli.option_types import Names, Numbers, choice_option, float_option, int_option
 from stages.runtime.kv_types import KV_TYPES
 
 if TYPE_CHECKING:
@@ -45,12 +33,11 @@ _LINES: tuple[LineName, ...] = ("crowd", "limit", "prefill", "second-turn", "itl
 
 
 @click.command()
-@model_argument
-@click.option(
+@shared_options.model_argument
+@choice_option(
     "--preset",
-    type=click.Choice(["ramp", "acceptance"]),
+    choices=("ramp", "acceptance"),
     default="ramp",
-    show_default=True,
     help="A ramp of concurrent requests, or every line of the acceptance table.",
 )
 @click.option(
@@ -61,25 +48,17 @@ _LINES: tuple[LineName, ...] = ("crowd", "limit", "prefill", "second-turn", "itl
     help="Lines of the acceptance table: crowd, limit, prefill, second-turn, itl, memory; all unless given.",
 )
 @click.option("--quick", is_flag=True, help="A run of about a minute: few and short chats, two steps.")
-@click.option(
-    "--hosts",
-    "num_stages",
-    type=click.IntRange(1),
-    default=3,
-    show_default=True,
-    help="Hosts that hold layers.",
-)
-@one_way_delay_option
+@int_option("--hosts", "num_stages", default=3, help="Hosts that hold layers.")
+@shared_options.delay_option
 @click.option(
     "--concurrency",
     type=Numbers(int, 1, 256),
     metavar="A,B,…",
     help="Concurrent requests of each step; 1,2,4,8,16 unless given, 8 with --keys.",
 )
-@click.option(
+@int_option(
     "--requests",
     "num_requests",
-    type=click.IntRange(1),
     metavar="N",
     help="Requests of each step; 8 times its concurrency unless given.",
 )
@@ -89,81 +68,61 @@ _LINES: tuple[LineName, ...] = ("crowd", "limit", "prefill", "second-turn", "itl
     metavar="S",
     help="Duration of each step, instead of a number of requests.",
 )
-@click.option(
+@int_option(
     "--keys",
     "num_keys",
-    type=click.IntRange(1, 64),
+    most=64,
     metavar="N",
     help="Instead of chats: clients with N API keys, whose requests share prefixes.",
 )
-@hang_ups_option(
-    "Share of those requests whose client disconnects at a random moment; with one key unless --keys is"
-    " given."
+@shared_options.hang_ups_option(
+    "Share of those requests whose client disconnects at a random moment; with one key unless --keys is "
+    "given."
 )
-@click.option(
+@float_option(
     "--soak",
     "soak_minutes",
-    type=click.FloatRange(0.0),
     default=0.0,
+    show_default=False,
     metavar="MINUTES",
     help="Duration of a steady load after all else.",
 )
-@click.option(
-    "--soak-concurrency",
-    type=click.IntRange(1),
-    default=8,
-    show_default=True,
-    help="Concurrent requests of that load.",
-)
-@click.option(
-    "--chats",
-    "num_scripts",
-    type=click.IntRange(1),
-    help="Number of different chats; 24 unless given, 48 with --keys.",
-)
-@seed_option("chats, sampling and disconnects")
+@int_option("--soak-concurrency", default=8, help="Concurrent requests of that load.")
+@int_option("--chats", "num_scripts", help="Number of different chats; 24 unless given, 48 with --keys.")
+@shared_options.seed_option("Seed of chats, sampling and disconnects.")
 @click.option("--exact", is_flag=True, help="Exact mode: every text must equal the one generated alone.")
-@click.option("--ctx-size", type=click.IntRange(256), metavar="N", help="Positions of one session.")
-@click.option(
+@int_option("--ctx-size", least=256, metavar="N", help="Positions of one session.")
+@int_option(
     "--parallel",
     "num_slots",
-    type=click.IntRange(1, 64),
+    most=64,
     metavar="N",
     help="Concurrent sessions; the highest concurrency unless given, more with --keys.",
 )
-@click.option(
-    "--kv-type",
-    type=click.Choice(list(KV_TYPES)),
-    default="f16",
-    show_default=True,
-    help="Format of the mesh's KV caches; the peer's are f16.",
+@choice_option(
+    "--kv-type", choices=KV_TYPES, default="f16", help="Format of the mesh's KV caches; the peer's are f16."
 )
-@threads_option
+@shared_options.threads_option
 @click.option(
     "--speculate",
     type=click.Choice(["auto", "off", "ngram"]),
     help="Proposer: off unless given, auto with --keys; the peer has none.",
 )
-@serve_options_option
+@shared_options.serve_option
 @click.option("--peer", type=click.Choice(["rpc"]), help="Also measure llama.cpp RPC on the same hosts.")
-@click.option(
+@int_option(
     "--rounds",
-    type=click.IntRange(1),
     default=3,
-    show_default=True,
     help="Repetitions of each measurement of the acceptance table, whose medians are reported.",
 )
-@output_option("bench-stress")
-@logs_option
-@json_option
+@shared_options.output_option("bench-stress")
+@shared_options.logs_option()
+@shared_options.json_option
 def stress(
     *,
     model: Path | None,
     preset: Preset,
-    lines: tuple[LineName, ...],
     quick: bool,
-    num_stages: int,
-    delay_ms: float,
     concurrency: tuple[int, ...] | None,
     num_requests: int | None,
     duration_s: float | None,
@@ -172,19 +131,13 @@ def stress(
     soak_minutes: float,
     soak_concurrency: int,
     num_scripts: int | None,
-    seed: int,
-    exact: bool,
     ctx_size: int | None,
     num_slots: int | None,
-    kv_type: str,
-    num_threads: int,
     speculate: str | None,
-    serve_options: str,
     peer: str | None,
-    rounds: int,
     output: Path,
-    logs: Path | None,
     is_json: bool,
+    **given: Any,
 ) -> None:
     """Load a mesh over several lab hosts that serves MODEL, a GGUF file; without MODEL, the demo's.
 
@@ -220,14 +173,11 @@ def stress(
     else:
         num_chats = _QUICK_CHATS if quick else _CHATS
         usual_ctx_size = _ACCEPTANCE_CTX_SIZE if is_acceptance else _CTX_SIZE
-    report_on_sigterm()
+    shared_options.end_on_sigterm()
     report = run_stress(
         StressOptions(
             model=model or demo_model(),
             preset=preset,
-            lines=lines,
-            num_stages=num_stages,
-            delay_ms=delay_ms,
             concurrency=steps,
             num_requests=num_requests or (_QUICK_REQUESTS if quick and duration_s is None else None),
             duration_s=duration_s,
@@ -235,24 +185,15 @@ def stress(
             soak_concurrency=soak_concurrency,
             num_scripts=num_scripts or num_chats,
             is_short=quick,
-            seed=seed,
-            exact=exact,
             ctx_size=ctx_size or usual_ctx_size,
             num_slots=num_slots or min(most, 64),
-            kv_type=kv_type,
-            num_threads=num_threads,
             speculate=speculate or ("auto" if num_keys else "off"),
-            serve_options=tuple(shlex.split(serve_options)),
             num_keys=num_keys,
             hang_up_share=hang_up_share,
             with_rpc=peer == "rpc",
-            rounds=rounds,
             output=output,
-            logs=logs,
+            **given,
         )
     )
-    click.echo(as_json(report) if is_json else as_text(report))
-    if not is_json:
-        click.echo(f"report: {output / 'report.md'}")
-    if not report.is_good:
-        click.get_current_context().exit(1)
+    text = as_json(report) if is_json else as_text(report)
+    shared_options.end_command(text, output, is_json=is_json, is_good=report.is_good)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 import time
 from contextlib import ExitStack
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
 from mesh.bench.paired_systems import even_split
+from mesh.bench.shared_options import logs_folder
 from mesh.bench.stress import measurements
 from mesh.bench.stress.checks import (
     answer_alone,
@@ -54,6 +53,7 @@ from stages.slicing.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from mesh.bench.report_tools import Check, Line
     from mesh.bench.stress.answers import AnswerRecord
@@ -91,9 +91,7 @@ def run_stress(options: StressOptions) -> Report:
     facts = read_model_facts(options.model)
     programs = build_llama_rpc() if options.with_rpc else None
     with ExitStack() as stack:
-        folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mesh-bench-")))
-        folder.mkdir(parents=True, exist_ok=True)
-        logs = folder.resolve()
+        logs = stack.enter_context(logs_folder(options.logs))
         shared = [logs, options.model.resolve().parent]
         lab = stack.enter_context(Lab(options.num_stages + 1, shared=shared))
         api_keys = tuple(secrets.token_hex(16) for _ in range(options.num_keys))

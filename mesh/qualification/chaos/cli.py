@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.bench.shared_options import (
-    hang_ups_option,
-    json_option,
-    logs_option,
-    model_argument,
-    one_way_delay_option,
-    output_option,
-    report_on_sigterm,
-    seed_option,
-    serve_options_option,
-    threads_option,
-)
-from mesh.cli.option_types import Names
+from mesh.bench import shared_options
+from mesh.cli.option_types import Names, choice_option, float_option, int_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +29,7 @@ _QUICK_QUESTIONS = 6
 
 
 @click.command(context_settings={"token_normalize_func": lambda name: _FORMER.get(name, name)})
-@model_argument
+@shared_options.model_argument
 @click.option(
     "--scenario",
     "scenarios",
@@ -57,9 +45,7 @@ _QUICK_QUESTIONS = 6
     help="Every scenario, with the faults of the acceptance table.",
 )
 @click.option("--quick", is_flag=True, help="Few and short questions, faults in quick succession.")
-@click.option(
-    "--faults", "num_faults", type=click.IntRange(1), default=100, show_default=True, help="Number of faults."
-)
+@int_option("--faults", "num_faults", default=100, help="Number of faults.")
 @click.option(
     "--kinds",
     type=Names("kind of fault", _KINDS),
@@ -67,87 +53,45 @@ _QUICK_QUESTIONS = 6
     help="Kinds of faults: first, middle, tail (kill -9 of that stage), raylet, cut-off, stop, "
     "leave; all unless given.",
 )
-@seed_option("faults, questions, sampling and disconnects")
-@click.option(
-    "--stages",
-    "num_stages",
-    type=click.IntRange(2),
-    default=3,
-    show_default=True,
-    help="Hosts that hold layers.",
+@shared_options.seed_option("Seed of faults, questions, sampling and disconnects.")
+@int_option("--stages", "num_stages", least=2, default=3, help="Hosts that hold layers.")
+@int_option("--spares", "num_spares", least=0, default=1, help="Hosts without layers.")
+@int_option("--streams", "num_streams", most=62, default=8, help="Concurrent requests.")
+@shared_options.hang_ups_option(
+    "Share of streams whose client disconnects at a random moment of the scenarios faults and leave, and "
+    "asks again."
 )
-@click.option(
-    "--spares",
-    "num_spares",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    help="Hosts without layers.",
-)
-@click.option(
-    "--streams",
-    "num_streams",
-    type=click.IntRange(1, 62),
-    default=8,
-    show_default=True,
-    help="Concurrent requests.",
-)
-@hang_ups_option(
-    "Share of streams whose client disconnects at a random moment of the scenarios faults and leave, and asks"
-    " again."
-)
-@one_way_delay_option
+@shared_options.delay_option
 @click.option(
     "--fast",
     is_flag=True,
     help="Fast mode, whose texts are not compared with the undisturbed run.",
 )
-@click.option(
-    "--ctx-size", type=click.IntRange(256), default=1024, show_default=True, help="Positions of one session."
-)
-@threads_option
-@click.option(
-    "--speculate",
-    type=click.Choice(["auto", "off", "ngram"]),
-    default="auto",
-    show_default=True,
-    help="Proposer.",
-)
-@serve_options_option
-@click.option(
+@int_option("--ctx-size", least=256, default=1024, help="Positions of one session.")
+@shared_options.threads_option
+@choice_option("--speculate", choices=("auto", "off", "ngram"), default="auto", help="Proposer.")
+@shared_options.serve_option
+@float_option(
     "--whole-timeout-s",
-    type=click.FloatRange(1.0),
+    least=1.0,
     default=90.0,
-    show_default=True,
     metavar="S",
     help="Time after a fault until all hosts must be back.",
 )
-@output_option("bench-chaos")
-@logs_option
-@json_option
+@shared_options.output_option("bench-chaos")
+@shared_options.logs_option()
+@shared_options.json_option
 def chaos(
     *,
     model: Path | None,
     scenarios: tuple[ScenarioName, ...],
     preset: str | None,
     quick: bool,
-    num_faults: int,
     kinds: tuple[FaultKind, ...] | None,
-    seed: int,
-    num_stages: int,
-    num_spares: int,
-    num_streams: int,
-    hang_up_share: float,
-    delay_ms: float,
     fast: bool,
-    ctx_size: int,
-    num_threads: int,
-    speculate: str,
-    serve_options: str,
-    whole_timeout_s: float,
     output: Path,
-    logs: Path | None,
     is_json: bool,
+    **given: Any,
 ) -> None:
     """Inject faults into a mesh that serves MODEL, a GGUF file, on lab hosts; without MODEL, the demo's.
 
@@ -164,36 +108,21 @@ def chaos(
 
     is_acceptance = preset == "acceptance"
     wanted = _SCENARIOS if is_acceptance else scenarios
-    report_on_sigterm()
+    shared_options.end_on_sigterm()
     report = run_chaos(
         ChaosOptions(
             model=model or demo_model(),
             scenarios=wanted,
-            num_stages=num_stages,
-            num_spares=num_spares,
-            delay_ms=delay_ms,
-            num_streams=num_streams,
-            hang_up_share=hang_up_share,
-            num_faults=num_faults,
             kinds=kinds or (_LOSSES if is_acceptance else _KINDS),
             is_short=quick,
             # Files that are fetched later would count as sent again.
             awaits_replicas=not quick or "head" in wanted,
-            seed=seed,
             exact=not fast,
             num_questions=_QUICK_QUESTIONS if quick else _QUESTIONS,
             answer_tokens=_QUICK_ANSWER_TOKENS if quick else _ANSWER_TOKENS,
-            ctx_size=ctx_size,
-            num_threads=num_threads,
-            speculate=speculate,
-            serve_options=tuple(shlex.split(serve_options)),
-            whole_timeout_s=whole_timeout_s,
             output=output,
-            logs=logs,
+            **given,
         )
     )
-    click.echo(as_json(report) if is_json else as_text(report))
-    if not is_json:
-        click.echo(f"report: {output / 'report.md'}")
-    if not report.is_good:
-        click.get_current_context().exit(1)
+    text = as_json(report) if is_json else as_text(report)
+    shared_options.end_command(text, output, is_json=is_json, is_good=report.is_good)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
+from mesh.bench.shared_options import LabOptions
 from mesh.placement.host_capacity import HostCapacity
 from mesh.placement.planner import plan
 from spanmesh_proto.errors import ModelDoesNotFit
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mesh.placement.stage_sizes import Workload
     from mesh.qualification.chaos.faults import FaultKind
     from stages.slicing.model_facts import ModelFacts
@@ -21,57 +20,31 @@ ScenarioName = Literal["faults", "leave", "head", "no-room"]
 SCENARIOS: Final[tuple[ScenarioName, ...]] = get_args(ScenarioName)
 
 
-@dataclass(frozen=True)
-class ChaosOptions:
-    """A run of `mesh bench chaos`.
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions(LabOptions):
+    """A run of `mesh bench chaos`; see `LabOptions` for the other options.
 
     Attributes:
-        model: A GGUF.
         scenarios: Scenarios, in order.
-        num_stages: Hosts with layers; one more is the head.
         num_spares: Hosts without.
-        delay_ms: One-way delay between any two hosts.
         num_streams: Requests under way at any time.
         num_faults: How many.
         kinds: Among which they are drawn.
-        is_short: Whether they follow and pass quickly.
         awaits_replicas: Whether a mesh is whole only when its spare hosts have every stage loaded ahead.
-        hang_up_share: Of streams, how many have a client that hangs up while the mesh is harmed, 0 to 1.
-        seed: Of faults, questions, sampling and hang-ups.
-        exact: Numeric mode; then every text must be that of the undisturbed run.
         num_questions: Different ones.
         answer_tokens: Lengths of answers, of which each question gets one.
-        ctx_size: Positions of a session.
-        num_threads: Of each stage.
-        speculate: Allowed proposers, as in `mesh serve`.
-        serve_options: Further options of `mesh serve`.
         whole_timeout_s: A mesh that is not whole again so long after a fault has failed.
-        output: Folder for the report.
-        logs: Folder for what the processes write; None throws it away.
     """
 
-    model: Path
     scenarios: tuple[ScenarioName, ...]
-    num_stages: int
     num_spares: int
-    delay_ms: float
     num_streams: int
     num_faults: int
     kinds: tuple[FaultKind, ...]
-    is_short: bool
     awaits_replicas: bool
-    hang_up_share: float
-    seed: int
-    exact: bool
     num_questions: int
     answer_tokens: tuple[int, ...]
-    ctx_size: int
-    num_threads: int
-    speculate: str
-    serve_options: tuple[str, ...]
     whole_timeout_s: float
-    output: Path
-    logs: Path | None
 
 
 _STEP_BYTES: Final = 2**20

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from mesh.bench.report_tools import Check
+from mesh.bench.shared_options import logs_folder
 from mesh.bench.stress.checks import flatness_check, leak_check
 from mesh.bench.stress.harness import open_sessions
 from mesh.lab.memory_watch import MemoryWatch
@@ -146,11 +145,8 @@ class _Run:
             memory_bytes = int(least_memory_bytes(facts, workload, options.num_stages) * _ROOM)
             join_options = ("--memory", str(memory_bytes))
         with ExitStack() as stack:
-            folder = options.logs or Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="mesh-bench-"))
-            )
-            logs = (folder / ("no-room" if is_tight else "mesh")).resolve()
-            logs.mkdir(parents=True, exist_ok=True)
+            logs = stack.enter_context(logs_folder(options.logs)) / ("no-room" if is_tight else "mesh")
+            logs.mkdir(exist_ok=True)
             shared = [logs, options.model.resolve().parent]
             lab = stack.enter_context(Lab(1 + options.num_stages + num_spares, shared=shared))
             serve = ["--speculate", options.speculate, "--parallel", str(num_slots)]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
-import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
+from mesh.bench.shared_options import end_on_sigterm, model_argument, output_option, seed_option
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from mesh.qualification.fuzz.report import FuzzOptions, FuzzReport
 
@@ -20,7 +21,7 @@ _CASES = click.IntRange(1)
 
 
 @click.command()
-@click.argument("model", required=False, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@model_argument
 @click.option(
     "--http", type=_CASES, metavar="N", help="Number of API requests, derived from its OpenAPI document."
 )
@@ -33,15 +34,8 @@ _CASES = click.IntRange(1)
 @click.option(
     "--tokens", type=_CASES, metavar="N", help="Number of join tokens: mistyped, damaged and random."
 )
-@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of all randomness.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("bench-fuzz"),
-    show_default=True,
-    help="Folder for failing inputs and logs.",
-)
+@seed_option("Of all randomness.")
+@output_option("bench-fuzz", "Folder for failing inputs and logs.")
 @click.option("--json", "is_json", is_flag=True, help="Print the reports as JSON.")
 def fuzz(*, model: Path | None, seed: int, output: Path, is_json: bool, **num_cases: int | None) -> None:
     """Feed N inputs of each kind that is named; what serves a model serves MODEL, or the demo's.
@@ -55,8 +49,7 @@ def fuzz(*, model: Path | None, seed: int, output: Path, is_json: bool, **num_ca
     from mesh.qualification.fuzz.report import FuzzOptions, as_dict, as_text  # noqa: PLC0415
     from mesh.serve.options import demo_model  # noqa: PLC0415
 
-    # With a time limit, everything is still removed at the end.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_on_sigterm()
     output.mkdir(parents=True, exist_ok=True)
     model = model or demo_model()
     reports = []

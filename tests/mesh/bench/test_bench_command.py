@@ -1,10 +1,13 @@
 """What benches take, and what wrong options get."""
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mesh.cli.main import run
+from spanmesh_proto.errors import MeshError
 
 
 @pytest.mark.parametrize(
@@ -45,3 +48,128 @@ def test_wrong_hang_ups_are_named(
     assert run(["bench", bench, str(smollm2_path), *arguments]) == 2
     # Lines break where the terminal ends.
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("bench", "runner", "arguments", "fields"),
+    [
+        (
+            "stress",
+            "mesh.bench.stress.run.run_stress",
+            (
+                "--lines itl,crowd --hosts 5 --delay-ms 2 --concurrency 2,5 --duration-s 3 --soak 2 --chats 4"
+                " --soak-concurrency 6 --seed 9 --exact --ctx-size 400 --parallel 9 --kv-type q8_0"
+                " --threads 2 --speculate ngram --serve --hub-first --peer rpc --rounds 1 -o out --logs logs"
+            ),
+            {
+                "preset": "ramp",
+                "lines": ("crowd", "itl"),
+                "num_stages": 5,
+                "delay_ms": 2.0,
+                "concurrency": (2, 5),
+                "num_requests": None,
+                "duration_s": 3.0,
+                "soak_minutes": 2.0,
+                "soak_concurrency": 6,
+                "num_scripts": 4,
+                "is_short": False,
+                "seed": 9,
+                "exact": True,
+                "ctx_size": 400,
+                "num_slots": 9,
+                "kv_type": "q8_0",
+                "num_threads": 2,
+                "speculate": "ngram",
+                "serve_options": ("--hub-first",),
+                "num_keys": 0,
+                "hang_up_share": 0.0,
+                "with_rpc": True,
+                "rounds": 1,
+                "output": Path("out"),
+                "logs": Path("logs"),
+            },
+        ),
+        (
+            "chaos",
+            "mesh.qualification.chaos.run.run_chaos",
+            (
+                "--scenario head --quick --faults 3 --kinds stop,first --seed 4 --stages 4 --spares 0"
+                " --streams 3 --fast --hang-ups .2 --delay-ms 1 --ctx-size 512 --threads 2 --speculate off"
+                " --serve --hub-first --whole-timeout-s 4 -o out --logs logs"
+            ),
+            {
+                "scenarios": ("head",),
+                "num_stages": 4,
+                "num_spares": 0,
+                "delay_ms": 1.0,
+                "num_streams": 3,
+                "num_faults": 3,
+                "kinds": ("first", "stop"),
+                "is_short": True,
+                "awaits_replicas": True,
+                "hang_up_share": 0.2,
+                "seed": 4,
+                "exact": False,
+                "num_questions": 6,
+                "answer_tokens": (32, 48, 64),
+                "ctx_size": 512,
+                "num_threads": 2,
+                "speculate": "off",
+                "serve_options": ("--hub-first",),
+                "whole_timeout_s": 4.0,
+                "output": Path("out"),
+                "logs": Path("logs"),
+            },
+        ),
+        (
+            "spec",
+            "mesh.bench.speculation_run.run_spec",
+            (
+                "--workloads a,b --proposers auto,ngram --draft-max 2 --delay-ms 1,2 --questions 2 --tokens 9"
+                " --threads 2 --draft-type none --exact --rpc --seed 3 -o out --logs logs"
+            ),
+            {
+                "draft_model": None,
+                "draft_type": None,
+                "preset": "sweep",
+                "spec_bench": None,
+                "workloads": ("a", "b"),
+                "modes": ("ngram", "auto"),
+                "widths": (2,),
+                "delays_ms": (1.0, 2.0),
+                "per_workload": 2,
+                "num_tokens": 9,
+                "num_threads": 2,
+                "exact": True,
+                "with_rpc": True,
+                "seed": 3,
+                "output": Path("out"),
+                "logs": Path("logs"),
+                "command": "mesh bench spec SmolLM2-135M-Instruct.Q4_1.gguf --workloads a,b"
+                " --proposers ngram,auto --draft-max 2 --delay-ms 1,2 --questions 2 --tokens 9 --threads 2"
+                " --draft-type none --exact --rpc --seed 3",
+            },
+        ),
+    ],
+)
+def test_every_option_arrives(
+    bench: str,
+    runner: str,
+    arguments: str,
+    fields: dict[str, Any],
+    smollm2_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrived: list[Any] = []
+
+    def stop(options: object) -> None:
+        arrived.append(options)
+        raise MeshError("that is all")
+
+    monkeypatch.setattr(runner, stop)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert run(["bench", bench, str(smollm2_path), *arguments.split()]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert vars(arrived[0]) == {"model": smollm2_path, **fields}
