@@ -11,79 +11,62 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.bench.shared_options import FOLDER, json_option, seed_option
-from mesh.cli.option_types import Numbers, choice_option, float_option, int_option, read_first_key
-from spanmesh_proto.errors import InvalidRequest
+from mesh.cli.option_types import Numbers, ParsedText, choice_option, float_option, int_option, read_first_key
 
 if TYPE_CHECKING:
     from mesh.bench.http_client import Server
     from mesh.bench.serving_metrics import Slo
 
 
-class _Positive(click.ParamType[float]):
+class _Positive(ParsedText[float]):
     """A number above 0, `inf` included."""
 
     name = "number"
 
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def parse(self, text: str) -> float:
         try:
-            number = float(value)
+            number = float(text)
         except ValueError:
             number = math.nan
         if not number > 0:
-            self.fail(f"{value} is not a number above 0", param, ctx)
+            raise ValueError(f"{text} is not a number above 0")
         return number
 
 
-class _Url(click.ParamType["Server"]):
+class _Url(ParsedText["Server"]):
     """`http://HOST:PORT`."""
 
     name = "url"
 
-    def convert(
-        self, value: str | Server, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Server:
+    def parse(self, text: str) -> Server:
         from mesh.bench.http_client import parse_url  # noqa: PLC0415 - keeps --help quick
 
-        if not isinstance(value, str):
-            return value
-        try:
-            return parse_url(value)
-        except InvalidRequest as error:
-            self.fail(error.message, param, ctx)
+        return parse_url(text)
 
 
-class _Goodput(click.ParamType["Slo"]):
+class _Goodput(ParsedText["Slo"]):
     """`ttft:500`."""
 
     name = "slo"
 
-    def convert(self, value: str | Slo, param: click.Parameter | None, ctx: click.Context | None) -> Slo:
+    def parse(self, text: str) -> Slo:
         from mesh.bench.serving_metrics import parse_slo  # noqa: PLC0415 - keeps --help quick
 
-        if not isinstance(value, str):
-            return value
-        try:
-            return parse_slo(value)
-        except InvalidRequest as error:
-            self.fail(error.message, param, ctx)
+        return parse_slo(text)
 
 
-class _JsonObject(click.ParamType[dict[str, Any]]):
+class _JsonObject(ParsedText[dict[str, Any]]):
     """`{"top_k": 20}`."""
 
     name = "json"
 
-    def convert(
-        self, value: str | dict[str, Any], param: click.Parameter | None, ctx: click.Context | None
-    ) -> dict[str, Any]:
-        if isinstance(value, dict):
-            return value
+    def parse(self, text: str) -> dict[str, Any]:
         try:
-            fields = json.loads(value)
+            fields = json.loads(text)
         except json.JSONDecodeError as error:
-            self.fail(f"{value!r} is not JSON ({error})", param, ctx)
+            raise ValueError(f"{text!r} is not JSON ({error})") from None
         if not isinstance(fields, dict):
-            self.fail(f'{value!r} is not a JSON object such as {{"top_k": 20}}', param, ctx)
+            raise ValueError(f'{text!r} is not a JSON object such as {{"top_k": 20}}')  # noqa: TRY004 - of the text
         return fields
 
 

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from mesh.cli.option_types import int_option
+from mesh.cli.option_types import ParsedText, int_option
 from mesh.cli.shared_options import local_model
 from mesh.util.progress import progress_bars
 from stages.certification.certify import CertifyOptions
@@ -24,38 +24,32 @@ if TYPE_CHECKING:
     from stages.certification.comparison import Difference, EquivalenceReport
 
 
-class _Cuts(click.ParamType[tuple[int, ...] | None]):
+class _Cuts(ParsedText[tuple[int, ...] | None]):
     """`all`, or layers separated by commas."""
 
     name = "cuts"
 
-    def convert(
-        self, value: str | tuple[int, ...] | None, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...] | None:
-        if value is None or isinstance(value, tuple):
-            return value
-        if value == "all":
+    def parse(self, text: str) -> tuple[int, ...] | None:
+        if text == "all":
             return None
         try:
-            return tuple(int(part) for part in value.split(","))
+            return tuple(int(part) for part in text.split(","))
         except ValueError:
-            self.fail(f"{value!r} is not 'all' or layers such as 5,11", param, ctx)
+            raise ValueError(f"{text!r} is not 'all' or layers such as 5,11") from None
 
 
-class _WireTypes(click.ParamType[tuple[HiddenType, ...]]):
+class _WireTypes(ParsedText[tuple[HiddenType, ...]]):
     """Wire types separated by commas."""
 
     name = "wires"
 
-    def convert(
-        self, value: str | tuple[HiddenType, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[HiddenType, ...]:
-        if isinstance(value, tuple):
-            return value
+    def parse(self, text: str) -> tuple[HiddenType, ...]:
         try:
-            return tuple(HiddenType(part) for part in value.split(","))
+            return tuple(HiddenType(part) for part in text.split(","))
         except ValueError:
-            self.fail(f"{value!r} is not a list of wire types: there are {', '.join(HiddenType)}", param, ctx)
+            raise ValueError(
+                f"{text!r} is not a list of wire types: there are {', '.join(HiddenType)}"
+            ) from None
 
 
 @click.command()

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from mesh.api.api_keys import KeyRecord, add_key, default_key_file, digest_of, read_key_file, remove_key
+from mesh.cli.option_types import ParsedText
 
 _SPAN = re.compile(r"(\d{1,6})([hdw])")
 _HOURS = {"h": 1, "d": 24, "w": 24 * 7}
@@ -26,30 +27,24 @@ _FILE = click.option(
 _LIMIT = click.IntRange(1, 10**12)
 
 
-class _Expiry(click.ParamType[dt.datetime]):
+class _Expiry(ParsedText[dt.datetime]):
     """`30d`, `12h`, `2w`, or a date, in UTC unless it names another zone."""
 
     name = "expiry"
 
-    def convert(
-        self, value: str | dt.datetime, param: click.Parameter | None, ctx: click.Context | None
-    ) -> dt.datetime:
-        if isinstance(value, dt.datetime):
-            return value
+    def parse(self, text: str) -> dt.datetime:
         now = dt.datetime.now(dt.UTC).replace(microsecond=0)
         try:
-            if span := _SPAN.fullmatch(value):
+            if span := _SPAN.fullmatch(text):
                 return now + dt.timedelta(hours=int(span[1]) * _HOURS[span[2]])
-            moment = dt.datetime.fromisoformat(value)
+            moment = dt.datetime.fromisoformat(text)
         except (ValueError, OverflowError):
-            self.fail(
-                f"{value!r} is not a duration such as 12h, 30d or 2w, or a date such as 2027-01-31",
-                param,
-                ctx,
-            )
+            raise ValueError(
+                f"{text!r} is not a duration such as 12h, 30d or 2w, or a date such as 2027-01-31"
+            ) from None
         moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=dt.UTC)
         if moment <= now:
-            self.fail(f"{value!r} is in the past", param, ctx)
+            raise ValueError(f"{text!r} is in the past")
         return moment
 
 

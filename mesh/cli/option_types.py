@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import click
 from click.core import ParameterSource
 
-from spanmesh_proto.errors import ClusterError
+from spanmesh_proto.errors import ClusterError, MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound="Callable[..., Any]")
 Number = TypeVar("Number", int, float)
 Name = TypeVar("Name", bound=str)
+Value = TypeVar("Value")
 
 
 class Decorator(Protocol):
@@ -27,43 +28,56 @@ class Decorator(Protocol):
         """The command with the options; their values arrive as keywords."""
 
 
-class MemorySize(click.ParamType[int]):
+class ParsedText(click.ParamType[Value]):
+    """A type of values that are written as text; what is no text, such as a default, is a value already."""
+
+    def parse(self, text: str) -> Value:
+        """To a value.
+
+        Raises:
+            MeshError: Saying what is wrong with the text.
+            ValueError: Likewise.
+        """
+        raise NotImplementedError
+
+    def convert(self, value: str | Value, param: click.Parameter | None, ctx: click.Context | None) -> Value:
+        """To a value, or to an error of the command line."""
+        # A fraction is from a file of settings, where numbers need no quotes.
+        if not isinstance(value, (str, float)):
+            return value
+        try:
+            return self.parse(str(value))
+        except MeshError as error:
+            self.fail(error.message, param, ctx)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class MemorySize(ParsedText[int]):
     """`8G`, `512M` and the like."""
 
     name = "size"
 
-    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def parse(self, text: str) -> int:
         """To bytes."""
         from mesh.cluster.host_facts import parse_size  # noqa: PLC0415 - keeps --help quick
 
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_size(value)
-        except ClusterError as error:
-            self.fail(error.message, param, ctx)
+        return parse_size(text)
 
 
-class GpuLayers(click.ParamType[int | None]):
+class GpuLayers(ParsedText[int | None]):
     """`20`, `all`, `none` or `auto`."""
 
     name = "layers"
 
-    def convert(
-        self, value: str | int | None, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | None:
+    def parse(self, text: str) -> int | None:
         """To a number, as in `mesh.placement.host_capacity`."""
         from mesh.placement.host_capacity import parse_gpu_layers  # noqa: PLC0415 - keeps --help quick
 
-        if not isinstance(value, str):
-            return value
-        try:
-            return parse_gpu_layers(value)
-        except ClusterError as error:
-            self.fail(error.message, param, ctx)
+        return parse_gpu_layers(text)
 
 
-class Names(click.ParamType[tuple[Name, ...]]):
+class Names(ParsedText[tuple[Name, ...]]):
     """`leave,head`: some of several names.
 
     Args:
@@ -81,37 +95,29 @@ class Names(click.ParamType[tuple[Name, ...]]):
         self._known = known
         self._former = former or {}
 
-    def convert(
-        self, value: str | tuple[Name, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Name, ...]:
+    def parse(self, text: str) -> tuple[Name, ...]:
         """To names."""
-        if isinstance(value, tuple):
-            return value
-        wanted = [self._former.get(each, each) for each in value.split(",")]
+        wanted = [self._former.get(each, each) for each in text.split(",")]
         for each in wanted:
             if each not in self._known:
-                self.fail(f"{each!r} is not a {self._what}; there are {', '.join(self._known)}", param, ctx)
+                raise ValueError(f"{each!r} is not a {self._what}; there are {', '.join(self._known)}")
         return tuple(name for name in self._known if name in wanted)
 
 
-class LayerCounts(click.ParamType[tuple[int, ...]]):
+class LayerCounts(ParsedText[tuple[int, ...]]):
     """`10,10,10`."""
 
     name = "counts"
 
-    def convert(
-        self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
+    def parse(self, text: str) -> tuple[int, ...]:
         """To integers; the planner checks their sum."""
-        if isinstance(value, tuple):
-            return value
         try:
-            return tuple(int(part) for part in value.split(","))
+            return tuple(int(part) for part in text.split(","))
         except ValueError:
-            self.fail(f"{value!r} is not a list of layer counts; write it like 10,10,10", param, ctx)
+            raise ValueError(f"{text!r} is not a list of layer counts; write it like 10,10,10") from None
 
 
-class Numbers(click.ParamType[tuple[Number, ...]]):
+class Numbers(ParsedText[tuple[Number, ...]]):
     """`5,20`.
 
     Args:
@@ -127,22 +133,18 @@ class Numbers(click.ParamType[tuple[Number, ...]]):
         self._least: Number = least
         self._most: Number | None = most
 
-    def convert(
-        self, value: str | tuple[Number, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Number, ...]:
+    def parse(self, text: str) -> tuple[Number, ...]:
         """To numbers within the limits."""
-        if isinstance(value, tuple):
-            return value
         try:
-            numbers = tuple(self._kind(part) for part in value.split(","))
+            numbers = tuple(self._kind(part) for part in text.split(","))
         except ValueError:
-            self.fail(f"{value!r} is not a list of numbers such as 5,20", param, ctx)
-        if any(number != number for number in numbers):  # noqa: PLR0124 - "nan" is a float
-            self.fail(f"{value!r} is not a list of numbers such as 5,20", param, ctx)
+            numbers = ()
+        if not numbers or any(number != number for number in numbers):  # noqa: PLR0124 - "nan" is a float
+            raise ValueError(f"{text!r} is not a list of numbers such as 5,20")
         if min(numbers) < self._least:
-            self.fail(f"{min(numbers)} is below {self._least}", param, ctx)
+            raise ValueError(f"{min(numbers)} is below {self._least}")
         if self._most is not None and max(numbers) > self._most:
-            self.fail(f"{max(numbers)} is above {self._most}", param, ctx)
+            raise ValueError(f"{max(numbers)} is above {self._most}")
         return numbers
 
 

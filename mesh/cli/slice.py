@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from mesh.cli.option_types import ParsedText
 from mesh.cli.shared_options import local_model
 from mesh.requantize import QUANT_TYPES, requantise
 from mesh.util.progress import progress_bars
@@ -14,23 +15,19 @@ from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 
 
-class _Layers(click.ParamType[LayerRange]):
+class _Layers(ParsedText[LayerRange]):
     """`A:B`, layers from A up to, not including, B."""
 
     name = "layers"
 
-    def convert(
-        self, value: str | LayerRange, param: click.Parameter | None, ctx: click.Context | None
-    ) -> LayerRange:
-        if isinstance(value, LayerRange):
-            return value
+    def parse(self, text: str) -> LayerRange:
         try:
-            start, stop = value.split(":")
+            start, stop = text.split(":")
             return LayerRange(int(start), int(stop))
         except ValueError:
-            self.fail(
-                f"{value!r} is not a layer range; write A:B with 0 <= A < B, B not included", param, ctx
-            )
+            raise ValueError(
+                f"{text!r} is not a layer range; write A:B with 0 <= A < B, B not included"
+            ) from None
 
 
 @click.command(name="slice")
