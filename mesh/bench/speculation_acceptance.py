@@ -135,7 +135,7 @@ class Closeness:
 
 def closeness(rows: Sequence[Row]) -> tuple[Closeness, ...]:
     """For each cold chat workload that was replayed as well."""
-    cold = [row for row in rows if not (row.place.is_raw or row.place.is_warm)]
+    cold = [row for row in rows if row.place.is_cold_chat]
     ceilings = {
         (row.place.delay_ms, row.place.workload): row.tokens_per_s
         for row in cold
@@ -154,7 +154,7 @@ def _cold(server: str, setting: str, delay_ms: float, names: Collection[str]) ->
         (place.server, place.setting, place.delay_ms) == (server, setting, delay_ms)
         and place.workload in names
         and place.temperature == 0
-        and not (place.is_raw or place.is_warm)
+        and place.is_cold_chat
     )
 
 
@@ -294,10 +294,10 @@ def _candidates(rows: Sequence[Row]) -> list[Candidate]:
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         place = row.place
-        is_cold_chat = not (place.is_raw or place.is_warm) and place.temperature == 0
         if (
             place.system == MESH
-            and is_cold_chat
+            and place.is_cold_chat
+            and place.temperature == 0
             and place.setting not in {OFF.name, OFF_AGAIN.name, REPLAY.name}
             and row.speed_up is not None
         ):

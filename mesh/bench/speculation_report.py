@@ -42,7 +42,7 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         plots: Names of the picture files beside the page.
     """
     results = report.results
-    chat = [row for row in report.rows if not (row.place.is_raw or row.place.is_warm)]
+    chat = [row for row in report.rows if row.place.is_cold_chat]
     warm = [row for row in report.rows if row.place.is_warm]
     raw = [row for row in report.rows if row.place.is_raw]
     sections = [
@@ -176,7 +176,7 @@ def _figures(rows: Sequence[Row]) -> str:
         (
             (
                 f"{row.place.delay_ms:g}", row.place.workload, row.place.system,
-                f"{row.place.setting} ({row.place.server})", f"{row.place.temperature:g}",
+                row.place.label, f"{row.place.temperature:g}",
                 str(row.num_answers), f"{row.tokens_per_s:.1f}", number(row.speed_up),
                 number(row.speed_up_low), number(row.speed_up_high), number(row.tokens_per_window),
                 number(row.mean_accepted), _share(row.acceptance), f"{row.ttft_ms:.0f}",
@@ -196,7 +196,7 @@ def _positions(rows: Sequence[Row]) -> str:
             (
                 f"{row.place.delay_ms:g}",
                 row.place.workload,
-                f"{row.place.setting} ({row.place.server})",
+                row.place.label,
                 *(
                     f"{share:.2f} ({count})"
                     for share, count in zip(row.acceptance_per_position, row.drafts_per_position, strict=True)
@@ -255,9 +255,7 @@ def draw_plots(rows: Sequence[Row], folder: Path) -> tuple[str, ...]:
     chat = [
         row
         for row in rows
-        if row.place.system == MESH
-        and row.place.temperature == 0
-        and not (row.place.is_raw or row.place.is_warm)
+        if row.place.system == MESH and row.place.temperature == 0 and row.place.is_cold_chat
     ]
     paired = [row for row in chat if row.speed_up is not None]
     names = []
@@ -271,15 +269,11 @@ def draw_plots(rows: Sequence[Row], folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _label(row: Row) -> str:
-    return f"{row.place.setting} ({row.place.server})"
-
-
 def _by_delay(rows: Sequence[Row], path: Path) -> None:
     """Mean over workloads."""
     figure, axes = new_figure("one-way delay, ms", "times faster than off, mean over workloads")
-    for label in dict.fromkeys(map(_label, rows)):
-        mine = [row for row in rows if _label(row) == label]
+    for label in dict.fromkeys(row.place.label for row in rows):
+        mine = [row for row in rows if row.place.label == label]
         delays = sorted({row.place.delay_ms for row in mine})
         means = [
             fmean(row.speed_up for row in mine if row.place.delay_ms == delay and row.speed_up is not None)
@@ -295,11 +289,11 @@ def _by_workload(rows: Sequence[Row], path: Path) -> None:
     delay_ms = max(row.place.delay_ms for row in rows)
     here = [row for row in rows if row.place.delay_ms == delay_ms]
     workloads = list(dict.fromkeys(row.place.workload for row in here))
-    labels = list(dict.fromkeys(map(_label, here)))
+    labels = list(dict.fromkeys(row.place.label for row in here))
     figure, axes = new_figure("", f"times faster than off at {delay_ms:g} ms")
     width = 0.8 / len(labels)
     for index, label in enumerate(labels):
-        heights = {row.place.workload: row.speed_up for row in here if _label(row) == label}
+        heights = {row.place.workload: row.speed_up for row in here if row.place.label == label}
         places = [number + (index - (len(labels) - 1) / 2) * width for number in range(len(workloads))]
         axes.bar(places, [heights.get(name) or 0.0 for name in workloads], width, label=label)
     axes.set_xticks(range(len(workloads)), workloads, rotation=45, ha="right")
@@ -310,8 +304,8 @@ def _by_workload(rows: Sequence[Row], path: Path) -> None:
 def _by_position(rows: Sequence[Row], path: Path) -> None:
     """Mean over workloads and delays."""
     figure, axes = new_figure("position in the window", "accepted up to here, share of windows")
-    for label in dict.fromkeys(map(_label, rows)):
-        curves = [row.acceptance_per_position for row in rows if _label(row) == label]
+    for label in dict.fromkeys(row.place.label for row in rows):
+        curves = [row.acceptance_per_position for row in rows if row.place.label == label]
         longest = max(map(len, curves))
         means = [
             fmean(curve[position] for curve in curves if len(curve) > position) for position in range(longest)

@@ -364,6 +364,16 @@ class Place:
     server: str
     setting: str
 
+    @property
+    def is_cold_chat(self) -> bool:
+        """Whether the questions came through the chat endpoint, each for the first time."""
+        return not (self.is_raw or self.is_warm)
+
+    @property
+    def label(self) -> str:
+        """Setting and server, for a reader."""
+        return f"{self.setting} ({self.server})"
+
     @classmethod
     def of(cls, sample: Sample) -> Place:
         """Row of a sample."""
