@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
@@ -15,6 +15,10 @@ from spanmesh_proto.errors import MeshError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+
+# Among the failures of a run that Ctrl-C or a time limit ended.
+INTERRUPTED: Final = "interrupted: the rest is missing"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import structlog
 
 from mesh.bench.blocking_client import Client
 from mesh.bench.paired_systems import even_split
+from mesh.bench.report_tools import INTERRUPTED
 from mesh.bench.shared_options import logs_folder
 from mesh.bench.speculation_plan import (
     ServeOptions,
@@ -145,7 +146,7 @@ def run_spec(options: SpecOptions) -> Report:
             for phase in phases:
                 runner.run(phase)
         except KeyboardInterrupt:
-            results.failures.append("interrupted: the rest is missing")
+            results.failures.append(INTERRUPTED)
         results.took_s = time.monotonic() - started_s
         categories = {workload.name for workload in workloads.values() if workload.source == SPEC_BENCH}
         report = work_out(results, categories=categories, with_acceptance=options.preset == "acceptance")

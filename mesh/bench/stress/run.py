@@ -13,6 +13,7 @@ import structlog
 
 from mesh.api.api_keys import KeyRecord, add_key, digest_of
 from mesh.bench.paired_systems import even_split
+from mesh.bench.report_tools import INTERRUPTED
 from mesh.bench.shared_options import logs_folder
 from mesh.bench.stress import measurements
 from mesh.bench.stress.checks import (
@@ -161,7 +162,7 @@ class _Run:
             if options.soak_minutes:
                 self._soak()
         except KeyboardInterrupt:
-            self._failures.append("interrupted: the rest is missing")
+            self._failures.append(INTERRUPTED)
         except MeshError as error:
             self._failures.append(error.message)
 

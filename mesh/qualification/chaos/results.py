@@ -8,7 +8,7 @@ from datetime import datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.report_tools import Line
+from mesh.bench.report_tools import INTERRUPTED, Line
 from mesh.bench.stress.checks import Problem, check_answers
 
 if TYPE_CHECKING:
@@ -380,9 +380,6 @@ def _median(values: Sequence[float]) -> float | None:
 
 def _shown(values: Sequence[float]) -> str:
     return f"{median(values):.2f}" if values else "none"
-
-
-INTERRUPTED: Final = "interrupted: the rest is missing"
 
 
 @dataclass(frozen=True)

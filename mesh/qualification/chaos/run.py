@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mesh.bench.report_tools import Check
+from mesh.bench.report_tools import INTERRUPTED, Check
 from mesh.bench.shared_options import logs_folder
 from mesh.bench.stress.checks import flatness_check, leak_check
 from mesh.bench.stress.harness import open_sessions
@@ -22,7 +22,6 @@ from mesh.qualification.chaos.faults import FaultInjector
 from mesh.qualification.chaos.harness import FaultTestBed, FirstFailure, baseline_answers
 from mesh.qualification.chaos.options import least_memory_bytes
 from mesh.qualification.chaos.report import Report, write_report
-from mesh.qualification.chaos.results import INTERRUPTED
 from mesh.qualification.chaos.scenarios import try_faults, try_head_restart, try_leaving, try_no_room
 from spanmesh_proto import SOFTWARE_VERSION
 from spanmesh_proto.errors import ClusterError, MeshError

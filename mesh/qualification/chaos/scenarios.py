@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mesh.bench.report_tools import Line
+from mesh.bench.report_tools import INTERRUPTED, Line
 from mesh.qualification.chaos.clients import short_question
 from mesh.qualification.chaos.faults import Fault, draw_faults
 from mesh.qualification.chaos.harness import ANSWERS_TIMEOUT_S, FaultRun
 from mesh.qualification.chaos.results import (
-    INTERRUPTED,
     PROBE_S,
     SERVING_S,
     Scenario,
