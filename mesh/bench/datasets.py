@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.report_tools import read_json_lines
 from mesh.util.completion_stream import CHAT_PATH, COMPLETION_PATH
 from spanmesh_proto.errors import InvalidRequest, MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from mesh.bench.http_client import EndpointName
@@ -88,7 +87,7 @@ def read_dataset(path: Path, endpoint: EndpointName) -> tuple[Prompt, ...]:
     Raises:
         MeshError: If the file cannot be read, or naming the line that is not of that kind.
     """
-    prompts = tuple(_prompt(path, number, line, endpoint) for number, line in read_json_lines(path))
+    prompts = tuple(_prompt(path, number, line, endpoint) for number, line in _read_json_lines(path))
     if not prompts:
         raise InvalidRequest(f"{path} holds no prompt; write one JSON object a line", param="--dataset")
     return prompts
@@ -104,6 +103,29 @@ def draw(prompts: Sequence[Prompt], count: int, seed: int) -> tuple[Prompt, ...]
     """
     shuffled = Random(seed).sample(prompts, len(prompts))  # noqa: S311 - an order, not a secret
     return tuple(shuffled[index % len(shuffled)] for index in range(count))
+
+
+def _read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file and their line numbers, from 1; empty lines are passed over.
+
+    Raises:
+        MeshError: If the file cannot be read, or naming the line that is no JSON object.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise MeshError(f"cannot read {path}: {reason}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise MeshError(f"{path}, line {number}: not JSON ({error})") from None
+        if not isinstance(fields, dict):
+            raise MeshError(f"{path}, line {number}: not a JSON object")
+        yield number, fields
 
 
 def _prompt(path: Path, number: int, line: dict[str, Any], endpoint: EndpointName) -> Prompt:
@@ -196,7 +218,7 @@ def read_spec_bench(path: Path) -> tuple[SpecBenchQuestion, ...]:
     try:
         questions = tuple(
             SpecBenchQuestion(str(line["question_id"]), line["category"], line["turns"][0])
-            for _, line in read_json_lines(path)
+            for _, line in _read_json_lines(path)
         )
     except (LookupError, TypeError) as error:
         raise MeshError(f"{path} is not a Spec-Bench question file: {error}") from error
