@@ -116,16 +116,18 @@ def conditions_text(conditions: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in conditions.items()) + "."
 
 
-def markdown_page(sections: Iterable[tuple[str, str]], plots: Sequence[str] = ()) -> str:
+def markdown_page(sections: Iterable[tuple[str, str]]) -> str:
     """A page of sections; those without a body are left out.
 
     Args:
         sections: Heading, perhaps empty, and body of each.
-        plots: Names of the picture files beside the page.
     """
-    pictures = "\n\n".join(f"![{name}]({name})" for name in plots)
-    found = [*sections, ("## Pictures", pictures)]
-    return "\n\n".join(f"{title}\n\n{body}".strip() for title, body in found if body) + "\n"
+    return "\n\n".join(f"{title}\n\n{body}".strip() for title, body in sections if body) + "\n"
+
+
+def pictures_section(plots: Sequence[str]) -> tuple[str, str]:
+    """A section of a page with the picture files of these names, which are beside it."""
+    return "## Pictures", "\n\n".join(f"![{name}]({name})" for name in plots)
 
 
 def text_page(parts: Iterable[str]) -> str:

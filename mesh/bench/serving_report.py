@@ -15,6 +15,7 @@ from mesh.bench.report_tools import (
     markdown_table,
     new_figure,
     number,
+    pictures_section,
     save_figure,
     text_page,
     write_files,
@@ -49,8 +50,9 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         ("## Latencies, ms", markdown_table(*_latencies(report))),
         ("", _definitions()),
         ("## Failures", markdown_table(("kind", "requests", "the first said"), _failures(report.figures))),
+        pictures_section(plots),
     ]
-    return markdown_page(sections, plots)
+    return markdown_page(sections)
 
 
 def as_text(report: Report) -> str:

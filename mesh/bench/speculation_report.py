@@ -15,6 +15,7 @@ from mesh.bench.report_tools import (
     markdown_table,
     new_figure,
     number,
+    pictures_section,
     save_figure,
     write_files,
 )
@@ -60,9 +61,10 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         ),
         ("## Requests at once", _concurrent(results.groups)),
         ("## llama.cpp RPC: its settings", _peer(results)),
+        pictures_section(plots),
         ("## Recommended for production", recommendation_text(report.recommendation, results.servers)),
     ]
-    return markdown_page(sections, plots)
+    return markdown_page(sections)
 
 
 def recommendation_text(found: Recommendation, servers: Mapping[str, Sequence[str]]) -> str:

@@ -19,6 +19,7 @@ from mesh.bench.report_tools import (
     markdown_page,
     markdown_table,
     new_figure,
+    pictures_section,
     save_figure,
     text_page,
     write_files,
@@ -71,8 +72,9 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
         ("## Stages, over the whole run; times in ms", markdown_table(*_stages(report))),
         ("## Memory, MiB", markdown_table(*_memory(report))),
         ("", _memory_words(report)),
+        pictures_section(plots),
     ]
-    return markdown_page(sections, plots)
+    return markdown_page(sections)
 
 
 def as_text(report: Report) -> str:
