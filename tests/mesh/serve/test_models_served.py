@@ -186,7 +186,7 @@ def test_two_models_are_served_healed_taken_over_and_one_is_unloaded(mesh: Mesh,
     # Unloaded, its memory on the hosts is free.
     held = mesh.status()["hosts"][0]["held_bytes"]
     kept = mesh.unload(first).json()["error"]
-    assert "is what `mesh serve` was started with" in kept["message"]
+    assert "is the model of `mesh serve`" in kept["message"]
     assert mesh.unload("tiny").json() == {"model": "tiny", "unloaded": True, "ended": 0}
     status = mesh.status()
     assert ([model["name"] for model in status["models"]], "tiny" in status["hosts"][0]["layers"]) == (
