@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mesh.util.completion_stream import DONE, MAX_MESSAGE_CHARS, EventStream, error_message, read_chunk
+
+if TYPE_CHECKING:
+    from mesh.util.completion_stream import Chunk
 
 # Kinds of failure that are counted apart from errors.
 REJECTED: Final = "http_429"
@@ -168,10 +171,34 @@ class AnswerReading:
             self._refusal = (self._refusal + data)[:_MAX_ERROR_BYTES]
             return
         for event in self._events.feed(data):
-            if event == DONE:
-                self._is_done = True
-            else:
-                self._take(event, now_s)
+            self.on_event(event, now_s)
+
+    def on_event(self, event: bytes, now_s: float) -> None:
+        """The next event: a chunk, or `[DONE]`."""
+        if event == DONE:
+            self._is_done = True
+            return
+        try:
+            fields: dict[str, Any] = json.loads(event)
+            chunk = read_chunk(fields)
+        except (ValueError, TypeError, AttributeError):
+            self._failure = self._failure or Failure(
+                "stream_error", f"not a chunk of an answer: {_line(event)}"
+            )
+            return
+        self.on_chunk(chunk, fields, now_s)
+
+    def on_chunk(self, chunk: Chunk, fields: dict[str, Any], now_s: float) -> None:  # noqa: ARG002 - subclasses
+        """The next chunk, and the JSON that it was read from."""
+        if chunk.error is not None:
+            self._failure = self._failure or Failure("stream_error", chunk.error[:MAX_MESSAGE_CHARS])
+        if chunk.usage:
+            self._usage = chunk.usage
+        if chunk.has_tokens:
+            self._parts_s.append(now_s)
+        if chunk.has_tokens or chunk.finish:
+            self._last_s = now_s
+        self._finish = chunk.finish or self._finish
 
     @property
     def has_begun(self) -> bool:
@@ -196,24 +223,6 @@ class AnswerReading:
             finish=self._finish,
             failure=failure or self._failure or self._shortcoming(),
         )
-
-    def _take(self, event: bytes, now_s: float) -> None:
-        try:
-            chunk = read_chunk(json.loads(event))
-        except (ValueError, TypeError, AttributeError):
-            self._failure = self._failure or Failure(
-                "stream_error", f"not a chunk of an answer: {_line(event)}"
-            )
-            return
-        if chunk.error is not None:
-            self._failure = self._failure or Failure("stream_error", chunk.error[:MAX_MESSAGE_CHARS])
-        if chunk.usage:
-            self._usage = chunk.usage
-        if chunk.has_tokens:
-            self._parts_s.append(now_s)
-        if chunk.has_tokens or chunk.finish:
-            self._last_s = now_s
-        self._finish = chunk.finish or self._finish
 
     def _shortcoming(self) -> Failure | None:
         """Errors of a response that is complete as HTTP."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.bench.request_record import HUNG_UP, AnswerReading, Failure, Record
-from mesh.util.completion_stream import DONE, EventStream, read_chunk
+from mesh.util.completion_stream import DONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
     from mesh.bench.http_client import Client
+    from mesh.util.completion_stream import Chunk
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,6 @@ class CheckedReading(AnswerReading):
         self.token_ids: list[int] = []
         self.hang_up_time: HangUpTime | None = None
         self.on_progress: Callable[[], None] = lambda: None
-        self._stream = EventStream()
         self._faults: list[str] = []
         self._ids: set[str] = set()
         self._num_finishes = self._num_usages = self._num_done = 0
@@ -115,10 +114,28 @@ class CheckedReading(AnswerReading):
     def on_body(self, data: bytes, now_s: float) -> None:
         """The next bytes of the body."""
         super().on_body(data, now_s)
-        if self.has_begun:
-            for event in self._stream.feed(data):
-                self._look_at(event)
         self.on_progress()
+
+    def on_event(self, event: bytes, now_s: float) -> None:
+        """The next event."""
+        if self._num_done:
+            self._faults.append("an event after [DONE]")
+        self._num_done += event == DONE
+        super().on_event(event, now_s)
+
+    def on_chunk(self, chunk: Chunk, fields: dict[str, Any], now_s: float) -> None:
+        """The next chunk."""
+        super().on_chunk(chunk, fields, now_s)
+        if (chunk.text or chunk.token_ids) and self._num_finishes:
+            self._faults.append("tokens after the finish reason")
+        if "id" in fields:
+            self._ids.add(str(fields["id"]))
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self._num_finishes += chunk.finish is not None
+        if chunk.usage and not fields.get("choices"):
+            self._num_usages += 1
+            self._num_counted = chunk.usage.get("completion_tokens")
 
     def faults(self) -> tuple[str, ...]:
         """Violations by a stream that is complete as HTTP."""
@@ -136,27 +153,10 @@ class CheckedReading(AnswerReading):
             faults.append(f"{len(self.token_ids)} token ids came, usage counts {self._num_counted}")
         return tuple(faults)
 
-    def _look_at(self, event: bytes) -> None:
-        if self._num_done:
-            self._faults.append("an event after [DONE]")
-        if event == DONE:
-            self._num_done += 1
-            return
-        try:
-            fields: dict[str, Any] = json.loads(event)
-            chunk = read_chunk(fields)
-        except (ValueError, TypeError, AttributeError):
-            return  # the reading itself notes it
-        if (chunk.text or chunk.token_ids) and self._num_finishes:
-            self._faults.append("tokens after the finish reason")
-        if "id" in fields:
-            self._ids.add(str(fields["id"]))
-        self.text += chunk.text
-        self.token_ids += chunk.token_ids
-        self._num_finishes += chunk.finish is not None
-        if chunk.usage and not fields.get("choices"):
-            self._num_usages += 1
-            self._num_counted = chunk.usage.get("completion_tokens")
+    def answer(self, record: Record) -> AnswerRecord:
+        """The request of this record with its answer; a failed request has no faults besides."""
+        faults = self.faults() if record.failure is None else ()
+        return AnswerRecord(record, self.text, tuple(self.token_ids), faults)
 
 
 async def ask_until(client: Client, path: str, body: bytes, reading: CheckedReading) -> Failure | None:

@@ -148,9 +148,7 @@ async def run_client_load(order: ClientLoad) -> Outcome:
         return reading
 
     def on_end(record: Record) -> None:
-        reading = readings.pop(record.number)
-        faults = reading.faults() if record.failure is None else ()
-        answers.append(AnswerRecord(record, reading.text, tuple(reading.token_ids), faults))
+        answers.append(readings.pop(record.number).answer(record))
 
     jobs = [
         Job(
@@ -220,9 +218,7 @@ async def carry_out(order: Order, api_key: str | None = None) -> Outcome:
         return readings[job.number]
 
     def on_end(record: Record) -> None:
-        reading = readings.pop(record.number)
-        faults = reading.faults() if record.failure is None else ()
-        answers.append(AnswerRecord(record, reading.text, tuple(reading.token_ids), faults))
+        answers.append(readings.pop(record.number).answer(record))
         turns.ended(record)
 
     def is_over(num_given: int) -> bool:

@@ -19,7 +19,6 @@ from mesh.bench.http_client import Client, parse_url
 from mesh.bench.request_record import UNFINISHED, Failure, Record
 from mesh.bench.stress.answers import (
     NO_HANG_UPS,
-    AnswerRecord,
     CheckedReading,
     HangUps,
     ask_until,
@@ -181,9 +180,7 @@ class Clients:
             finish=heard.finish,
             failure=heard.failure,
         )
-        faults = reading.faults() if heard.failure is None else ()
-        answer = AnswerRecord(record, reading.text, tuple(reading.token_ids), faults)
-        return Stream(answer, tuple(reading.bytes_s))
+        return Stream(reading.answer(record), tuple(reading.bytes_s))
 
 
 class _Body:
