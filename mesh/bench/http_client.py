@@ -31,6 +31,27 @@ class Receiver(Protocol):
         """The next bytes of the body, and when the event loop got them from the socket."""
 
 
+class WholeBody:
+    """Keeps a response in one piece; implements `Receiver`.
+
+    Attributes:
+        status: HTTP status; 0 before the response.
+        body: The bytes so far.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = b""
+
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:  # noqa: ARG002 - the protocol's
+        """Status and headers; only the status is kept."""
+        self.status = status
+
+    def on_body(self, data: bytes, now_s: float) -> None:  # noqa: ARG002 - the protocol's
+        """The next bytes of the body."""
+        self.body += data
+
+
 class StaleConnectionError(ConnectionError):
     """A connection that had been used before was closed without a byte of a response.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mesh.bench.datasets import PATHS, Asking, draw, made_up_prompts, read_dataset
-from mesh.bench.http_client import Client, one_line
+from mesh.bench.http_client import Client, WholeBody, one_line
 from mesh.bench.load_generator import Job, Load, arrival_times_s
 from mesh.bench.serving_metrics import work_out
 from mesh.bench.serving_report import Report, RunConditions, write_report
@@ -32,20 +32,6 @@ if TYPE_CHECKING:
 _MODELS_PATH: Final = "/v1/models"
 
 
-class _WholeBody:
-    """Keeps a response; implements `http_client.Receiver`."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.body = b""
-
-    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:  # noqa: ARG002 - not needed here
-        self.status = status
-
-    def on_body(self, data: bytes, now_s: float) -> None:  # noqa: ARG002
-        self.body += data
-
-
 async def find_model(client: Client, url: str, model: str | None) -> str:
     """The model name for requests.
 
@@ -62,7 +48,7 @@ async def find_model(client: Client, url: str, model: str | None) -> str:
         Unauthorized: If the API key is missing or wrong.
         ModelNotFound: If the server lists no model and the user names none.
     """
-    answer = _WholeBody()
+    answer = WholeBody()
     try:
         await client.exchange("GET", _MODELS_PATH, b"", answer)
     except OSError as error:
@@ -82,7 +68,7 @@ async def find_model(client: Client, url: str, model: str | None) -> str:
         raise ModelNotFound(f"{url}{_MODELS_PATH} lists no model; name one with --model") from None
 
 
-def _refusal(url: str, answer: _WholeBody) -> MeshError:
+def _refusal(url: str, answer: WholeBody) -> MeshError:
     said = f"{url} answered {answer.status} to {_MODELS_PATH}: {error_message(answer.body) or 'nothing'}"
     if answer.status == 404:
         return ModelNotFound(f"{said}; name the model with --model")

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from mesh.bench.http_client import Client, parse_url
+from mesh.bench.http_client import Client, WholeBody, parse_url
 from mesh.bench.request_record import UNFINISHED, Failure, Record
 from mesh.bench.stress.answers import (
     NO_HANG_UPS,
@@ -126,7 +126,7 @@ class Clients:
 
     async def status(self) -> dict[str, Any] | None:
         """Body of `/mesh/status`; None without a good answer."""
-        answer = _Body()
+        answer = WholeBody()
         try:
             await self._client.exchange("GET", "/mesh/status", b"", answer)
             found: dict[str, Any] = json.loads(answer.body)
@@ -181,20 +181,6 @@ class Clients:
             failure=heard.failure,
         )
         return Stream(reading.answer(record), tuple(reading.bytes_s))
-
-
-class _Body:
-    """A response in one piece; implements `http_client.Receiver`."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.body = b""
-
-    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:  # noqa: ARG002 - the protocol's
-        self.status = status
-
-    def on_body(self, data: bytes, now_s: float) -> None:  # noqa: ARG002 - the protocol's
-        self.body += data
 
 
 def _patience_s(failure: Failure) -> float:
