@@ -10,11 +10,11 @@ import time
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
-from urllib import request
 from urllib.parse import quote
 
 import h11
 
+from mesh.cli.head_client import ask_head
 from mesh.lab.local_mesh import ServedMesh, served_mesh
 from mesh.qualification.fuzz.mutations import TEXTS, SchemaValues, damaged, damaged_value, json_text
 from mesh.qualification.fuzz.report import Tally
@@ -289,8 +289,10 @@ def fuzz_http(options: FuzzOptions) -> FuzzReport:
 
 async def _feed(mesh: ServedMesh, options: FuzzOptions, key: str) -> FuzzReport:
     tally = Tally("http", options, time.monotonic)
+    url = f"http://127.0.0.1:{mesh.port}/openapi.json"
+    document = await asyncio.to_thread(ask_head, url, key, timeout_s=_TIMEOUT_S)
     # The key is another one in each run; what a seed makes must not be.
-    cases = HttpCases(await asyncio.to_thread(_document, mesh.port, key), key, Random(options.seed))  # noqa: S311
+    cases = HttpCases(document, key, Random(options.seed))  # noqa: S311
     left = options.num_cases
     between = max(1, options.num_cases // _NUM_SAMPLES)
 
@@ -353,13 +355,3 @@ def _is_error(reply: Reply) -> bool:
         return set(error) == {"message", "type", "param", "code"} and isinstance(error["message"], str)
     except (ValueError, TypeError, KeyError):
         return False
-
-
-def _document(port: int, key: str) -> dict[str, Any]:
-    asked = request.Request(
-        f"http://127.0.0.1:{port}/openapi.json", headers={"Authorization": f"Bearer {key}"}
-    )
-    opener = request.build_opener(request.ProxyHandler({}))
-    with opener.open(asked, timeout=_TIMEOUT_S) as response:
-        found: dict[str, Any] = json.load(response)
-    return found
