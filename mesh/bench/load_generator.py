@@ -122,28 +122,8 @@ class Load:
         try:
             failure = await self._client.ask(self._path, job.body, reading)
         finally:
-            ended_s = self.now_s()
-            heard = reading.heard(failure)
-            parts_s = tuple(part_s - self._start_s for part_s in heard.parts_s)
-            counted = heard.num_output_tokens
-            self._on_end(
-                Record(
-                    number=job.number,
-                    prompt_id=job.prompt_id,
-                    scheduled_s=scheduled_s,
-                    ready_s=ready_s,
-                    sent_s=sent_s,
-                    ended_s=ended_s,
-                    parts_s=parts_s,
-                    last_s=ended_s if heard.last_s is None else heard.last_s - self._start_s,
-                    num_input_tokens=heard.num_input_tokens,
-                    num_cached_tokens=heard.num_cached_tokens,
-                    num_output_tokens=len(parts_s) if counted is None else counted,
-                    has_usage=counted is not None,
-                    finish=heard.finish,
-                    failure=heard.failure,
-                )
-            )
+            record = Record(job.number, job.prompt_id, scheduled_s, ready_s, sent_s, ended_s=self.now_s())
+            self._on_end(record.with_answer(reading.heard(failure), self._start_s))
 
 
 def arrival_times_s(count: int, rate: float, burstiness: float, seed: int) -> tuple[float, ...]:

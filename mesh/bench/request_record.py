@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.util.completion_stream import DONE, MAX_MESSAGE_CHARS, EventStream, error_message, read_chunk
@@ -98,6 +98,26 @@ class Record:
     has_usage: bool = False
     finish: str | None = None
     failure: Failure | None = None
+
+    def with_answer(self, heard: Heard, start_s: float = 0.0) -> Record:
+        """The same request with its answer.
+
+        Args:
+            heard: The answer; its times are a clock's.
+            start_s: When the run began by that clock, in seconds.
+        """
+        counted = heard.num_output_tokens
+        return replace(
+            self,
+            parts_s=tuple(part_s - start_s for part_s in heard.parts_s),
+            last_s=self.ended_s if heard.last_s is None else heard.last_s - start_s,
+            num_input_tokens=heard.num_input_tokens,
+            num_cached_tokens=heard.num_cached_tokens,
+            num_output_tokens=len(heard.parts_s) if counted is None else counted,
+            has_usage=counted is not None,
+            finish=heard.finish,
+            failure=heard.failure,
+        )
 
     @property
     def ttft_ms(self) -> float:

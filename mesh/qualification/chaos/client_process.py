@@ -16,7 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.bench.http_client import Client, WholeBody, parse_url
-from mesh.bench.request_record import UNFINISHED, Failure, Record
+from mesh.bench.request_record import Record
 from mesh.bench.stress.answers import (
     NO_HANG_UPS,
     CheckedReading,
@@ -31,6 +31,7 @@ from mesh.util.completion_stream import CHAT_PATH
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from mesh.bench.request_record import Failure
     from mesh.bench.stress.answers import HangUpTime
 
 
@@ -108,13 +109,13 @@ class Clients:
         number = next(self._numbers)
         sent_s = self._clock_s()
         self._under_way[number] = sent_s, reading
-        failure: Failure | None = Failure(UNFINISHED, "the run ended first")
         try:
             failure = await ask_until(self._client, CHAT_PATH, body.encode(), reading)
         finally:
             del self._under_way[number]
-            stream = self._stream(number, name, sent_s, reading, failure)
-        return stream
+        record = Record(number, name, sent_s, sent_s, sent_s, ended_s=self._clock_s())
+        answer = reading.answer(record.with_answer(reading.heard(failure)))
+        return Stream(answer, tuple(reading.bytes_s))
 
     def running(self) -> tuple[Running, ...]:
         """Streams in progress."""
@@ -157,30 +158,6 @@ class Clients:
             if self._is_closing:
                 return
             yield question
-
-    def _stream(
-        self, number: int, name: str, sent_s: float, reading: WatchedReading, failure: Failure | None
-    ) -> Stream:
-        ended_s = self._clock_s()
-        heard = reading.heard(failure)
-        counted = heard.num_output_tokens
-        record = Record(
-            number=number,
-            prompt_id=name,
-            scheduled_s=sent_s,
-            ready_s=sent_s,
-            sent_s=sent_s,
-            ended_s=ended_s,
-            parts_s=heard.parts_s,
-            last_s=ended_s if heard.last_s is None else heard.last_s,
-            num_input_tokens=heard.num_input_tokens,
-            num_cached_tokens=heard.num_cached_tokens,
-            num_output_tokens=len(heard.parts_s) if counted is None else counted,
-            has_usage=counted is not None,
-            finish=heard.finish,
-            failure=heard.failure,
-        )
-        return Stream(reading.answer(record), tuple(reading.bytes_s))
 
 
 def _patience_s(failure: Failure) -> float:
