@@ -99,3 +99,14 @@ def test_a_retry_that_fails_loses_nothing() -> None:
             assert chat.take(line)
     assert "error: the server answered 503: no host has room\n" in shown
     assert shown[-2:] == ["user: I am Ada.\n", "assistant: Hello, Ada.\n"]
+
+
+def test_what_came_before_a_server_broke_off_stays_with_its_reason() -> None:
+    events = ({"choices": [{"delta": {"content": "Hello"}}]}, {"error": {"message": "stage 2 went away"}})
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    shown: list[str] = []
+    with answering(f"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{body}".encode()) as url:
+        chat = ChatSession(url, None, model="default", system=None, fields={}, write=shown.append)
+        for line in ("I am Ada.", "/show"):
+            assert chat.take(line)
+    assert shown == ["Hello", "\nerror: stage 2 went away\n", "user: I am Ada.\n", "assistant: Hello\n"]
