@@ -31,7 +31,7 @@ from stages.host.cpu_latency import CpuLatencyRequest
 from stages.sampling.session_spec import SessionSpec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
     from mesh.coordinator.options import CoordinatorOptions
     from mesh.coordinator.prefix_cache import PrefixMatch
@@ -70,6 +70,18 @@ log = structlog.get_logger()
 # When a process dies, all of its streams end within this time.
 _GATHER_S: Final = 0.05
 
+# Terms are times in milliseconds, and no coordinator opens a million sessions in one.
+_IDS_PER_TERM: Final = 1 << 20
+
+
+def session_ids(term: int) -> Iterator[int]:
+    """Session ids of a coordinator, which no coordinator of another term uses.
+
+    Windows of a former coordinator may still wait at a stage, or be on their way between two, when the next
+    coordinator opens its first session.
+    """
+    return itertools.count(term * _IDS_PER_TERM + 1)
+
 
 class Coordinator:
     """Engine of a ring: opens sessions, sends windows, commits verdicts. Implements `mesh.engine.Engine`.
@@ -107,7 +119,7 @@ class Coordinator:
         self._term = term
         self._slots = SlotPool(options.num_slots, options.max_waiting, clock_s, can_trim=options.can_trim)
         self._sessions: dict[int, Session] = {}
-        self._session_ids = itertools.count(1)
+        self._session_ids = session_ids(term)
         self._past = SpeculationReport()
         self._speculators = Speculators(
             make_proposers, options, num_sessions=self._num_moving, clock_ms=self._clock_ms

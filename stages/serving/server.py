@@ -220,9 +220,9 @@ class StageService(rpc.StageServicer):
         )
 
     def _serve(self, term: int) -> None:
-        """Accept a coordinator's term: session ids of a new one mean other sessions."""
+        """Accept a coordinator's term: sessions of the former coordinator end."""
         if term > self._place.term:
-            self._engine.close_all(forgotten=True)
+            self._engine.close_all()
             self._place = replace(self._place, term=term)
 
     async def _stop_replication(self) -> None:
@@ -259,7 +259,7 @@ class StageService(rpc.StageServicer):
             await self._stop_replication()
         # Another coordinator may have taken over in that time.
         self._refuse_former(term)
-        engine, former = self._engine, self._place
+        engine = self._engine
         self._place = RingPlace(stage_index, mesh_id, mesh_key, term)
         engine.stage_index = stage_index
         self.key_check.replace(mesh_key)
@@ -270,7 +270,7 @@ class StageService(rpc.StageServicer):
         for bundles in self._verdicts:
             bundles.put_nowait(None)
         self._replication_source.close()
-        engine.close_all(forgotten=term != former.term)
+        engine.close_all()
         following, engine.next = engine.next, None
         if following is not None:
             await following.close()

@@ -21,7 +21,7 @@ class StageSession:
     """An open session.
 
     Attributes:
-        id: Id from the coordinator; never used twice.
+        id: Id from the coordinator; never used twice, by no other coordinator either.
         slot: Its sequence slot in llama.cpp.
         verifier: Its verifier at the tail.
         epoch: Windows of a lower epoch are void.
@@ -99,12 +99,6 @@ class SessionTable:
         """End every session, as when their ring broke."""
         for session in list(self._open):
             self.close(session)
-
-    def forget(self) -> None:
-        """End every session and drop its id: ids of the next coordinator mean other sessions."""
-        self.close_all()
-        self._latest.clear()
-        self._closed.clear()
 
     def adopt(self, slot: int, session: int) -> None:
         """Record that a slot holds rows of another stage's session.

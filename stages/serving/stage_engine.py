@@ -175,16 +175,9 @@ class StageEngine:
         self._sessions.close(session)
         self._cpu_latency.update(len(self._sessions))
 
-    def close_all(self, *, forgotten: bool = False) -> None:
-        """Close all sessions.
-
-        Args:
-            forgotten: Whether their ids may come again, from another coordinator.
-        """
-        if forgotten:
-            self._sessions.forget()
-        else:
-            self._sessions.close_all()
+    def close_all(self) -> None:
+        """Close all sessions."""
+        self._sessions.close_all()
         self._cpu_latency.update(0)
 
     def send_as(self, hidden_type: HiddenType) -> None:

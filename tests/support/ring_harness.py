@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 MESH_ID = "test-mesh"
 MESH_KEY = "test-key"
 
-# Each coordinator counts its sessions from 1: what is late of one must not be taken for the next one's. In a
-# mesh each has a term of its own as well.
+# Each coordinator has a term of its own, as in a mesh.
 _coordinators_before: WeakKeyDictionary[StageService, int] = WeakKeyDictionary()
 
 

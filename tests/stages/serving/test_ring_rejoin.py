@@ -1,6 +1,7 @@
 """A stage that takes a place in another ring: who it listens to, who it refuses, what it lets go of."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
+from mesh.coordinator.coordinator import Coordinator
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.engine import GenerationRequest
 from spanmesh_proto import PROTOCOL_VERSION
@@ -18,9 +20,9 @@ from spanmesh_proto.errors import MeshError, ProtocolError
 from stages.runtime.stage_runtime import Span
 from stages.transport.channels import CLIENT_OPTIONS, key_metadata
 from stages.transport.stage_link import StageLink
-from tests.support.fake_stage import FakeRuntime
+from tests.support.fake_stage import FakeRuntime, fake_ring
 from tests.support.repairable_ring import NUM_STAGES, RepairableRing, serving
-from tests.support.ring_harness import RunningStage, collect
+from tests.support.ring_harness import RunningStage, collect, running_coordinator, running_services
 
 OPTIONS = CoordinatorOptions(128, 4, FakeRuntime.max_rows, 64)
 
@@ -240,39 +242,27 @@ async def test_what_sessions_have_in_common_is_computed_again_once(lost: int) ->
     assert all(count <= num_own + 9 for index, count in enumerate(again) if index != lost)
 
 
-async def test_another_coordinator_s_sessions_are_not_gone_on_with() -> None:
-    """Its ids mean other sessions: what a slot holds is none of theirs."""
-    ring = RepairableRing()
-    await ring.fill()
-    stage = ring.running[0]
-    sampling = wire.Sampling(top_p=1, repetition_penalty=1)
-    said: list[int] = []
-    for term in (0, 1):
-        await stage.service.rejoin(0, ring.mesh_id, ring.mesh_key, term)
-        stage.service._engine.open(wire.Open(session=1, sampling=sampling, resumed_session=1, num_resumed=4))
-        said.append(stage.service._engine._sessions._open[1].num_resumed)
-        await stage.service.rejoin(0, ring.mesh_id, ring.mesh_key, term)
-        stage.service._engine.open(wire.Open(session=2, sampling=sampling, resumed_session=1, num_resumed=4))
-        said.append(stage.service._engine._sessions._open[2].num_resumed)
-    await ring.close()
-    assert said == [0, 4, 0, 4]
+async def test_windows_of_a_former_coordinator_fail_no_session_of_the_next() -> None:
+    """They were on their way between two stages when the next coordinator connected."""
+    request = GenerationRequest((3, 4, 5), 30)
+    async with running_services(fake_ring()) as stages:
 
+        def coordinator() -> contextlib.AbstractAsyncContextManager[Coordinator]:
+            return running_coordinator(stages, context_length=64, num_slots=4, max_rows=16, n_vocab=64)
 
-async def test_a_copy_that_followed_for_the_next_coordinator_knows_none_of_the_ids_before() -> None:
-    ring = RepairableRing()
-    await ring.fill()
-    service = ring.running[0].service
-    sampling = wire.Sampling(top_p=1, repetition_penalty=1)
-    service._engine.open(wire.Open(session=1, sampling=sampling))
-    service._engine.close(1)
-    await service.follow(ring.running[1].address.address, "", ring.mesh_id, ring.mesh_key, 1)
-    await service.rejoin(0, ring.mesh_id, ring.mesh_key, 1)
-    service._engine.open(wire.Open(session=1, sampling=sampling, resumed_session=1, num_resumed=4))
-    num_open = service.stats().num_open_sessions
-    entry = service._engine._sessions._open[1]
-    await ring.close()
-    assert num_open == 1
-    assert entry.num_resumed == 0
+        async with coordinator() as former:
+            undisturbed = (await collect(former, request))[0]
+            late = wire.Window(session=next(former._session_ids) - 1, id=1, tokens=[9], verify_rows=1)
+        async with coordinator() as following:
+            for stage in stages:
+                stage.service._engine.take(late)
+            parts = following.generate(request)
+            said = list((await anext(parts)).tokens)
+            for stage in stages:
+                stage.service._engine.take(late)
+            async for part in parts:
+                said += part.tokens
+    assert said == undisturbed
 
 
 async def test_a_slot_begins_with_what_its_session_had_there_and_nothing_else(ring: RepairableRing) -> None:
