@@ -25,7 +25,7 @@ from spanmesh_proto.errors import UncuttableModel
 from stages.gguf.file_io import Region
 from stages.gguf.header import Value, ValueType
 from stages.layers import LayerRange
-from stages.slicing.source_model import EMBEDDING, OUTPUT, OUTPUT_BIAS, is_per_layer, layer_of, renumbered
+from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS, is_per_layer, layer_of, renumbered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

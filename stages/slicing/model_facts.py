@@ -10,7 +10,8 @@ from gguf.constants import GGMLQuantizationType
 
 from stages.layers import LayerRange
 from stages.slicing.architectures.layer_patterns import RECURRENT_LAYERS, recurrent_flags
-from stages.slicing.source_model import EMBEDDING, OUTPUT, OUTPUT_BIAS, OUTPUT_NORM, read_source
+from stages.slicing.source_model import read_source
+from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS, OUTPUT_NORM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -118,7 +119,7 @@ class ModelFacts:
         path: The GGUF file.
         architecture: `general.architecture`.
         name: `general.name`, or the file's name.
-        n_layers: Number of layers.
+        n_layers: Number of layers, without those for multi-token prediction.
         n_embd: Width of the hidden state.
         n_vocab: Rows of the token embedding.
         n_ctx_train: Positions that the model was trained for.
@@ -144,6 +145,7 @@ class ModelFacts:
         num_blanks: Layers that every stage but the first computes without use; see
             `stages.slicing.architectures.rules.Blanks`.
         embeds_everywhere: Whether every stage holds the token embedding.
+        n_prediction_layers: Layers for multi-token prediction at the end of the file, which no stage holds.
     """
 
     path: Path
@@ -172,6 +174,7 @@ class ModelFacts:
     n_streams: int = 1
     num_blanks: int = 0
     embeds_everywhere: bool = False
+    n_prediction_layers: int = 0
 
     def may_be_stage(self, layers: LayerRange) -> bool:
         """Whether a stage may have these layers, whose ends are allowed cuts."""
@@ -244,6 +247,7 @@ def read_model_facts(path: Path) -> ModelFacts:
         n_streams=source.family.entry.streams(header),
         num_blanks=min((source.blanks(LayerRange(cut, source.n_layers)).before for cut in cuts), default=0),
         embeds_everywhere=_embeds_everywhere(source),
+        n_prediction_layers=source.n_prediction_layers,
     )
 
 

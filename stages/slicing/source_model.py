@@ -2,52 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from spanmesh_proto.errors import InvalidModel, UncuttableModel
-from stages.gguf.header import ValueType
 from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures.registry import FAMILIES, family_of
 from stages.slicing.architectures.rules import NO_BLANKS
+from stages.slicing.prediction_layers import count_prediction_layers, trunk_of
+from stages.slicing.tensor_names import EMBEDDING, OUTPUT_NORM, layer_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from stages.gguf.header import GgufHeader, TensorInfo, Value
+    from stages.gguf.header import GgufHeader, TensorInfo
     from stages.slicing.architectures.rules import Blanks, Family, Rule
-
-
-EMBEDDING: Final = "token_embd.weight"
-OUTPUT_NORM: Final = "output_norm.weight"
-OUTPUT: Final = "output.weight"
-OUTPUT_BIAS: Final = "output.bias"
-
-_BLOCK: Final = re.compile(r"blk\.([0-9]{1,9})\.(.+)")
-
-
-def layer_of(name: str) -> int | None:
-    """The layer that a tensor belongs to: `blk.7.attn_q.weight` gives 7, `rope_freqs.weight` None."""
-    match = _BLOCK.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def renumbered(name: str, shift: int) -> str:
-    """The tensor's name when its layer moves down by `shift`."""
-    match = _BLOCK.fullmatch(name)
-    return f"blk.{int(match[1]) - shift}.{match[2]}" if match else name
 
 
 def count_layers(header: GgufHeader) -> int:
     """Number of layers, from the metadata.
 
     Raises:
-        InvalidModel: If the metadata have no number of layers.
-        UncuttableModel: If some of its layers are no plain decoder layers.
+        InvalidModel: If the metadata have no number of layers, or one that the tensors rule out.
     """
     architecture = header.architecture
     n_layers = header.integer(f"{architecture}.block_count")
@@ -56,11 +35,6 @@ def count_layers(header: GgufHeader) -> int:
     if n_layers > len(header.tensors):
         raise InvalidModel(
             f"{header.path}: {n_layers} layers, but {len(header.tensors)} tensors; fetch it again"
-        )
-    if n_extra := header.integer(f"{architecture}.nextn_predict_layers", 0):
-        raise UncuttableModel(
-            f"{header.path.name} ends in {n_extra} layers for multi-token prediction: not supported yet; "
-            "convert the model without them"
         )
     return n_layers
 
@@ -125,14 +99,16 @@ class SourceModel:
     """A whole model, checked.
 
     Attributes:
-        header: Header of the file.
+        header: Header of its trunk: the file's, without prediction layers.
         family: Rules of its family.
-        layers: The tensors of each layer.
+        layers: The tensors of each layer of the trunk.
+        n_prediction_layers: Layers for multi-token prediction that follow the trunk in the file.
     """
 
     header: GgufHeader
     family: Family
     layers: tuple[tuple[TensorInfo, ...], ...]
+    n_prediction_layers: int = 0
 
     @property
     def n_layers(self) -> int:
@@ -233,6 +209,8 @@ def read_source(path: Path) -> SourceModel:
         start, stop = header.integer("spanmesh.layer_start"), header.integer("spanmesh.layer_stop")
         raise InvalidModel(f"{path} is a stage, layers [{start}, {stop}); name the whole model's file")
     _require_decoder(header)
+    n_prediction_layers = count_prediction_layers(header)
+    header = trunk_of(header)
     n_layers = count_layers(header)
     family = family_of(header.architecture)
     layers = tensors_by_layer(header, n_layers)
@@ -240,7 +218,7 @@ def read_source(path: Path) -> SourceModel:
     if family.has_uniform_layers:
         require_tensors(header, (OUTPUT_NORM,))
         require_uniform_layers(header, n_layers)
-    return SourceModel(header, family, layers)
+    return SourceModel(header, family, layers, n_prediction_layers)
 
 
 def _require_decoder(header: GgufHeader) -> None:
@@ -265,24 +243,3 @@ def _require_embedding(header: GgufHeader) -> None:
     n_embd = header.integer(f"{header.architecture}.embedding_length")
     if len(shape) != 2 or shape[0] != n_embd:
         raise InvalidModel(f"{header.path}: {EMBEDDING} has shape {shape}, expected ({n_embd}, vocabulary)")
-
-
-# Arrays below the architecture's name of a fixed length, which may happen to equal the number of layers.
-_NOT_PER_LAYER: Final = (
-    "rope.dimension_sections",
-    "classifier.output_labels",
-    "ple.layers",
-    "ple.layer_multipliers",
-    "ple.head_offsets",
-    "ple.head_vocab_sizes",
-)
-
-
-def is_per_layer(key: str, value: Value, architecture: str, n_layers: int) -> bool:
-    """Whether a metadata value has one entry for each layer."""
-    return (
-        key.startswith(f"{architecture}.")
-        and value.count == n_layers
-        and not key.endswith(_NOT_PER_LAYER)
-        and value.type is not ValueType.STRING
-    )

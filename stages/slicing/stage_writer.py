@@ -19,7 +19,7 @@ from stages.gguf.file_io import (
 from stages.gguf.header import Value, ValueType
 from stages.gguf.reader import MAGIC
 from stages.slicing.layout import lay_out
-from stages.slicing.source_model import layer_of
+from stages.slicing.tensor_names import layer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,9 @@ from stages.gguf.file_io import ModelFile, Region
 from stages.gguf.header import Value, ValueType
 from stages.gguf.reader import read_header
 from stages.slicing.layout import StageLayout, StageTensor
-from stages.slicing.source_model import count_layers, is_per_layer, layer_of
+from stages.slicing.source_model import count_layers
 from stages.slicing.stage_writer import StageWriter
+from stages.slicing.tensor_names import is_per_layer, layer_of
 
 if TYPE_CHECKING:
     from pathlib import Path

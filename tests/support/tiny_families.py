@@ -1,7 +1,7 @@
 """Tiny random models of families whose layers are unlike llama's, made by gguf-py."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -52,6 +52,16 @@ def dense(noise: Noise, suffix: str = "", n_ff: int = N_FF) -> Tensors:
         f"ffn_gate{suffix}.weight": noise.matrix(n_ff, N_EMBD),
         f"ffn_up{suffix}.weight": noise.matrix(n_ff, N_EMBD),
         f"ffn_down{suffix}.weight": noise.matrix(N_EMBD, n_ff),
+    }
+
+
+def prediction(noise: Noise) -> Tensors:
+    """Tensors of a layer for multi-token prediction, beyond those of any other layer."""
+    return {
+        "nextn.eh_proj.weight": noise.matrix(N_EMBD, 2 * N_EMBD),
+        "nextn.enorm.weight": noise.vector(N_EMBD),
+        "nextn.hnorm.weight": noise.vector(N_EMBD),
+        "nextn.shared_head_norm.weight": noise.vector(N_EMBD),
     }
 
 
@@ -309,6 +319,21 @@ class TinyFamily:
     cuts: tuple[int, ...]
     outside: Callable[[Noise], Tensors] = _nothing
     has_head: bool = True
+
+    def with_prediction_layer(self) -> "TinyFamily":
+        """The same trunk, followed by a layer for multi-token prediction."""
+
+        def layer(noise: Noise, number: int) -> Tensors:
+            tensors = self.layer(noise, min(number, self.n_layers - 1))
+            return tensors if number < self.n_layers else tensors | prediction(noise)
+
+        lists = {key: [*value, value[-1]] for key, value in self.metadata.items() if isinstance(value, list)}
+        return replace(
+            self,
+            n_layers=self.n_layers + 1,
+            layer=layer,
+            metadata={**self.metadata, **lists, "nextn_predict_layers": 1},
+        )
 
     def write(self, path: Path, more: Mapping[str, int] | None = None) -> Path:
         """Write the model, if wanted with more metadata."""

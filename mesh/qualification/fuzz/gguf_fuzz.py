@@ -30,8 +30,9 @@ from stages.layers import LayerRange
 from stages.runtime.stage_runtime import RuntimeOptions, Span, StageRuntime
 from stages.slicing.layout import lay_out
 from stages.slicing.model_facts import read_model_facts
-from stages.slicing.source_model import EMBEDDING, OUTPUT, OUTPUT_BIAS, read_source
+from stages.slicing.source_model import read_source
 from stages.slicing.stage_writer import StageWriter, encode_header
+from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

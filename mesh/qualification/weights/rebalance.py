@@ -27,7 +27,7 @@ from mesh.serve.options import demo_model
 from stages.certification.isolated import cut_stage
 from stages.gguf.reader import read_header
 from stages.slicing.model_facts import read_model_facts
-from stages.slicing.source_model import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of
+from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS, layer_of
 from stages.weights.fetch import fetch_stage
 from stages.weights.stage_cache import StageCache
 from stages.weights.store import StageStore

@@ -19,7 +19,7 @@ from mesh.qualification.fuzz.gguf_fuzz import (
 from mesh.qualification.fuzz.report import FuzzOptions
 from spanmesh_proto.errors import InvalidModel
 from stages.slicing.model_facts import read_model_facts
-from stages.slicing.source_model import layer_of
+from stages.slicing.tensor_names import layer_of
 
 if TYPE_CHECKING:
     from pathlib import Path

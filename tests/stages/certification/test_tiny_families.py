@@ -36,6 +36,20 @@ def test_every_cut_is_bit_equal(name: str, tmp_path: Path) -> None:
     assert together is None or (together.is_bit_equal and together.n_tokens >= 28)
 
 
+@pytest.mark.parametrize("name", ["glm4moe", "deepseek2", "qwen3next"])
+def test_the_trunk_of_a_model_with_a_prediction_layer_is_cut_like_any_other(
+    name: str, tmp_path: Path
+) -> None:
+    family = TINY_FAMILIES[name]
+    model = family.with_prediction_layer().write(tmp_path / "model.gguf")
+    facts = read_model_facts(model)
+    assert (facts.n_layers, facts.n_prediction_layers) == (family.n_layers, 1)
+    report = certify(model, None, SHORT)
+    assert tuple(result.cut for result in report.cuts) == family.cuts
+    assert report.is_exact
+    assert report.is_known
+
+
 @pytest.mark.parametrize("architecture", ["gemma2", "granite"])
 def test_llamas_near_relatives_are_bit_equal(architecture: str, tmp_path: Path) -> None:
     model = TinyModel(architecture, is_tied=architecture == "gemma2").write(tmp_path / "model.gguf")

@@ -182,9 +182,19 @@ def test_embedding_of_another_width(tiny: Path, tmp_path: Path) -> None:
         read_model_facts(path)
 
 
-def test_layers_for_multi_token_prediction(tmp_path: Path) -> None:
+def test_layers_for_multi_token_prediction_are_no_layers_of_stages(tmp_path: Path) -> None:
     path = TinyModel("qwen3").write(tmp_path / "mtp.gguf", integers={"qwen3.nextn_predict_layers": 1})
-    with pytest.raises(UncuttableModel, match="1 layers for multi-token prediction"):
+    facts = read_model_facts(path)
+    plain = read_model_facts(TinyModel("qwen3").write(tmp_path / "plain.gguf"))
+    assert (facts.n_layers, facts.n_prediction_layers) == (plain.n_layers - 1, 1)
+    assert facts.layer_bytes == plain.layer_bytes[:-1]
+    assert facts.file_bytes > sum(facts.layer_bytes)
+
+
+@pytest.mark.parametrize("count", [6, 7])
+def test_a_trunk_without_layers(count: int, tmp_path: Path) -> None:
+    path = TinyModel("qwen3").write(tmp_path / "mtp.gguf", integers={"qwen3.nextn_predict_layers": count})
+    with pytest.raises(InvalidModel, match=f"nextn_predict_layers is {count} of 6 layers"):
         read_model_facts(path)
 
 

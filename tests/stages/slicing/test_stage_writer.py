@@ -19,7 +19,7 @@ from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 from stages.slicing.architectures import registry
 from stages.slicing.layout import FILLER_VOCAB
-from stages.slicing.source_model import renumbered
+from stages.slicing.tensor_names import renumbered
 from tests.support.tiny_models import N_VOCAB, TinyModel
 
 
