@@ -463,7 +463,7 @@ def _model(name: str, path: Path, free_disk_bytes: int | None) -> Iterator[Check
         yield fail(name, what, error.message, "fetch it again")
         return
     cuts = f"{len(facts.allowed_cuts)} places to cut at" if facts.allowed_cuts else "cannot be cut"
-    yield ok(name, what, f"{facts.architecture}, {facts.n_layers} layers, {cuts}; sha256 {sha256}")
+    yield ok(name, what, f"{facts.architecture}, {facts.layer_count}, {cuts}; sha256 {sha256}")
     if free_disk_bytes is not None and free_disk_bytes < facts.file_bytes:
         yield warn(
             name,

@@ -133,11 +133,22 @@ def _model_entry(library: HubLibrary, model: CachedModel) -> _Entry:
     return _Entry(
         model.name,
         "model" if model.is_whole else "part of a model",
-        "",
+        _content(model.paths[0]) if model.is_whole else "",
         model.size_bytes,
         model.used_at_s,
         lambda: library.remove(model),
     )
+
+
+def _content(path: Path) -> str:
+    """Architecture and layers of a model; nothing for a file that is no model that can be served."""
+    from stages.slicing.model_facts import read_model_facts  # noqa: PLC0415 - keeps --help quick
+
+    try:
+        facts = read_model_facts(path)
+    except (ModelError, OSError):
+        return ""
+    return f"{facts.architecture}, {facts.layer_count}"
 
 
 def _stage_entry(store: StageStore, stage: StoredStage) -> _Entry:

@@ -188,7 +188,7 @@ def print_plan(found: DryRun) -> None:
     console = Console(markup=False)
     model = found.model
     console.print(
-        f"{model.name} ({model.architecture}), {model.n_layers} layers, {format_size(model.file_bytes)}",
+        f"{model.name} ({model.architecture}), {model.layer_count}, {format_size(model.file_bytes)}",
         highlight=False,
     )
     console.print(f"plan: {found.plan.reason}", highlight=False)

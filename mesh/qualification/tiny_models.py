@@ -1,10 +1,11 @@
 """Tiny models of llama.cpp, one per architecture.
 
 Its test program `test-llama-archs` writes them. It is built from the source inside llama-cpp-python's source
-package, of the installed version. To have deeper models, too, a copy of that program is built which
-multiplies the number of layers; llama.cpp itself stays as it is.
+package, of the installed version. To have deeper models, and models with layers for multi-token prediction, a
+copy of that program is built which multiplies the number of layers and adds such layers; llama.cpp itself
+stays as it is.
 
-    python -m mesh.qualification.tiny_models DIR --depth 2
+    python -m mesh.qualification.tiny_models DIR --depth 2 --prediction-layers 1
 """
 
 from __future__ import annotations
@@ -26,6 +27,31 @@ from spanmesh_proto.errors import MeshError
 _PROGRAM: Final = "test-llama-archs"
 _SEED: Final = 20_240_613
 _DEPTH_SWITCH: Final = "SPANMESH_DEPTH"
+_PREDICTION_SWITCH: Final = "SPANMESH_PREDICTION_LAYERS"
+
+# Architectures whose files may end in layers for multi-token prediction in this llama.cpp.
+WITH_PREDICTION_LAYERS: Final = (
+    "bailingmoe2",
+    "bailingmoe3",
+    "cohere2moe",
+    "deepseek2",
+    "deepseek32",
+    "deepseek4",
+    "dots3note",
+    "exaone-moe",
+    "exaone4",
+    "glm-dsa",
+    "glm4",
+    "glm4moe",
+    "glm5-next",
+    "hy_v3",
+    "mimo2",
+    "nemotron_h_moe",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+    "step35",
+)
 
 # Quick to build: what it computes is random anyway.
 _OPTIONS: Final = (
@@ -48,28 +74,43 @@ _LISTS: Final = re.compile(r"std::vector<(uint32_t|float)>\((\{0, 0, 4, 128\}|\{
 _BEFORE: Final = "static gguf_context_ptr get_gguf_ctx("
 _LAYERS_KNOWN: Final = "    uint32_t n_head_kv = n_head;\n"
 _STACK: Final = "LLM_KV_HRM_LAYERS_PER_STACK, uint32_t(1)"
+_LAYERS_WRITTEN: Final = "    ms.add_kv(LLM_KV_BLOCK_COUNT,               n_layer);\n"
+_BEFORE_LOADING: Final = "    model_params.progress_callback = silent_model_load_progress;\n"
+
+_HELPERS: Final = f"""\
+static uint32_t number(const char * name, uint32_t otherwise) {{
+    return getenv(name) ? atoi(getenv(name)) : otherwise;
+}}
+static const uint32_t depth = number("{_DEPTH_SWITCH}", 1);
+static const uint32_t n_prediction = number("{_PREDICTION_SWITCH}", 0);
+template <typename T> static std::vector<T> repeated(const std::vector<T> & once) {{
+    std::vector<T> all;
+    for (uint32_t i = 0; i < depth; i++) {{ all.insert(all.end(), once.begin(), once.end()); }}
+    all.insert(all.end(), n_prediction, once.front());
+    return all;
+}}
+
+"""
 
 
 def deepened(source: str) -> str:
-    """The program's source with a number of layers that the environment multiplies.
+    """The program's source with numbers of layers that the environment sets.
 
     Raises:
         MeshError: If it is not the source that this was written for.
     """
-    if source.count(_LAYERS_KNOWN) != 1 or _BEFORE not in source:
+    once = (_BEFORE, _LAYERS_KNOWN, _LAYERS_WRITTEN, _BEFORE_LOADING)
+    if any(source.count(line) != 1 for line in once):
         raise MeshError(
             f"{_PROGRAM} of this llama.cpp is another than the one known: its depth cannot be set"
         )
-    helper = (
-        f'static const uint32_t depth = getenv("{_DEPTH_SWITCH}") ? atoi(getenv("{_DEPTH_SWITCH}")) : 1;\n'
-        "template <typename T> static std::vector<T> repeated(const std::vector<T> & once) {\n"
-        "    std::vector<T> all;\n"
-        "    for (uint32_t i = 0; i < depth; i++) { all.insert(all.end(), once.begin(), once.end()); }\n"
-        "    return all;\n"
-        "}\n\n"
+    source = source.replace(_BEFORE, _HELPERS + _BEFORE)
+    source = source.replace(_LAYERS_KNOWN, "    n_layer = n_layer * depth + n_prediction;\n" + _LAYERS_KNOWN)
+    count = "    if (n_prediction > 0) { ms.add_kv(LLM_KV_NEXTN_PREDICT_LAYERS, n_prediction); }\n"
+    source = source.replace(_LAYERS_WRITTEN, _LAYERS_WRITTEN + count)
+    source = source.replace(
+        _BEFORE_LOADING, _BEFORE_LOADING + "    model_params.load_mtp = n_prediction > 0;\n"
     )
-    source = source.replace(_BEFORE, helper + _BEFORE, 1)
-    source = source.replace(_LAYERS_KNOWN, "    n_layer *= depth;\n" + _LAYERS_KNOWN)
     source = source.replace(_STACK, "LLM_KV_HRM_LAYERS_PER_STACK, depth")
     return _LISTS.sub(r"repeated<\1>(\2)", source)
 
@@ -84,7 +125,7 @@ def build_generator(cache: Path | None = None) -> Path:
         MeshError: If a tool is missing or fails; the message names the log.
     """
     package_version = version(PACKAGE)
-    home = (cache or default_cache()) / f"llama-archs-{package_version}"
+    home = (cache or default_cache()) / f"llama-archs-{package_version}-2"
     source, build, log = home / "source", home / "build", home / "build.log"
     program = build / "bin" / _PROGRAM
     if program.exists():
@@ -97,7 +138,7 @@ def build_generator(cache: Path | None = None) -> Path:
         unpack_source(package_version, source, log)
     code = source / LLAMA_CPP / "tests" / f"{_PROGRAM}.cpp"
     text = code.read_text(encoding="utf-8")
-    if _DEPTH_SWITCH not in text:
+    if _PREDICTION_SWITCH not in text:
         code.write_text(deepened(text), encoding="utf-8")
     do([cmake, "-S", str(source / LLAMA_CPP), "-B", str(build), *_OPTIONS], log)
     jobs = str(len(os.sched_getaffinity(0)))
@@ -105,13 +146,15 @@ def build_generator(cache: Path | None = None) -> Path:
     return program
 
 
-def generate(program: Path, folder: Path, depth: int = 1) -> int:
-    """Write the models: about 128 files of 7 MB.
+def generate(program: Path, folder: Path, depth: int = 1, n_prediction_layers: int = 0) -> int:
+    """Write the models, files of 7 MB: 128 of them, or 20 with layers for multi-token prediction.
 
     Args:
         program: What `build_generator` gave.
         folder: Where to; made if needed.
         depth: What the usual number of layers is multiplied by.
+        n_prediction_layers: Layers for multi-token prediction behind these. Other than 0 writes models of
+            `WITH_PREDICTION_LAYERS` only.
 
     Returns:
         How many there are.
@@ -120,26 +163,36 @@ def generate(program: Path, folder: Path, depth: int = 1) -> int:
         MeshError: If the program fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        [str(program), "--out", str(folder), "--seed", str(_SEED)],
-        env={**os.environ, _DEPTH_SWITCH: str(depth)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        words = done.stderr.decode(errors="replace").strip().split("\n")[-1]
-        raise MeshError(f"{program.name} ended with code {done.returncode}: {words}")
+    chosen = [f"^{name}$" for name in WITH_PREDICTION_LAYERS] if n_prediction_layers else [""]
+    numbers = {_DEPTH_SWITCH: str(depth), _PREDICTION_SWITCH: str(n_prediction_layers)}
+    for architectures in chosen:
+        done = subprocess.run(
+            [str(program), "--out", str(folder), "--seed", str(_SEED), "--arch", architectures],
+            env={**os.environ, **numbers},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            words = done.stderr.decode(errors="replace").strip().split("\n")[-1]
+            raise MeshError(f"{program.name} {architectures} ended with code {done.returncode}: {words}")
     return len(list(folder.glob("*.gguf")))
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--depth", type=click.IntRange(min=1), default=1, show_default=True, help="Times the layers.")
-def main(folder: Path, depth: int) -> None:
+@click.option(
+    "--prediction-layers",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Layers for multi-token prediction.",
+)
+def main(folder: Path, depth: int, prediction_layers: int) -> None:
     """Write llama.cpp's tiny model of each architecture to FOLDER."""
     try:
-        count = generate(build_generator(), folder, depth)
+        count = generate(build_generator(), folder, depth, prediction_layers)
     except MeshError as error:
         raise click.ClickException(error.message) from error
     sys.stdout.write(f"{count} models in {folder}\n")

@@ -176,6 +176,13 @@ class ModelFacts:
     embeds_everywhere: bool = False
     n_prediction_layers: int = 0
 
+    @property
+    def layer_count(self) -> str:
+        """Number of layers for messages: `48 layers`, `46 layers and 1 for multi-token prediction`."""
+        if not self.n_prediction_layers:
+            return f"{self.n_layers} layers"
+        return f"{self.n_layers} layers and {self.n_prediction_layers} for multi-token prediction"
+
     def may_be_stage(self, layers: LayerRange) -> bool:
         """Whether a stage may have these layers, whose ends are allowed cuts."""
         return len(layers) == self.n_layers or len(layers) not in self.refused_lengths

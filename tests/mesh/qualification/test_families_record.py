@@ -72,11 +72,15 @@ def test_the_generator_is_deepened_or_refused() -> None:
         "static gguf_context_ptr get_gguf_ctx(const llm_arch arch, const bool moe) {\n"
         "    uint32_t n_layer = 2;\n"
         "    uint32_t n_head_kv = n_head;\n"
+        "    ms.add_kv(LLM_KV_BLOCK_COUNT,               n_layer);\n"
         "    ms.add_kv(RATIOS, std::vector<uint32_t>({0, 0, 4, 128}));\n"
         "    ms.add_kv(LLM_KV_HRM_LAYERS_PER_STACK, uint32_t(1));\n}\n"
+        "    model_params.progress_callback = silent_model_load_progress;\n"
     )
     deep = deepened(source)
-    assert "    n_layer *= depth;\n    uint32_t n_head_kv" in deep
+    assert "    n_layer = n_layer * depth + n_prediction;\n    uint32_t n_head_kv" in deep
+    assert "n_layer);\n    if (n_prediction > 0) { ms.add_kv(LLM_KV_NEXTN_PREDICT_LAYERS" in deep
+    assert "progress;\n    model_params.load_mtp = n_prediction > 0;" in deep
     assert "repeated<uint32_t>({0, 0, 4, 128})" in deep
     assert "LLM_KV_HRM_LAYERS_PER_STACK, depth" in deep
     with pytest.raises(MeshError, match="its depth cannot be set"):

@@ -37,9 +37,7 @@ def test_every_cut_is_bit_equal(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "deepseek2", "qwen3next"])
-def test_the_trunk_of_a_model_with_a_prediction_layer_is_cut_like_any_other(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_trunk_before_a_prediction_layer_is_cut_like_any_model(name: str, tmp_path: Path) -> None:
     family = TINY_FAMILIES[name]
     model = family.with_prediction_layer().write(tmp_path / "model.gguf")
     facts = read_model_facts(model)
