@@ -114,3 +114,19 @@ def test_certify_of_bad_input(model: str, tmp_path: Path, capsys: pytest.Capture
     absent = tmp_path / "absent.gguf"
     assert run(["certify", str(absent)]) == 1
     assert capsys.readouterr().err == f"error: {absent} cannot be read: No such file or directory\n"
+
+
+def test_prediction_layers_are_named_by_the_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "spanmesh" / "models" / "org" / "repo" / ("a" * 40)
+    folder.mkdir(parents=True)
+    glm = TINY_FAMILIES["glm4moe"].with_prediction_layer().write(folder / "glm.gguf")
+    assert run(["plan", str(glm), "--host-spec", "a:8G", "--host-spec", "b:8G", "--no-timing"]) == 0
+    assert "(glm4moe), 4 layers and 1 for multi-token prediction, " in capsys.readouterr().out
+    assert run(["models", "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["models"]
+    assert [model["what"] for model in listed] == ["glm4moe, 4 layers and 1 for multi-token prediction"]
+    assert run(["certify", str(glm), "--cuts", "2"]) == 0
+    assert "glm.gguf: glm4moe, 4 layers, exact mode" in capsys.readouterr().out
