@@ -20,7 +20,7 @@ import structlog
 from stages.runtime.llama import ggml_base
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -37,7 +37,10 @@ class LayerTap:
     """
 
     def __init__(self, layers: Iterable[int], boundary: GraphBoundary, *, stop: bool) -> None:
-        self._names = {boundary.outlet_of(layer).encode(): layer for layer in layers}
+        self._boundary = boundary
+        self._wanted = {boundary.outlet_of(layer).encode(): layer for layer in layers}
+        self._names = self._wanted
+        self._features: dict[bytes, int] = {}
         self._last = boundary.outlet_of(max(self._names.values())).encode() if self._names else None
         self._row_bytes = 4 * boundary.row_width
         self._inlet = None if boundary.inlet is None else boundary.inlet.encode()
@@ -49,13 +52,19 @@ class LayerTap:
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
         self.user_data: int | None = None
 
-    def begin(self, hidden: NDArray[np.float32] | None = None) -> None:
+    def set_features(self, layers: Sequence[int]) -> None:
+        """Set the layers whose outputs are copied as well in decodes that have features."""
+        self._features = {self._boundary.outlet_of(layer).encode(): layer for layer in layers}
+
+    def begin(self, hidden: NDArray[np.float32] | None = None, *, has_features: bool = False) -> None:
         """Reset before a decode.
 
         Args:
             hidden: Rows for the inlet, float32 (rows, row_width); must exist until the decode has ended.
+            has_features: Whether to copy the outputs of the layers of `set_features`.
         """
         self._taken.clear()
+        self._names = self._wanted | self._features if has_features else self._wanted
         self._given = hidden
         self._given_rows = 0
 
@@ -67,6 +76,10 @@ class LayerTap:
     def take(self, layer: int) -> NDArray[np.float32] | None:
         """Output of the layer in the decode since `begin`, or None if it was not computed."""
         return self._taken.get(layer)
+
+    def feature(self, layer: int) -> NDArray[np.float32] | None:
+        """As `take`, for a layer of `set_features`."""
+        return self.take(layer)
 
     def _on_node(self, tensor: int, ask: bool, _user_data: int | None) -> bool:  # noqa: FBT001 - C calls it
         name = self._get_name(tensor)
@@ -107,6 +120,17 @@ log = structlog.get_logger()
 _EXTENSION: Final = "stages._stop_tap"
 
 
+class _FeatureStruct(ctypes.Structure):
+    """`struct feature` of stop_tap.c."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("rows", ctypes.c_void_p),
+        ("capacity_bytes", ctypes.c_size_t),
+        ("filled_bytes", ctypes.c_size_t),
+    )
+
+
 class _StopTapStruct(ctypes.Structure):
     """`struct stop_tap` of stop_tap.c."""
 
@@ -123,6 +147,8 @@ class _StopTapStruct(ctypes.Structure):
         ("given", ctypes.c_void_p),
         ("given_bytes", ctypes.c_size_t),
         ("entered_bytes", ctypes.c_size_t),
+        ("features", ctypes.POINTER(_FeatureStruct)),
+        ("num_features", ctypes.c_size_t),
     )
 
 
@@ -140,6 +166,8 @@ class StopTap:
 
     def __init__(self, layer: int | None, boundary: GraphBoundary, max_rows: int) -> None:
         self._layer = layer
+        self._boundary = boundary
+        self._max_rows = max_rows
         self._row_bytes = 4 * boundary.row_width
         self._rows = np.empty((0 if layer is None else max_rows, boundary.row_width), dtype=np.float32)
         ggml = ggml_base()
@@ -155,19 +183,43 @@ class StopTap:
             inlet=None if boundary.inlet is None else boundary.inlet.encode(),
         )
         self._given: NDArray[np.float32] | None = None
+        self._features: dict[int, tuple[_FeatureStruct, NDArray[np.float32]]] = {}
+        self._feature_structs: Any = None
         self.callback = ctypes.cast(
             _compiled().stop_tap_on_graph_node, llama_cpp.ggml_backend_sched_eval_callback
         )
         self.user_data = ctypes.addressof(self._struct)
 
-    def begin(self, hidden: NDArray[np.float32] | None = None) -> None:
+    def set_features(self, layers: Sequence[int]) -> None:
+        """Set the layers whose outputs are copied as well in decodes that have features.
+
+        Args:
+            layers: Layers counted from 0 within the loaded file.
+        """
+        structs = (_FeatureStruct * len(layers))()
+        self._features = {}
+        for layer, struct in zip(layers, structs, strict=True):
+            rows = np.empty((self._max_rows, self._boundary.row_width), dtype=np.float32)
+            struct.name = self._boundary.outlet_of(layer).encode()
+            struct.rows = rows.ctypes.data
+            struct.capacity_bytes = rows.nbytes
+            self._features[layer] = (struct, rows)
+        self._feature_structs = structs  # keeps its memory alive
+        self._struct.features = structs
+        self._struct.num_features = 0
+
+    def begin(self, hidden: NDArray[np.float32] | None = None, *, has_features: bool = False) -> None:
         """Reset before a decode.
 
         Args:
             hidden: Rows for the inlet, float32 (rows, row_width), contiguous.
+            has_features: Whether to copy the outputs of the layers of `set_features`.
         """
         self._struct.filled_bytes = 0
         self._struct.entered_bytes = 0
+        self._struct.num_features = len(self._features) if has_features else 0
+        for struct, _rows in self._features.values():
+            struct.filled_bytes = 0
         self._given = hidden  # keeps its memory alive
         self._struct.given = None if hidden is None else hidden.ctypes.data
         self._struct.given_bytes = 0 if hidden is None else hidden.nbytes
@@ -181,6 +233,12 @@ class StopTap:
         """Output of the layer in the decode since `begin`, or None if it was not computed."""
         num_rows = self._struct.filled_bytes // self._row_bytes
         return self._rows[:num_rows].copy() if num_rows and layer == self._layer else None
+
+    def feature(self, layer: int) -> NDArray[np.float32] | None:
+        """As `take`, for a layer of `set_features`."""
+        struct, rows = self._features[layer]
+        num_rows = struct.filled_bytes // self._row_bytes
+        return rows[:num_rows].copy() if num_rows else None
 
 
 def make_stop_tap(layer: int | None, boundary: GraphBoundary, max_rows: int) -> StopTap | LayerTap:

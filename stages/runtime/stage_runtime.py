@@ -14,6 +14,7 @@ from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, 
 from stages.graph_boundary import GraphBoundary
 from stages.layers import LayerRange
 from stages.runtime.devices import GpuPlacing
+from stages.runtime.feature_taps import FeatureTaps
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
 from stages.runtime.kv_state import KvRows
 from stages.runtime.kv_types import KV_TYPES
@@ -22,7 +23,7 @@ from stages.runtime.memory import CopiedPages
 from stages.runtime.numerics import Numerics, numerics_for, prepare_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -208,6 +209,9 @@ class StageRuntime:
             self.close()
             raise
         self._memory = llama_cpp.llama_get_memory(self._context)
+        self._feature_taps = FeatureTaps(
+            self._tap, self._context, self.info.layers, n_layers=self.info.n_layers, n_embd=self.info.n_embd
+        )
         self._batch = Batch(self._numerics.max_rows, self.info.n_embd if self._takes_embeddings else None)
         self._incoming = np.zeros(
             (0 if not self._has_inlet else self._numerics.max_rows, self.info.n_embd), np.float32
@@ -260,11 +264,25 @@ class StageRuntime:
             shape = None if span.hidden is None else span.hidden.shape
             raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self.info.n_embd)}")
 
-    def decode(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+    def tap_features(self, layers: Collection[int]) -> tuple[int, ...]:
+        """Set the layers whose outputs are features; returns those that this stage gives, in order.
+
+        Args:
+            layers: See `FeatureTaps.set_layers`.
+        """
+        self._feature_taps.set_layers(layers)
+        return self._feature_taps.layers
+
+    def features(self, slot: int) -> tuple[NDArray[np.float32] | None, ...]:
+        """Features of a slot's rows in the last decode, see `FeatureTaps.of`."""
+        return self._feature_taps.of(slot)
+
+    def decode(self, spans: Sequence[Span], *, has_features: bool = False) -> list[NDArray[np.float32]]:
         """Compute spans of different slots together.
 
         Args:
             spans: At most one for each slot, `max_rows` rows in all.
+            has_features: Whether to keep their features.
 
         Returns:
             For each span, float32: at the tail logits of shape (num_outputs, n_vocab), elsewhere hidden
@@ -279,11 +297,14 @@ class StageRuntime:
         num_rows = sum(len(span.tokens) for span in spans)
         if num_rows > self.max_rows or len({span.slot for span in spans}) != len(spans):
             raise InvalidWindow(f"{num_rows} rows of {len(spans)} windows do not fit one batch")
+        has_features = has_features and bool(self._feature_taps.layers)
+        self._feature_taps.begin(are_wanted=has_features)
         if not self.computes_runs:
-            return self._decode_batch(spans)
+            return self._decode_batch(spans, has_features=has_features)
         outputs: dict[int, NDArray[np.float32]] = {}
         for batch in self._batches_of_equals(spans):
-            outputs.update(zip((span.slot for span in batch), self._decode_batch(batch), strict=True))
+            computed = self._decode_batch(batch, has_features=has_features)
+            outputs.update(zip((span.slot for span in batch), computed, strict=True))
         return [outputs[span.slot] for span in spans]
 
     @property
@@ -414,7 +435,7 @@ class StageRuntime:
             rows = needed
         yield batch
 
-    def _decode_batch(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+    def _decode_batch(self, spans: Sequence[Span], *, has_features: bool) -> list[NDArray[np.float32]]:
         """`decode` of checked spans, in one batch of llama.cpp."""
         for span in spans:
             self.trim(span.slot, span.start)
@@ -422,13 +443,16 @@ class StageRuntime:
         num_rows = self._fill(spans, paddings)
         incoming = self._incoming[:num_rows] if self._has_inlet else None
         if self._tap is not None:
-            self._tap.begin(incoming)
+            self._tap.begin(incoming, has_features=has_features)
         self._run()
         if incoming is not None and (self._tap is None or self._tap.num_given != num_rows):
             raise UncuttableModel(
                 f"llama.cpp's graph has no tensor {self._boundary.inlet!r} of {num_rows} rows where hidden "
                 "states enter"
             )
+        if has_features:
+            counts = [len(span.tokens) + padding for span, padding in zip(spans, paddings, strict=True)]
+            self._feature_taps.keep([span.slot for span in spans], counts)
         for span, padding in zip(spans, paddings, strict=True):
             stop = span.start + len(span.tokens)
             self._lengths[span.slot] = stop
@@ -498,7 +522,13 @@ class StageRuntime:
             return make_stop_tap(len(self.info.layers) - 1, self._boundary, self._numerics.max_rows)
         if self._options.observe_layers:
             return LayerTap(self._options.observe_layers, self._boundary, stop=False)
-        return make_stop_tap(None, self._boundary, self._numerics.max_rows) if self._has_inlet else None
+        if self._has_inlet:
+            return make_stop_tap(None, self._boundary, self._numerics.max_rows)
+        try:
+            # For features. The tap in Python would slow every decode.
+            return StopTap(None, self._boundary, self._numerics.max_rows)
+        except (ImportError, OSError, AttributeError):
+            return None
 
     def _make_context(self) -> Any:
         options = self._options
