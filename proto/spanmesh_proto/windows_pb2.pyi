@@ -16,6 +16,40 @@ HIDDEN_TYPE_F32: HiddenType
 HIDDEN_TYPE_F16: HiddenType
 HIDDEN_TYPE_Q8: HiddenType
 
+class FeatureRequest(_message.Message):
+    __slots__ = ("hello", "layers", "type")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    type: HiddenType
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ..., type: _Optional[_Union[HiddenType, str]] = ...) -> None: ...
+
+class FeatureBundle(_message.Message):
+    __slots__ = ("layers", "features")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    features: _containers.RepeatedCompositeFieldContainer[Features]
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ...) -> None: ...
+
+class Features(_message.Message):
+    __slots__ = ("session", "window_id", "start", "num_rows", "rows", "type")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    window_id: int
+    start: int
+    num_rows: int
+    rows: _containers.RepeatedScalarFieldContainer[bytes]
+    type: HiddenType
+    def __init__(self, session: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., num_rows: _Optional[int] = ..., rows: _Optional[_Iterable[bytes]] = ..., type: _Optional[_Union[HiddenType, str]] = ...) -> None: ...
+
 class FollowRequest(_message.Message):
     __slots__ = ("hello", "held")
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -163,7 +197,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., repetition_window: _Optional[int] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "hidden", "hidden_type", "times", "most_together")
+    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "hidden", "hidden_type", "times", "most_together", "wants_features")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +208,7 @@ class Window(_message.Message):
     HIDDEN_TYPE_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     MOST_TOGETHER_FIELD_NUMBER: _ClassVar[int]
+    WANTS_FEATURES_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     id: int
@@ -184,7 +219,8 @@ class Window(_message.Message):
     hidden_type: HiddenType
     times: _containers.RepeatedCompositeFieldContainer[StageTime]
     most_together: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., most_together: _Optional[int] = ...) -> None: ...
+    wants_features: bool
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., most_together: _Optional[int] = ..., wants_features: _Optional[bool] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("queue_us", "compute_us", "num_rows", "arrived_us")
@@ -199,7 +235,7 @@ class StageTime(_message.Message):
     def __init__(self, queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., num_rows: _Optional[int] = ..., arrived_us: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("session", "epoch", "window_id", "start", "tokens", "times", "logprobs")
+    __slots__ = ("session", "epoch", "window_id", "start", "tokens", "times", "logprobs", "features")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WINDOW_ID_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +243,7 @@ class Verdict(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     window_id: int
@@ -214,7 +251,8 @@ class Verdict(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     times: _containers.RepeatedCompositeFieldContainer[StageTime]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    features: Features
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., window_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., features: _Optional[_Union[Features, _Mapping]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_tokens", "top_logprobs")

@@ -54,6 +54,11 @@ class StageStub:
                 request_serializer=spanmesh__proto_dot_windows__pb2.FollowRequest.SerializeToString,
                 response_deserializer=spanmesh__proto_dot_windows__pb2.SlotRows.FromString,
                 _registered_method=True)
+        self.Features = channel.unary_stream(
+                '/spanmesh.windows.Stage/Features',
+                request_serializer=spanmesh__proto_dot_windows__pb2.FeatureRequest.SerializeToString,
+                response_deserializer=spanmesh__proto_dot_windows__pb2.FeatureBundle.FromString,
+                _registered_method=True)
 
 
 class StageServicer:
@@ -89,6 +94,14 @@ class StageServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Features(self, request, context):
+        """From the coordinator to a stage, long-lived: features of the windows that ask for them. The first bundle names the
+        layers whose features this stage gives.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +124,11 @@ def add_StageServicer_to_server(servicer, server):
                     servicer.Follow,
                     request_deserializer=spanmesh__proto_dot_windows__pb2.FollowRequest.FromString,
                     response_serializer=spanmesh__proto_dot_windows__pb2.SlotRows.SerializeToString,
+            ),
+            'Features': grpc.unary_stream_rpc_method_handler(
+                    servicer.Features,
+                    request_deserializer=spanmesh__proto_dot_windows__pb2.FeatureRequest.FromString,
+                    response_serializer=spanmesh__proto_dot_windows__pb2.FeatureBundle.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,6 +239,33 @@ class Stage:
             '/spanmesh.windows.Stage/Follow',
             spanmesh__proto_dot_windows__pb2.FollowRequest.SerializeToString,
             spanmesh__proto_dot_windows__pb2.SlotRows.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Features(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/spanmesh.windows.Stage/Features',
+            spanmesh__proto_dot_windows__pb2.FeatureRequest.SerializeToString,
+            spanmesh__proto_dot_windows__pb2.FeatureBundle.FromString,
             options,
             channel_credentials,
             insecure,

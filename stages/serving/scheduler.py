@@ -62,6 +62,7 @@ class QueuedWindow:
         num_resumed: First positions that the slot may hold from before a recovery.
         num_held: Number of its first rows that are held and need not be computed.
         held: Those rows as they were sent; empty at the tail.
+        wants_features: Whether the coordinator wants features of its rows.
     """
 
     session: int
@@ -76,6 +77,7 @@ class QueuedWindow:
     num_resumed: int = 0
     num_held: int = 0
     held: bytes = b""
+    wants_features: bool = False
 
     @property
     def to_compute(self) -> Span:

@@ -14,11 +14,12 @@ from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto import windows_pb2_grpc as rpc
 from spanmesh_proto.errors import MeshError, ProtocolError, ProtocolVersionMismatch, StageFailed
+from stages.serving.feature_stream import FeatureStream
 from stages.serving.kv_cache import LEAST_SENT_BYTES
 from stages.serving.kv_replication import ReplicationSink, ReplicationSource, pause_s
 from stages.serving.stage_engine import StageEngine, monotonic_us
 from stages.transport.channels import HandshakeMonitor, KeyCheck, abort
-from stages.transport.hidden_codec import HiddenType
+from stages.transport.hidden_codec import FROM_WIRE, HiddenType
 from stages.transport.stage_link import MOST_BUNDLED_WINDOWS, StageLink
 
 if TYPE_CHECKING:
@@ -145,7 +146,9 @@ class StageService(rpc.StageServicer):
             most_sent_bytes=most_sent_bytes,
             on_verdicts=self._answer,
             on_failures=self._report,
+            on_features=self._send_features,
         )
+        self._feature_stream: FeatureStream | None = None
         self._links: set[asyncio.Task[Any]] = set()
         self._verdicts: set[asyncio.Queue[wire.VerdictBundle | None]] = set()
         self._replication_source = ReplicationSource(self._engine, runtime.num_slots, pause_s)
@@ -270,6 +273,8 @@ class StageService(rpc.StageServicer):
         for bundles in self._verdicts:
             bundles.put_nowait(None)
         self._replication_source.close()
+        if self._feature_stream is not None:
+            self._feature_stream.close()
         engine.close_all()
         following, engine.next = engine.next, None
         if following is not None:
@@ -384,6 +389,42 @@ class StageService(rpc.StageServicer):
         async with contextlib.aclosing(self._replication_source.updates(request)) as updates:
             async for update in updates:
                 yield update
+
+    async def Features(  # noqa: N802
+        self,
+        request: wire.FeatureRequest,
+        context: grpc.aio.ServicerContext[wire.FeatureRequest, wire.FeatureBundle],
+    ) -> AsyncIterator[wire.FeatureBundle]:
+        """Features of windows that ask for them, for the coordinator's drafter. One stream at a time."""
+        self.handshakes.called(context.peer())
+        hello = request.hello if request is not None and request.HasField("hello") else None
+        await self._greet(hello, context)
+        if request is None or not self._place.is_of(request.hello):
+            return
+        kind = FROM_WIRE.get(request.type)
+        n_layers = self._info.n_layers
+        if kind is None or any(layer > n_layers for layer in request.layers):
+            error = ProtocolError(
+                f"features of layers {list(request.layers)} in format {request.type} are not known here: the "
+                f"model has {n_layers} layers, and formats are {', '.join(HiddenType)}"
+            )
+            await self._refuse(context, error)
+            return
+        if self._feature_stream is not None:
+            self._feature_stream.close()
+        stream = FeatureStream(await self._engine.tap_features(request.layers, kind))
+        self._feature_stream = stream
+        try:
+            async for bundle in stream.bundles():
+                yield bundle
+        finally:
+            if self._feature_stream is stream:
+                self._feature_stream = None
+                await self._engine.tap_features((), None)
+
+    def _send_features(self, features: list[wire.Features]) -> None:
+        if self._feature_stream is not None:
+            self._feature_stream.put(features)
 
     def _answer(self, verdicts: list[wire.Verdict]) -> None:
         for bundles in self._verdicts:

@@ -53,6 +53,7 @@ class StageEngine:
         most_sent_bytes: Most bytes of sent rows that it keeps, to send them again after a recovery.
         on_verdicts: Called with verdicts of live sessions.
         on_failures: Called with failures; one of session 0 means the whole stage.
+        on_features: Called with features of windows of live sessions.
 
     Attributes:
         stage_index: As given; another one after `rejoin`.
@@ -68,6 +69,7 @@ class StageEngine:
         most_sent_bytes: int,
         on_verdicts: Callable[[list[wire.Verdict]], None],
         on_failures: Callable[[list[wire.Failure]], None],
+        on_features: Callable[[list[wire.Features]], None],
     ) -> None:
         self.stage_index = stage_index
         self.next: StageLink | None = None
@@ -92,6 +94,7 @@ class StageEngine:
             on_windows=self._from_worker(self._send_on),
             on_verdicts=self._from_worker(self._answer),
             on_failures=self._from_worker(self._report),
+            on_features=self._from_worker(on_features),
         )
         self._cpu_latency = CpuLatencyRequest()
         self._worker.start()
@@ -152,6 +155,7 @@ class StageEngine:
                 arrived_us=monotonic_us(),
                 most_together=window.most_together,
                 num_resumed=session.num_resumed if self._info.can_trim else 0,
+                wants_features=window.wants_features,
             )
         )
 
@@ -183,6 +187,10 @@ class StageEngine:
     def send_as(self, hidden_type: HiddenType) -> None:
         """Set the format of hidden states on the wire to the next stage."""
         self._worker.send_as(hidden_type)
+
+    async def tap_features(self, layers: Sequence[int], feature_type: HiddenType | None) -> tuple[int, ...]:
+        """Set the layers whose outputs are features; see `StageWorker.tap_features`."""
+        return await self._in_worker(lambda: self._worker.tap_features(layers, feature_type))
 
     def next_lost(self, error: MeshError) -> None:
         """Report the loss of the link to the next stage to the coordinator."""

@@ -56,6 +56,7 @@ class StageWorker(threading.Thread):
         on_windows: Called with windows for the next stage, in this thread.
         on_verdicts: Called with the tail's verdicts, in this thread.
         on_failures: Called with windows that could not be computed, in this thread.
+        on_features: Called with features of windows that want them, in this thread.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class StageWorker(threading.Thread):
         on_windows: Callable[[list[wire.Window]], None],
         on_verdicts: Callable[[list[wire.Verdict]], None],
         on_failures: Callable[[list[wire.Failure]], None],
+        on_features: Callable[[list[wire.Features]], None],
     ) -> None:
         super().__init__(name="stage-worker", daemon=True)
         self._runtime = runtime
@@ -79,11 +81,28 @@ class StageWorker(threading.Thread):
         self._on_windows = on_windows
         self._on_verdicts = on_verdicts
         self._on_failures = on_failures
+        self._on_features = on_features
+        # None: no coordinator wants features.
+        self._feature_type: HiddenType | None = None
         self.counts = WorkerCounts()
 
     def send_as(self, hidden_type: HiddenType) -> None:
         """Set the format of hidden states for later windows."""
         self._hidden_type = hidden_type
+
+    def tap_features(self, layers: Sequence[int], feature_type: HiddenType | None) -> tuple[int, ...]:
+        """Set what features windows may want; in this thread only.
+
+        Args:
+            layers: See `FeatureTaps.set_layers`.
+            feature_type: Their format on the wire; None ends them.
+
+        Returns:
+            Those among the layers that this stage gives.
+        """
+        tapped = self._runtime.tap_features(layers)
+        self._feature_type = feature_type if tapped else None
+        return tapped
 
     def run(self) -> None:
         """Work until the queue is closed."""
@@ -173,7 +192,10 @@ class StageWorker(threading.Thread):
 
     def _compute(self, windows: list[QueuedWindow], started_us: int) -> None:
         try:
-            outputs = self._runtime.decode([window.to_compute for window in windows])
+            has_features = self._feature_type is not None and any(one.wants_features for one in windows)
+            outputs = self._runtime.decode(
+                [window.to_compute for window in windows], has_features=has_features
+            )
             for window in windows:
                 self._slots.computed(window.to_compute)
             self._hand_on(windows, outputs, started_us)
@@ -194,6 +216,8 @@ class StageWorker(threading.Thread):
         counts.num_decodes += 1
         if self._runtime.info.is_tail:
             verdicts = [self._verdict(window, logits) for window, logits in pairs]
+            for window, verdict in zip(windows, verdicts, strict=True):
+                self._add_features(window, verdict)
             counts.compute_us += self._stamp_all(windows, verdicts, started_us)
             self._on_verdicts([verdict for verdict in verdicts if verdict is not None])
         else:
@@ -204,6 +228,7 @@ class StageWorker(threading.Thread):
             # After sending, since the next stage does not wait for this.
             for window, rows in zip(windows, computed, strict=True):
                 self._slots.sent_on(window.to_compute, rows)
+        self._send_features(windows)
 
     def _stamp_all(
         self,
@@ -242,6 +267,45 @@ class StageWorker(threading.Thread):
             logprobs=to_wire(sampled.logprobs),
         )
 
+    def _send_features(self, windows: Sequence[QueuedWindow]) -> None:
+        """Features of rows without a verdict."""
+        found = []
+        for window in windows:
+            stop = len(window.to_compute.tokens)
+            if self._runtime.info.is_tail:
+                stop -= window.to_compute.num_outputs
+            if stop and (features := self._features(window, 0, stop)) is not None:
+                found.append(features)
+        if found:
+            self._on_features(found)
+
+    def _add_features(self, window: QueuedWindow, verdict: wire.Verdict | None) -> None:
+        """Add features of the rows that the verdict's tokens were sampled after."""
+        if verdict is not None and verdict.tokens:
+            first = len(window.to_compute.tokens) - window.to_compute.num_outputs
+            features = self._features(window, first, first + len(verdict.tokens))
+            if features is not None:
+                verdict.features.CopyFrom(features)
+
+    def _features(self, window: QueuedWindow, first: int, stop: int) -> wire.Features | None:
+        """Features of some of the rows just computed; None if they are not wanted or not all there."""
+        kind = self._feature_type
+        parts = self._runtime.features(window.span.slot) if window.wants_features else ()
+        if kind is None or not parts or any(part is None for part in parts):
+            return None
+        try:
+            rows = [encode(part[first:stop], kind) for part in parts if part is not None]
+        except MeshError:  # a value that is not finite: its window reports it
+            return None
+        return wire.Features(
+            session=window.session,
+            window_id=window.id,
+            start=window.to_compute.start + first,
+            num_rows=stop - first,
+            rows=rows,
+            type=TO_WIRE[kind],
+        )
+
     def _onward(self, window: QueuedWindow, rows: bytes) -> wire.Window:
         """The window for the next stage, with held and computed rows."""
         span = window.span
@@ -255,6 +319,7 @@ class StageWorker(threading.Thread):
             hidden=window.held + rows,
             hidden_type=TO_WIRE[self._hidden_type],
             most_together=window.most_together,
+            wants_features=window.wants_features,
         )
 
     def _encoded(self, window: QueuedWindow, hidden: NDArray[np.float32]) -> bytes:

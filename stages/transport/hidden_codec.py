@@ -160,7 +160,7 @@ TO_WIRE: Final[Mapping[HiddenType, wire.HiddenType]] = {
     HiddenType.F16: wire.HIDDEN_TYPE_F16,
     HiddenType.Q8: wire.HIDDEN_TYPE_Q8,
 }
-_FROM_WIRE: Final = {number: hidden_type for hidden_type, number in TO_WIRE.items()}
+FROM_WIRE: Final = {number: hidden_type for hidden_type, number in TO_WIRE.items()}
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class EncodedHidden:
         Raises:
             InvalidWindow: If the format is unknown, or the size is not that of the window's rows.
         """
-        hidden_type = _FROM_WIRE.get(window.hidden_type)
+        hidden_type = FROM_WIRE.get(window.hidden_type)
         if hidden_type is None:
             raise InvalidWindow(
                 f"hidden states of type {window.hidden_type} are not known here; known are "

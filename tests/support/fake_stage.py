@@ -20,7 +20,7 @@ from stages.runtime.kv_state import KvRows
 from stages.runtime.stage_runtime import Span, StageInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -82,6 +82,8 @@ class FakeRuntime:
         poison = [Cell(position, 77) for position in range(ctx_size)] if is_poisoned else []
         self._cells = [list(poison) for _ in range(num_slots)]
         self._lengths = [len(poison)] * num_slots
+        self._feature_layers: tuple[int, ...] = ()
+        self._features: dict[int, tuple[NDArray[np.float32], ...]] = {}
 
     def check(self, span: Span) -> None:
         if span.start > self._lengths[span.slot]:
@@ -94,9 +96,32 @@ class FakeRuntime:
         if not all(0 <= token < self.info.n_vocab for token in span.tokens):
             raise InvalidWindow("a token is outside the vocabulary")
 
-    def decode(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+    def tap_features(self, layers: Collection[int]) -> tuple[int, ...]:
+        own, n_layers = self.info.layers, self.info.n_layers
+        self._feature_layers = tuple(
+            layer
+            for layer in sorted(layers)
+            if own.start <= layer < min(own.stop, n_layers - 1) or layer == n_layers == own.stop
+        )
+        return self._feature_layers
+
+    def features(self, slot: int) -> tuple[NDArray[np.float32], ...]:
+        return self._features.get(slot, ())
+
+    def decode(self, spans: Sequence[Span], *, has_features: bool = False) -> list[NDArray[np.float32]]:
         self.on_decode(spans)
-        return [self._compute(span) for span in spans]
+        outputs = [self._compute(span) for span in spans]
+        self._features = {span.slot: self._features_of(span) for span in spans} if has_features else {}
+        return outputs
+
+    def _features_of(self, span: Span) -> tuple[NDArray[np.float32], ...]:
+        """Rows that tell layer, position and what the slot holds up to there."""
+        cells = self._cells[span.slot]
+        positions = range(span.start, span.start + len(span.tokens))
+        return tuple(
+            np.array([[1000.0 * layer + self._hash(cells, row) % 1000] for row in positions], np.float32)
+            for layer in self._feature_layers
+        )
 
     def length(self, slot: int) -> int:
         return self._lengths[slot]
