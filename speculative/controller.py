@@ -103,6 +103,8 @@ _NUM_FIRST_PLAIN: Final = 2
 _NUM_DRAFTED_ON: Final = 8
 # The proposer whose tokens cost time; see `speculative.draft.model`.
 _DRAFT: Final = "draft"
+# Tokens before speculation is tried again from which features are wanted.
+_FEATURES_AHEAD: Final = 64
 _FIRST_PROBE: Final = 32
 _MAX_PROBE: Final = 512
 
@@ -216,6 +218,11 @@ class Controller:
         self._update_payoff(outcome, is_alone=is_alone)
         self._last_arrived_ms = outcome.arrived_ms
         self._is_after_stale = outcome.num_stale > 0
+
+    @property
+    def rests_long(self) -> bool:
+        """Whether no proposals will be wanted for so long that features of the text would be of no use."""
+        return self.is_resting and self._payoff.wait > _FEATURES_AHEAD
 
     def acceptances(self, proposal: Proposal) -> tuple[float, ...]:
         """The chance of each token, given that those before it are right, as experience has it."""

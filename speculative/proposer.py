@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Proposer(Protocol):
@@ -44,6 +47,19 @@ class Proposer(Protocol):
 
     def close(self) -> None:
         """Release the session's resources; not used any more afterwards."""
+
+
+@runtime_checkable
+class FeatureReader(Protocol):
+    """Proposer that drafts from hidden states of the target, as EAGLE-3 and MTP drafters do."""
+
+    def take_features(self, start: int, rows: NDArray[np.float32]) -> None:
+        """Take features of committed positions, which may come late, with gaps, in any order, or never.
+
+        Args:
+            start: Position of the first row.
+            rows: float32 (rows, layers × n_embd), not changed later.
+        """
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from stages.sampling.session_spec import SessionSpec
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
+    from mesh.coordinator.feature_streams import ReceivedFeatures
     from mesh.coordinator.options import CoordinatorOptions
     from mesh.coordinator.prefix_cache import PrefixMatch
     from mesh.coordinator.ring import RingLoss
@@ -301,6 +302,8 @@ class Coordinator:
             clock_s=self._clock_s,
             identity=self._identity,
             token_texts=options.token_texts,
+            feature_needs=options.feature_needs,
+            on_features=self._on_features,
         )
         return ActiveRing(stages, ring, options.max_rows)
 
@@ -383,6 +386,7 @@ class Coordinator:
             cancels=options.cancels,
             clock_ms=self._clock_ms,
             on_plain=self._learn_plain if self._speculators.are_any else None,
+            feature_needs=options.feature_needs,
         )
 
     def _learn_plain(self, outcome: WindowOutcome) -> None:
@@ -413,6 +417,11 @@ class Coordinator:
                 log.exception("session_failed", session=session.id)
                 session.fail(StageFailed(f"the coordinator failed on a verdict: {error!r}"))
         self._active_ring.count(verdict.times)
+
+    def _on_features(self, features: ReceivedFeatures) -> None:
+        session = self._sessions.get(features.session)
+        if session is not None:
+            session.on_features(features)
 
     def _on_failure(self, stage_index: int, failure: wire.Failure) -> None:
         error = from_code(failure.code, f"stage {stage_index}: {failure.message}")

@@ -10,6 +10,7 @@ from speculative.controller import ControllerOptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mesh.coordinator.feature_streams import FeatureNeeds
     from stages.grammar.token_masks import TokenTexts
 
 
@@ -35,6 +36,7 @@ class CoordinatorOptions:
         ping_interval_s: Interval of the pings to each stage, in seconds.
         ping_timeout_s: Silence after which a stage counts as lost, in seconds.
         token_texts: Returns the vocabulary, which a tail needs for grammars; None refuses grammars.
+        feature_needs: Hidden states that a drafter reads; None if there is no such drafter.
     """
 
     context_length: int
@@ -50,3 +52,4 @@ class CoordinatorOptions:
     ping_interval_s: float = 0.25
     ping_timeout_s: float = 1.2
     token_texts: Callable[[], TokenTexts] | None = None
+    feature_needs: FeatureNeeds | None = None

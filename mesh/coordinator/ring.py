@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from mesh.coordinator.feature_streams import FeatureStreams
 from mesh.coordinator.stage_streams import ControlStream, VerdictStream
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
@@ -18,6 +19,7 @@ from stages.transport.stage_link import StageLink
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mesh.coordinator.feature_streams import FeatureNeeds, ReceivedFeatures
     from mesh.coordinator.stage_streams import ClockOffset
     from stages.grammar.token_masks import TokenTexts
     from stages.layers import LayerRange
@@ -134,6 +136,11 @@ class Ring:
         clock_s: Monotonic clock, seconds.
         identity: TLS identity of the coordinator; None if all stages are in its process.
         token_texts: Returns the vocabulary, sent when a session first has a grammar.
+        feature_needs: Features that a drafter reads; None for none.
+        on_features: Called with features of windows that asked for them.
+
+    Attributes:
+        features: Streams of features; None if no drafter reads any.
     """
 
     def __init__(
@@ -147,6 +154,8 @@ class Ring:
         clock_s: Callable[[], float],
         identity: Identity | None = None,
         token_texts: Callable[[], TokenTexts] | None = None,
+        feature_needs: FeatureNeeds | None = None,
+        on_features: Callable[[ReceivedFeatures], None] = lambda _features: None,
     ) -> None:
         hello = wire.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -201,6 +210,11 @@ class Ring:
             )
             for index, stage in enumerate(stages)
         ]
+        self.features: FeatureStreams | None = None
+        if feature_needs is not None:
+            self.features = FeatureStreams(
+                stages, hello, key, feature_needs, on_features=on_features, identity=identity
+            )
 
     @property
     def loss(self) -> RingLoss | None:
@@ -230,6 +244,8 @@ class Ring:
             await asyncio.gather(*others)
             self._check_all(welcomes)
             self._watch = asyncio.create_task(self._listen())
+            if self.features is not None:
+                self.features.open()
         except BaseException:
             for opening in (*controls, *others):
                 opening.cancel()
@@ -294,6 +310,8 @@ class Ring:
         if self._watch is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
+        if self.features is not None:
+            await self.features.close()
         await self._link.close()
         await self._verdicts.close()
         is_lost = self.loss is not None

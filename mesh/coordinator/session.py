@@ -17,10 +17,12 @@ import asyncio
 import contextlib
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
+from mesh.coordinator.feature_store import FeatureStore
+from mesh.coordinator.output_queue import OutputQueue
 from mesh.coordinator.telemetry import SessionTelemetry
 from mesh.engine import Committed
 from spanmesh_proto import windows_pb2 as wire
@@ -34,6 +36,8 @@ from stages.sampling.session_spec import NOTHING_RESUMED, Resumed
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from mesh.coordinator.feature_store import FeatureRows
+    from mesh.coordinator.feature_streams import FeatureNeeds, ReceivedFeatures
     from mesh.coordinator.generation import Generation, Step, WindowPlan
     from mesh.coordinator.prefix_cache import PrefixMatch
     from mesh.coordinator.ring_stats import ActiveRing
@@ -89,51 +93,6 @@ def outcome(
         num_stale=len(voided),
         num_behind=len(behind),
     )
-
-
-# Several seconds of an answer: a reader that is merely late is not affected.
-MAX_UNREAD_TOKENS: Final = 256
-
-
-class OutputQueue:
-    """Queue of the parts of an answer for its reader, with back-pressure.
-
-    Args:
-        on_room: Called when a reader that was too far behind has caught up.
-    """
-
-    def __init__(self, on_room: Callable[[], None]) -> None:
-        self._on_room = on_room
-        self._parts: asyncio.Queue[Committed | MeshError] = asyncio.Queue()
-        self._num_tokens = 0
-        self._is_full = False
-
-    @property
-    def is_full(self) -> bool:
-        """Whether generation should pause; windows in flight still have room."""
-        return self._is_full
-
-    def put(self, part: Committed | MeshError) -> None:
-        """Add committed tokens, or the error that ends the answer."""
-        if not isinstance(part, MeshError):
-            self._num_tokens += len(part.tokens)
-            self._is_full = self._is_full or self._num_tokens >= MAX_UNREAD_TOKENS
-        self._parts.put_nowait(part)
-
-    async def take(self) -> Committed:
-        """Remove and return the oldest part; waits until there is one.
-
-        Raises:
-            MeshError: If the error that ends the answer is next.
-        """
-        part = await self._parts.get()
-        if isinstance(part, MeshError):
-            raise part
-        self._num_tokens -= len(part.tokens)
-        if self._is_full and self._num_tokens <= MAX_UNREAD_TOKENS // 2:
-            self._is_full = False
-            self._on_room()
-        return part
 
 
 # When a stage's process ends, any session with a window in flight may have caused it, or none. The first time
@@ -208,6 +167,7 @@ class Session:
         cancels: Whether stages are told at once of windows that a rejection voided.
         clock_ms: Monotonic clock, milliseconds.
         on_plain: Called with each window of a session without proposals: the baseline for speculation.
+        feature_needs: Features that a proposer may read; None for none.
 
     Attributes:
         telemetry: Counts and times so far.
@@ -226,6 +186,7 @@ class Session:
         cancels: bool,
         clock_ms: Callable[[], float],
         on_plain: Callable[[WindowOutcome], None] | None = None,
+        feature_needs: FeatureNeeds | None = None,
     ) -> None:
         self.telemetry = SessionTelemetry(
             clock_ms(),
@@ -245,6 +206,10 @@ class Session:
         self._num_sent = 0
         self._in_flight_windows: deque[InFlightWindow] = deque()
         self._output_queue = OutputQueue(on_room=self._on_room)
+        self._feature_needs = feature_needs
+        self._feature_store: FeatureStore | None = None
+        if feature_needs is not None:
+            self._feature_store = FeatureStore(feature_needs.layers, feature_needs.n_embd)
         self._is_decoding = False
         self._is_over = False
         self._is_suspended = False
@@ -315,6 +280,7 @@ class Session:
         self.was_under_way = bool(self._in_flight_windows)
         self._count_decoding(is_decoding=False)
         self._in_flight_windows.clear()
+        self._void_features()
         voided = self._generation.rewind()
         if voided and self._speculator is not None:
             self._speculator.landed(is_void=True)
@@ -399,6 +365,7 @@ class Session:
             self.fail(error)
             return
         in_flight = self._in_flight_windows.popleft()
+        self._judge_features(in_flight, verdict)
         if step is None:
             self._prefill()
             self._pump()
@@ -409,6 +376,15 @@ class Session:
             self._take(step, in_flight, verdict, arrived_ms)
             if self._is_suspect:
                 self._note_replayed()
+
+    def on_features(self, features: ReceivedFeatures) -> None:
+        """Take features of a window's rows, which may come before its verdict or after.
+
+        Raises:
+            ValueError: If they were not asked for.
+        """
+        if self._feature_store is not None:
+            self._pass_on(self._feature_store.add(features.window_id, features.start, features.rows))
 
     def on_failure(self, epoch: int, error: MeshError) -> bool:
         """Handle the failure of a stage to compute a window, or to begin with the cached prefix.
@@ -483,6 +459,7 @@ class Session:
         if voided or step.judgement.is_rejected:
             self._epoch += 1
             self._in_flight_windows.clear()
+            self._void_features()
         is_plain = not in_flight.window.proposal.tokens
         if self._speculator is None:
             self._send_on(step)
@@ -508,6 +485,35 @@ class Session:
         self._is_over = step.finish is not None
         # One turn of the event loop later, so that what was sent is on the wire first.
         self._loop.call_soon(self._report, step, in_flight, voided, verdict, arrived_ms)
+
+    def _judge_features(self, in_flight: InFlightWindow, verdict: wire.Verdict) -> None:
+        """Release the features of the window's rows that count, those of the verdict among them."""
+        store, streams = self._feature_store, self._active_ring.ring.features
+        if store is None or streams is None:
+            return
+        if verdict.HasField("features"):
+            with contextlib.suppress(MeshError, ValueError):  # a tail that sends nonsense costs acceptance
+                self.on_features(streams.decoded(verdict.features))
+        window = in_flight.window
+        num_valid = len(window.tokens) - window.num_verified + len(verdict.tokens)
+        self._pass_on(store.judged(in_flight.id, num_valid))
+
+    def _void_features(self) -> None:
+        if self._feature_store is not None:
+            self._feature_store.void()
+
+    def _pass_on(self, runs: Sequence[FeatureRows]) -> None:
+        if self._speculator is not None:
+            for run in runs:
+                self._speculator.take_features(run.start, run.rows)
+
+    def _wants_features(self, window: WindowPlan) -> bool:
+        """Whether features of the window's rows are of use: of a long prompt only its end is read."""
+        needs, streams = self._feature_needs, self._active_ring.ring.features
+        if needs is None or streams is None or streams.why_off is not None or self._speculator is None:
+            return False
+        is_near = window.start + len(window.tokens) > self.num_to_compute - needs.context
+        return is_near and self._speculator.wants_features
 
     def _outcomes(
         self,
@@ -624,6 +630,9 @@ class Session:
             self._pump()
 
     def _send(self, window: WindowPlan) -> None:
+        wants_features = self._wants_features(window)
+        if wants_features and self._feature_store is not None:
+            self._feature_store.sent(self._num_sent, window.start, len(window.tokens))
         self._active_ring.ring.send(
             wire.Window(
                 session=self.id,
@@ -633,6 +642,7 @@ class Session:
                 tokens=window.tokens,
                 verify_rows=window.num_verified,
                 most_together=self._active_ring.grouping.most_together,
+                wants_features=wants_features,
             )
         )
         self._in_flight_windows.append(

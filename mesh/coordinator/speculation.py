@@ -10,10 +10,13 @@ import structlog
 
 from speculative.controller import Controller, SharedMeasures
 from speculative.outcome import Decision, ProposalContext
-from speculative.proposer import EMPTY, ChainProposer, Proposal
+from speculative.proposer import EMPTY, ChainProposer, FeatureReader, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from mesh.coordinator.generation import Generation
     from mesh.coordinator.options import CoordinatorOptions
@@ -111,6 +114,22 @@ class Speculator:
         """
         self._controller.landed(is_void=is_void)
 
+    @property
+    def wants_features(self) -> bool:
+        """Whether features of windows are of use now."""
+        return any(proposer.takes_features for proposer in self._guarded) and not self._controller.rests_long
+
+    def take_features(self, start: int, rows: NDArray[np.float32]) -> None:
+        """Pass features of committed positions to the proposers that read them.
+
+        Args:
+            start: Position of the first row.
+            rows: float32 (rows, layers × n_embd).
+        """
+        for proposer in self._guarded:
+            if proposer.takes_features:
+                proposer.take_features(start, rows)
+
     def committed(self, tokens: Sequence[int]) -> None:
         """Queue committed tokens for the proposer; passed on when it is asked again."""
         self._untold.extend(tokens)
@@ -178,6 +197,19 @@ class GuardedProposer:
     def draft_ms_per_token(self) -> float | None:
         """Time per token of a proposer that computes, in ms; None for others."""
         return getattr(self._proposer, "draft_ms_per_token", None)
+
+    @property
+    def takes_features(self) -> bool:
+        """Whether it drafts from features, see `speculative.proposer.FeatureReader`."""
+        return not self._is_off and isinstance(self._proposer, FeatureReader)
+
+    def take_features(self, start: int, rows: NDArray[np.float32]) -> None:
+        """See `FeatureReader.take_features`."""
+        try:
+            if isinstance(self._proposer, FeatureReader):
+                self._proposer.take_features(start, rows)
+        except Exception as error:  # noqa: BLE001
+            self._switch_off(repr(error))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """See `Proposer.extend`."""

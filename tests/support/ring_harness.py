@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
     from pathlib import Path
 
+    from mesh.coordinator.feature_streams import FeatureNeeds
     from mesh.engine import Committed, GenerationRequest
     from speculative.proposer import Proposer
     from stages.grammar.token_masks import TokenTexts
@@ -125,6 +126,7 @@ async def running_coordinator(
     repair_wait_s: float = 2.5,
     clock_s: Callable[[], float] = time.monotonic,
     token_texts: TokenTexts | None = None,
+    feature_needs: FeatureNeeds | None = None,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator connected to `stages`: the next one, if they had others before."""
     services = [stage.service for stage in stages if stage.service is not None]
@@ -143,6 +145,7 @@ async def running_coordinator(
         # All of it is in one process: when that gets no processor, no stage is dead.
         ping_timeout_s=30.0,
         token_texts=None if token_texts is None else lambda: token_texts,
+        feature_needs=feature_needs,
     )
     coordinator = Coordinator(
         [stage.address for stage in stages],

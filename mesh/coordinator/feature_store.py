@@ -1,0 +1,154 @@
+"""Feature store: features of one session, joined over stages and released once verdicts confirm their rows.
+
+Each stage sends the features of a window's rows as soon as it has computed them, before anything is known of
+the proposed tokens among them. A verdict says how many rows count.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+# Windows whose features may still be on their way; features of older ones are dropped.
+_MOST_WINDOWS: Final = 64
+
+
+@dataclass
+class _Window:
+    """A window that asked for features.
+
+    Attributes:
+        start: Position of its first row.
+        rows: float32 (rows, layers × n_embd).
+        has: bool (rows, layers): which features are there.
+        num_valid: First rows that count; None before the verdict.
+        is_released: Per row: whether its features were released.
+    """
+
+    start: int
+    rows: NDArray[np.float32]
+    has: NDArray[np.bool_]
+    num_valid: int | None = None
+    is_released: NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_released = np.zeros(len(self.rows), np.bool_)
+
+
+@dataclass(frozen=True)
+class FeatureRows:
+    """Features of consecutive committed positions.
+
+    Attributes:
+        start: Position of the first row.
+        rows: float32 (rows, layers × n_embd), the layers' features side by side.
+    """
+
+    start: int
+    rows: NDArray[np.float32]
+
+
+class FeatureStore:
+    """Features of one session's windows.
+
+    Args:
+        layers: Layers whose features make a row, in the order in which the drafter reads them.
+        n_embd: Values of a row of one layer.
+
+    Attributes:
+        num_wanted: Rows of judged windows that count, and asked for features.
+        num_received: Those among them whose features arrived.
+    """
+
+    def __init__(self, layers: Sequence[int], n_embd: int) -> None:
+        self._index = {layer: index for index, layer in enumerate(layers)}
+        self._n_embd = n_embd
+        self._windows: OrderedDict[int, _Window] = OrderedDict()
+        self.num_wanted = 0
+        self.num_received = 0
+
+    def sent(self, window_id: int, start: int, num_rows: int) -> None:
+        """Record a window that asks for features."""
+        num_layers = len(self._index)
+        self._windows[window_id] = _Window(
+            start,
+            np.empty((num_rows, num_layers * self._n_embd), np.float32),
+            np.zeros((num_rows, num_layers), np.bool_),
+        )
+        while len(self._windows) > _MOST_WINDOWS:
+            self._windows.popitem(last=False)
+
+    def judged(self, window_id: int, num_valid: int) -> list[FeatureRows]:
+        """Record the verdict of a window; returns what is complete with it.
+
+        Args:
+            window_id: Id of the window; one that did not ask for features changes nothing.
+            num_valid: Its first rows whose tokens are committed.
+        """
+        window = self._windows.get(window_id)
+        if window is None:
+            return []
+        window.num_valid = min(num_valid, len(window.rows))
+        self.num_wanted += window.num_valid
+        return self._released(window_id, window)
+
+    def add(
+        self, window_id: int, start: int, features: Sequence[tuple[int, NDArray[np.float32]]]
+    ) -> list[FeatureRows]:
+        """Take features of some rows of a window; returns what is complete with them.
+
+        Args:
+            window_id: Id of the window; features of one that is void, or older than all kept, are dropped.
+            start: Position of the first row.
+            features: Layer and rows, float32 (rows, n_embd), for each layer of one stage.
+
+        Raises:
+            ValueError: If the rows are none of the window's, or the layer is not wanted.
+        """
+        window = self._windows.get(window_id)
+        if window is None:
+            return []
+        first = start - window.start
+        for layer, rows in features:
+            stop = first + len(rows)
+            index = self._index.get(layer)
+            if index is None or not 0 <= first < stop <= len(window.rows):
+                raise ValueError(
+                    f"features of layer {layer} at positions {start} to {start + len(rows)} were not wanted"
+                )
+            window.rows[first:stop, index * self._n_embd : (index + 1) * self._n_embd] = rows
+            window.has[first:stop, index] = True
+        return self._released(window_id, window)
+
+    def void(self) -> None:
+        """Drop windows without a verdict: they are void."""
+        for window_id in [key for key, window in self._windows.items() if window.num_valid is None]:
+            del self._windows[window_id]
+
+    def _released(self, window_id: int, window: _Window) -> list[FeatureRows]:
+        """Rows that count and are complete now, once each."""
+        num_valid = window.num_valid
+        if num_valid is None:
+            return []
+        is_new = window.has[:num_valid].all(axis=1) & ~window.is_released[:num_valid]
+        window.is_released[:num_valid] |= is_new
+        found = [FeatureRows(window.start + first, window.rows[first:stop]) for first, stop in _runs(is_new)]
+        self.num_received += sum(len(run.rows) for run in found)
+        if window.is_released[:num_valid].all():
+            del self._windows[window_id]
+        return found
+
+
+def _runs(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Start and stop of each run of set flags."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    for first, stop in edges.reshape(-1, 2):
+        yield int(first), int(stop)

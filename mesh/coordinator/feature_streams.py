@@ -1,0 +1,224 @@
+"""Feature streams of a ring: connections to the stages whose hidden states a drafter reads.
+
+Connections of their own, so that no window or verdict waits behind features. Their loss ends drafting from
+features, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import grpc
+import numpy as np
+import structlog
+
+from spanmesh_proto import windows_pb2 as wire
+from spanmesh_proto import windows_pb2_grpc as rpc
+from spanmesh_proto.errors import MeshError, ProtocolError, StageFailed
+from stages.transport.channels import key_metadata, open_channel
+from stages.transport.hidden_codec import TO_WIRE, HiddenType, decode
+from stages.transport.stage_link import explain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from mesh.coordinator.ring import StageAddress
+    from stages.transport.channels import Identity
+
+log = structlog.get_logger()
+
+# Hidden states beyond this are no features that any drafter was trained on.
+_LARGEST_VALUE: Final = 1e6
+_RETRY_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class FeatureNeeds:
+    """Features that a drafter reads.
+
+    Attributes:
+        layers: Layers whose outputs it reads, in its order; the number of the model's layers stands for the
+            head state.
+        n_layers: Layers of the model.
+        n_embd: Values of a row of one layer.
+        hidden_type: Format on the wire.
+        context: Number of the prompt's last positions whose features are wanted.
+    """
+
+    layers: tuple[int, ...]
+    n_layers: int
+    n_embd: int
+    hidden_type: HiddenType = HiddenType.F16
+    context: int = 512
+
+    def bytes_per_token(self) -> int:
+        """Size of the features of one position."""
+        return len(self.layers) * self.hidden_type.row_bytes(self.n_embd)
+
+
+@dataclass(frozen=True)
+class ReceivedFeatures:
+    """Features of consecutive rows of a window, from one stage.
+
+    Attributes:
+        session: Id of the session.
+        window_id: Id of the window within it.
+        start: Position of the first row.
+        rows: Layer and rows, float32 (rows, n_embd), for each layer of the stage.
+    """
+
+    session: int
+    window_id: int
+    start: int
+    rows: tuple[tuple[int, NDArray[np.float32]], ...]
+
+
+def decoded(features: wire.Features, layers: Sequence[int], needs: FeatureNeeds) -> ReceivedFeatures:
+    """Check and decode a message.
+
+    Args:
+        features: The message.
+        layers: Layers that its stage gives.
+        needs: What was asked for.
+
+    Raises:
+        ProtocolError: If it has another format, other layers or sizes, or values that no hidden state has.
+    """
+    if features.type != TO_WIRE[needs.hidden_type] or len(features.rows) != len(layers):
+        raise ProtocolError(
+            f"features of {len(features.rows)} layers in format {features.type} for {len(layers)} layers "
+            f"in {needs.hidden_type}"
+        )
+    expected_bytes = features.num_rows * needs.hidden_type.row_bytes(needs.n_embd)
+    rows = []
+    for layer, data in zip(layers, features.rows, strict=True):
+        if len(data) != expected_bytes or not data:
+            raise ProtocolError(
+                f"features of layer {layer} have {len(data)} bytes for {features.num_rows} rows, not "
+                f"{expected_bytes}"
+            )
+        values = decode(data, needs.hidden_type, needs.n_embd)
+        if not np.abs(values).max() <= _LARGEST_VALUE:  # also if it is not a number
+            raise ProtocolError(f"features of layer {layer} have values beyond {_LARGEST_VALUE:g}")
+        rows.append((layer, values))
+    return ReceivedFeatures(features.session, features.window_id, features.start, tuple(rows))
+
+
+class FeatureStreams:
+    """Features of all stages of one ring. For the event loop; retries lost connections.
+
+    Args:
+        stages: Addresses of the stages, in pipeline order.
+        hello: First message, with the protocol version.
+        mesh_key: Key shared by all stages and the coordinator.
+        needs: What the drafter reads.
+        on_features: Called with features as they arrive.
+        identity: TLS identity of this process; None if both ends are in one process.
+
+    Attributes:
+        why_off: Why not all features come; None while they do.
+        num_received_bytes: Size of all messages so far.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageAddress],
+        hello: wire.Hello,
+        mesh_key: str,
+        needs: FeatureNeeds,
+        *,
+        on_features: Callable[[ReceivedFeatures], None],
+        identity: Identity | None = None,
+    ) -> None:
+        self._stages = tuple(stage for stage in stages if _holds_any(stage, needs))
+        self._hello = hello
+        self._mesh_key = mesh_key
+        self._needs = needs
+        self._on_features = on_features
+        self._identity = identity
+        self._given: dict[str, tuple[int, ...]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.why_off: str | None = "stages are not connected yet"
+        self.num_received_bytes = 0
+
+    def open(self) -> None:
+        """Begin to connect; features come once every stage has answered."""
+        self._tasks = [asyncio.create_task(self._run(stage)) for stage in self._stages]
+
+    async def close(self) -> None:
+        """End all streams."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def layers_of_tail(self) -> tuple[int, ...]:
+        """Layers whose features verdicts carry."""
+        return self._given.get(self._stages[-1].address, ()) if self._stages else ()
+
+    def decoded(self, features: wire.Features) -> ReceivedFeatures:
+        """Features of a verdict.
+
+        Raises:
+            ProtocolError: See `decoded`.
+        """
+        return decoded(features, self.layers_of_tail(), self._needs)
+
+    async def _run(self, stage: StageAddress) -> None:
+        while True:
+            try:
+                await self._read(stage)
+                reason: MeshError = StageFailed(f"{stage.address} ended the stream of features")
+            except grpc.aio.AioRpcError as error:
+                reason = explain(error, stage.address)
+            except (MeshError, ValueError) as error:
+                reason = error if isinstance(error, MeshError) else ProtocolError(str(error))
+            self._given.pop(stage.address, None)
+            self.why_off = reason.message
+            log.warning("features_lost", host=stage.host, reason=reason.message)
+            if isinstance(reason, ProtocolError):
+                # The stage would send the same again.
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    async def _read(self, stage: StageAddress) -> None:
+        channel = open_channel(stage.address, stage.host, self._identity)
+        try:
+            request = wire.FeatureRequest(
+                hello=self._hello,
+                layers=sorted(set(self._needs.layers)),
+                type=TO_WIRE[self._needs.hidden_type],
+            )
+            call = rpc.StageStub(channel).Features(request, metadata=key_metadata(self._mesh_key))
+            async for bundle in call:
+                self.num_received_bytes += bundle.ByteSize()
+                if stage.address not in self._given:
+                    self._connected(stage, tuple(bundle.layers))
+                for features in bundle.features:
+                    self._on_features(decoded(features, self._given[stage.address], self._needs))
+        finally:
+            with contextlib.suppress(asyncio.CancelledError):
+                await channel.close(None)
+
+    def _connected(self, stage: StageAddress, layers: tuple[int, ...]) -> None:
+        self._given[stage.address] = layers
+        if len(self._given) < len(self._stages):
+            return
+        given = {layer for some in self._given.values() for layer in some}
+        missing = [layer for layer in self._needs.layers if layer not in given]
+        self.why_off = None
+        if missing:
+            self.why_off = f"no stage gives the hidden states after layer {missing[0]}"
+            log.warning("features_missing", layers=missing)
+
+
+def _holds_any(stage: StageAddress, needs: FeatureNeeds) -> bool:
+    is_tail = stage.layers.stop == needs.n_layers
+    return any(
+        stage.layers.start <= layer < stage.layers.stop or (is_tail and layer == needs.n_layers)
+        for layer in needs.layers
+    )
