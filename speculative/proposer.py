@@ -71,18 +71,21 @@ class Proposal:
         confidences: One for each token, in [0, 1]: the proposer's estimate of its acceptance, given that
             those before it are accepted.
         proposer: Name of the proposer, such as `ngram`.
+        depths: One for each token, of drafters that read features: its distance from the last feature, at
+            least 1. Empty for other proposers.
     """
 
     tokens: tuple[int, ...]
     confidences: tuple[float, ...]
     proposer: str
+    depths: tuple[int, ...] = ()
 
     def first(self, count: int) -> Proposal:
         """Its first `count` tokens."""
         if count >= len(self.tokens):
             return self
         count = max(count, 0)
-        return Proposal(self.tokens[:count], self.confidences[:count], self.proposer)
+        return Proposal(self.tokens[:count], self.confidences[:count], self.proposer, self.depths[:count])
 
 
 EMPTY: Final = Proposal((), (), "")

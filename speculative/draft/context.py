@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from speculative.draft.session import DraftSpan
+
 
 class DraftUnusable(Exception):
     """The draft model cannot be loaded or used; the message gives the reason, in one line."""
@@ -101,6 +103,18 @@ class DraftRows(NamedTuple):
     has_output: bool
 
 
+class DraftOutput(NamedTuple):
+    """Output of a row.
+
+    Attributes:
+        logits: float32 (n_vocab,), a view that the next `decode` overwrites.
+        state: Output state, float32 (values,), of drafters that read features; None for others.
+    """
+
+    logits: NDArray[np.float32]
+    state: NDArray[np.float32] | None = None
+
+
 class DraftContext:
     """A loaded draft model with its KV cache. For one thread at a time, except `abort`.
 
@@ -118,7 +132,7 @@ class DraftContext:
         self._context: Any = None
         self._model: Any = None
         llama_cpp.llama_backend_init()
-        self._model = _load(path, options)
+        self._model = _load(path, self._model_params(options))
         try:
             self._check(path)
             # llama.cpp polls this while it computes. libc's strlen reads the first byte of a C string as no
@@ -139,7 +153,7 @@ class DraftContext:
 
     def decode(
         self, spans: Sequence[DraftRows], while_computing: AbstractContextManager[None]
-    ) -> list[NDArray[np.float32] | None] | None:
+    ) -> list[DraftOutput | None] | None:
         """Compute rows of different slots together, `MAX_ROWS` at most.
 
         Args:
@@ -147,8 +161,8 @@ class DraftContext:
             while_computing: Entered for as long as llama.cpp computes.
 
         Returns:
-            For each span, None or the logits of its last row: float32, shape (n_vocab,), a view that the next
-            `decode` overwrites. None instead of a list if the decode was aborted: no row counts as computed.
+            For each span, None or the output of its last row. None instead of a list if the decode was
+            aborted: no row counts as computed.
 
         Raises:
             DraftUnusable: If llama.cpp fails.
@@ -158,16 +172,13 @@ class DraftContext:
         self._fill(spans)
         with while_computing:
             status = llama_cpp.llama_decode(self._context, self._batch)
-        if status == _ABORTED:
+        if not is_computed(status):
             return None
-        if status != 0:
-            why = "its KV cache is full" if status == _NO_ROOM else f"llama_decode says {status}"
-            raise DraftUnusable(f"the draft model cannot go on: {why}")
-        outputs: list[NDArray[np.float32] | None] = []
+        outputs: list[DraftOutput | None] = []
         row = -1
         for span in spans:
             row += len(span.tokens)
-            outputs.append(self._logits(row) if span.has_output else None)
+            outputs.append(DraftOutput(self._logits(row)) if span.has_output else None)
         return outputs
 
     def abort(self) -> None:
@@ -181,6 +192,11 @@ class DraftContext:
     def is_end(self, token: int) -> bool:
         """Whether a token ends an answer."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    @staticmethod
+    def rows_of(slot: int, span: DraftSpan) -> DraftRows:
+        """Rows of a span for `decode`."""
+        return DraftRows(slot, span.start, span.tokens, span.is_drafting)
 
     def free(self, slot: int) -> None:
         """Drop all rows of a slot."""
@@ -196,6 +212,12 @@ class DraftContext:
             llama_cpp.llama_model_free(self._model)
             self._model = None
 
+    def _model_params(self, options: DraftOptions) -> Any:
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = True
+        params.n_gpu_layers = options.num_gpu_layers
+        return params
+
     def _check(self, path: Path) -> None:
         if llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model):
             raise DraftUnusable(
@@ -205,7 +227,7 @@ class DraftContext:
         if not llama_cpp.llama_model_has_decoder(self._model):
             raise DraftUnusable(f"{path.name} generates no text: choose a decoder as draft model")
 
-    def _make_context(self, path: Path, options: DraftOptions) -> Any:
+    def _context_params(self, options: DraftOptions) -> Any:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = options.ctx_size * options.num_sessions
         params.n_batch = params.n_ubatch = MAX_ROWS
@@ -219,7 +241,10 @@ class DraftContext:
         params.no_perf = True
         params.abort_callback = self._abort_callback
         params.abort_callback_data = ctypes.addressof(self._abort_flag)
-        context = llama_cpp.llama_init_from_model(self._model, params)
+        return params
+
+    def _make_context(self, path: Path, options: DraftOptions) -> Any:
+        context = llama_cpp.llama_init_from_model(self._model, self._context_params(options))
         if context is None:
             raise DraftUnusable(
                 f"llama.cpp cannot make a context of {options.num_sessions} × {options.ctx_size} positions "
@@ -251,18 +276,27 @@ def _kv_type(name: str) -> int:
     return int(GGMLQuantizationType[name.upper()].value)
 
 
-def _load(path: Path, options: DraftOptions) -> Any:
+def _load(path: Path, params: Any) -> Any:
     if not path.is_file():
         raise DraftUnusable(f"{path} is not a file: give the path of a GGUF model as draft")
-    params = llama_cpp.llama_model_default_params()
-    params.use_extra_bufts = True
-    params.n_gpu_layers = options.num_gpu_layers
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     if model is None:
         raise DraftUnusable(
             f"llama.cpp cannot load {path} as a draft model: the file may not be a complete GGUF"
         )
     return model
+
+
+def is_computed(status: int) -> bool:
+    """Whether llama.cpp computed a batch, by what it returned; if not, it was aborted.
+
+    Raises:
+        DraftUnusable: If it failed.
+    """
+    if status in {0, _ABORTED}:
+        return status == 0
+    reason = "its KV cache is full" if status == _NO_ROOM else f"llama.cpp returns {status}"
+    raise DraftUnusable(f"the draft model cannot go on: {reason}")
 
 
 def probability(logits: NDArray[np.float32], token: int) -> float:

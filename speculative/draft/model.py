@@ -113,9 +113,9 @@ def _time_token_ms(context: DraftContext, clock_s: Callable[[], float]) -> float
     times_ms = []
     for position in range(_NUM_TIMED_TOKENS):
         started_s = clock_s()
-        for logits in context.decode([DraftRows(0, position, (0,), has_output=True)], nullcontext()) or ():
-            if logits is not None:
-                probability(logits, int(np.argmax(logits)))
+        for output in context.decode([DraftRows(0, position, (0,), has_output=True)], nullcontext()) or ():
+            if output is not None:
+                probability(output.logits, int(np.argmax(output.logits)))
         times_ms.append((clock_s() - started_s) * 1000)
     context.free(0)
     return min(times_ms)

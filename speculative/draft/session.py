@@ -19,6 +19,9 @@ from speculative.proposer import EMPTY, Proposal
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from speculative.draft.context import DraftOptions
 
 
@@ -49,10 +52,12 @@ class DraftedToken:
     Attributes:
         id: Token id.
         probability: Its probability by the draft model, at temperature 1.
+        depth: Its distance from the last feature, at least 1; 0 for draft models that read none.
     """
 
     id: int
     probability: float
+    depth: int = 0
 
 
 class DraftSequence:
@@ -81,7 +86,7 @@ class DraftSequence:
         self._is_end = is_end
         self._num_committed = 0
         # Of the tokens after the committed ones; None for those of other proposers.
-        self._confidences: list[float | None] = []
+        self._drafted: list[DraftedToken | None] = []
         # Positions up to which it computes tokens of others, and drafts by itself.
         self._follow_until = 0
         self._draft_until = 0
@@ -103,8 +108,18 @@ class DraftSequence:
         start, stop = self._missing_rows()
         return max(0, stop - start)
 
-    def adopt(self, num_cached: int) -> None:
-        """Record that its slot already holds this many of its first tokens."""
+    @property
+    def num_reusable(self) -> int:
+        """Number of its first tokens whose rows another session may reuse."""
+        return self.num_cached
+
+    def adopt(self, num_cached: int, former: DraftSequence | None = None) -> None:  # noqa: ARG002
+        """Record that its slot already holds this many of its first tokens.
+
+        Args:
+            num_cached: Number of tokens.
+            former: Text that the slot held before; of use for drafters that read features.
+        """
         self.num_cached = num_cached
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -113,7 +128,7 @@ class DraftSequence:
             self._follow_until = len(tokens)
         self._agree(tokens)
         self._num_committed += len(tokens)
-        del self._confidences[: len(tokens)]
+        del self._drafted[: len(tokens)]
 
     def propose(self, max_tokens: int, after: Sequence[int]) -> Proposal:
         """Tokens drafted after the committed ones and `after`; requests more.
@@ -137,9 +152,10 @@ class DraftSequence:
         if num_ready < min(self._options.draft_min, max_tokens):
             return EMPTY
         stop = begin + num_ready
-        ours = self._confidences[len(after) : len(after) + num_ready]
-        confidences = tuple(own for own in ours if own is not None)
-        return Proposal(tuple(self.tokens[begin:stop]), confidences, self._name)
+        ours = [own for own in self._drafted[len(after) : len(after) + num_ready] if own is not None]
+        confidences = tuple(own.probability for own in ours)
+        depths = tuple(own.depth for own in ours if own.depth)
+        return Proposal(tuple(self.tokens[begin:stop]), confidences, self._name, depths)
 
     def next_span(self, max_rows: int) -> DraftSpan | None:
         """Rows to compute now, at most `max_rows`; None if there is nothing to do.
@@ -155,7 +171,9 @@ class DraftSequence:
         self._num_unchanged = stop
         return self._running
 
-    def computed(self, drafted: DraftedToken | None = None) -> bool:
+    def computed(
+        self, drafted: DraftedToken | None = None, _state: NDArray[np.float32] | None = None
+    ) -> bool:
         """Record that the running span is in the cache.
 
         Args:
@@ -174,7 +192,7 @@ class DraftSequence:
             self._is_unsure = True
             return False
         self.tokens.append(drafted.id)
-        self._confidences.append(drafted.probability)
+        self._drafted.append(drafted)
         return self._is_worth_telling()
 
     def dropped(self) -> None:
@@ -214,11 +232,11 @@ class DraftSequence:
             return
         self._cut(num_known)
         self.tokens.extend(tokens[num_known:])
-        self._confidences.extend([None] * (len(tokens) - num_known))
+        self._drafted.extend([None] * (len(tokens) - num_known))
 
     def _forget_others(self, num_ahead: int) -> None:
         """Drop tokens of other proposers that are not in flight any more."""
-        for index, own in enumerate(self._confidences[num_ahead:], num_ahead):
+        for index, own in enumerate(self._drafted[num_ahead:], num_ahead):
             if own is None:
                 self._cut(index)
                 return
@@ -227,7 +245,7 @@ class DraftSequence:
         """Keep only this many tokens after the committed ones."""
         cut = self._num_committed + num_ahead
         del self.tokens[cut:]
-        del self._confidences[num_ahead:]
+        del self._drafted[num_ahead:]
         self.num_cached = min(self.num_cached, cut)
         self._num_unchanged = min(self._num_unchanged, cut)
         self._is_unsure = False

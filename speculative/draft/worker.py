@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from speculative.draft.context import MAX_ROWS, DraftRows, DraftUnusable, probability
+from speculative.draft.context import MAX_ROWS, DraftUnusable, probability
 from speculative.draft.session import DraftedToken
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from speculative.draft.context import DraftContext, DraftOptions
+    from speculative.draft.context import DraftContext, DraftOptions, DraftOutput
     from speculative.draft.session import DraftSequence, DraftSpan
 
 
@@ -58,6 +58,20 @@ def share_rows(wanted: Sequence[int], max_rows: int) -> list[int]:
 
 # A closed session leaves its rows behind. A later one that begins with the same tokens, the next turn of a
 # conversation or another with the same system prompt, reuses them.
+class FreeSlot(NamedTuple):
+    """A free slot and its content.
+
+    Attributes:
+        slot: The slot.
+        num_shared: Number of the session's first tokens whose rows it holds.
+        former: Session that had it before.
+    """
+
+    slot: int
+    num_shared: int
+    former: DraftSequence | None
+
+
 class DraftSlots:
     """Free slots and their content.
 
@@ -67,17 +81,20 @@ class DraftSlots:
 
     def __init__(self, num_slots: int) -> None:
         self._held: dict[int, list[int]] = {slot: [] for slot in range(num_slots)}
+        self._former: dict[int, DraftSequence] = {}
 
-    def take(self, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """The free slot with the longest prefix of `tokens`, and its length; None if none is free."""
+    def take(self, tokens: Sequence[int]) -> FreeSlot | None:
+        """The free slot with the longest prefix of `tokens`; None if none is free."""
         if not self._held:
             return None
         slot = max(self._held, key=lambda slot: _num_shared(self._held[slot], tokens))
-        return slot, _num_shared(self._held.pop(slot), tokens)
+        return FreeSlot(slot, _num_shared(self._held.pop(slot), tokens), self._former.pop(slot, None))
 
-    def give_back(self, slot: int, tokens: Sequence[int]) -> None:
-        """Free a slot, which holds the rows of `tokens`."""
+    def give_back(self, slot: int, tokens: Sequence[int], former: DraftSequence | None = None) -> None:
+        """Free a slot, which holds the rows of `tokens`, a part of `former`'s text."""
         self._held[slot] = list(tokens)
+        if former is not None:
+            self._former[slot] = former
 
 
 def _num_shared(left: Sequence[int], right: Sequence[int]) -> int:
@@ -173,6 +190,10 @@ class DraftSession:
     error: Exception | None = None
 
 
+# Next token, and the output state of the row that it was drafted from.
+_Drafted: TypeAlias = "tuple[DraftedToken | None, NDArray[np.float32] | None]"
+
+
 class _Part(NamedTuple):
     session: DraftSession
     span: DraftSpan
@@ -218,7 +239,9 @@ class DraftThread:
             self._sessions.remove(session)
             session.sequence.dropped()
             if session.slot is not None:
-                self._slots.give_back(session.slot, session.sequence.tokens[: session.sequence.num_cached])
+                sequence = session.sequence
+                reusable = sequence.tokens[: sequence.num_reusable]
+                self._slots.give_back(session.slot, reusable, sequence)
             self._abort_if_in_vain()
 
     @contextlib.contextmanager
@@ -288,9 +311,9 @@ class DraftThread:
         return parts
 
     def _has_slot(self, session: DraftSession) -> bool:
-        if session.slot is None and (taken := self._slots.take(session.sequence.tokens)) is not None:
-            session.slot, num_shared = taken
-            session.sequence.adopt(num_shared)
+        if session.slot is None and (free := self._slots.take(session.sequence.tokens)) is not None:
+            session.slot = free.slot
+            session.sequence.adopt(free.num_shared, free.former)
         return session.slot is not None
 
     def _compute(self, parts: Sequence[_Part]) -> None:
@@ -306,21 +329,16 @@ class DraftThread:
                     session.sequence.dropped()
                     session.error = session.error or error
             else:
-                told = [session for session in left if session.sequence.computed(drafted[session])]
+                told = [session for session in left if session.sequence.computed(*drafted[session])]
                 if all(len(part.span.tokens) == 1 for part in parts):
                     self.ms_per_token += _NEWEST_WEIGHT * (elapsed_ms - self.ms_per_token)
         for session in told:
             # Outside the lock: the listener may request a proposal at once.
             _notify(session)
 
-    def _draft(
-        self, parts: Sequence[_Part]
-    ) -> tuple[dict[DraftSession, DraftedToken | None] | None, Exception | None]:
-        """Next token of each session; None if nothing was computed, with the failure if there was one."""
-        rows = [
-            DraftRows(part.session.slot or 0, part.span.start, part.span.tokens, part.span.is_drafting)
-            for part in parts
-        ]
+    def _draft(self, parts: Sequence[_Part]) -> tuple[dict[DraftSession, _Drafted] | None, Exception | None]:
+        """Result for each session; None if nothing was computed, with the failure if there was one."""
+        rows = [self._context.rows_of(part.session.slot or 0, part.span) for part in parts]
         is_awaited = any(part.session.sequence.is_urgent for part in parts)
         try:
             outputs = self._context.decode(
@@ -330,10 +348,14 @@ class DraftThread:
             return None, error
         if outputs is None:
             return None, None
-        drafted = {}
-        for part, logits in zip(parts, outputs, strict=True):
-            drafted[part.session] = None if logits is None else _choose(part, logits)
-        return drafted, None
+        return {
+            part.session: _result(part, output) for part, output in zip(parts, outputs, strict=True)
+        }, None
+
+
+def _result(part: _Part, output: DraftOutput | None) -> _Drafted:
+    """Next token and state."""
+    return (None, None) if output is None else (_choose(part, output.logits), output.state)
 
 
 def _choose(part: _Part, logits: NDArray[np.float32]) -> DraftedToken | None:

@@ -241,6 +241,54 @@ class StopTap:
         return rows[:num_rows].copy() if num_rows else None
 
 
+class TensorTap:
+    """Copies one tensor of a graph, float32 of shape (rows, width), and ends the graph behind it if wanted.
+
+    For graphs that are no stages. See `speculative.draft.feature_context.GraphTap`.
+
+    Args:
+        width: Values of a row.
+        max_rows: Most rows of one computation.
+
+    Raises:
+        ImportError: If the compiled callback is missing.
+    """
+
+    def __init__(self, width: int, max_rows: int) -> None:
+        self._width = width
+        self._rows = np.empty((max_rows, width), dtype=np.float32)
+        ggml = ggml_base()
+        self._feature = (_FeatureStruct * 1)()
+        self._struct = _StopTapStruct(
+            name_of=_address(ggml.ggml_get_name),
+            num_bytes_of=_address(ggml.ggml_nbytes),
+            copy=_address(ggml.ggml_backend_tensor_get),
+            put=_address(ggml.ggml_backend_tensor_set),
+            rows=self._rows.ctypes.data,
+            capacity_bytes=self._rows.nbytes,
+            features=self._feature,
+        )
+        self._feature[0].rows = self._rows.ctypes.data
+        self._feature[0].capacity_bytes = self._rows.nbytes
+        self.callback = ctypes.cast(
+            _compiled().stop_tap_on_graph_node, llama_cpp.ggml_backend_sched_eval_callback
+        )
+        self.user_data = ctypes.addressof(self._struct)
+
+    def begin(self, name: str, *, ends: bool) -> None:
+        """Set the tensor to copy, and whether the graph ends behind it."""
+        self._struct.filled_bytes = self._feature[0].filled_bytes = 0
+        self._struct.wanted = name.encode() if ends else None
+        self._struct.num_features = 0 if ends else 1
+        self._feature[0].name = name.encode()
+
+    def rows(self) -> NDArray[np.float32] | None:
+        """What was copied since `begin`, float32 (rows, width); None if the graph had no such tensor."""
+        filled_bytes = self._struct.filled_bytes or self._feature[0].filled_bytes
+        num_rows = filled_bytes // (4 * self._width)
+        return self._rows[:num_rows].copy() if num_rows else None
+
+
 def make_stop_tap(layer: int | None, boundary: GraphBoundary, max_rows: int) -> StopTap | LayerTap:
     """The compiled tap, or the Python one where that is missing."""
     try:

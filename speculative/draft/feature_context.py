@@ -1,0 +1,317 @@
+"""Feature context: llama.cpp context of a drafter that reads hidden states of the target.
+
+EAGLE-3 files have two graphs: the encoder joins the features of three layers into one row, the decoder takes
+a token and that row, or its own output state. MTP heads take a token and the head state. Everything is read
+through llama.cpp's public API and its evaluation callback, by the names of the graphs' tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import llama_cpp
+import numpy as np
+
+from speculative.draft.context import MAX_ROWS, DraftContext, DraftOutput, DraftUnusable, is_computed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from speculative.draft.context import DraftOptions
+    from speculative.draft.feature_sequence import FeatureSpan
+
+
+class FeatureKind(StrEnum):
+    """Kinds of drafters that read features.
+
+    Attributes:
+        EAGLE3: Outputs of several layers (Li et al. 2025).
+        MTP: The head state, by a head for multi-token prediction (DeepSeek-V3 2024).
+    """
+
+    EAGLE3 = "eagle3"
+    MTP = "mtp"
+
+
+class GraphTap(Protocol):
+    """Evaluation callback that copies one tensor of a graph by its name.
+
+    Attributes:
+        callback: For llama.cpp.
+        user_data: Its argument; None for none.
+    """
+
+    callback: Any
+    user_data: int | None
+
+    def begin(self, name: str, *, ends: bool) -> None:
+        """Set the tensor to copy, and whether the graph ends behind it."""
+
+    def rows(self) -> NDArray[np.float32] | None:
+        """What was copied since `begin`, float32 (rows, width); None if the graph had no such tensor."""
+
+
+class FeatureRows(NamedTuple):
+    """Rows of one session.
+
+    Attributes:
+        slot: Its sequence in the KV cache.
+        span: The rows.
+    """
+
+    slot: int
+    span: FeatureSpan
+
+    @property
+    def num_absorbed(self) -> int:
+        """Number of its first rows, which have no output."""
+        return len(self.span.tokens) - self.span.has_output
+
+
+class _Batch:
+    """A reusable `llama_batch` of rows of values, with token ids or without.
+
+    Args:
+        width: Values of a row.
+        has_tokens: Whether each row has a token id as well.
+    """
+
+    def __init__(self, width: int, *, has_tokens: bool) -> None:
+        self._values = np.zeros((MAX_ROWS, width), np.float32)
+        self._tokens = np.zeros(MAX_ROWS, np.int32)
+        self._positions = np.zeros(MAX_ROWS, np.int32)
+        self._num_slots = np.ones(MAX_ROWS, np.int32)
+        self._slots = np.zeros(MAX_ROWS, np.int32)
+        self._outputs = np.zeros(MAX_ROWS, np.int8)
+        slot_pointer = ctypes.POINTER(ctypes.c_int32)
+        self._slot_pointers = (slot_pointer * MAX_ROWS)(
+            *(ctypes.cast(self._slots.ctypes.data + 4 * row, slot_pointer) for row in range(MAX_ROWS))
+        )
+        self.struct = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=_pointer(self._tokens, ctypes.c_int32) if has_tokens else None,
+            embd=_pointer(self._values, ctypes.c_float),
+            pos=_pointer(self._positions, ctypes.c_int32),
+            n_seq_id=_pointer(self._num_slots, ctypes.c_int32),
+            seq_id=ctypes.cast(self._slot_pointers, ctypes.POINTER(slot_pointer)),
+            logits=_pointer(self._outputs, ctypes.c_int8),
+        )
+
+    def fill(
+        self,
+        values: NDArray[np.float32],
+        tokens: Sequence[int] | None,
+        positions: Sequence[int],
+        slots: Sequence[int],
+        *,
+        has_outputs: bool,
+    ) -> Any:
+        """The batch with these rows, at most `MAX_ROWS`."""
+        count = len(values)
+        self._values[:count] = values
+        if tokens is not None:
+            self._tokens[:count] = tokens
+        self._positions[:count] = positions
+        self._slots[:count] = slots
+        self._outputs[:count] = has_outputs
+        self.struct.n_tokens = count
+        return self.struct
+
+
+def _pointer(array: NDArray[Any], kind: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(kind))
+
+
+class _Row(NamedTuple):
+    values: NDArray[np.float32]
+    token: int
+    position: int
+    slot: int
+
+
+_ENCODED: Final = "fc_out"
+_STATE: Final = {FeatureKind.EAGLE3: "eagle3_prenorm-0", FeatureKind.MTP: "h_nextn"}
+
+
+class FeatureContext(DraftContext):
+    """A loaded drafter with its KV cache. For one thread at a time, except `abort`.
+
+    Args:
+        path: The GGUF, with embedding and head.
+        kind: Its kind.
+        options: Sizes, threads and formats.
+        num_tokens: Number of token ids of the target; the drafter's logits beyond are left out.
+        make_tap: Makes the evaluation callback, given the values of a row and the most rows.
+
+    Attributes:
+        width: Values of a row of its own state.
+        feature_width: Values of a row of features.
+
+    Raises:
+        DraftUnusable: If llama.cpp does not load it, or there is no memory for its KV cache.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: FeatureKind,
+        options: DraftOptions,
+        num_tokens: int,
+        make_tap: Callable[[int, int], GraphTap],
+    ) -> None:
+        self._kind = kind
+        self._make_tap = make_tap
+        # A sequence that stays empty: llama.cpp checks positions of encoded rows against the cache.
+        self._spare_slot = options.num_sessions
+        # The first row of EAGLE-3 is that of the second token.
+        self._shift = 1 if kind is FeatureKind.EAGLE3 else 0
+        super().__init__(path, options, num_tokens)
+        self._rows = _Batch(self.width, has_tokens=True)
+        self._encoder_rows = _Batch(self.feature_width, has_tokens=False)
+
+    @staticmethod
+    def rows_of(slot: int, span: FeatureSpan) -> FeatureRows:  # type: ignore[override]  # its own kind of span
+        """Rows of a span for `decode`."""
+        return FeatureRows(slot, span)
+
+    def decode(  # type: ignore[override]  # its own kind of rows
+        self, parts: Sequence[FeatureRows], while_computing: AbstractContextManager[None]
+    ) -> list[DraftOutput | None] | None:
+        """Compute rows of different slots: those without an output first, then one with for each slot.
+
+        Args:
+            parts: The rows.
+            while_computing: Entered for as long as llama.cpp computes.
+
+        Returns:
+            For each part, None or the output of its last row. None instead of a list if it was aborted: no
+            row counts as computed.
+
+        Raises:
+            DraftUnusable: If llama.cpp fails.
+        """
+        with while_computing:
+            inputs = self._inputs(parts)
+            if inputs is None:
+                return None
+            absorbed: list[_Row] = []
+            stepped: list[_Row] = []
+            for part, values in zip(parts, inputs, strict=True):
+                start = part.span.start - self._shift
+                first = 0 if part.span.is_anew else start
+                llama_cpp.llama_memory_seq_rm(self._memory, part.slot, first, -1)
+                rows = [
+                    _Row(row, token, position, part.slot)
+                    for position, (row, token) in enumerate(zip(values, part.span.tokens, strict=True), start)
+                ]
+                absorbed += rows[: part.num_absorbed]
+                stepped += rows[part.num_absorbed :]
+            for first in range(0, len(absorbed), MAX_ROWS):
+                if not self._absorb(absorbed[first : first + MAX_ROWS]):
+                    return None
+            outputs = self._step(stepped) if stepped else []
+            if outputs is None:
+                return None
+        left = iter(outputs)
+        return [next(left) if part.span.has_output else None for part in parts]
+
+    def _inputs(self, parts: Sequence[FeatureRows]) -> list[NDArray[np.float32]] | None:
+        """Input rows of each part: encoded features, then the state of a row that has no feature."""
+        features = [part.span.features for part in parts]
+        if self._kind is FeatureKind.EAGLE3:
+            encoded = self._encode(np.concatenate([rows for rows in features if len(rows)] or [_NONE]))
+            if encoded is None:
+                return None
+            features = np.split(encoded, np.cumsum([len(rows) for rows in features])[:-1])
+        inputs = []
+        for part, rows in zip(parts, features, strict=True):
+            state = part.span.state
+            own = [rows] if len(rows) else []
+            inputs.append(np.concatenate([*own, state[None]]) if state is not None else rows)
+        return inputs
+
+    def _encode(self, features: NDArray[np.float32]) -> NDArray[np.float32] | None:
+        """One row for each row of features; None if it was aborted."""
+        encoded = [np.empty((0, self.width), np.float32)]
+        for first in range(0, len(features), MAX_ROWS):
+            some = features[first : first + MAX_ROWS]
+            self._tap.begin(_ENCODED, ends=False)
+            slots = [self._spare_slot] * len(some)
+            batch = self._encoder_rows.fill(some, None, range(len(some)), slots, has_outputs=True)
+            if not is_computed(llama_cpp.llama_encode(self._context, batch)):
+                return None
+            encoded.append(self._tapped(_ENCODED, len(some)))
+        return np.concatenate(encoded)
+
+    def _absorb(self, rows: Sequence[_Row]) -> bool:
+        """Compute rows for the cache only; False if it was aborted."""
+        # Without outputs the head of an MTP graph has no rows; that of EAGLE-3 has them all.
+        self._tap.begin(_STATE[self._kind], ends=self._kind is FeatureKind.EAGLE3)
+        return is_computed(llama_cpp.llama_decode(self._context, self._batch_of(rows, has_outputs=False)))
+
+    def _step(self, rows: Sequence[_Row]) -> list[DraftOutput] | None:
+        """Compute rows with outputs, one a slot; None if it was aborted."""
+        name = _STATE[self._kind]
+        self._tap.begin(name, ends=False)
+        if not is_computed(llama_cpp.llama_decode(self._context, self._batch_of(rows, has_outputs=True))):
+            return None
+        states = self._tapped(name, len(rows))
+        return [DraftOutput(self._logits(row), states[row]) for row in range(len(rows))]
+
+    def _batch_of(self, rows: Sequence[_Row], *, has_outputs: bool) -> Any:
+        return self._rows.fill(
+            np.stack([row.values for row in rows]),
+            [row.token for row in rows],
+            [row.position for row in rows],
+            [row.slot for row in rows],
+            has_outputs=has_outputs,
+        )
+
+    def _tapped(self, name: str, num_rows: int) -> NDArray[np.float32]:
+        rows = self._tap.rows()
+        if rows is None or len(rows) != num_rows:
+            raise DraftUnusable(
+                f"llama.cpp's graph of this {self._kind} drafter has no tensor {name} of {num_rows} rows: "
+                "use another file"
+            )
+        return rows
+
+    def _model_params(self, options: DraftOptions) -> Any:
+        params = super()._model_params(options)
+        params.load_mtp = self._kind is FeatureKind.MTP
+        return params
+
+    def _check(self, path: Path) -> None:
+        self.width: int = llama_cpp.llama_model_n_embd(self._model)
+        self.feature_width = self.width
+        if self._kind is FeatureKind.EAGLE3:
+            target = _metadata(self._model, "eagle3.target_hidden_size")
+            if target is None:
+                raise DraftUnusable(f"{path.name} does not say how wide the features are that it reads")
+            self.feature_width = 3 * int(target)
+
+    def _context_params(self, options: DraftOptions) -> Any:
+        params = super()._context_params(options)
+        params.n_seq_max = options.num_sessions + 1
+        if self._kind is FeatureKind.MTP:
+            params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
+        self._tap = self._make_tap(self.width, MAX_ROWS)
+        params.cb_eval = self._tap.callback
+        if self._tap.user_data is not None:
+            params.cb_eval_user_data = self._tap.user_data
+        return params
+
+
+_NONE: Final = np.empty((0, 0), np.float32)
+
+
+def _metadata(model: Any, key: str) -> str | None:
+    buffer = ctypes.create_string_buffer(64)
+    length = llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return buffer.value.decode() if length >= 0 else None
