@@ -284,6 +284,7 @@ class FeatureContext(DraftContext):
 
     def _model_params(self, options: DraftOptions) -> Any:
         params = super()._model_params(options)
+        params.use_extra_bufts = False
         params.load_mtp = self._kind is FeatureKind.MTP
         return params
 
@@ -299,6 +300,7 @@ class FeatureContext(DraftContext):
     def _context_params(self, options: DraftOptions) -> Any:
         params = super()._context_params(options)
         params.n_seq_max = options.num_sessions + 1
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         if self._kind is FeatureKind.MTP:
             params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
         self._tap = self._make_tap(self.width, MAX_ROWS)
