@@ -239,24 +239,26 @@ class AcceptanceTable:
 
     def __init__(self, memory: float) -> None:
         self._keep = 1.0 - 1.0 / memory
-        self._accepted: dict[tuple[str, int], float] = {}
-        self._judged: dict[tuple[str, int], float] = {}
+        self._accepted: dict[tuple[str, int, int], float] = {}
+        self._judged: dict[tuple[str, int, int], float] = {}
 
-    def add(self, proposer: str, confidence: float, *, is_accepted: bool) -> None:
+    def add(self, proposer: str, confidence: float, depth: int = 0, *, is_accepted: bool) -> None:
         """Record the judgement of one token."""
-        bucket = (proposer, bucket_of(confidence))
+        bucket = (proposer, bucket_of(confidence), depth_bucket_of(depth))
         self._accepted[bucket] = self._accepted.get(bucket, 0.0) * self._keep + is_accepted
         self._judged[bucket] = self._judged.get(bucket, 0.0) * self._keep + 1.0
 
     def mean(self, proposer: str) -> float | None:
         """Acceptance rate over all confidences; None without judgements."""
-        judged = sum(self._judged.get((proposer, bucket), 0.0) for bucket in range(NUM_BUCKETS))
-        accepted = sum(self._accepted.get((proposer, bucket), 0.0) for bucket in range(NUM_BUCKETS))
+        judged = sum(count for (name, *_), count in self._judged.items() if name == proposer)
+        accepted = sum(count for (name, *_), count in self._accepted.items() if name == proposer)
         return accepted / judged if judged else None
 
-    def estimate(self, proposer: str, confidence: float, prior: float, prior_weight: float) -> float:
-        """Acceptance rate at this confidence; near `prior` while there are few judgements."""
-        bucket = (proposer, bucket_of(confidence))
+    def estimate(
+        self, proposer: str, confidence: float, prior: float, prior_weight: float, depth: int = 0
+    ) -> float:
+        """Acceptance rate at this confidence and depth; near `prior` while there are few judgements."""
+        bucket = (proposer, bucket_of(confidence), depth_bucket_of(depth))
         accepted, judged = self._accepted.get(bucket, 0.0), self._judged.get(bucket, 0.0)
         return (accepted + prior * prior_weight) / (judged + prior_weight)
 
@@ -281,13 +283,16 @@ class Calibration:
 
     def acceptances(self, proposal: Proposal) -> tuple[float, ...]:
         """Acceptance probability of each token, given that those before it are accepted."""
-        return tuple(self.acceptance(proposal.proposer, confidence) for confidence in proposal.confidences)
+        pairs = zip_longest(proposal.confidences, proposal.depths, fillvalue=0)
+        return tuple(
+            self.acceptance(proposal.proposer, confidence, int(depth)) for confidence, depth in pairs
+        )
 
-    def acceptance(self, proposer: str, confidence: float) -> float:
-        """Acceptance probability of a token of this confidence."""
+    def acceptance(self, proposer: str, confidence: float, depth: int = 0) -> float:
+        """Acceptance probability of a token of this confidence, and of this depth if it has one."""
         word = min(max(confidence, 0.0), 1.0)
-        prior = self._shared.estimate(proposer, word, word, self._WORD_WEIGHT)
-        return self._own.estimate(proposer, word, prior, self._SHARED_WEIGHT)
+        prior = self._shared.estimate(proposer, word, word, self._WORD_WEIGHT, depth)
+        return self._own.estimate(proposer, word, prior, self._SHARED_WEIGHT, depth)
 
     def mean(self, proposer: str) -> float | None:
         """Acceptance rate of the proposer in this session; None without judgements."""
@@ -295,10 +300,17 @@ class Calibration:
 
     def judged(self, proposal: Proposal, num_accepted: int) -> None:
         """Record the judgement of a window, up to the first rejected token."""
-        for index, confidence in enumerate(proposal.confidences[: num_accepted + 1]):
+        judged = proposal.first(num_accepted + 1)
+        pairs = zip_longest(judged.confidences, judged.depths, fillvalue=0)
+        for index, (confidence, depth) in enumerate(pairs):
             word = min(max(confidence, 0.0), 1.0)
             for table in (self._own, self._shared):
-                table.add(proposal.proposer, word, is_accepted=index < num_accepted)
+                table.add(proposal.proposer, word, int(depth), is_accepted=index < num_accepted)
+
+
+def depth_bucket_of(depth: int) -> int:
+    """Index of the bucket of a depth: 0 for none, then 1, 2 to 3, and more."""
+    return 0 if depth <= 0 else min(depth.bit_length(), 3)
 
 
 def bucket_of(confidence: float) -> int:

@@ -18,7 +18,7 @@ from speculative.acceptance import AcceptanceTable, Calibration
 from speculative.cost_model import DecodeTimeModel, Timing, WindowPlanRate, best_rate, row_ms, row_price
 from speculative.outcome import Decision, ProposalContext, WindowOutcome
 from speculative.payoff import GroupPayoff, SessionPayoff
-from speculative.proposer import CONFIRMED_SHARE
+from speculative.proposer import CONFIRMED_SHARE, DRAFTERS
 
 if TYPE_CHECKING:
     from speculative.payoff import PayoffRecord
@@ -101,8 +101,6 @@ _PACE_EVERY: Final = 8
 _NUM_FIRST_PLAIN: Final = 2
 # Tokens that a draft model may still draft after nothing is wanted any more.
 _NUM_DRAFTED_ON: Final = 8
-# The proposer whose tokens cost time; see `speculative.draft.model`.
-_DRAFT: Final = "draft"
 # Tokens before speculation is tried again from which features are wanted.
 _FEATURES_AHEAD: Final = 64
 _FIRST_PROBE: Final = 32
@@ -176,7 +174,7 @@ class Controller:
     def decide(self, context: ProposalContext, proposal: Proposal) -> Decision:
         """How many of the proposed tokens to send now."""
         limit = min(self.wanted(context), len(proposal.tokens))
-        self._is_drafting = self._is_drafting or proposal.proposer == _DRAFT
+        self._is_drafting = self._is_drafting or proposal.proposer in DRAFTERS
         if limit == 0:
             width = 0
         elif self._options.fixed_width is not None and self._options.p_min is None:
@@ -275,7 +273,7 @@ class Controller:
         sure = self._calibration.acceptances(proposal)[:limit]
         is_behind = context.num_in_flight > 0
         if options.fixed_width is None:
-            drafting_ms = self._timing.draft_ms_per_token if proposal.proposer == _DRAFT else None
+            drafting_ms = self._timing.draft_ms_per_token if proposal.proposer in DRAFTERS else None
             # The mean that a run of such tokens would have.
             rate = self._rate = self._best_rate(math.prod(sure) ** (1 / len(sure)), drafting_ms or 0.0)
             if options.fixed_depth is None and context.num_in_flight >= rate.depth:
@@ -308,8 +306,9 @@ class Controller:
 
     def _rival(self, proposal: Proposal) -> float:
         """How likely a token must be for a draft model not to know better, which would have to start anew."""
-        mean = self._calibration.mean(_DRAFT) if proposal.proposer != _DRAFT else None
-        return 0.0 if mean is None or self._options.p_min is not None else CONFIRMED_SHARE * mean
+        if proposal.proposer in DRAFTERS or self._options.p_min is not None:
+            return 0.0
+        return CONFIRMED_SHARE * max((self._calibration.mean(name) or 0.0 for name in DRAFTERS), default=0.0)
 
     def _price(self, index: int, *, is_behind: bool) -> float:
         if self._options.p_min is not None:

@@ -90,6 +90,9 @@ class Proposal:
 
 EMPTY: Final = Proposal((), (), "")
 
+# Proposers whose tokens cost computing time; see `speculative.draft`.
+DRAFTERS: Final = ("draft", "eagle3", "mtp")
+
 
 CONFIRMED_SHARE: Final = 0.95
 """A cheap proposer's token may be this much less likely than a draft model's: it is there at once."""

@@ -50,12 +50,15 @@ class LoadRequest(BaseModel):
     threads: int | None = Field(None, ge=1, le=1024)
     speculate: Literal["auto", "off", "ngram", "draft", "replay"] = "auto"
     draft_path: _Path | None = None
+    draft_head: bool = True
     draft_max: int = Field(draft_defaults.DRAFT_MAX, ge=1, le=1024)
     draft_min: int = Field(draft_defaults.DRAFT_MIN, ge=1, le=1024)
     p_min: float = Field(draft_defaults.P_MIN, ge=0, le=1)
     draft_threads: int = Field(draft_defaults.NUM_THREADS, ge=1, le=1024)
     draft_gpu_layers: int = Field(draft_defaults.NUM_GPU_LAYERS, ge=-1, le=_MOST_LAYERS)
     draft_kv_type: _KvType = draft_defaults.KV_TYPE
+    draft_context: int = Field(draft_defaults.CONTEXT, ge=1, le=2**20)
+    draft_wire: Literal["f32", "f16", "q8"] = draft_defaults.WIRE
     keeps_history: bool = False
     width: int | None = Field(None, ge=0, le=1024)
     depth: int | None = Field(None, ge=1, le=1024)

@@ -46,7 +46,15 @@ _speculation_options: Final = option_group(
         "draft_path",
         type=_FILE,
         metavar="PATH",
-        help="GGUF file of a small draft model for MODEL.",
+        help="GGUF file of a drafter: a small model, EAGLE-3, or a head for multi-token prediction.",
+    ),
+    click.option(
+        "--no-draft-head",
+        "draft_head",
+        is_flag=True,
+        flag_value=False,
+        default=True,
+        help="Do not draft with MODEL's own head for multi-token prediction.",
     ),
     int_option(
         "--draft-max", default=draft_defaults.DRAFT_MAX, metavar="N", help="Maximum of tokens drafted ahead."
@@ -77,6 +85,18 @@ _speculation_options: Final = option_group(
         default=draft_defaults.KV_TYPE,
         help="Format of the draft model's KV cache.",
     ),
+    int_option(
+        "--draft-context",
+        default=draft_defaults.CONTEXT,
+        metavar="N",
+        help="Last positions of a prompt whose hidden states EAGLE-3 and MTP drafters read.",
+    ),
+    choice_option(
+        "--draft-wire",
+        choices=("f32", "f16", "q8"),
+        default=draft_defaults.WIRE,
+        help="Format of these hidden states between hosts.",
+    ),
     click.option(
         "--spec-history",
         "keeps_history",
@@ -103,15 +123,17 @@ _speculation_options: Final = option_group(
 )
 
 
-def speculation_from(speculate: str, **values: Any) -> SpeculationOptions:
+def speculation_from(speculate: str, draft_wire: str, **values: Any) -> SpeculationOptions:
     """What the user said.
 
     Raises:
         ClusterError: If options contradict one another.
     """
     from mesh.serve.options import SpeculationOptions  # noqa: PLC0415 - keeps --help quick
+    from stages.transport.hidden_codec import HiddenType  # noqa: PLC0415
 
-    return SpeculationOptions(mode=speculate, **values)  # type: ignore[arg-type]  # click has checked it
+    wire = HiddenType(draft_wire)
+    return SpeculationOptions(mode=speculate, draft_wire=wire, **values)  # type: ignore[arg-type]  # click checks it
 
 
 split_option: Final = click.option(
@@ -162,8 +184,9 @@ one_model_options: Final = option_group(
 # Their help stands in these groups, of both commands.
 SESSION_FLAGS: Final = ("--ctx-size", "--parallel", "--kv-type", "--exact", "--wire")
 SPECULATION_FLAGS: Final = (
-    *("--speculate", "--draft", "--draft-max", "--draft-min", "--p-min", "--draft-threads"),
-    *("--draft-gpu-layers", "--draft-kv-type", "--spec-history", "--spec-width", "--spec-depth"),
+    *("--speculate", "--draft", "--no-draft-head", "--draft-max", "--draft-min", "--p-min"),
+    *("--draft-threads", "--draft-gpu-layers", "--draft-kv-type", "--draft-context", "--draft-wire"),
+    *("--spec-history", "--spec-width", "--spec-depth"),
     *("--no-spec-cancel", "--replay-file"),
 )
 

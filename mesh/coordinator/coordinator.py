@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mesh.coordinator.feature_streams import FeatureStreams
 from mesh.coordinator.generation import Generation
 from mesh.coordinator.request_queue import RequestGate, SlotPool
 from mesh.coordinator.ring import Ring, RingTerms, StageAddress
@@ -163,13 +164,13 @@ class Coordinator:
             ProtocolError: If a stage speaks another version or holds other layers than planned.
             StageFailed: If a stage was lost at once.
         """
-        await self._ring.open()
+        await self._active_ring.open()
         self._is_whole = True
 
     async def stop(self) -> None:
         """Fail what still runs and disconnect."""
         self.give_up(StageFailed("the server is shutting down"))
-        await self._ring.close()
+        await self._active_ring.close()
 
     async def broken(self) -> RingLoss:
         """Wait until the ring breaks; returns at once while it is broken. Its sessions are suspended then."""
@@ -207,9 +208,9 @@ class Coordinator:
         """
         async with self._reconnecting:
             self.pause("the ring is rebuilt")
-            await self._ring.close()
+            await self._active_ring.close()
             active_ring = self._open_ring(stages, mesh_id, mesh_key)
-            await active_ring.ring.open()
+            await active_ring.open()
             self._go_on_in(active_ring)
 
     def give_up(self, error: MeshError) -> None:
@@ -302,10 +303,18 @@ class Coordinator:
             clock_s=self._clock_s,
             identity=self._identity,
             token_texts=options.token_texts,
-            feature_needs=options.feature_needs,
-            on_features=self._on_features,
         )
-        return ActiveRing(stages, ring, options.max_rows)
+        features = None
+        if options.feature_needs is not None:
+            features = FeatureStreams(
+                stages,
+                terms.hello(),
+                mesh_key,
+                options.feature_needs,
+                on_features=self._on_features,
+                identity=self._identity,
+            )
+        return ActiveRing(stages, ring, options.max_rows, features)
 
     def _suspend(self) -> None:
         self._is_whole = False

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mesh.coordinator.feature_streams import FeatureStreams
 from mesh.coordinator.stage_streams import ControlStream, VerdictStream
 from spanmesh_proto import PROTOCOL_VERSION, SOFTWARE_VERSION
 from spanmesh_proto import windows_pb2 as wire
@@ -19,7 +18,6 @@ from stages.transport.stage_link import StageLink
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mesh.coordinator.feature_streams import FeatureNeeds, ReceivedFeatures
     from mesh.coordinator.stage_streams import ClockOffset
     from stages.grammar.token_masks import TokenTexts
     from stages.layers import LayerRange
@@ -120,6 +118,16 @@ class RingTerms:
     ping_interval_s: float = 0.25
     ping_timeout_s: float = 1.2
 
+    def hello(self) -> wire.Hello:
+        """First message of the coordinator on each of its streams."""
+        return wire.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            software_version=SOFTWARE_VERSION,
+            mesh_id=self.mesh_id,
+            sender="coordinator",
+            term=self.term,
+        )
+
 
 class Ring:
     """Streams of one ring: windows into stage 0, verdicts from the tail, control to every stage.
@@ -136,11 +144,6 @@ class Ring:
         clock_s: Monotonic clock, seconds.
         identity: TLS identity of the coordinator; None if all stages are in its process.
         token_texts: Returns the vocabulary, sent when a session first has a grammar.
-        feature_needs: Features that a drafter reads; None for none.
-        on_features: Called with features of windows that asked for them.
-
-    Attributes:
-        features: Streams of features; None if no drafter reads any.
     """
 
     def __init__(
@@ -154,16 +157,8 @@ class Ring:
         clock_s: Callable[[], float],
         identity: Identity | None = None,
         token_texts: Callable[[], TokenTexts] | None = None,
-        feature_needs: FeatureNeeds | None = None,
-        on_features: Callable[[ReceivedFeatures], None] = lambda _features: None,
     ) -> None:
-        hello = wire.Hello(
-            protocol_version=PROTOCOL_VERSION,
-            software_version=SOFTWARE_VERSION,
-            mesh_id=terms.mesh_id,
-            sender="coordinator",
-            term=terms.term,
-        )
+        hello = terms.hello()
         self._stages = tuple(stages)
         self._terms = terms
         self._token_texts = token_texts
@@ -210,11 +205,6 @@ class Ring:
             )
             for index, stage in enumerate(stages)
         ]
-        self.features: FeatureStreams | None = None
-        if feature_needs is not None:
-            self.features = FeatureStreams(
-                stages, hello, key, feature_needs, on_features=on_features, identity=identity
-            )
 
     @property
     def loss(self) -> RingLoss | None:
@@ -244,8 +234,6 @@ class Ring:
             await asyncio.gather(*others)
             self._check_all(welcomes)
             self._watch = asyncio.create_task(self._listen())
-            if self.features is not None:
-                self.features.open()
         except BaseException:
             for opening in (*controls, *others):
                 opening.cancel()
@@ -310,8 +298,6 @@ class Ring:
         if self._watch is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
-        if self.features is not None:
-            await self.features.close()
         await self._link.close()
         await self._verdicts.close()
         is_lost = self.loss is not None

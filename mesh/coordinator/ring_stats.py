@@ -10,6 +10,7 @@ from mesh.coordinator.batching import Grouping, PrefillPace
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from mesh.coordinator.feature_streams import FeatureStreams
     from mesh.coordinator.ring import Ring, StageAddress
     from spanmesh_proto import windows_pb2 as wire
 
@@ -94,20 +95,41 @@ class ActiveRing:
         stages: Addresses of the stages, in pipeline order.
         ring: Streams to them.
         max_rows: Most rows of one window.
+        features: Streams of features; None if no drafter reads any.
 
     Attributes:
         ring: As given.
+        features: As given.
         prefill_pace: Sizes of prefill chunks.
         grouping: Sizes of groups that share a batch.
     """
 
-    def __init__(self, stages: Sequence[StageAddress], ring: Ring, max_rows: int) -> None:
+    def __init__(
+        self,
+        stages: Sequence[StageAddress],
+        ring: Ring,
+        max_rows: int,
+        features: FeatureStreams | None = None,
+    ) -> None:
         self.ring = ring
+        self.features = features
         self.prefill_pace = PrefillPace(len(stages), max_rows)
         self.grouping = Grouping(len(stages))
         self._stages = tuple(stages)
         self._round_trips = RoundTrips(len(stages))
         self._totals = [_StageTotals() for _ in stages]
+
+    async def open(self) -> None:
+        """Connect to every stage; see `Ring.open`. Features come later."""
+        await self.ring.open()
+        if self.features is not None:
+            self.features.open()
+
+    async def close(self) -> None:
+        """Close all streams."""
+        if self.features is not None:
+            await self.features.close()
+        await self.ring.close()
 
     def count(self, times: Iterable[wire.StageTime]) -> None:
         """Add the stages' times for a window."""

@@ -488,7 +488,7 @@ class Session:
 
     def _judge_features(self, in_flight: InFlightWindow, verdict: wire.Verdict) -> None:
         """Release the features of the window's rows that count, those of the verdict among them."""
-        store, streams = self._feature_store, self._active_ring.ring.features
+        store, streams = self._feature_store, self._active_ring.features
         if store is None or streams is None:
             return
         if verdict.HasField("features"):
@@ -509,7 +509,7 @@ class Session:
 
     def _wants_features(self, window: WindowPlan) -> bool:
         """Whether features of the window's rows are of use: of a long prompt only its end is read."""
-        needs, streams = self._feature_needs, self._active_ring.ring.features
+        needs, streams = self._feature_needs, self._active_ring.features
         if needs is None or streams is None or streams.why_off is not None or self._speculator is None:
             return False
         is_near = window.start + len(window.tokens) > self.num_to_compute - needs.context

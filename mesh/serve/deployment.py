@@ -231,6 +231,7 @@ class ModelDeployment:
                 controller=self._options.speculation.controller_options(),
                 can_trim=self._known.model.can_trim,
                 cancels=self._options.speculation.cancels,
+                feature_needs=None if self._proposers is None else self._proposers.feature_needs,
             ),
             mesh_id=credentials.mesh_id,
             mesh_key=credentials.mesh_key,

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from stages.weights.sources import HubFile
 
 
-_NEEDS_DRAFT: Final = (
-    "--speculate draft needs a draft model: name one with --draft; `mesh draft make` makes one from the model"
-)
 _NEEDS_REPLAY: Final = "--speculate replay needs recorded answers: name their file with --replay-file"
 
 
@@ -40,6 +37,9 @@ class SpeculationOptions:
         depth: Always keep this many windows in flight; None leaves it to the controller.
         cancels: Whether stages are told at once of windows that a rejection voided.
         draft_path: GGUF of the draft model; None for none.
+        draft_head: Whether a model's own head for multi-token prediction drafts if there is no draft model.
+        draft_context: Last positions of a prompt whose hidden states a drafter reads, if it reads any.
+        draft_wire: Format of these hidden states on the wire.
         draft_max: Tokens that it drafts beyond those in flight.
         draft_min: Shortest draft that is offered.
         p_min: A draft ends at a token whose probability by the draft model is below this.
@@ -58,6 +58,9 @@ class SpeculationOptions:
     depth: int | None = None
     cancels: bool = True
     draft_path: Path | None = None
+    draft_head: bool = True
+    draft_context: int = defaults.CONTEXT
+    draft_wire: HiddenType = HiddenType.F16
     draft_max: int = defaults.DRAFT_MAX
     draft_min: int = defaults.DRAFT_MIN
     p_min: float = defaults.P_MIN
@@ -68,8 +71,6 @@ class SpeculationOptions:
     keeps_history: bool = False
 
     def __post_init__(self) -> None:
-        if self.mode == "draft" and self.draft_path is None:
-            raise ClusterError(_NEEDS_DRAFT, param="--draft")
         if self.mode == "replay" and self.replay_path is None:
             raise ClusterError(_NEEDS_REPLAY, param="--replay-file")
         if self.draft_kv_type not in KV_TYPES:
@@ -81,9 +82,9 @@ class SpeculationOptions:
         self.controller_options()
 
     @property
-    def needs_draft(self) -> bool:
-        """Whether a draft model is to be loaded."""
-        return self.draft_path is not None and self.mode in {"auto", "draft"}
+    def may_draft(self) -> bool:
+        """Whether a draft model, or the model's own head, may draft."""
+        return self.mode in {"auto", "draft"} and (self.draft_path is not None or self.draft_head)
 
     def draft_options(self, *, ctx_size: int, num_slots: int) -> DraftOptions:
         """Options of the draft model.
@@ -304,6 +305,9 @@ def options_of_load(request: LoadRequest, head: ServeOptions) -> ServeOptions:
             draft_threads=request.draft_threads,
             draft_gpu_layers=request.draft_gpu_layers,
             draft_kv_type=request.draft_kv_type,
+            draft_head=request.draft_head,
+            draft_context=request.draft_context,
+            draft_wire=HiddenType(request.draft_wire),
             replay_path=None if request.replay_path is None else Path(request.replay_path),
             keeps_history=request.keeps_history,
         ),

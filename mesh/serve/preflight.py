@@ -13,6 +13,8 @@ from mesh.api.auth import check_origins, require_key_beyond_loopback
 from mesh.cluster.addresses import check_port_free
 from mesh.cluster.host_facts import HostFacts, read_host_facts
 from mesh.cluster.members import check_name
+from mesh.draft.completion import loadable_bytes
+from mesh.draft.drafter import Drafter, own_head, read_drafter
 from mesh.placement.host_assignment import never
 from mesh.placement.host_capacity import HostCapacity, check_gpu_layers
 from mesh.placement.planner import Plan, check_stages, plan
@@ -20,9 +22,10 @@ from mesh.placement.stage_sizes import StageSizes, Workload
 from mesh.serve.options import ctx_size_for, fitted_to
 from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit, ModelError
-from stages.gguf.reader import read_header
-from stages.runtime.kv_types import check_kv_type
+from speculative.draft.context import MAX_ROWS
+from stages.runtime.kv_types import KV_TYPES, check_kv_type
 from stages.slicing.model_facts import ModelFacts, read_model_facts
+from stages.slicing.tensor_names import EMBEDDING
 from stages.transport.hidden_codec import HiddenType
 from stages.units import format_size
 
@@ -62,12 +65,14 @@ def latest_answer(path: Path) -> tuple[int, ...]:
         ) from None
 
 
-def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
-    """Weights, KV cache and buffers of a draft model, from its header.
+def draft_memory_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
+    """Weights, KV cache and buffers of a drafter, and hidden states that it reads, from its header.
 
     Args:
-        path: The GGUF.
+        drafter: The drafter.
+        target: The served model.
         options: Options of the draft model.
+        context: Positions of each session whose hidden states it keeps.
 
     Returns:
         Bytes, rather too many than too few; 0 for an unreadable file, which loading will report.
@@ -75,6 +80,9 @@ def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
     Raises:
         ClusterError: If the KV cache cannot have the requested format with its head size.
     """
+    path = drafter.path
+    if drafter.reads_features:
+        return _reader_bytes(drafter, target, options, context)
     try:
         facts = read_model_facts(path)
     except (ModelError, OSError):
@@ -84,6 +92,26 @@ def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
     memory = sizes.memory(sizes.whole)
     # The file as it is: no tensor is stored twice, as in a first stage and a tail.
     return facts.file_bytes + memory.cache_bytes + memory.buffer_bytes
+
+
+def _reader_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
+    """Memory of a drafter that reads hidden states: of one layer."""
+    header, prefix = drafter.header, drafter.header.architecture
+    n_embd = header.integer(f"{prefix}.embedding_length")
+    n_layers = header.integer(f"{prefix}.block_count")
+    heads = header.per_layer(f"{prefix}.attention.head_count", n_layers, 1)[-1] or 1
+    heads_kv = header.per_layer(f"{prefix}.attention.head_count_kv", n_layers, heads)[-1] or 1
+    key = header.integer(f"{prefix}.attention.key_length", n_embd // heads)
+    value = header.integer(f"{prefix}.attention.value_length", n_embd // heads)
+    check_kv_type(options.kv_type, drafter.path.name, (key, value), option="--draft-kv-type")
+    kv_type = KV_TYPES[options.kv_type]
+    position_bytes = kv_type.num_bytes(heads_kv * key) + kv_type.num_bytes(heads_kv * value)
+    cache_bytes = position_bytes * options.ctx_size * options.num_sessions
+    feature_bytes = 4 * len(drafter.layers) * drafter.n_embd * context * options.num_sessions
+    # Logits and states of a batch, and as much again for what llama.cpp computes between them.
+    n_vocab = header.tensors[EMBEDDING].shape[-1] if EMBEDDING in header.tensors else 0
+    buffer_bytes = 2 * 4 * MAX_ROWS * (max(n_vocab, 1) + 8 * n_embd)
+    return loadable_bytes(drafter, target) + cache_bytes + feature_bytes + buffer_bytes
 
 
 log = structlog.get_logger()
@@ -100,6 +128,7 @@ class Preflight:
         workload: What stages must hold besides weights.
         facts: Facts of this host.
         draft_bytes: Memory of the draft model on this host.
+        drafter: The draft model, or the model's own head; None if nothing drafts.
     """
 
     model: ModelFacts
@@ -108,6 +137,7 @@ class Preflight:
     workload: Workload
     facts: HostFacts
     draft_bytes: int = 0
+    drafter: Drafter | None = None
 
 
 def check(options: ServeOptions) -> Preflight:
@@ -183,10 +213,10 @@ def check_model(
     check_stages(model, num_stages=options.num_stages, split=options.split)
     if options.topology is not None:
         options.topology.check(model)
-    _check_proposals(options.speculation)
+    drafter = _drafter(options.speculation, model)
     facts = facts_of_host()
-    draft_bytes = _draft_bytes(options, workload, facts.memory_bytes - taken_bytes)
-    return Preflight(model, Tokenizer(options.model), None, workload, facts, draft_bytes)
+    draft_bytes = _draft_bytes(options, drafter, workload, facts.memory_bytes - taken_bytes)
+    return Preflight(model, Tokenizer(options.model), None, workload, facts, draft_bytes, drafter)
 
 
 def check_numbers(options: ServeOptions) -> None:
@@ -242,20 +272,29 @@ def own_capacity(name: str, known: Preflight) -> HostCapacity:
     return known.facts.capacity(name, draft_bytes=known.draft_bytes)
 
 
-def _check_proposals(wanted: SpeculationOptions) -> None:
-    """Check the files of proposers.
+def _drafter(wanted: SpeculationOptions, model: ModelFacts) -> Drafter | None:
+    """Check the files of proposers; returns the drafter, if there is one.
 
     Raises:
-        InvalidModel: If the draft is no GGUF, or truncated.
-        ClusterError: If the recorded answers cannot be read.
+        InvalidModel: If the draft is no GGUF, truncated, or made for another model.
+        UncuttableModel: If drafters of its kind cannot be run for this model.
+        ClusterError: If the recorded answers cannot be read, or there is nothing that could draft.
     """
     if wanted.mode != "off" and wanted.replay_path is not None:
         latest_answer(wanted.replay_path)
-    if wanted.needs_draft and wanted.draft_path is not None:
-        read_header(wanted.draft_path)
+    if wanted.may_draft and wanted.draft_path is not None:
+        return read_drafter(wanted.draft_path, model)
+    drafter = own_head(model) if wanted.may_draft else None
+    if drafter is None and wanted.mode == "draft":
+        raise ClusterError(
+            "--speculate draft needs a draft model: name one with --draft; `mesh draft make` makes one "
+            "from the model",
+            param="--draft",
+        )
+    return drafter
 
 
-def _draft_bytes(options: ServeOptions, workload: Workload, free_bytes: int) -> int:
+def _draft_bytes(options: ServeOptions, drafter: Drafter | None, workload: Workload, free_bytes: int) -> int:
     """Memory of the draft model on this host, if there is one.
 
     Raises:
@@ -263,15 +302,16 @@ def _draft_bytes(options: ServeOptions, workload: Workload, free_bytes: int) -> 
         ClusterError: If the KV cache cannot have the requested format with its head size.
     """
     wanted = options.speculation
-    if not wanted.needs_draft or wanted.draft_path is None:
+    if drafter is None:
         return 0
     limits = wanted.draft_options(ctx_size=workload.ctx_size, num_slots=workload.num_slots)
-    needed = draft_memory_bytes(wanted.draft_path, limits)
+    needed = draft_memory_bytes(drafter, options.model, limits, wanted.draft_context)
     if needed > free_bytes:
         raise ModelDoesNotFit(
-            f"the draft model {wanted.draft_path.name} needs {format_size(needed)} of this host with "
+            f"the draft model {drafter.path.name} needs {format_size(needed)} of this host with "
             f"{workload.num_slots} x {workload.ctx_size} positions in {limits.kv_type}; free are "
-            f"{format_size(max(0, free_bytes))}; lower --ctx-size or --parallel, or leave out --draft",
+            f"{format_size(max(0, free_bytes))}; lower --ctx-size or --parallel, or "
+            + ("leave out --draft" if wanted.draft_path is not None else "add --no-draft-head"),
             param="--draft",
         )
     return needed

@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from mesh.coordinator.feature_streams import FeatureNeeds
+from mesh.draft.completion import loadable_file
+from mesh.draft.drafter import DrafterKind
 from mesh.serve.preflight import latest_answer
 from mesh.text.tokenizer import Tokenizer, num_shared_tokens
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftUnusable
+from speculative.draft.feature_context import FeatureKind
+from speculative.draft.feature_model import FeatureModel
 from speculative.draft.model import DraftModel
 from speculative.lookup_proposers import Histories, NgramProposer, PredictionProposer, ReplayProposer
+from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import last_complaint
 from stages.runtime.numerics import numerics_for, prepare_process
 from stages.sampling.sampler import Sampler
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from mesh.draft.drafter import Drafter
     from mesh.engine import GenerationRequest, SpeculationMode
     from mesh.serve.options import ServeOptions
     from mesh.serve.preflight import Preflight
@@ -57,12 +64,55 @@ def load_draft(
     return model
 
 
+def load_feature_drafter(
+    drafter: Drafter,
+    target_path: Path,
+    target: Tokenizer,
+    options: DraftOptions,
+    *,
+    clock_s: Callable[[], float],
+) -> FeatureModel:
+    """A drafter that reads hidden states of the served model.
+
+    Args:
+        drafter: The drafter.
+        target_path: The served model.
+        target: Its tokenizer.
+        options: Options of the draft model.
+        clock_s: Monotonic clock, seconds.
+
+    Raises:
+        InvalidModel: If it has another vocabulary or cannot draft.
+        ModelError: If its file cannot be completed.
+        ClusterError: If the numeric mode of this process would change for the draft.
+    """
+    path = loadable_file(drafter, target_path)
+    num_tokens = num_shared_tokens(Tokenizer(path).vocabulary(), target.vocabulary())
+    prepare_process(numerics_for(exact=False, num_threads=options.num_threads))
+    kind = FeatureKind.EAGLE3 if drafter.kind is DrafterKind.EAGLE3 else FeatureKind.MTP
+    try:
+        model = FeatureModel(path, kind, options, num_tokens=num_tokens, make_tap=TensorTap, clock_s=clock_s)
+    except ImportError as error:
+        raise InvalidModel(f"{drafter.path.name} cannot draft here: {error}") from error
+    except DraftUnusable as error:
+        raise InvalidModel(f"{error}; llama.cpp: {last_complaint()}") from error
+    log.info(
+        "draft_loaded",
+        draft=drafter.path.name,
+        kind=kind.value,
+        layers=drafter.layers,
+        ms_per_token=round(model.draft_ms_per_token, 2),
+    )
+    return model
+
+
 class Proposers:
     """Factory of the proposers for each request, cheapest first.
 
     Args:
         mode: Proposers that are allowed.
         draft: The draft model, or None.
+        feature_needs: Hidden states that it reads; None if it reads none.
         replay_path: File of recorded answers, of which the last is replayed; or None.
         keeps_history: Whether earlier answers to the same API key are proposed again.
     """
@@ -71,12 +121,14 @@ class Proposers:
         self,
         mode: SpeculationMode,
         *,
-        draft: DraftModel | None = None,
+        draft: DraftModel | FeatureModel | None = None,
+        feature_needs: FeatureNeeds | None = None,
         replay_path: Path | None = None,
         keeps_history: bool = False,
     ) -> None:
         self._mode = mode
         self._draft = draft
+        self.feature_needs = feature_needs
         self._replay_path = replay_path
         self._histories = Histories() if keeps_history else None
 
@@ -111,14 +163,25 @@ def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposer
     if wanted.mode == "off":
         yield None
         return
-    draft = None
-    if wanted.needs_draft and wanted.draft_path is not None:
+    draft: DraftModel | FeatureModel | None = None
+    needs = None
+    drafter = known.drafter
+    if drafter is not None:
         limits = wanted.draft_options(ctx_size=known.workload.ctx_size, num_slots=known.workload.num_slots)
-        draft = load_draft(wanted.draft_path, known.tokenizer, limits, clock_s=time.monotonic)
+        if drafter.reads_features:
+            draft = load_feature_drafter(
+                drafter, options.model, known.tokenizer, limits, clock_s=time.monotonic
+            )
+            needs = FeatureNeeds(
+                drafter.layers, known.model.n_layers, drafter.n_embd, wanted.draft_wire, wanted.draft_context
+            )
+        else:
+            draft = load_draft(drafter.path, known.tokenizer, limits, clock_s=time.monotonic)
     try:
         yield Proposers(
             wanted.mode,
             draft=draft,
+            feature_needs=needs,
             replay_path=wanted.replay_path,
             keeps_history=wanted.keeps_history,
         )

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from speculative.draft.session import DraftSpan
-
 
 class DraftUnusable(Exception):
     """The draft model cannot be loaded or used; the message gives the reason, in one line."""
@@ -192,11 +190,6 @@ class DraftContext:
     def is_end(self, token: int) -> bool:
         """Whether a token ends an answer."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
-
-    @staticmethod
-    def rows_of(slot: int, span: DraftSpan) -> DraftRows:
-        """Rows of a span for `decode`."""
-        return DraftRows(slot, span.start, span.tokens, span.is_drafting)
 
     def free(self, slot: int) -> None:
         """Drop all rows of a slot."""

@@ -6,6 +6,9 @@ from typing import Final
 
 DRAFT_MAX: Final = 8
 DRAFT_MIN: Final = 1
+# Of drafters that read hidden states: acceptance does not grow with more positions of a prompt than these.
+CONTEXT: Final = 512
+WIRE: Final = "f16"
 P_MIN: Final = 0.0
 NUM_THREADS: Final = 1
 # All layers.

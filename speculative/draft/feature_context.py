@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from speculative.draft.context import DraftOptions
-    from speculative.draft.feature_sequence import FeatureSpan
+    from speculative.draft.feature_sequence import FeatureRows
 
 
 class FeatureKind(StrEnum):
@@ -55,23 +55,6 @@ class GraphTap(Protocol):
 
     def rows(self) -> NDArray[np.float32] | None:
         """What was copied since `begin`, float32 (rows, width); None if the graph had no such tensor."""
-
-
-class FeatureRows(NamedTuple):
-    """Rows of one session.
-
-    Attributes:
-        slot: Its sequence in the KV cache.
-        span: The rows.
-    """
-
-    slot: int
-    span: FeatureSpan
-
-    @property
-    def num_absorbed(self) -> int:
-        """Number of its first rows, which have no output."""
-        return len(self.span.tokens) - self.span.has_output
 
 
 class _Batch:
@@ -174,11 +157,6 @@ class FeatureContext(DraftContext):
         super().__init__(path, options, num_tokens)
         self._rows = _Batch(self.width, has_tokens=True)
         self._encoder_rows = _Batch(self.feature_width, has_tokens=False)
-
-    @staticmethod
-    def rows_of(slot: int, span: FeatureSpan) -> FeatureRows:  # type: ignore[override]  # its own kind of span
-        """Rows of a span for `decode`."""
-        return FeatureRows(slot, span)
 
     def decode(  # type: ignore[override]  # its own kind of rows
         self, parts: Sequence[FeatureRows], while_computing: AbstractContextManager[None]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from speculative.draft.context import probability
-from speculative.draft.feature_context import FeatureContext, FeatureKind, FeatureRows
-from speculative.draft.feature_sequence import FeatureSequence, FeatureSpan
+from speculative.draft.feature_context import FeatureContext, FeatureKind
+from speculative.draft.feature_sequence import FeatureRows, FeatureSequence, FeatureSpan
 from speculative.draft.model import DraftProposer
 from speculative.draft.worker import DraftSession, DraftThread
 

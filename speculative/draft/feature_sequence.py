@@ -14,7 +14,7 @@ chain rows, the last of them is the new anchor, and tokens in flight behind it a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -64,6 +64,27 @@ class FeatureSpan:
     def is_drafting(self) -> bool:
         """Whether the last row has an output."""
         return self.has_output
+
+    def rows(self, slot: int) -> FeatureRows:
+        """The rows of a slot, for the context."""
+        return FeatureRows(slot, self)
+
+
+class FeatureRows(NamedTuple):
+    """Rows of one session.
+
+    Attributes:
+        slot: Its sequence in the KV cache.
+        span: The rows.
+    """
+
+    slot: int
+    span: FeatureSpan
+
+    @property
+    def num_absorbed(self) -> int:
+        """Number of its first rows, which have no output."""
+        return len(self.span.tokens) - self.span.has_output
 
 
 class FeatureSequence(DraftSequence):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from speculative.draft.context import DraftRows
 from speculative.proposer import EMPTY, Proposal
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class DraftSpan:
     def stop(self) -> int:
         """Position after the last row."""
         return self.start + len(self.tokens)
+
+    def rows(self, slot: int) -> DraftRows:
+        """The rows of a slot, for the context."""
+        return DraftRows(slot, self.start, self.tokens, self.is_drafting)
 
 
 @dataclass(frozen=True)

@@ -338,7 +338,7 @@ class DraftThread:
 
     def _draft(self, parts: Sequence[_Part]) -> tuple[dict[DraftSession, _Drafted] | None, Exception | None]:
         """Result for each session; None if nothing was computed, with the failure if there was one."""
-        rows = [self._context.rows_of(part.session.slot or 0, part.span) for part in parts]
+        rows = [part.span.rows(part.session.slot or 0) for part in parts]
         is_awaited = any(part.session.sequence.is_urgent for part in parts)
         try:
             outputs = self._context.decode(

@@ -273,7 +273,7 @@ class TensorTap:
         self.callback = ctypes.cast(
             _compiled().stop_tap_on_graph_node, llama_cpp.ggml_backend_sched_eval_callback
         )
-        self.user_data = ctypes.addressof(self._struct)
+        self.user_data: int | None = ctypes.addressof(self._struct)
 
     def begin(self, name: str, *, ends: bool) -> None:
         """Set the tensor to copy, and whether the graph ends behind it."""

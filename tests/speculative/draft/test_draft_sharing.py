@@ -40,13 +40,13 @@ def test_a_batch_is_never_overfull_and_never_empty(wanted: list[int], max_rows: 
 
 def test_a_slot_with_the_same_beginning_is_found_again() -> None:
     slots = DraftSlots(2)
-    assert slots.take([1, 2, 3]) == (0, 0)
-    assert slots.take([7, 8]) == (1, 0)
+    assert slots.take([1, 2, 3]) == (0, 0, None)
+    assert slots.take([7, 8]) == (1, 0, None)
     assert slots.take([1]) is None
     slots.give_back(0, [7, 8])
     slots.give_back(1, [1, 2, 3])
-    assert slots.take([1, 2, 4, 5]) == (1, 2)
-    assert slots.take([7, 8, 9]) == (0, 2)
+    assert slots.take([1, 2, 4, 5]) == (1, 2, None)
+    assert slots.take([7, 8, 9]) == (0, 2, None)
 
 
 def test_probability() -> None:

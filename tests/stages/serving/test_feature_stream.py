@@ -82,7 +82,7 @@ async def test_a_proposer_gets_the_features_of_what_was_committed(width: int, de
             feature_needs=NEEDS,
         ) as coordinator,
     ):
-        streams = coordinator._ring.features
+        streams = coordinator._active_ring.features
         assert streams is not None
         while streams.why_off is not None:  # noqa: ASYNC110 - connecting
             await asyncio.sleep(0.001)

@@ -1,0 +1,1 @@
+"""Drafters of a served model: their files, and what is refused."""

@@ -1,0 +1,272 @@
+"""Drafter: what a draft file is, by its header, and whether it fits the served model.
+
+A draft file is a small model with the target's vocabulary, an EAGLE-3 drafter (Li et al. 2025), or a head for
+multi-token prediction (DeepSeek-V3 2024). The last two read hidden states of the target. A target may bring a
+head of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from spanmesh_proto.errors import InvalidModel, UncuttableModel
+from stages.gguf.file_io import ModelFile
+from stages.gguf.reader import read_header
+from stages.slicing.prediction_layers import count_prediction_layers
+from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_NORM, layer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from stages.gguf.header import GgufHeader
+    from stages.slicing.model_facts import ModelFacts
+
+
+class DrafterKind(StrEnum):
+    """Kinds of drafters.
+
+    Attributes:
+        MODEL: A small model.
+        EAGLE3: A drafter that reads the outputs of three layers.
+        MTP: A head for multi-token prediction, which reads the head state.
+    """
+
+    MODEL = "model"
+    EAGLE3 = "eagle3"
+    MTP = "mtp"
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter that fits its target.
+
+    Attributes:
+        kind: Its kind.
+        header: Header of its file, or of the target's if that brings it.
+        layers: Layers of the target whose outputs it reads, in its order; the number of the target's layers
+            stands for the head state. Empty for a small model.
+        n_embd: Values of a row of one layer; 0 for a small model.
+        lacks: Tensors that it takes from the target.
+    """
+
+    kind: DrafterKind
+    header: GgufHeader
+    layers: tuple[int, ...] = ()
+    n_embd: int = 0
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        return self.header.path
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether it reads hidden states of the target."""
+        return bool(self.layers)
+
+
+_EAGLE3: Final = "eagle3"
+# Drafters that llama.cpp has graphs for, and that read the target in ways which stages do not offer.
+_NOT_YET: Final = {
+    "gemma4-assistant": "it reads the target's KV cache, which lies on other hosts",
+    "gemma4_assistant": "it reads the target's KV cache, which lies on other hosts",
+    "dflash": "it drafts blocks by diffusion",
+    "dspark": "it drafts blocks by diffusion",
+}
+# Architectures whose prediction layers this llama.cpp computes, by its models/*.cpp.
+_HAS_MTP_GRAPH: Final = frozenset(
+    {
+        "bailingmoe3",
+        "cohere2moe",
+        "deepseek2",
+        "deepseek32",
+        "glm-dsa",
+        "glm4moe",
+        "hy_v3",
+        "mimo2",
+        "nemotron_h_moe",
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "step35",
+    }
+)
+_NUM_EAGLE3_LAYERS: Final = 3
+
+
+def read_drafter(path: Path, target: ModelFacts) -> Drafter:
+    """The drafter in a file.
+
+    Args:
+        path: The GGUF, or its first file if it is split.
+        target: The served model.
+
+    Raises:
+        InvalidModel: If it is no GGUF, or a drafter of another model.
+        UncuttableModel: If drafters of its kind cannot be run for this model.
+    """
+    header = read_header(path)
+    architecture = header.architecture
+    if (reason := _NOT_YET.get(architecture)) is not None:
+        raise UncuttableModel(
+            f"{path.name} is a drafter of kind {architecture}, which cannot be run yet: {reason}; use an "
+            "EAGLE-3 drafter, a head for multi-token prediction or a small model"
+        )
+    if architecture == _EAGLE3:
+        return _eagle3(header, target)
+    if count_prediction_layers(header) and not any(layer_of(name) == 0 for name in header.tensors):
+        return _head_file(header, target)
+    if path.exists() and path.samefile(target.path):
+        raise InvalidModel(
+            f"{path.name} is the served model itself: leave out --draft"
+            + ("; its own head drafts without it" if target.n_prediction_layers else "")
+        )
+    return Drafter(DrafterKind.MODEL, header)
+
+
+def own_head(target: ModelFacts) -> Drafter | None:
+    """The target's own head for multi-token prediction, if it has one that can be run."""
+    if not target.n_prediction_layers or target.architecture not in _HAS_MTP_GRAPH or _unfit(target):
+        return None
+    header = read_header(target.path)
+    if f"blk.{target.n_layers}.nextn.eh_proj.weight" not in header.tensors:
+        return None  # a file whose prediction layers were removed
+    return Drafter(DrafterKind.MTP, header, (target.n_layers,), target.n_embd)
+
+
+def _unfit(target: ModelFacts) -> str | None:
+    """Why no drafter can read hidden states of a model; None if one can."""
+    if not target.can_trim:
+        return "it has recurrent layers, whose state cannot go back after a rejection"
+    if target.n_streams > 1:
+        return f"its hidden states have {target.n_streams} streams"
+    return None
+
+
+def _require_fit(header: GgufHeader, target: ModelFacts) -> None:
+    if (reason := _unfit(target)) is not None:
+        raise UncuttableModel(
+            f"{header.path.name} cannot draft for {target.name}: {reason}; leave out --draft"
+        )
+
+
+def _eagle3(header: GgufHeader, target: ModelFacts) -> Drafter:
+    name = header.path.name
+    _require_fit(header, target)
+    width = header.integer("eagle3.target_hidden_size")
+    if width != target.n_embd:
+        raise InvalidModel(
+            f"{name} reads hidden states of {width} values, {target.name} has {target.n_embd}: it was made "
+            "for another model"
+        )
+    if (n_layers := header.integer("eagle3.block_count")) != 1:
+        raise InvalidModel(f"{name} has {n_layers} layers; llama.cpp runs EAGLE-3 drafters of one")
+    value = header.metadata.get("eagle3.target_layers")
+    read = value.decode() if value is not None and value.count == _NUM_EAGLE3_LAYERS else ()
+    # llama.cpp counts the layers that read the hidden states, so the layer before gives them.
+    layers = tuple(int(layer) - 1 for layer in read) if isinstance(read, tuple) else ()
+    if len(layers) != _NUM_EAGLE3_LAYERS or not all(0 <= layer < target.n_layers - 1 for layer in layers):
+        shown = "no list of three" if not layers else ", ".join(str(layer + 1) for layer in layers)
+        raise InvalidModel(
+            f"{name} reads hidden states before layers {shown}, of which {target.name} has 1 to "
+            f"{target.n_layers - 1}: it was made for another model"
+        )
+    return Drafter(DrafterKind.EAGLE3, header, layers, target.n_embd, _check_eagle3(header, target))
+
+
+def _check_eagle3(header: GgufHeader, target: ModelFacts) -> tuple[str, ...]:
+    """Check the tensors; returns those that the target has to give."""
+    n_embd = header.integer("eagle3.embedding_length")
+    heads = header.integer("eagle3.attention.head_count")
+    heads_kv = header.integer("eagle3.attention.head_count_kv", heads)
+    n_ff = header.integer("eagle3.feed_forward_length")
+    if heads < 1 or heads_kv < 1:
+        raise InvalidModel(f"{header.path.name} has {heads} attention heads, {heads_kv} of them with keys")
+    head = header.integer("eagle3.attention.key_length", n_embd // heads)
+    joined = _NUM_EAGLE3_LAYERS * target.n_embd
+    shapes = {
+        "fc.weight": (joined, n_embd),
+        OUTPUT_NORM: (n_embd,),
+        "blk.0.attn_norm.weight": (n_embd,),
+        "blk.0.attn_norm_2.weight": (n_embd,),
+        "blk.0.attn_q.weight": (2 * n_embd, head * heads),
+        "blk.0.attn_k.weight": (2 * n_embd, head * heads_kv),
+        "blk.0.attn_v.weight": (2 * n_embd, head * heads_kv),
+        "blk.0.attn_output.weight": (head * heads, n_embd),
+        "blk.0.ffn_norm.weight": (n_embd,),
+        "blk.0.ffn_gate.weight": (n_embd, n_ff),
+        "blk.0.ffn_up.weight": (n_embd, n_ff),
+        "blk.0.ffn_down.weight": (n_ff, n_embd),
+    }
+    rows = _check_d2t(header, target)
+    if OUTPUT in header.tensors:
+        shapes[OUTPUT] = (n_embd, rows)
+    if EMBEDDING in header.tensors:
+        shapes[EMBEDDING] = (n_embd, target.n_vocab)
+    for name, shape in shapes.items():
+        tensor = header.tensors.get(name)
+        if tensor is None or tensor.shape != shape:
+            found = "is missing" if tensor is None else f"has shape {tensor.shape}"
+            raise InvalidModel(
+                f"{header.path.name}: tensor {name} {found}, expected {shape}; convert the drafter again"
+            )
+    lacks = tuple(name for name in (EMBEDDING, OUTPUT) if name not in header.tensors)
+    if lacks and n_embd != target.n_embd:
+        raise InvalidModel(
+            f"{header.path.name} lacks {lacks[0]}, and that of {target.name} has another width: "
+            f"{target.n_embd}, not {n_embd}"
+        )
+    if OUTPUT in lacks and rows != target.n_vocab:
+        raise InvalidModel(f"{header.path.name} has {rows} tokens of its own but no {OUTPUT} for them")
+    return lacks
+
+
+def _check_d2t(header: GgufHeader, target: ModelFacts) -> int:
+    """Check the map from the drafter's token ids to the target's; returns the number of the drafter's."""
+    d2t = header.tensors.get("d2t")
+    if d2t is None:
+        return target.n_vocab
+    if d2t.type.name != "I64" or len(d2t.shape) != 1:
+        raise InvalidModel(f"{header.path.name}: d2t is {d2t.type.name} of shape {d2t.shape}, not I64 ids")
+    with ModelFile(*header.paths) as file:
+        ids = np.frombuffer(file.read_at(d2t.offset_bytes, d2t.n_bytes, d2t.file), "<i8")
+    if len(ids) != d2t.shape[0] or not len(ids) or ids.min() < 0 or ids.max() >= target.n_vocab:
+        raise InvalidModel(
+            f"{header.path.name}: d2t names token ids outside {target.name}'s vocabulary of {target.n_vocab}"
+        )
+    return len(ids)
+
+
+def _head_file(header: GgufHeader, target: ModelFacts) -> Drafter:
+    name, architecture = header.path.name, header.architecture
+    if architecture != target.architecture:
+        raise InvalidModel(
+            f"{name} is a head for models of architecture {architecture}, {target.name} is "
+            f"{target.architecture}"
+        )
+    _require_fit(header, target)
+    if architecture not in _HAS_MTP_GRAPH:
+        raise UncuttableModel(
+            f"{name} cannot draft: llama.cpp computes no multi-token prediction for {architecture}; leave "
+            "out --draft"
+        )
+    n_trunk = header.integer(f"{architecture}.block_count") - count_prediction_layers(header)
+    if n_trunk != target.n_layers:
+        raise InvalidModel(f"{name} is a head for {n_trunk} layers, {target.name} has {target.n_layers}")
+    n_embd = header.integer(f"{architecture}.embedding_length")
+    if n_embd != target.n_embd:
+        raise InvalidModel(f"{name} reads rows of {n_embd} values, {target.name} has {target.n_embd}")
+    _require(header, (EMBEDDING, OUTPUT_NORM, f"blk.{n_trunk}.nextn.eh_proj.weight"))
+    return Drafter(DrafterKind.MTP, header, (target.n_layers,), target.n_embd)
+
+
+def _require(header: GgufHeader, names: Iterable[str]) -> None:
+    for name in names:
+        if name not in header.tensors:
+            raise InvalidModel(f"{header.path.name}: tensor {name} is missing; convert the head again")
