@@ -122,10 +122,9 @@ def read_drafter(path: Path, target: ModelFacts) -> Drafter:
         return _eagle3(header, target)
     if count_prediction_layers(header) and not any(layer_of(name) == 0 for name in header.tensors):
         return _head_file(header, target)
-    if path.exists() and path.samefile(target.path):
+    if target.n_prediction_layers and path.samefile(target.path):
         raise InvalidModel(
-            f"{path.name} is the served model itself: leave out --draft"
-            + ("; its own head drafts without it" if target.n_prediction_layers else "")
+            f"{path.name} is the served model itself: leave out --draft, its own head drafts without it"
         )
     return Drafter(DrafterKind.MODEL, header)
 

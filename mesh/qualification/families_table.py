@@ -106,13 +106,18 @@ whole: prefill, decode, long prompts in chunks, and spans after going back. Writ
 ```sh
 python -m mesh.qualification.tiny_models models/d1
 python -m mesh.qualification.tiny_models models/d2 --depth 2
-python -m mesh.qualification.families models/d1 models/d2 --output mesh/qualification/families_record.json
+python -m mesh.qualification.tiny_models models/d2-mtp --depth 2 --prediction-layers 1
+python -m mesh.qualification.families models/d1 models/d2 models/d2-mtp \\
+  --output mesh/qualification/families_record.json
 python -m mesh.qualification.families_table mesh/qualification/families_record.json > FAMILIES.md
 ```
 
 """
 
 _TAIL: Final = """
+**d2-mtp**: the same models with a layer for multi-token prediction behind their own, which no stage holds;
+those that llama.cpp's program can write with one.
+
 **proposals**: models whose sessions have a state that cannot go back to an earlier position run without
 speculation.
 {wrong}

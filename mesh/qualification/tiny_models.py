@@ -15,42 +15,43 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from mesh.lab.llama_cpp_build import LLAMA_CPP, PACKAGE, default_cache, do, unpack_source
 from spanmesh_proto.errors import MeshError
+from stages.gguf.file_io import ModelFile, Region, atomic_write
+from stages.gguf.reader import read_header
+from stages.slicing.layout import StageLayout, StageTensor
+from stages.slicing.stage_writer import StageWriter
+from stages.slicing.tensor_names import is_per_layer, layer_of
+
+if TYPE_CHECKING:
+    from stages.gguf.header import Value
 
 _PROGRAM: Final = "test-llama-archs"
 _SEED: Final = 20_240_613
 _DEPTH_SWITCH: Final = "SPANMESH_DEPTH"
 _PREDICTION_SWITCH: Final = "SPANMESH_PREDICTION_LAYERS"
 
-# Architectures whose files may end in layers for multi-token prediction in this llama.cpp.
+# Architectures whose prediction layers the program can write.
 WITH_PREDICTION_LAYERS: Final = (
-    "bailingmoe2",
     "bailingmoe3",
     "cohere2moe",
     "deepseek2",
     "deepseek32",
-    "deepseek4",
-    "dots3note",
-    "exaone-moe",
-    "exaone4",
     "glm-dsa",
-    "glm4",
     "glm4moe",
     "glm5-next",
     "hy_v3",
     "mimo2",
-    "nemotron_h_moe",
     "qwen35",
     "qwen35moe",
     "qwen3next",
-    "step35",
 )
 
 # Quick to build: what it computes is random anyway.
@@ -147,7 +148,7 @@ def build_generator(cache: Path | None = None) -> Path:
 
 
 def generate(program: Path, folder: Path, depth: int = 1, n_prediction_layers: int = 0) -> int:
-    """Write the models, files of 7 MB: 128 of them, or 20 with layers for multi-token prediction.
+    """Write the models, files of 7 MB: 128 of them, or 12 with layers for multi-token prediction.
 
     Args:
         program: What `build_generator` gave.
@@ -176,7 +177,50 @@ def generate(program: Path, folder: Path, depth: int = 1, n_prediction_layers: i
         if done.returncode != 0:
             words = done.stderr.decode(errors="replace").strip().split("\n")[-1]
             raise MeshError(f"{program.name} {architectures} ended with code {done.returncode}: {words}")
-    return len(list(folder.glob("*.gguf")))
+    models = list(folder.glob("*.gguf"))
+    for model in models if n_prediction_layers else ():
+        _mend(model, n_prediction_layers)
+    return len(models)
+
+
+def _mend(path: Path, n_prediction_layers: int) -> None:
+    """Make llama.cpp load a file that its own program wrote.
+
+    The program writes optional scales of prediction layers, which the loader does not expect without these
+    layers, and some lists without an entry for them.
+    """
+    header = read_header(path)
+    architecture = header.architecture
+    n_trunk = header.integer(f"{architecture}.block_count") - n_prediction_layers
+    tensors = [
+        StageTensor(
+            tensor.name,
+            tensor.shape,
+            tensor.type,
+            tensor.n_bytes,
+            Region(0, tensor.offset_bytes, tensor.n_bytes),
+        )
+        for name, tensor in header.tensors.items()
+        if (layer_of(name) or 0) < n_trunk or not name.endswith("scale")
+    ]
+    metadata = {
+        key: _lengthened(value, n_prediction_layers)
+        if is_per_layer(key, value, architecture, n_trunk)
+        else value
+        for key, value in header.metadata.items()
+    }
+    with ModelFile(path) as reader, atomic_write(path) as file:
+        layout = StageLayout(header.alignment, metadata, tuple(tensors))
+        StageWriter(reader, file, lambda _num_bytes: None).write(layout)
+
+
+def _lengthened(value: Value, count: int) -> Value:
+    """A list with its last entry some more times."""
+    assert value.count is not None  # noqa: S101 - a list
+    entry_bytes = len(value.payload) // value.count
+    return replace(
+        value, count=value.count + count, payload=value.payload + value.payload[-entry_bytes:] * count
+    )
 
 
 @click.command()

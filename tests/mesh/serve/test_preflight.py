@@ -90,6 +90,12 @@ def test_exact_text_does_not_cross_a_wire_that_rounds(tiny: Path) -> None:
     check(replace(options(tiny), wire=HiddenType.Q8))
 
 
+def test_drafting_needs_something_that_drafts(tiny: Path) -> None:
+    with pytest.raises(ClusterError, match="needs a draft model: .* `mesh draft make`") as refused:
+        check(replace(options(tiny), speculation=SpeculationOptions(mode="draft")))
+    assert refused.value.param == "--draft"
+
+
 def test_a_draft_leaves_less_for_stages(tiny: Path) -> None:
     plain = own_capacity("studio", check(options(tiny)))
     drafting = replace(options(tiny), speculation=SpeculationOptions(draft_path=tiny))

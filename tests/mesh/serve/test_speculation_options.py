@@ -42,7 +42,6 @@ def test_values_out_of_range_are_refused(arguments: list[str], text: str) -> Non
 @pytest.mark.parametrize(
     ("fields", "option", "text"),
     [
-        ({"mode": "draft"}, "--draft", "mesh draft make"),
         ({"mode": "replay"}, "--replay-file", "--replay-file"),
         (
             {"draft_max": 4, "draft_min": 5},
@@ -63,10 +62,12 @@ def test_options_that_contradict_one_another_are_refused(
 
 
 def test_a_draft_that_nobody_may_ask_is_not_loaded() -> None:
-    assert SpeculationOptions(mode="auto", draft_path=NOWHERE).needs_draft
-    assert SpeculationOptions(mode="draft", draft_path=NOWHERE).needs_draft
-    assert not SpeculationOptions(mode="ngram", draft_path=NOWHERE).needs_draft
-    assert not SpeculationOptions(mode="off", draft_path=NOWHERE).needs_draft
+    assert SpeculationOptions(mode="auto", draft_path=NOWHERE).may_draft
+    assert SpeculationOptions(mode="draft", draft_head=False, draft_path=NOWHERE).may_draft
+    assert SpeculationOptions(mode="auto").may_draft, "with the model's own head"
+    assert not SpeculationOptions(mode="auto", draft_head=False).may_draft
+    assert not SpeculationOptions(mode="ngram", draft_path=NOWHERE).may_draft
+    assert not SpeculationOptions(mode="off", draft_path=NOWHERE).may_draft
 
 
 @pytest.mark.parametrize(
