@@ -129,6 +129,8 @@ class DraftContext:
     def __init__(self, path: Path, options: DraftOptions, num_tokens: int) -> None:
         self._context: Any = None
         self._model: Any = None
+        # Positions that a row lies before its token.
+        self._shift = 0
         llama_cpp.llama_backend_init()
         self._model = _load(path, self._model_params(options))
         try:
@@ -190,6 +192,12 @@ class DraftContext:
     def is_end(self, token: int) -> bool:
         """Whether a token ends an answer."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def copy(self, source: int, slot: int, num_tokens: int) -> None:
+        """Replace the rows of a slot by those of another's first tokens; they share the cells."""
+        llama_cpp.llama_memory_seq_rm(self._memory, slot, 0, -1)
+        if num_tokens > 0:
+            llama_cpp.llama_memory_seq_cp(self._memory, source, slot, 0, num_tokens - self._shift)
 
     def free(self, slot: int) -> None:
         """Drop all rows of a slot."""

@@ -152,9 +152,9 @@ class FeatureContext(DraftContext):
         self._make_tap = make_tap
         # A sequence that stays empty: llama.cpp checks positions of encoded rows against the cache.
         self._spare_slot = options.num_sessions
+        super().__init__(path, options, num_tokens)
         # The first row of EAGLE-3 is that of the second token.
         self._shift = 1 if kind is FeatureKind.EAGLE3 else 0
-        super().__init__(path, options, num_tokens)
         self._rows = _Batch(self.width, has_tokens=True)
         self._encoder_rows = _Batch(self.feature_width, has_tokens=False)
 

@@ -267,6 +267,12 @@ class FeatureSequence(DraftSequence):
         first = newest
         while first > end and self._has(first - 2):
             first -= 1
+        if has_rows and self._has(self.first_row - 2) and self._has_all(self.first_row - 1, newest):
+            # Features of earlier positions have come since the first row was computed.
+            first = self.first_row - 1
+            while self._has(first - 2):
+                first -= 1
+            return first, newest
         if has_rows and (newest < end or (first > end and newest - first < _LEAST_ANEW)):
             # Nothing new, or behind a gap that late features may still fill: the last real row once more.
             first = newest = min(newest, end - 1)
@@ -287,6 +293,9 @@ class FeatureSequence(DraftSequence):
         state = self._states[token - 1]
         none = np.empty((0, len(state)), np.float32)
         return FeatureSpan(token, (self.tokens[token],), none, state, has_output=True, is_anew=False)
+
+    def _has_all(self, start: int, stop: int) -> bool:
+        return all(self._has(position) for position in range(start, stop))
 
     def _has(self, position: int) -> bool:
         return position in self.features or (position == -1 and self._zeros is not None)

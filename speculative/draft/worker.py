@@ -313,8 +313,22 @@ class DraftThread:
     def _has_slot(self, session: DraftSession) -> bool:
         if session.slot is None and (free := self._slots.take(session.sequence.tokens)) is not None:
             session.slot = free.slot
-            session.sequence.adopt(free.num_shared, free.former)
+            self._adopt(session, free)
         return session.slot is not None
+
+    def _adopt(self, session: DraftSession, free: FreeSlot) -> None:
+        """Reuse rows of the same beginning: those in the slot, or more that a running session has."""
+        tokens = session.sequence.tokens
+        best, source, num_shared = free.former, None, free.num_shared
+        for other in self._sessions:
+            if other is session or other.slot is None:
+                continue
+            shared = min(_num_shared(other.sequence.tokens, tokens), other.sequence.num_reusable)
+            if shared > num_shared:
+                best, source, num_shared = other.sequence, other.slot, shared
+        session.sequence.adopt(num_shared, best)
+        if source is not None:
+            self._context.copy(source, free.slot, session.sequence.num_cached)
 
     def _compute(self, parts: Sequence[_Part]) -> None:
         started_s = self._clock_s()

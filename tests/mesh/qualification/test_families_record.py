@@ -43,12 +43,13 @@ def test_the_published_table_is_of_the_recorded_run() -> None:
     assert (ROOT / "FAMILIES.md").read_text(encoding="utf-8") == markdown(recorded)
     runs = {name: [from_json(saved) for saved in run] for name, run in recorded["runs"].items()}
     assert "d2" in runs
-    for records in runs.values():
+    for name, records in runs.items():
         wrong = {record.architecture for record in records if record.outcome is Outcome.WRONG}
         # What a run found wrong may be written anew, and is then cut after a self-check until the next run.
         assert not any(family_of(architecture).is_certified for architecture in wrong)
         assert all(record.reason for record in records if record.outcome is Outcome.REFUSED)
-        assert sum(record.outcome is Outcome.BIT_EQUAL for record in records) > 100
+        least = 10 if name.endswith("-mtp") else 100
+        assert sum(record.outcome is Outcome.BIT_EQUAL for record in records) > least
 
 
 def test_who_is_certified_has_been_found_exact() -> None:

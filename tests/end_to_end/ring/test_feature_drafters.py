@@ -1,0 +1,199 @@
+"""Drafters that read features, over real stages in exact mode: the text is the target's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from mesh.coordinator.feature_streams import FeatureNeeds
+from mesh.draft.completion import loadable_file
+from mesh.draft.drafter import own_head, read_drafter
+from mesh.engine import GenerationRequest
+from mesh.text.tokenizer import Tokenizer
+from speculative.controller import ControllerOptions
+from speculative.draft.context import DraftOptions
+from speculative.draft.feature_context import FeatureKind
+from speculative.draft.feature_model import FeatureModel, FeatureProposer
+from stages.runtime.hidden_tap import TensorTap
+from stages.runtime.stage_runtime import RuntimeOptions
+from stages.sampling.sampler import Sampler, SamplingParams
+from stages.slicing.model_facts import read_model_facts
+from tests.support.eagle3 import DRAFTER
+from tests.support.mimo2 import write_mimo2
+from tests.support.ring_harness import collect, running_coordinator, running_stages
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from mesh.coordinator.coordinator import Coordinator
+    from mesh.draft.drafter import Drafter
+    from tests.support.ring_harness import RunningStage
+
+pytestmark = pytest.mark.model
+
+CTX_SIZE = 256
+NUM_TOKENS = 40
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+QUESTIONS = ("What is a tree?", "Count from one to ten.", "Explain gravity to a child.")
+SAMPLINGS = {"greedy": SamplingParams(), "drawn": SamplingParams(0.8, seed=5)}
+
+
+class Setting:
+    """A target, its drafter, and the drafter's proposers."""
+
+    def __init__(self, target: Path, drafter: Drafter, cache: Path) -> None:
+        self.target = target
+        self.tokenizer = Tokenizer(target)
+        n_layers = read_model_facts(target).n_layers
+        self.needs = FeatureNeeds(drafter.layers, n_layers, drafter.n_embd)
+        self.model = FeatureModel(
+            loadable_file(drafter, target, cache),
+            FeatureKind(drafter.kind.value),
+            DraftOptions(ctx_size=CTX_SIZE, num_sessions=4),
+            num_tokens=self.tokenizer.n_vocab,
+            make_tap=TensorTap,
+            clock_s=time.monotonic,
+        )
+        self.change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda rows: rows
+
+    def request(self, question: str, sampling: SamplingParams) -> GenerationRequest:
+        text = CHAT.format(question)
+        prompt = tuple(self.tokenizer.encode(text, add_special=False, parse_special=True))
+        return GenerationRequest(prompt, NUM_TOKENS, self.tokenizer.end_tokens, sampling)
+
+    def open(self, request: GenerationRequest) -> FeatureProposer:
+        proposer = self.model.open(Sampler(request.sampling, len(request.prompt)).sample)
+        take = proposer.take_features
+        proposer.take_features = lambda start, rows: take(start, self.change(rows))  # type: ignore[method-assign]
+        return proposer
+
+    @contextlib.asynccontextmanager
+    async def coordinator(
+        self, stages: list[RunningStage], *, width: int = 3, depth: int = 3, is_on: bool = True
+    ) -> AsyncIterator[Coordinator]:
+        async with running_coordinator(
+            stages,
+            context_length=CTX_SIZE,
+            num_slots=4,
+            n_vocab=self.tokenizer.n_vocab,
+            make_proposers=(lambda request: [self.open(request)]) if is_on else None,
+            controller=ControllerOptions(fixed_width=width, fixed_depth=depth),
+            feature_needs=self.needs if is_on else None,
+        ) as coordinator:
+            streams = coordinator._active_ring.features
+            while streams is not None and streams.why_off is not None:  # noqa: ASYNC110 - connecting
+                await asyncio.sleep(0.005)
+            yield coordinator
+
+
+@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+def setting(
+    request: pytest.FixtureRequest, smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Setting]:
+    folder = tmp_path_factory.mktemp("drafters")
+    if request.param == "eagle3":
+        target, drafter = smollm2_path, read_drafter(DRAFTER, read_model_facts(smollm2_path))
+    else:
+        target = write_mimo2(smollm2_path, folder / "mimo2.gguf")
+        head = own_head(read_model_facts(target))
+        assert head is not None
+        drafter = head
+    setting = Setting(target, drafter, folder)
+    yield setting
+    setting.model.close()
+
+
+@pytest.fixture
+async def stages(setting: Setting, stage_cache_dir: Path) -> AsyncIterator[list[RunningStage]]:
+    options = RuntimeOptions(num_slots=4, ctx_size=CTX_SIZE, exact=True)
+    async with running_stages(setting.target, (10, 20), options, stage_cache_dir) as running:
+        yield running
+
+
+async def texts(
+    setting: Setting, coordinator: Coordinator, sampling: SamplingParams
+) -> tuple[list[list[int]], int]:
+    """Texts of all questions, one after the other, and accepted tokens."""
+    found, num_accepted = [], 0
+    for question in QUESTIONS:
+        tokens, last = await collect(coordinator, setting.request(question, sampling))
+        found.append(tokens)
+        num_accepted += last.stats.num_accepted
+    return found, num_accepted
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+async def test_the_text_is_the_same_whatever_the_features(
+    setting: Setting, stages: list[RunningStage], sampling: SamplingParams
+) -> None:
+    async with setting.coordinator(stages, is_on=False) as coordinator:
+        plain, _ = await texts(setting, coordinator, sampling)
+    async with setting.coordinator(stages) as coordinator:
+        drafted, num_accepted = await texts(setting, coordinator, sampling)
+        assert drafted == plain
+        assert num_accepted > 10
+        # Several sessions at once, in one step of the drafter.
+        requests = [setting.request(question, sampling) for question in QUESTIONS]
+        together = await asyncio.gather(*(collect(coordinator, request) for request in requests))
+        assert [tokens for tokens, _ in together] == plain
+    noise = np.random.default_rng(3)
+    setting.change = lambda rows: noise.standard_normal(rows.shape).astype(np.float32)
+    try:
+        async with setting.coordinator(stages) as coordinator:
+            assert (await texts(setting, coordinator, sampling))[0] == plain
+    finally:
+        setting.change = lambda rows: rows
+
+
+async def test_a_stream_of_features_that_is_cut_mid_answer_costs_acceptance_only(
+    setting: Setting, stages: list[RunningStage]
+) -> None:
+    async with setting.coordinator(stages, is_on=False) as coordinator:
+        (plain, *_), _ = await texts(setting, coordinator, SamplingParams())
+    async with setting.coordinator(stages) as coordinator:
+        tokens: list[int] = []
+        async for part in coordinator.generate(setting.request(QUESTIONS[0], SamplingParams())):
+            if len(tokens) < NUM_TOKENS // 2 <= len(tokens) + len(part.tokens):
+                for stage in stages:
+                    if stage.service._feature_stream is not None:
+                        stage.service._feature_stream.close()
+            tokens += part.tokens
+        streams = coordinator._active_ring.features
+        assert streams is not None
+        assert streams.why_off is not None
+    assert tokens == plain
+
+
+async def test_the_second_turn_of_a_conversation_drafts_at_once(
+    setting: Setting, stages: list[RunningStage]
+) -> None:
+    """Rows of the first turn are reused, as the stages reuse theirs."""
+    async with setting.coordinator(stages) as coordinator:
+        first = setting.request(QUESTIONS[0], SamplingParams())
+        tokens, _ = await collect(coordinator, first)
+        more = setting.tokenizer.encode(
+            "<|im_end|>\n" + CHAT.format(QUESTIONS[1]), add_special=False, parse_special=True
+        )
+        prompt = (*first.prompt, *tokens, *more)
+        second = GenerationRequest(prompt, 20, setting.tokenizer.end_tokens)
+        proposers: list[FeatureProposer] = []
+        open_proposer = setting.open
+        setting.open = lambda request: proposers.append(open_proposer(request)) or proposers[-1]  # type: ignore[method-assign, func-returns-value]
+        try:
+            again, last = await collect(coordinator, second)
+        finally:
+            setting.open = open_proposer  # type: ignore[method-assign]
+        assert last.stats.num_cached >= len(first.prompt)
+        (sequence,) = [proposer._sequence for proposer in proposers]
+        assert sequence.first_row <= 1, "it did not begin anew behind the cached tokens"
+        assert sequence.real_stop > len(prompt)
+    async with setting.coordinator(stages, is_on=False) as coordinator:
+        assert (await collect(coordinator, second))[0] == again
