@@ -65,14 +65,12 @@ def latest_answer(path: Path) -> tuple[int, ...]:
         ) from None
 
 
-def draft_memory_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
-    """Weights, KV cache and buffers of a drafter, and hidden states that it reads, from its header.
+def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
+    """Weights, KV cache and buffers of a draft model, from its header.
 
     Args:
-        drafter: The drafter.
-        target: The served model.
+        path: The GGUF.
         options: Options of the draft model.
-        context: Positions of each session whose hidden states it keeps.
 
     Returns:
         Bytes, rather too many than too few; 0 for an unreadable file, which loading will report.
@@ -80,9 +78,6 @@ def draft_memory_bytes(drafter: Drafter, target: Path, options: DraftOptions, co
     Raises:
         ClusterError: If the KV cache cannot have the requested format with its head size.
     """
-    path = drafter.path
-    if drafter.reads_features:
-        return _reader_bytes(drafter, target, options, context)
     try:
         facts = read_model_facts(path)
     except (ModelError, OSError):
@@ -94,8 +89,18 @@ def draft_memory_bytes(drafter: Drafter, target: Path, options: DraftOptions, co
     return facts.file_bytes + memory.cache_bytes + memory.buffer_bytes
 
 
-def _reader_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
-    """Memory of a drafter that reads hidden states: of one layer."""
+def feature_drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
+    """Weights, KV cache and buffers of a drafter that reads hidden states, and those that it keeps.
+
+    Args:
+        drafter: The drafter, of one layer.
+        target: The served model.
+        options: Options of the draft model.
+        context: Positions of each session whose hidden states it keeps.
+
+    Raises:
+        ClusterError: If the KV cache cannot have the requested format with its head size.
+    """
     header, prefix = drafter.header, drafter.header.architecture
     n_embd = header.integer(f"{prefix}.embedding_length")
     n_layers = header.integer(f"{prefix}.block_count")
@@ -305,7 +310,10 @@ def _draft_bytes(options: ServeOptions, drafter: Drafter | None, workload: Workl
     if drafter is None:
         return 0
     limits = wanted.draft_options(ctx_size=workload.ctx_size, num_slots=workload.num_slots)
-    needed = draft_memory_bytes(drafter, options.model, limits, wanted.draft_context)
+    if drafter.reads_features:
+        needed = feature_drafter_bytes(drafter, options.model, limits, wanted.draft_context)
+    else:
+        needed = draft_memory_bytes(drafter.path, limits)
     if needed > free_bytes:
         raise ModelDoesNotFit(
             f"the draft model {drafter.path.name} needs {format_size(needed)} of this host with "

@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct written as a model of architecture mimo2, with a head for multi-token prediction.
 
 mimo2 computes what llama computes if its rows of queries and keys are in the order that its rope expects, and
-if its windows are longer than any text. The head was fitted in closed form: attention and feed-forward are zero,
-and `eh_proj` maps the embedding of a token and the head state before it to the next head state. It is right at
-the first position in about a quarter of all cases.
+if its windows are longer than any text. The head was fitted in closed form: attention and feed-forward are
+zero, and `eh_proj` maps the embedding of a token and the head state before it to the next head state. It is
+right at the first position in about a quarter of all cases.
 """
 
 from __future__ import annotations

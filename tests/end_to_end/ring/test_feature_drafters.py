@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.model
 
 CTX_SIZE = 256
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-QUESTIONS = ("What is a tree?", "Count from one to ten.", "Explain gravity to a child.")
+QUESTIONS = ("What is a tree?", "Count from one to ten.")
 SAMPLINGS = {"greedy": SamplingParams(), "drawn": SamplingParams(0.8, seed=5)}
 
 
@@ -139,7 +139,7 @@ async def test_the_text_is_the_same_whatever_the_features(
     async with setting.coordinator(stages) as coordinator:
         drafted, num_accepted = await texts(setting, coordinator, sampling)
         assert drafted == plain
-        assert num_accepted > 10
+        assert num_accepted > 3
         # Several sessions at once, in one step of the drafter.
         requests = [setting.request(question, sampling) for question in QUESTIONS]
         together = await asyncio.gather(*(collect(coordinator, request) for request in requests))

@@ -91,7 +91,7 @@ def test_exact_text_does_not_cross_a_wire_that_rounds(tiny: Path) -> None:
 
 
 def test_drafting_needs_something_that_drafts(tiny: Path) -> None:
-    with pytest.raises(ClusterError, match="needs a draft model: .* `mesh draft make`") as refused:
+    with pytest.raises(ClusterError, match=r"needs a draft model: .* `mesh draft make`") as refused:
         check(replace(options(tiny), speculation=SpeculationOptions(mode="draft")))
     assert refused.value.param == "--draft"
 

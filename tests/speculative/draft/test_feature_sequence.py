@@ -14,7 +14,7 @@ from speculative.draft.session import DraftedToken
 DRAFT_MAX = 4
 OPTIONS = DraftOptions(draft_max=DRAFT_MAX, ctx_size=512)
 # Prompt and answer: what will be committed.
-TEXT = tuple((7 * place + place // 3) % 23 for place in range(60))
+TEXT = tuple((7 * place + place // 3) % 23 for place in range(400))
 ROW = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
@@ -113,15 +113,31 @@ ACTIONS = st.one_of(
     st.tuples(st.just("others"), st.integers(1, 3), st.just(0)),
     st.tuples(st.just("begin"), st.integers(1, 24), st.just(0)),
     st.tuples(st.just("end"), st.integers(0, 5), st.just(0)),
+    # Most of what happens: a window comes back with its features, more is proposed, and rows are computed.
+    st.tuples(st.just("window"), st.integers(1, 4), st.integers(0, 4)),
+    st.tuples(st.just("compute"), st.integers(1, 5), st.integers(0, 5)),
+    st.tuples(st.just("compute"), st.integers(1, 5), st.integers(0, 5)),
 )
 
 
-@given(st.booleans(), st.lists(ACTIONS, max_size=60))
+@given(st.booleans(), st.lists(ACTIONS, min_size=20, max_size=80))
 def test_each_row_consumes_what_it_should(is_mtp: bool, actions: list[tuple[str, int, int]]) -> None:  # noqa: FBT001
     machine = Machine(is_mtp=is_mtp)
     machine.commit(8)
+    machine.features(0, 7)
+    machine.propose(2)
     for name, number, other in actions:
         match name:
+            case "window":
+                machine.features(machine.num_committed - 1, number)
+                machine.commit(number)
+                machine.features(machine.num_committed - 1 - number, number)
+                machine.propose(other)
+            case "compute":
+                for _ in range(number):
+                    if machine.span is None:
+                        machine.begin(24)
+                    machine.end(is_right=other > 1, is_aborted=other == 0)
             case "commit":
                 machine.commit(number)
             case "features":

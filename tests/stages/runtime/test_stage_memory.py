@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mesh.draft.completion import loadable_bytes
+from mesh.draft.drafter import read_drafter
 from mesh.placement.stage_sizes import StageSizes, Workload
-from mesh.serve.preflight import draft_memory_bytes
+from mesh.serve.preflight import draft_memory_bytes, feature_drafter_bytes
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from speculative.draft.context import DraftOptions
 from stages.layers import LayerRange
@@ -19,6 +21,7 @@ from stages.serving.actor import StageActor, StageConfig
 from stages.slicing.model_facts import read_model_facts
 from stages.weights.fetch import FetchSource
 from stages.weights.stage_cache import StageCache
+from tests.support.eagle3 import DRAFTER
 from tests.support.tiny_models import TinyModel
 
 MIB = 2**20
@@ -125,3 +128,15 @@ def test_a_draft_takes_its_file_its_cache_and_its_buffers(tmp_path: Path) -> Non
     with pytest.raises(ClusterError, match="--draft-kv-type q8_0 packs 32 elements"):
         draft_memory_bytes(path, DraftOptions(kv_type="q8_0"))
     assert draft_memory_bytes(tmp_path / "absent.gguf", DraftOptions()) == 0
+
+
+@pytest.mark.model
+def test_a_drafter_that_reads_features_takes_them_and_one_layer(smollm2_path: Path) -> None:
+    drafter = read_drafter(DRAFTER, read_model_facts(smollm2_path))
+    options = DraftOptions(ctx_size=256, num_sessions=2)
+    few = feature_drafter_bytes(drafter, smollm2_path, options, 16)
+    assert few > loadable_bytes(drafter, smollm2_path) > DRAFTER.stat().st_size
+    more = feature_drafter_bytes(drafter, smollm2_path, options, 512)
+    assert more - few == 2 * (512 - 16) * 3 * 576 * 4
+    longer = feature_drafter_bytes(drafter, smollm2_path, DraftOptions(ctx_size=512, num_sessions=2), 16)
+    assert longer - few == 2 * 256 * 3 * (64 + 64) * 2

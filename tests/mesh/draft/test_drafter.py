@@ -1,0 +1,175 @@
+"""What a draft file is, what is refused, and the file that llama.cpp loads."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import pytest
+
+from mesh.draft.completion import loadable_bytes, loadable_file
+from mesh.draft.drafter import DrafterKind, own_head, read_drafter
+from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
+from stages.gguf.reader import read_header
+from stages.slicing.model_facts import read_model_facts
+from stages.slicing.tensor_names import layer_of
+from tests.support.eagle3 import DRAFTER
+from tests.support.tiny_families import TINY_FAMILIES
+from tests.support.tiny_models import TinyModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stages.slicing.model_facts import ModelFacts
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def target(smollm2_path: Path) -> ModelFacts:
+    return read_model_facts(smollm2_path)
+
+
+@functools.cache
+def original() -> gguf.GGUFReader:
+    return gguf.GGUFReader(DRAFTER)
+
+
+def changed(path: Path, **values: Any) -> Path:
+    """The drafter with other metadata, tensors left out (None) or of another shape, or other token ids."""
+    reader = original()
+    writer = gguf.GGUFWriter(path, values.pop("architecture", "eagle3"))
+    for key, found in reader.fields.items():
+        name = key.removeprefix("eagle3.")
+        if key.startswith("eagle3.") and name not in values:
+            kind = found.types[0]
+            inner = found.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, found.contents(), kind, inner)
+    for name, value in values.items():
+        if isinstance(value, list):
+            writer.add_array(f"eagle3.{name}", value)
+        elif isinstance(value, int):
+            writer.add_uint32(f"eagle3.{name}", value)
+    for tensor in reader.tensors:
+        value = values.get(tensor.name, tensor)
+        if isinstance(value, np.ndarray):
+            writer.add_tensor(tensor.name, value)
+        elif value is not None:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_an_eagle3_drafter_reads_three_layers(target: ModelFacts) -> None:
+    drafter = read_drafter(DRAFTER, target)
+    assert drafter.kind is DrafterKind.EAGLE3
+    assert drafter.layers == (2, 14, 27)
+    assert drafter.n_embd == 576
+    assert drafter.lacks == ("token_embd.weight",)
+
+
+def test_what_it_lacks_comes_from_the_target_once(target: ModelFacts, tmp_path: Path) -> None:
+    drafter = read_drafter(DRAFTER, target)
+    path = loadable_file(drafter, target.path, tmp_path)
+    assert path.stat().st_size == loadable_bytes(drafter, target.path)
+    made_ns = path.stat().st_mtime_ns
+    assert loadable_file(drafter, target.path, tmp_path) == path
+    assert path.stat().st_mtime_ns == made_ns
+    whole, given = read_header(path), read_header(target.path)
+    assert whole.tensors["token_embd.weight"].shape == given.tensors["token_embd.weight"].shape
+    complete = read_drafter(path, target)
+    assert complete.lacks == ()
+    assert loadable_file(complete, target.path, tmp_path) == path
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"target_layers": [3, 15, 30]}, "before layers 3, 15, 30, of which .* has 1 to 29"),
+        ({"target_layers": [0, 15, 28]}, "before layers 0, 15, 28"),
+        ({"target_layers": [3, 15]}, "no list of three"),
+        ({"target_hidden_size": 1024}, "of 1024 values, .* has 576: it was made for another model"),
+        ({"block_count": 2}, "has 2 layers"),
+        ({"attention.head_count": 0}, "has 0 attention heads"),
+        ({"fc.weight": None}, "tensor fc.weight is missing"),
+        (
+            {"fc.weight": np.zeros((576, 64), np.float32)},
+            r"fc.weight has shape \(64, 576\), expected \(1728, 576\)",
+        ),
+        ({"d2t": np.zeros(16384, np.float32)}, "d2t is F32"),
+        ({"d2t": np.full(16384, 49152, np.int64)}, "d2t names token ids outside .* of 49152"),
+        ({"d2t": np.full(16384, -1, np.int64)}, "d2t names token ids outside"),
+        ({"d2t": None}, r"tensor output.weight has shape \(576, 16384\), expected \(576, 49152\)"),
+        ({"output.weight": None}, "16384 tokens of its own but no output.weight"),
+    ],
+)
+def test_a_drafter_of_another_model_is_refused(
+    target: ModelFacts, tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidModel, match=message):
+        read_drafter(changed(tmp_path / "drafter.gguf", **values), target)
+
+
+@pytest.mark.parametrize("architecture", ["dflash", "gemma4-assistant"])
+def test_kinds_that_cannot_run_yet_are_named(target: ModelFacts, tmp_path: Path, architecture: str) -> None:
+    path = changed(tmp_path / "drafter.gguf", architecture=architecture)
+    with pytest.raises(
+        UncuttableModel, match=rf"of kind {architecture}, which cannot be run yet: .* EAGLE-3"
+    ):
+        read_drafter(path, target)
+
+
+def test_a_target_that_cannot_go_back_is_refused(target: ModelFacts) -> None:
+    with pytest.raises(UncuttableModel, match=r"cannot draft for .*recurrent layers"):
+        read_drafter(DRAFTER, replace(target, can_trim=False))
+
+
+def test_a_small_model_is_a_draft_model(target: ModelFacts, tmp_path: Path) -> None:
+    small = TinyModel("llama").write(tmp_path / "small.gguf")
+    assert read_drafter(small, target).kind is DrafterKind.MODEL
+    assert not read_drafter(small, target).reads_features
+
+
+def test_a_damaged_file_is_refused(target: ModelFacts, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(DRAFTER.read_bytes()[:4096])
+    with pytest.raises(ModelError):
+        read_drafter(damaged, target)
+
+
+def test_a_model_drafts_with_the_first_of_its_own_heads(tmp_path: Path) -> None:
+    family = TINY_FAMILIES["glm4moe"].with_prediction_layer()
+    model = family.write(tmp_path / "model.gguf")
+    facts = read_model_facts(model)
+    head = own_head(facts)
+    assert head is not None
+    assert (head.kind, head.layers, head.n_embd) == (DrafterKind.MTP, (facts.n_layers,), 64)
+    path = loadable_file(head, model, tmp_path)
+    cut = read_header(path)
+    assert {layer_of(name) for name in cut.tensors} == {None, facts.n_layers}
+    assert cut.integer("glm4moe.block_count") == facts.n_layers + 1
+    # The same file as a head of its own.
+    drafter = read_drafter(path, facts)
+    assert (drafter.kind, drafter.layers) == (DrafterKind.MTP, (facts.n_layers,))
+    assert loadable_file(drafter, model, tmp_path) == path
+    with pytest.raises(InvalidModel, match=r"is the served model itself: leave out --draft"):
+        read_drafter(model, facts)
+    other = read_model_facts(TINY_FAMILIES["deepseek2"].write(tmp_path / "other.gguf"))
+    with pytest.raises(InvalidModel, match=r"a head for models of architecture glm4moe, .* is deepseek2"):
+        read_drafter(path, other)
+    with pytest.raises(InvalidModel, match=r"a head for 4 layers, .* has 3"):
+        read_drafter(path, replace(facts, n_layers=3))
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen3next"])
+def test_other_models_have_no_head_to_draft_with(name: str, tmp_path: Path) -> None:
+    family = TINY_FAMILIES[name]
+    if name == "qwen3next":  # recurrent
+        family = family.with_prediction_layer()
+    assert own_head(read_model_facts(family.write(tmp_path / "model.gguf"))) is None
