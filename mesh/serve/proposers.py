@@ -11,9 +11,10 @@ import structlog
 from mesh.coordinator.feature_streams import FeatureNeeds
 from mesh.draft.completion import loadable_file
 from mesh.draft.drafter import DrafterKind
+from mesh.draft.isolated_check import check_isolated
 from mesh.serve.preflight import latest_answer
 from mesh.text.tokenizer import Tokenizer, num_shared_tokens
-from spanmesh_proto.errors import InvalidModel
+from spanmesh_proto.errors import InvalidModel, ModelError
 from speculative.draft.context import DraftUnusable
 from speculative.draft.feature_context import FeatureKind
 from speculative.draft.feature_model import FeatureModel
@@ -88,8 +89,9 @@ def load_feature_drafter(
     """
     path = loadable_file(drafter, target_path)
     num_tokens = num_shared_tokens(Tokenizer(path).vocabulary(), target.vocabulary())
-    prepare_process(numerics_for(exact=False, num_threads=options.num_threads))
     kind = FeatureKind.EAGLE3 if drafter.kind is DrafterKind.EAGLE3 else FeatureKind.MTP
+    check_isolated(path, kind, num_tokens)
+    prepare_process(numerics_for(exact=False, num_threads=options.num_threads))
     try:
         model = FeatureModel(path, kind, options, num_tokens=num_tokens, make_tap=TensorTap, clock_s=clock_s)
     except ImportError as error:
@@ -163,20 +165,7 @@ def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposer
     if wanted.mode == "off":
         yield None
         return
-    draft: DraftModel | FeatureModel | None = None
-    needs = None
-    drafter = known.drafter
-    if drafter is not None:
-        limits = wanted.draft_options(ctx_size=known.workload.ctx_size, num_slots=known.workload.num_slots)
-        if drafter.reads_features:
-            draft = load_feature_drafter(
-                drafter, options.model, known.tokenizer, limits, clock_s=time.monotonic
-            )
-            needs = FeatureNeeds(
-                drafter.layers, known.model.n_layers, drafter.n_embd, wanted.draft_wire, wanted.draft_context
-            )
-        else:
-            draft = load_draft(drafter.path, known.tokenizer, limits, clock_s=time.monotonic)
+    draft, needs = _loaded(options, known)
     try:
         yield Proposers(
             wanted.mode,
@@ -188,6 +177,29 @@ def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposer
     finally:
         if draft is not None:
             draft.close()
+
+
+def _loaded(
+    options: ServeOptions, known: Preflight
+) -> tuple[DraftModel | FeatureModel | None, FeatureNeeds | None]:
+    """The drafter, and hidden states that it reads; a model whose own head cannot draft is served without."""
+    wanted, drafter = options.speculation, known.drafter
+    if drafter is None:
+        return None, None
+    limits = wanted.draft_options(ctx_size=known.workload.ctx_size, num_slots=known.workload.num_slots)
+    if not drafter.reads_features:
+        return load_draft(drafter.path, known.tokenizer, limits, clock_s=time.monotonic), None
+    try:
+        draft = load_feature_drafter(drafter, options.model, known.tokenizer, limits, clock_s=time.monotonic)
+    except ModelError as error:
+        if wanted.draft_path is not None or wanted.mode == "draft":
+            raise
+        log.warning("draft_head_unusable", reason=error.message)
+        return None, None
+    needs = FeatureNeeds(
+        drafter.layers, known.model.n_layers, drafter.n_embd, wanted.draft_wire, wanted.draft_context
+    )
+    return draft, needs
 
 
 def narrower(server: SpeculationMode, wanted: SpeculationMode | None) -> SpeculationMode:

@@ -1,0 +1,80 @@
+"""Isolated check: the first load of a drafter, in a process of its own, since llama.cpp aborts on odd ones.
+
+A drafter that passed is remembered, so that it is checked once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from contextlib import suppress
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import structlog
+
+from spanmesh_proto.errors import InvalidModel
+from speculative.draft.context import DraftOptions, DraftUnusable
+from speculative.draft.feature_model import FeatureModel
+from stages.runtime.hidden_tap import TensorTap
+from stages.runtime.llama import init_backend, last_complaint
+from stages.spawned_process import ProcessEnded, messages_of
+from stages.weights.hashing import stamps_of
+from stages.weights.store import default_root
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from speculative.draft.feature_context import FeatureKind
+
+log = structlog.get_logger()
+
+# Enough for the tokens that loading drafts.
+_OPTIONS = DraftOptions(ctx_size=64)
+
+
+def check_isolated(path: Path, kind: FeatureKind, num_tokens: int, root: Path | None = None) -> None:
+    """Load a drafter and draft with it, in a process that may end.
+
+    Args:
+        path: The file that llama.cpp loads.
+        kind: Its kind.
+        num_tokens: Number of token ids of the target.
+        root: Folder of the cache, the user's unless given.
+
+    Raises:
+        InvalidModel: If it cannot draft, or llama.cpp aborts.
+    """
+    told = f"{version('llama-cpp-python')} {kind} {num_tokens} {path} {stamps_of((path,))}"
+    folder = (root if root is not None else default_root()) / "drafters" / "checked"
+    passed = folder / hashlib.sha256(told.encode()).hexdigest()[:32]
+    if passed.exists():
+        return
+    with messages_of(_load_and_send, path, kind, num_tokens) as messages:
+        try:
+            reason = next(messages)
+        except ProcessEnded as ended:
+            raise InvalidModel(
+                f"llama.cpp aborts when it drafts with {path.name} ({ended}): use another drafter, or none"
+            ) from None
+    if reason is not None:
+        raise InvalidModel(reason)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        passed.touch()
+
+
+def _load_and_send(sender: Connection, path: Path, kind: FeatureKind, num_tokens: int) -> None:
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
+    init_backend()
+    reason = None
+    try:
+        FeatureModel(
+            path, kind, _OPTIONS, num_tokens=num_tokens, make_tap=TensorTap, clock_s=time.monotonic
+        ).close()
+    except (DraftUnusable, ImportError, ValueError) as error:
+        reason = f"{path.name} cannot draft: {error}; llama.cpp: {last_complaint()}"
+    with suppress(BrokenPipeError):
+        sender.send(reason)
