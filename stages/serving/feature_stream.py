@@ -27,15 +27,14 @@ class FeatureStream:
     """Bounded queue of features for one coordinator. For the event loop.
 
     Args:
-        layers: Layers whose features it carries.
         most_queued_bytes: Rows beyond these are dropped, the oldest first.
 
     Attributes:
         num_dropped_rows: Rows dropped so far.
     """
 
-    def __init__(self, layers: Sequence[int], most_queued_bytes: int = MOST_QUEUED_BYTES) -> None:
-        self._layers = tuple(layers)
+    def __init__(self, most_queued_bytes: int = MOST_QUEUED_BYTES) -> None:
+        self._layers: tuple[int, ...] | None = None
         self._most_queued_bytes = most_queued_bytes
         self._waiting: deque[wire.Features] = deque()
         self._num_bytes = 0
@@ -43,8 +42,14 @@ class FeatureStream:
         self._is_closed = False
         self.num_dropped_rows = 0
 
+    def open(self, layers: Sequence[int]) -> None:
+        """Set the layers whose features it carries from now on."""
+        self._layers = tuple(layers)
+
     def put(self, features: Iterable[wire.Features]) -> None:
-        """Queue features of windows."""
+        """Queue features of windows; before `open` they are of other layers, and dropped."""
+        if self._layers is None:
+            return
         for each in features:
             self._waiting.append(each)
             self._num_bytes += _size_bytes(each)
@@ -60,7 +65,9 @@ class FeatureStream:
         self._changed.set()
 
     async def bundles(self) -> AsyncIterator[wire.FeatureBundle]:
-        """Messages for the coordinator until `close`: the layers first, then features as they come."""
+        """Messages for the coordinator after `open` and until `close`: the layers, then features as they come."""
+        if self._is_closed:
+            return
         yield wire.FeatureBundle(layers=self._layers)
         while True:
             await self._changed.wait()

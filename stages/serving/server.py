@@ -410,11 +410,13 @@ class StageService(rpc.StageServicer):
             )
             await self._refuse(context, error)
             return
+        # In its place before any wait: of two that open at once the last one sets the layers, and only the last
+        # one's end unsets them.
         if self._feature_stream is not None:
             self._feature_stream.close()
-        stream = FeatureStream(await self._engine.tap_features(request.layers, kind))
-        self._feature_stream = stream
+        self._feature_stream = stream = FeatureStream()
         try:
+            stream.open(await self._engine.tap_features(request.layers, kind))
             async for bundle in stream.bundles():
                 yield bundle
         finally:

@@ -129,10 +129,9 @@ async def test_unknown_layers_and_formats_are_refused(request_: dict[str, Any]) 
 
 async def test_a_second_stream_ends_the_first_and_a_rejoin_the_second() -> None:
     async with running_services(fake_ring()) as stages:
-        (first, one), (second, other) = [
-            await open_features(stages[0].address.address, layers=[0]) for _ in range(2)
-        ]
+        first, one = await open_features(stages[0].address.address, layers=[0])
         await one.read()
+        second, other = await open_features(stages[0].address.address, layers=[0])
         await other.read()
         assert not isinstance(await one.read(), wire.FeatureBundle)
         await stages[0].service.rejoin(0, "another ring", "key", 1)
@@ -141,12 +140,36 @@ async def test_a_second_stream_ends_the_first_and_a_rejoin_the_second() -> None:
         await second.close(None)
 
 
+async def test_of_streams_that_open_at_once_one_stays() -> None:
+    ring = fake_ring()
+    async with running_services(ring) as stages:
+        opened = [await open_features(stages[1].address.address, layers=[layer]) for layer in (0, 1) * 4]
+
+        async def layers_of_last(call: Any) -> list[int]:
+            """Of a stream's first message, once it is known to be the only one left."""
+            first = await call.read()
+            rest = asyncio.ensure_future(call.read())
+            done, _ = await asyncio.wait([rest], timeout=1)
+            if done:
+                raise EOFError
+            rest.cancel()
+            return list(first.layers)
+
+        found = await asyncio.gather(*(layers_of_last(call) for _, call in opened), return_exceptions=True)
+        (layers,) = [each for each in found if not isinstance(each, EOFError)]
+        assert layers == list(ring[1]._feature_layers)
+        for channel, _ in opened:
+            await channel.close(None)
+
+
 def features(num_rows: int) -> wire.Features:
     return wire.Features(session=1, window_id=2, start=3, num_rows=num_rows, rows=[bytes(4 * num_rows)])
 
 
 async def test_a_slow_link_drops_the_oldest() -> None:
-    stream = FeatureStream((0,), most_queued_bytes=40)
+    stream = FeatureStream(most_queued_bytes=40)
+    stream.put([features(9)])
+    stream.open([0])
     stream.put([features(num_rows) for num_rows in (1, 2, 3, 4, 5)])
     assert stream.num_dropped_rows == 1 + 2 + 3
     bundles = stream.bundles()
