@@ -237,7 +237,7 @@ class GuardedProposer:
         if len(confidences) != len(tokens):
             self._switch_off(f"it proposed {len(tokens)} tokens with {len(confidences)} confidences")
             return EMPTY
-        return Proposal(tokens, confidences, proposal.proposer)
+        return Proposal(tokens, confidences, proposal.proposer, proposal.depths)
 
     def listen(self, on_ready: Callable[[], None]) -> None:
         """See `Proposer.listen`."""

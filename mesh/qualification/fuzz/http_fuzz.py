@@ -18,6 +18,7 @@ from mesh.cli.head_client import ask_head
 from mesh.lab.local_mesh import ServedMesh, served_mesh
 from mesh.qualification.fuzz.mutations import TEXTS, SchemaValues, damaged, damaged_value, json_text
 from mesh.qualification.fuzz.report import Tally
+from spanmesh_proto.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -262,8 +263,9 @@ _MESH_OPTIONS: Final = ("--stages", "1", "--threads", "1", "--ctx-size", "128", 
 # Requests of many prompts wait for one another; on a busy machine that takes its time.
 _TIMEOUT_S: Final = 180.0
 _NUM_SAMPLES: Final = 100
-# By then each sort of request has come, and what it loads and keeps for good is there.
+# By then most sorts of requests have come, and what they load and keep for good is there.
 _NUM_WARM_UP: Final = 250
+_OK: Final = 200
 _NOT_DONE_HERE: Final = 501
 # Text in the log for an unexpected exception.
 _MARKS: Final = (b"Traceback (most recent call last)", b"_unexpectedly", b"Fatal error")
@@ -280,7 +282,7 @@ def fuzz_http(options: FuzzOptions) -> FuzzReport:
         options: Options of the run.
 
     Raises:
-        MeshError: If the mesh does not come up.
+        MeshError: If the mesh does not come up, or refuses a plain request.
     """
     key = secrets.token_urlsafe(32)
     with served_mesh(options.model, options.output, key, _MESH_OPTIONS) as mesh:
@@ -293,6 +295,7 @@ async def _feed(mesh: ServedMesh, options: FuzzOptions, key: str) -> FuzzReport:
     document = await asyncio.to_thread(ask_head, url, key, timeout_s=_TIMEOUT_S)
     # The key is another one in each run; what a seed makes must not be.
     cases = HttpCases(document, key, Random(options.seed))  # noqa: S311
+    await _warm_up(mesh, key)
     left = options.num_cases
     between = max(1, options.num_cases // _NUM_SAMPLES)
 
@@ -311,6 +314,24 @@ async def _feed(mesh: ServedMesh, options: FuzzOptions, key: str) -> FuzzReport:
         if any(mark in line for mark in _MARKS):
             tally.fail("crash", line, f"an unexpected exception, see {mesh.log}")
     return tally.report()
+
+
+async def _warm_up(mesh: ServedMesh, key: str) -> None:
+    """Have answers bound by a grammar given at once: the first of them load tables that are kept for good."""
+    request = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "response_format": {"type": "json_object"},
+        "max_tokens": _ENOUGH_TOKENS,
+    }
+    body = json.dumps(request).encode()
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer %s\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    )
+    case = HttpCase(head % (key.encode(), len(body)) + body, is_whole=True)
+    replies = await asyncio.gather(*(exchange(mesh.port, case, _TIMEOUT_S) for _ in range(_AT_ONCE)))
+    if failed := [reply for reply in replies if reply.status != _OK]:
+        raise ClusterError(f"a plain request is answered with {failed[0].status}: {failed[0].body[:500]!r}")
 
 
 async def _one(mesh: ServedMesh, tally: Tally, case: HttpCase) -> None:
