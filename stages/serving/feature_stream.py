@@ -65,7 +65,7 @@ class FeatureStream:
         self._changed.set()
 
     async def bundles(self) -> AsyncIterator[wire.FeatureBundle]:
-        """Messages for the coordinator after `open` and until `close`: the layers, then features as they come."""
+        """Messages for the coordinator from `open` to `close`: the layers, then features as they come."""
         if self._is_closed:
             return
         yield wire.FeatureBundle(layers=self._layers)

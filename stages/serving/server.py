@@ -410,8 +410,8 @@ class StageService(rpc.StageServicer):
             )
             await self._refuse(context, error)
             return
-        # In its place before any wait: of two that open at once the last one sets the layers, and only the last
-        # one's end unsets them.
+        # In its place before any wait: of two that open at once the last one sets the layers, and only its
+        # end unsets them.
         if self._feature_stream is not None:
             self._feature_stream.close()
         self._feature_stream = stream = FeatureStream()
