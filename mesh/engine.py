@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from speculative.acceptance import SpeculationStatistics
+from speculative.acceptance import DepthStatistics, SpeculationStatistics
 from stages.sampling.sampler import SamplingParams
 
 if TYPE_CHECKING:
@@ -174,11 +174,45 @@ class RingTimes:
 
 
 @dataclass(frozen=True)
+class FeatureCounts:
+    """Features of one or more answers: hidden states of the target that a drafter reads.
+
+    Attributes:
+        num_wanted: Rows whose features were asked for and whose tokens count.
+        num_received: Those among them whose features arrived.
+        num_bytes: Size of all features that arrived, of rejected tokens as well.
+    """
+
+    num_wanted: int = 0
+    num_received: int = 0
+    num_bytes: int = 0
+
+    def merge(self, other: FeatureCounts) -> FeatureCounts:
+        """Sums of both."""
+        return FeatureCounts(
+            self.num_wanted + other.num_wanted,
+            self.num_received + other.num_received,
+            self.num_bytes + other.num_bytes,
+        )
+
+    def as_dict(self) -> dict[str, int]:
+        """JSON-serialisable."""
+        return {
+            "wanted": self.num_wanted,
+            "received": self.num_received,
+            "missing": self.num_wanted - self.num_received,
+            "bytes": self.num_bytes,
+        }
+
+
+@dataclass(frozen=True)
 class SpeculationReport:
     """Speculation over judged windows, without prefill chunks.
 
     Attributes:
         by_proposer: Judged windows by proposer; plain windows under the empty name.
+        by_depth: Tokens by depth, of the proposers that read features.
+        features: Features that were asked for; None without a drafter that reads them.
         num_voided_windows: Windows void before their verdict, because one ahead of them was rejected.
         num_voided_rows: Rows that they carried.
         num_wasted_rows: Those of them that all stages computed.
@@ -191,6 +225,8 @@ class SpeculationReport:
     """
 
     by_proposer: Mapping[str, SpeculationStatistics] = field(default_factory=dict)
+    by_depth: Mapping[str, DepthStatistics] = field(default_factory=dict)
+    features: FeatureCounts | None = None
     num_voided_windows: int = 0
     num_voided_rows: int = 0
     num_wasted_rows: int = 0
@@ -216,13 +252,20 @@ class SpeculationReport:
 
     def merge(self, other: SpeculationReport) -> SpeculationReport:
         """Sums of both; the controller's state is the other's."""
-        names = [*self.by_proposer, *(name for name in other.by_proposer if name not in self.by_proposer)]
-        nothing = SpeculationStatistics()
+        nothing, no_depth = SpeculationStatistics(), DepthStatistics()
+        features = self.features
+        if other.features is not None:
+            features = other.features.merge(features or FeatureCounts())
         return SpeculationReport(
             by_proposer={
                 name: self.by_proposer.get(name, nothing).merge(other.by_proposer.get(name, nothing))
-                for name in names
+                for name in {**self.by_proposer, **other.by_proposer}
             },
+            by_depth={
+                name: self.by_depth.get(name, no_depth).merge(other.by_depth.get(name, no_depth))
+                for name in {**self.by_depth, **other.by_depth}
+            },
+            features=features,
             num_voided_windows=self.num_voided_windows + other.num_voided_windows,
             num_voided_rows=self.num_voided_rows + other.num_voided_rows,
             num_wasted_rows=self.num_wasted_rows + other.num_wasted_rows,
@@ -244,9 +287,13 @@ class SpeculationReport:
             "accepted": total.num_accepted,
             "tokens_per_window": round(total.mean_committed, 3),
             "acceptance_per_position": _rounded(total.acceptance_per_position()),
+            "conditional_acceptance_per_position": _rounded(total.conditional_acceptance_per_position()),
             "proposers": {
-                name: _proposer_as_dict(statistics) for name, statistics in self.by_proposer.items() if name
+                name: _proposer_as_dict(statistics) | _depths_as_dict(self.by_depth.get(name))
+                for name, statistics in self.by_proposer.items()
+                if name
             },
+            "features": None if self.features is None else self.features.as_dict(),
             "stale_windows": self.num_voided_windows,
             "stale_rows": self.num_voided_rows,
             "stale_rows_computed": self.num_wasted_rows,
@@ -273,10 +320,24 @@ def _proposer_as_dict(statistics: SpeculationStatistics) -> dict[str, Any]:
         "mean_accepted": round(statistics.mean_accepted, 3),
         "drafted_per_position": list(statistics.proposed_per_position),
         "accepted_per_position": list(statistics.accepted_per_position),
+        "reached_per_position": list(statistics.reached_per_position),
         "spans": {
             kind.span + ("_with_stop" if kind.has_stop else ""): count
             for kind, count in statistics.spans.items()
         },
+    }
+
+
+def _depths_as_dict(depths: DepthStatistics | None) -> dict[str, Any]:
+    """Counts and shares by depth; empty for proposers that read no features."""
+    if depths is None:
+        return {}
+    return {
+        "drafted_per_depth": list(depths.proposed),
+        "reached_per_depth": list(depths.reached),
+        "accepted_per_depth": list(depths.accepted),
+        "acceptance_per_depth": _rounded(depths.acceptance()),
+        "conditional_acceptance_per_depth": _rounded(depths.conditional_acceptance()),
     }
 
 

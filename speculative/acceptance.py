@@ -144,6 +144,8 @@ class SpeculationStatistics:
         num_committed: Tokens committed by all of them.
         proposed_per_position: Entry `i`: windows that proposed more than `i` tokens.
         accepted_per_position: Entry `i`: windows that had more than `i` of them accepted.
+        reached_per_position: Entry `i`: windows that proposed more than `i` tokens and had the first `i`
+            accepted.
         spans: Windows of each kind.
     """
 
@@ -152,6 +154,7 @@ class SpeculationStatistics:
     num_committed: int = 0
     proposed_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
+    reached_per_position: tuple[int, ...] = ()
     spans: Mapping[SpanKind, int] = field(default_factory=dict)
 
     @property
@@ -179,8 +182,14 @@ class SpeculationStatistics:
 
         Unconditional: a token behind a rejected one counts as not accepted.
         """
-        pairs = zip(self.accepted_per_position, self.proposed_per_position, strict=True)
-        return tuple(accepted / proposed for accepted, proposed in pairs)
+        return _shares(self.accepted_per_position, self.proposed_per_position)
+
+    def conditional_acceptance_per_position(self) -> tuple[float, ...]:
+        """Share of tokens at each position that were accepted, given that all before them were.
+
+        Ends before the first position that no window reached.
+        """
+        return _shares(self.accepted_per_position, self.reached_per_position)
 
     @classmethod
     def of(cls, judgements: Sequence[Judgement]) -> SpeculationStatistics:
@@ -193,6 +202,9 @@ class SpeculationStatistics:
             num_committed=sum(len(judgement.committed) for judgement in judgements),
             proposed_per_position=_num_reaching([draft.num_proposed for draft in drafts], width),
             accepted_per_position=_num_reaching([draft.num_accepted for draft in drafts], width),
+            reached_per_position=_num_reaching(
+                [min(draft.num_accepted + 1, draft.num_proposed) for draft in drafts], width
+            ),
             spans=Counter(SpanKind(judgement.span, judgement.has_stop) for judgement in judgements),
         )
 
@@ -209,8 +221,75 @@ class SpeculationStatistics:
             num_committed=self.num_committed + other.num_committed,
             proposed_per_position=_sum(self.proposed_per_position, other.proposed_per_position),
             accepted_per_position=_sum(self.accepted_per_position, other.accepted_per_position),
+            reached_per_position=_sum(self.reached_per_position, other.reached_per_position),
             spans={kind: self.spans.get(kind, 0) + other.spans.get(kind, 0) for kind in kinds},
         )
+
+
+@dataclass(frozen=True)
+class DepthStatistics:
+    """Counts of drafted tokens by their depth: the distance from the last feature that the drafter had.
+
+    Entry `i` is of depth `i + 1`. A chain may be spread over several windows in flight.
+
+    Attributes:
+        proposed: Tokens sent to be verified, those of void windows included.
+        reached: Those among them before which all tokens were accepted.
+        accepted: Those among them that were accepted.
+    """
+
+    proposed: tuple[int, ...] = ()
+    reached: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, depths: Sequence[int], num_accepted: int | None) -> DepthStatistics:
+        """Counts of one window.
+
+        Args:
+            depths: Depth of each proposed token, at least 1.
+            num_accepted: How many of them were accepted; None if it was void before its verdict.
+        """
+        num_reached = 0 if num_accepted is None else num_accepted + 1
+        return cls(
+            _per_depth(depths),
+            _per_depth(depths[:num_reached]),
+            _per_depth(depths[: num_accepted or 0]),
+        )
+
+    def merge(self, other: DepthStatistics) -> DepthStatistics:
+        """Sums of both counts."""
+        return DepthStatistics(
+            _sum(self.proposed, other.proposed),
+            _sum(self.reached, other.reached),
+            _sum(self.accepted, other.accepted),
+        )
+
+    def acceptance(self) -> tuple[float, ...]:
+        """Share of tokens at each depth that were accepted, whatever went before: unconditional."""
+        return _shares(self.accepted, self.proposed)
+
+    def conditional_acceptance(self) -> tuple[float, ...]:
+        """Share of tokens at each depth that were accepted, given that all before them were.
+
+        Ends before the first depth that was never reached.
+        """
+        return _shares(self.accepted, self.reached)
+
+
+def _per_depth(depths: Sequence[int]) -> tuple[int, ...]:
+    counts = Counter(depths)
+    return tuple(counts[depth] for depth in range(1, max(depths, default=0) + 1))
+
+
+def _shares(parts: Sequence[int], wholes: Sequence[int]) -> tuple[float, ...]:
+    """`part / whole` of each pair, up to the first whole of 0; missing parts are 0."""
+    shares = []
+    for part, whole in zip_longest(parts, wholes, fillvalue=0):
+        if not whole:
+            break
+        shares.append(part / whole)
+    return tuple(shares)
 
 
 def _num_reaching(lengths: Sequence[int], width: int) -> tuple[int, ...]:

@@ -169,6 +169,16 @@ def _print_incidents(console: Console, status: Mapping[str, Any]) -> None:
         console.print(what, highlight=False)
 
 
+def features_text(features: Mapping[str, Any]) -> str:
+    """Features of a status: received of wanted, their size, and the reason if they do not come.
+
+    Args:
+        features: `speculation.features` of the status.
+    """
+    off = f"; off: {features['off']}" if features.get("off") else ""
+    return f"{features['received']} of {features['wanted']} rows, {format_size(features['bytes'])}{off}"
+
+
 def _print_speculation(console: Console, speculation: Mapping[str, Any]) -> None:
     counts = f"{speculation['accepted']} of {speculation['proposed']} proposed tokens accepted"
     void = f"{speculation['stale_rows']} rows void"
@@ -177,6 +187,8 @@ def _print_speculation(console: Console, speculation: Mapping[str, Any]) -> None
         lines.append(
             f"  {name}: {proposer['accepted']} of {proposer['drafted']} in {proposer['drafts']} drafts"
         )
+    if features := speculation.get("features"):
+        lines.append(f"  features: {features_text(features)}")
     times = speculation["mean_window_ms"]
     at_stages = f"{times['verify']:.2f} ms computing, {times['queue']:.2f} ms waiting at stages"
     lines.append(f"  a window: {at_stages}, {times['network']:.2f} ms on the network")

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from mesh.cli.head_client import ask_head
 from mesh.cli.shared_options import head_options, key_of
+from mesh.cli.status import features_text
 from spanmesh_proto.errors import ClusterError
 from stages.units import format_size
 
@@ -221,6 +222,12 @@ def _speculation(status: Mapping[str, Any], pace: MeshPace) -> list[str]:
     places = speculation.get("acceptance_per_position") or []
     if places:
         lines.append("  by position: " + " ".join(f"{each:.2f}" for each in places[:_BAR_CHARS]))
+    for name, proposer in speculation.get("proposers", {}).items():
+        if depths := proposer.get("conditional_acceptance_per_depth"):
+            shown = " ".join(f"{each:.2f}" for each in depths[:_BAR_CHARS])
+            lines.append(f"  {name} by depth, all before accepted: {shown}")
+    if features := speculation.get("features"):
+        lines.append(f"  features: {features_text(features)}")
     return lines
 
 

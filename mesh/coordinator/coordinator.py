@@ -274,7 +274,7 @@ class Coordinator:
                 "positions": sum(session.num_to_compute for session in self._sessions.values()),
                 "context": self._options.context_length,
             },
-            "speculation": self._report().as_dict(),
+            "speculation": self._speculation(),
             "stages": self._active_ring.status(),
             "round_trips": self._active_ring.round_trips(),
         }
@@ -405,6 +405,13 @@ class Coordinator:
     def _num_moving(self) -> int:
         """Sessions that send windows: one that waits for its reader uses no stage."""
         return sum(not session.is_paused for session in self._sessions.values())
+
+    def _speculation(self) -> dict[str, Any]:
+        """Speculation statistics, and the reason if features do not come."""
+        status, streams = self._report().as_dict(), self._active_ring.features
+        if status["features"] is not None and streams is not None:
+            status["features"]["off"] = streams.why_off
+        return status
 
     def _report(self) -> SpeculationReport:
         """Speculation statistics, running sessions included."""

@@ -70,12 +70,14 @@ class ReceivedFeatures:
         window_id: Id of the window within it.
         start: Position of the first row.
         rows: Layer and rows, float32 (rows, n_embd), for each layer of the stage.
+        num_bytes: Size of the message.
     """
 
     session: int
     window_id: int
     start: int
     rows: tuple[tuple[int, NDArray[np.float32]], ...]
+    num_bytes: int
 
 
 def decoded(features: wire.Features, layers: Sequence[int], needs: FeatureNeeds) -> ReceivedFeatures:
@@ -106,7 +108,9 @@ def decoded(features: wire.Features, layers: Sequence[int], needs: FeatureNeeds)
         if not np.abs(values).max() <= _LARGEST_VALUE:  # also if it is not a number
             raise ProtocolError(f"features of layer {layer} have values beyond {_LARGEST_VALUE:g}")
         rows.append((layer, values))
-    return ReceivedFeatures(features.session, features.window_id, features.start, tuple(rows))
+    return ReceivedFeatures(
+        features.session, features.window_id, features.start, tuple(rows), features.ByteSize()
+    )
 
 
 class FeatureStreams:
@@ -122,7 +126,6 @@ class FeatureStreams:
 
     Attributes:
         why_off: Why not all features come; None while they do.
-        num_received_bytes: Size of all messages so far.
     """
 
     def __init__(
@@ -144,7 +147,6 @@ class FeatureStreams:
         self._given: dict[str, tuple[int, ...]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.why_off: str | None = "stages are not connected yet"
-        self.num_received_bytes = 0
 
     def open(self) -> None:
         """Begin to connect; features come once every stage has answered."""
@@ -195,7 +197,6 @@ class FeatureStreams:
             )
             call = rpc.StageStub(channel).Features(request, metadata=key_metadata(self._mesh_key))
             async for bundle in call:
-                self.num_received_bytes += bundle.ByteSize()
                 if stage.address not in self._given:
                     self._connected(stage, tuple(bundle.layers))
                 for features in bundle.features:

@@ -24,7 +24,7 @@ import structlog
 from mesh.coordinator.feature_store import FeatureStore
 from mesh.coordinator.output_queue import OutputQueue
 from mesh.coordinator.telemetry import SessionTelemetry
-from mesh.engine import Committed
+from mesh.engine import Committed, FeatureCounts
 from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import MeshError, ProtocolError
 from speculative.acceptance import judge_unread
@@ -193,6 +193,7 @@ class Session:
             num_cached=generation.num_cached,
             explain=None if speculator is None else speculator.summary,
             draft_ms_per_token=None if speculator is None else speculator.draft_ms_per_token,
+            count_features=None if feature_needs is None or speculator is None else self._count_features,
         )
         self._spec = spec
         self._generation = generation
@@ -210,6 +211,7 @@ class Session:
         self._feature_store: FeatureStore | None = None
         if feature_needs is not None:
             self._feature_store = FeatureStore(feature_needs.layers, feature_needs.n_embd)
+        self._num_feature_bytes = 0
         self._is_decoding = False
         self._is_over = False
         self._is_suspended = False
@@ -384,6 +386,7 @@ class Session:
             ValueError: If they were not asked for.
         """
         if self._feature_store is not None:
+            self._num_feature_bytes += features.num_bytes
             self._pass_on(self._feature_store.add(features.window_id, features.start, features.rows))
 
     def on_failure(self, epoch: int, error: MeshError) -> bool:
@@ -498,6 +501,12 @@ class Session:
         num_valid = len(window.tokens) - window.num_verified + len(verdict.tokens)
         self._pass_on(store.judged(in_flight.id, num_valid))
 
+    def _count_features(self) -> FeatureCounts:
+        store = self._feature_store
+        if store is None:
+            return FeatureCounts()
+        return FeatureCounts(store.num_wanted, store.num_received, self._num_feature_bytes)
+
     def _void_features(self) -> None:
         if self._feature_store is not None:
             self._feature_store.void()
@@ -563,16 +572,17 @@ class Session:
             self._active_ring.add_round_trip(verdict.times, in_flight.sent_ms, arrived_ms)
             telemetry.add_window(
                 step.judgement,
-                window.proposal.proposer,
+                window.proposal,
                 verdict.times,
                 sent_ms=in_flight.sent_ms,
                 arrived_ms=arrived_ms,
             )
         if step.is_unread_next:
             unread = voided[0].window.proposal
-            telemetry.add_unread(judge_unread(len(unread.tokens)), unread.proposer)
-        for void in voided:
-            telemetry.add_void(void.id, len(void.window.tokens))
+            telemetry.add_unread(judge_unread(len(unread.tokens)), unread)
+        for index, void in enumerate(voided):
+            is_judged = index == 0 and step.is_unread_next
+            telemetry.add_void(void.id, len(void.window.tokens), EMPTY if is_judged else void.window.proposal)
         tokens = step.judgement.committed
         # A verdict may continue behind an end token, or behind the answer's last.
         logprobs = from_wire(verdict.logprobs[: len(tokens)])

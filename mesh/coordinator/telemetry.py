@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mesh.engine import GenerationStats, RingTimes, SpeculationReport, StageTimes
-from speculative.acceptance import SpeculationStatistics
+from speculative.acceptance import DepthStatistics, SpeculationStatistics
+from speculative.proposer import EMPTY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from mesh.engine import FeatureCounts
     from spanmesh_proto import windows_pb2 as wire
     from speculative.acceptance import Judgement
+    from speculative.proposer import Proposal
 
 
 _COUNTED_AT_ONCE: Final = 256
@@ -54,6 +57,7 @@ class SessionTelemetry:
         num_cached: Prompt tokens that the stages already held.
         explain: Returns the state of the controller; None if there is no proposer.
         draft_ms_per_token: Returns the draft model's time per token, if there is one.
+        count_features: Returns the features so far; None if no proposer reads any.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class SessionTelemetry:
         num_cached: int = 0,
         explain: Callable[[], Mapping[str, Any]] | None = None,
         draft_ms_per_token: Callable[[], float | None] | None = None,
+        count_features: Callable[[], FeatureCounts] | None = None,
     ) -> None:
         self._started_ms = started_ms
         self._num_cached = num_cached
@@ -70,6 +75,7 @@ class SessionTelemetry:
         self._latest_ms = started_ms
         self._explain = explain
         self._draft_ms_per_token = draft_ms_per_token
+        self._count_features = count_features
         self._num_windows = 0
         self._num_replays = 0
         self._num_proposed = 0
@@ -81,6 +87,7 @@ class SessionTelemetry:
         self._compute_us = 0
         self._stages: list[_StageSums] = []
         self._judged: defaultdict[str, _Judged] = defaultdict(_Judged)
+        self._depths: defaultdict[str, DepthStatistics] = defaultdict(DepthStatistics)
         self._voided_rows: dict[int, int] = {}
 
     def add_prefilled(self, arrived_ms: float) -> None:
@@ -96,7 +103,7 @@ class SessionTelemetry:
     def add_window(
         self,
         judgement: Judgement,
-        proposer: str,
+        proposal: Proposal,
         times: Sequence[wire.StageTime],
         *,
         sent_ms: float,
@@ -115,15 +122,22 @@ class SessionTelemetry:
             stage.queue_us += time.queue_us
             stage.compute_us += time.compute_us
         self._num_windows += 1
-        self._add(judgement, proposer)
+        self._add(judgement, proposal)
 
-    def add_unread(self, judgement: Judgement, proposer: str) -> None:
+    def add_unread(self, judgement: Judgement, proposal: Proposal) -> None:
         """Record a window that was judged by the free prediction of the one before it."""
-        self._add(judgement, proposer)
+        self._add(judgement, proposal)
 
-    def add_void(self, window_id: int, num_rows: int) -> None:
-        """Record a window that became void in flight."""
+    def add_void(self, window_id: int, num_rows: int, unjudged: Proposal = EMPTY) -> None:
+        """Record a window that became void in flight.
+
+        Args:
+            window_id: Its id.
+            num_rows: Its rows.
+            unjudged: Its proposal, unless `add_unread` recorded it.
+        """
         self._voided_rows[window_id] = num_rows
+        self._add_depths(unjudged, None)
 
     def add_cancel(self) -> None:
         """Record a cancel message."""
@@ -163,6 +177,8 @@ class SessionTelemetry:
         """Speculation statistics so far."""
         return SpeculationReport(
             by_proposer={name: judged.statistics() for name, judged in self._judged.items()},
+            by_depth=dict(self._depths),
+            features=None if self._count_features is None else self._count_features(),
             num_voided_windows=len(self._voided_rows),
             num_voided_rows=sum(self._voided_rows.values()),
             num_wasted_rows=self._num_wasted_rows,
@@ -174,7 +190,13 @@ class SessionTelemetry:
             controller={} if self._explain is None else self._explain(),
         )
 
-    def _add(self, judgement: Judgement, proposer: str) -> None:
+    def _add(self, judgement: Judgement, proposal: Proposal) -> None:
         self._num_proposed += judgement.num_proposed
         self._num_accepted += judgement.num_accepted
-        self._judged[proposer].add(judgement)
+        self._judged[proposal.proposer].add(judgement)
+        self._add_depths(proposal, judgement.num_accepted)
+
+    def _add_depths(self, proposal: Proposal, num_accepted: int | None) -> None:
+        if proposal.depths:
+            counts = DepthStatistics.of(proposal.depths, num_accepted)
+            self._depths[proposal.proposer] = self._depths[proposal.proposer].merge(counts)

@@ -280,6 +280,8 @@ def add_speculation(sheet: Sheet, speculation: Mapping[str, Any] | None) -> None
                 proposer=name,
                 position=str(position),
             )
+        _add_depths(sheet, name, proposer)
+    _add_features(sheet, speculation.get("features"))
     for kind in ("measured", "plain"):
         if (rate := speculation.get(f"{kind}_tokens_per_s")) is not None:
             sheet.gauge(
@@ -288,6 +290,34 @@ def add_speculation(sheet: Sheet, speculation: Mapping[str, Any] | None) -> None
                 rate,
                 mode=kind,
             )
+
+
+_DEPTH_COUNTS: Final = {
+    "drafted": "Tokens proposed, those of void windows too, by distance from the drafter's last feature.",
+    "reached": "Those of them before which all tokens were accepted.",
+    "accepted": "Those of them that the model chose too.",
+}
+
+
+def _add_depths(sheet: Sheet, name: str, proposer: Mapping[str, Any]) -> None:
+    for what, meaning in _DEPTH_COUNTS.items():
+        for index, count in enumerate(proposer.get(f"{what}_per_depth", ())):
+            sheet.counter(
+                f"{_STEM}_{what}_tokens_per_depth", meaning, count, proposer=name, depth=str(index + 1)
+            )
+
+
+def _add_features(sheet: Sheet, features: Mapping[str, Any] | None) -> None:
+    if features is None:
+        return
+    for what, meaning in (
+        ("wanted", "Positions whose hidden states the drafter asked for."),
+        ("received", "Those of them whose hidden states arrived."),
+    ):
+        sheet.counter(f"mesh_spec_decode_features_{what}", meaning, features[what])
+    sheet.counter(
+        "mesh_spec_decode_features_bytes", "Size of the hidden states that arrived.", features["bytes"]
+    )
 
 
 PREFIX: Final = "mesh_"

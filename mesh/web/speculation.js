@@ -1,9 +1,16 @@
 // What speculation does: who proposes, how much of it holds, and whether it pays.
 
-import { number, percent } from "./format.js";
+import { bytes, number, percent } from "./format.js";
 import { el, svg } from "./dom.js";
 
-const NAMES = { ngram: "the text itself", draft: "draft model", prediction: "prediction", history: "earlier answers" };
+const NAMES = {
+  ngram: "the text itself",
+  draft: "draft model",
+  eagle3: "EAGLE-3 drafter",
+  mtp: "multi-token prediction",
+  prediction: "prediction",
+  history: "earlier answers",
+};
 
 /** The panel's content. */
 export function speculationPanel(speculation) {
@@ -29,7 +36,13 @@ export function speculationPanel(speculation) {
   );
   found.push(el("p", { class: "small" }, who.length ? `Proposed by ${who.join("; ")}.` : "No proposals yet."));
   const shares = speculation.acceptance_per_position.slice(0, 16);
-  if (shares.length) found.push(acceptanceBars(shares));
+  if (shares.length) found.push(acceptanceBars(shares, "Accepted, by position in the window", "position"));
+  for (const [name, counts] of Object.entries(speculation.proposers)) {
+    const depths = (counts.conditional_acceptance_per_depth ?? []).slice(0, 16);
+    const title = `Accepted of ${NAMES[name] ?? name}, by depth, where all before was accepted`;
+    if (depths.length) found.push(acceptanceBars(depths, title, "depth"));
+  }
+  if (speculation.features) found.push(featuresLine(speculation.features));
   if (speculation.reason) found.push(el("p", { class: "muted small reason" }, `Controller: ${speculation.reason}.`));
   return found;
 }
@@ -38,11 +51,18 @@ function figure(name, value) {
   return el("div", {}, el("dt", {}, name), el("dd", {}, value));
 }
 
-function acceptanceBars(shares) {
+function featuresLine(features) {
+  const share = features.wanted ? features.received / features.wanted : null;
+  const off = features.off ? ` Off: ${features.off}.` : "";
+  const text = `Hidden states for the drafter: ${percent(share)} of ${features.wanted} rows arrived, ${bytes(features.bytes)}.${off}`;
+  return el("p", { class: "small" }, text);
+}
+
+function acceptanceBars(shares, title, unit) {
   const [width, height, foot] = [360, 84, 16];
   const step = width / Math.max(shares.length, 6);
-  const said = shares.map((share, index) => `position ${index + 1}: ${percent(share)}`).join(", ");
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Accepted by position: ${said}` });
+  const said = shares.map((share, index) => `${unit} ${index + 1}: ${percent(share)}`).join(", ");
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}: ${said}` });
   shares.forEach((share, index) => {
     const x = index * step + 2;
     const bar = { x, width: step - 4, rx: 3 };
@@ -51,5 +71,5 @@ function acceptanceBars(shares) {
     picture.append(svg("rect", { ...bar, class: "bar", y: full * (1 - share), height: full * share }));
     picture.append(svg("text", { x: x + step / 2 - 2, y: height - 3 }, String(index + 1)));
   });
-  return el("div", {}, el("p", { class: "muted small" }, "Accepted, by position in the window"), el("div", { class: "bars" }, picture));
+  return el("div", {}, el("p", { class: "muted small" }, title), el("div", { class: "bars" }, picture));
 }

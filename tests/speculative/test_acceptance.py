@@ -93,7 +93,9 @@ class TestStatistics:
         assert (counts.num_windows, counts.num_drafts, counts.num_committed) == (5, 4, 1 + 4 + 2 + 1 + 2)
         assert counts.proposed_per_position == (4, 4, 2)
         assert counts.accepted_per_position == (3, 2, 1)
+        assert counts.reached_per_position == (4, 3, 1)
         assert counts.acceptance_per_position() == (0.75, 0.5, 0.5)
+        assert counts.conditional_acceptance_per_position() == (0.75, 2 / 3, 1.0)
         assert (counts.num_proposed, counts.num_accepted) == (10, 6)
         assert counts.mean_accepted == 1.5
         assert counts.mean_committed == 2.0

@@ -117,6 +117,16 @@ def test_more_than_was_asked_for_is_cut() -> None:
     assert guarded.propose(0).tokens == ()
 
 
+def test_depths_of_a_drafter_pass() -> None:
+    proposal = Proposal((1, 2), (0.5, 0.25), "mtp", (1, 2))
+
+    class Fixed(Oracle):
+        def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
+            return proposal
+
+    assert GuardedProposer(Fixed(FUTURE), n_vocab=N_VOCAB, session=1).propose(2) == proposal
+
+
 def test_every_door_is_guarded() -> None:
     class Broken(Oracle):
         def extend(self, tokens: Sequence[int]) -> None:

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from mesh.coordinator import telemetry
 from mesh.coordinator.telemetry import SessionTelemetry
-from speculative.acceptance import Judgement, SpeculationStatistics, judge, judge_unread
+from mesh.engine import FeatureCounts
+from speculative.acceptance import DepthStatistics, Judgement, SpeculationStatistics, judge, judge_unread
+from speculative.proposer import Proposal
 
 
 @st.composite
@@ -24,6 +26,7 @@ def judgements(draw: st.DrawFn) -> Judgement:
 
 
 ASKED: Any = None
+NGRAM = Proposal((7, 8, 9), (0.5, 0.5, 0.5), "ngram")
 
 
 @given(
@@ -47,7 +50,7 @@ def test_counts_are_those_of_all_windows(
                 continue
             proposer, judgement = event
             all_so_far[proposer].append(judgement)
-            session.add_unread(judgement, proposer)
+            session.add_unread(judgement, Proposal((), (), proposer))
     everything = [judgement for judged in all_so_far.values() for judgement in judged]
     assert session.stats().num_proposed == sum(judgement.num_proposed for judgement in everything)
 
@@ -64,11 +67,38 @@ def test_a_window_is_counted_once_however_often_somebody_asks(monkeypatch: pytes
     monkeypatch.setattr(SpeculationStatistics, "of", counting)
     session = SessionTelemetry(0.0)
     for _ in range(1000):
-        session.add_unread(judge_unread(3), "ngram")
+        session.add_unread(judge_unread(3), NGRAM)
         assert session.report().total.num_proposed % 3 == 0
     assert session.report().total.num_windows == counted == 1000
-    session.add_unread(judge_unread(3), "ngram")
+    session.add_unread(judge_unread(3), NGRAM)
     # What nobody asks about does not pile up either.
     for _ in range(10_000):
-        session.add_unread(judge_unread(3), "ngram")
+        session.add_unread(judge_unread(3), NGRAM)
     assert len(session._judged["ngram"]._fresh) < 1000
+
+
+def test_drafted_tokens_are_counted_by_depth_in_void_windows_too() -> None:
+    session = SessionTelemetry(0.0)
+    chain = [Proposal((1, 2, 3), (0.5,) * 3, "mtp", depths) for depths in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
+    times = {"sent_ms": 0.0, "arrived_ms": 1.0}
+    # All of the first window, one token of the second; the third is void before its verdict.
+    session.add_window(judge([1, 2, 3], [1, 2, 3, 1]), chain[0], (), **times)
+    session.add_window(judge([2, 3], [5], num_confirmed=1), chain[1], (), **times)
+    session.add_void(2, 3, chain[2])
+    session.add_unread(judge_unread(3), NGRAM)
+    (found,) = session.report().by_depth.values()
+    assert found == DepthStatistics(proposed=(1,) * 9, reached=(1, 1, 1, 1, 1), accepted=(1, 1, 1, 1))
+    assert found.acceptance() == (1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert found.conditional_acceptance() == (1.0, 1.0, 1.0, 1.0, 0.0)
+    merged = session.report().merge(session.report())
+    assert merged.by_depth["mtp"].proposed == (2,) * 9
+    proposer = merged.as_dict()["proposers"]["mtp"]
+    assert proposer["reached_per_depth"] == [2, 2, 2, 2, 2]
+    assert "drafted_per_depth" not in merged.as_dict()["proposers"]["ngram"]
+
+
+def test_features_are_counted_where_a_drafter_reads_them() -> None:
+    assert SessionTelemetry(0.0).report().as_dict()["features"] is None
+    session = SessionTelemetry(0.0, count_features=lambda: FeatureCounts(10, 8, 4096))
+    both = SessionTelemetry(0.0).report().merge(session.report()).merge(session.report())
+    assert both.as_dict()["features"] == {"wanted": 20, "received": 16, "missing": 4, "bytes": 8192}
