@@ -1,4 +1,4 @@
-"""`mesh slice` and `mesh draft make`."""
+"""`mesh slice`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import click
 
 from mesh.cli.option_types import ParsedText
 from mesh.cli.shared_options import local_model
-from mesh.requantize import QUANT_TYPES, requantise
 from mesh.util.progress import progress_bars
-from spanmesh_proto.errors import ModelError
-from stages.gguf.reader import read_header
 from stages.layers import LayerRange
 
 
@@ -50,45 +47,3 @@ def slice_(model: Path, layers: LayerRange, output: Path) -> None:
         bar = bars.add(f"cutting {model.name}, layers {layers}")
         cut_stage(model, layers, output, progress=lambda done, total: bar(done / total))
     click.echo(f"{output}: layers {layers} of {model.name}, {output.stat().st_size:,} bytes")
-
-
-@click.group()
-def draft() -> None:
-    """Make draft models, whose proposals the served model verifies."""
-
-
-@draft.command()
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option(
-    "--type",
-    "quant_type",
-    type=click.Choice(QUANT_TYPES, case_sensitive=False),
-    default="Q4_0",
-    show_default=True,
-    metavar="TYPE",
-    help=f"Type of the weights: {', '.join(QUANT_TYPES)}.",
-)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="OUT", help="The draft model."
-)
-@click.option(
-    "--plain", is_flag=True, help="Requantize all weights: Q4_0 and IQ4_NL as llama.cpp makes them."
-)
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool) -> None:
-    """Requantize MODEL to fewer bits: a draft model with similar predictions.
-
-    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT. What is made of it suits
-    any MODEL of 8 bits or more; of a smaller one it is hardly quicker.
-    """
-    model = local_model(model).path
-    if output.exists():
-        if not force:
-            raise ModelError(f"{output} exists: name another file, or replace it with --force")
-        if output.samefile(model):
-            raise ModelError(f"{output} is the model itself: name another file")
-    with progress_bars() as bars:
-        bar = bars.add(f"writing {model.name} as {quant_type}")
-        requantise(model, quant_type, output, is_plain=plain, progress=bar)
-    before, after = read_header(model).file_bytes, output.stat().st_size
-    click.echo(f"{output}: {model.name} as {quant_type}, {after:,} bytes, {after / before:.0%} of the model")

@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from mesh.draft.drafter import DrafterKind
+from mesh.util.logs import set_up_logs
 from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftOptions, DraftUnusable
+from speculative.draft.feature_context import FeatureKind
 from speculative.draft.feature_model import FeatureModel
+from speculative.draft.model import DraftModel
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend, last_complaint
 from stages.spawned_process import ProcessEnded, messages_of
@@ -27,7 +31,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from speculative.draft.feature_context import FeatureKind
 
 log = structlog.get_logger()
 
@@ -35,8 +38,8 @@ log = structlog.get_logger()
 _OPTIONS = DraftOptions(ctx_size=64)
 
 
-def check_isolated(path: Path, kind: FeatureKind, num_tokens: int, root: Path | None = None) -> None:
-    """Load a drafter and draft with it, in a process that may end.
+def check_isolated(path: Path, kind: DrafterKind, num_tokens: int, root: Path | None = None) -> None:
+    """Load a drafter and draft with it, in a process that may end, unless that went well before.
 
     Args:
         path: The file that llama.cpp loads.
@@ -52,29 +55,57 @@ def check_isolated(path: Path, kind: FeatureKind, num_tokens: int, root: Path | 
     passed = folder / hashlib.sha256(told.encode()).hexdigest()[:32]
     if passed.exists():
         return
-    with messages_of(_load_and_send, path, kind, num_tokens) as messages:
-        try:
-            reason = next(messages)
-        except ProcessEnded as ended:
-            raise InvalidModel(
-                f"llama.cpp aborts when it drafts with {path.name} ({ended}): use another drafter, or none"
-            ) from None
-    if reason is not None:
-        raise InvalidModel(reason)
+    load_isolated(path, kind, num_tokens)
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         passed.touch()
 
 
-def _load_and_send(sender: Connection, path: Path, kind: FeatureKind, num_tokens: int) -> None:
+def load_isolated(path: Path, kind: DrafterKind, num_tokens: int) -> float:
+    """Load a drafter and draft with it, in a process that may end.
+
+    Args:
+        path: The file that llama.cpp loads.
+        kind: Its kind.
+        num_tokens: Number of token ids of the target.
+
+    Returns:
+        Time of a drafted token, in ms.
+
+    Raises:
+        InvalidModel: If it cannot draft, or llama.cpp aborts.
+    """
+    with messages_of(_load_and_send, path, kind, num_tokens) as messages:
+        try:
+            found = next(messages)
+        except ProcessEnded as ended:
+            raise InvalidModel(
+                f"llama.cpp aborts when it drafts with {path.name} ({ended}): use another drafter, or none"
+            ) from None
+    if isinstance(found, str):
+        raise InvalidModel(found)
+    return float(found)
+
+
+def _load_and_send(sender: Connection, path: Path, kind: DrafterKind, num_tokens: int) -> None:
     os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
+    set_up_logs()
     init_backend()
-    reason = None
+    found: float | str
     try:
-        FeatureModel(
-            path, kind, _OPTIONS, num_tokens=num_tokens, make_tap=TensorTap, clock_s=time.monotonic
-        ).close()
+        model = _loaded(path, kind, num_tokens)
+        found = model.draft_ms_per_token
+        model.close()
     except (DraftUnusable, ImportError, ValueError) as error:
-        reason = f"{path.name} cannot draft: {error}; llama.cpp: {last_complaint()}"
+        found = f"{path.name} cannot draft: {error}; llama.cpp: {last_complaint()}"
     with suppress(BrokenPipeError):
-        sender.send(reason)
+        sender.send(found)
+
+
+def _loaded(path: Path, kind: DrafterKind, num_tokens: int) -> DraftModel | FeatureModel:
+    if kind is DrafterKind.MODEL:
+        return DraftModel(path, _OPTIONS, num_tokens=num_tokens, clock_s=time.monotonic)
+    feature_kind = FeatureKind(kind.value)
+    return FeatureModel(
+        path, feature_kind, _OPTIONS, num_tokens=num_tokens, make_tap=TensorTap, clock_s=time.monotonic
+    )

@@ -56,6 +56,7 @@ def load_draft(
         ClusterError: If the numeric mode of this process would change for the draft.
     """
     num_tokens = num_shared_tokens(Tokenizer(path).vocabulary(), target.vocabulary())
+    check_isolated(path, DrafterKind.MODEL, num_tokens)
     prepare_process(numerics_for(exact=False, num_threads=options.num_threads))
     try:
         model = DraftModel(path, options, num_tokens=num_tokens, clock_s=clock_s)
@@ -89,8 +90,8 @@ def load_feature_drafter(
     """
     path = loadable_file(drafter, target_path)
     num_tokens = num_shared_tokens(Tokenizer(path).vocabulary(), target.vocabulary())
-    kind = FeatureKind.EAGLE3 if drafter.kind is DrafterKind.EAGLE3 else FeatureKind.MTP
-    check_isolated(path, kind, num_tokens)
+    check_isolated(path, drafter.kind, num_tokens)
+    kind = FeatureKind(drafter.kind.value)
     prepare_process(numerics_for(exact=False, num_threads=options.num_threads))
     try:
         model = FeatureModel(path, kind, options, num_tokens=num_tokens, make_tap=TensorTap, clock_s=clock_s)

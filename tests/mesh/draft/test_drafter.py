@@ -14,7 +14,6 @@ from mesh.draft.completion import loadable_bytes, loadable_file
 from mesh.draft.drafter import DrafterKind, own_head, read_drafter
 from mesh.draft.isolated_check import check_isolated
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
-from speculative.draft.feature_context import FeatureKind
 from stages.gguf.reader import read_header
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.tensor_names import layer_of
@@ -179,12 +178,12 @@ def test_other_models_have_no_head_to_draft_with(name: str, tmp_path: Path) -> N
 
 def test_the_first_load_is_in_a_process_that_may_end(target: ModelFacts, tmp_path: Path) -> None:
     path = loadable_file(read_drafter(DRAFTER, target), target.path, tmp_path)
-    check_isolated(path, FeatureKind.EAGLE3, target.n_vocab, tmp_path)
+    check_isolated(path, DrafterKind.EAGLE3, target.n_vocab, tmp_path)
     (passed,) = (tmp_path / "drafters" / "checked").iterdir()
     assert passed.stat().st_size == 0
     with pytest.raises(InvalidModel, match=r"eagle3.gguf cannot draft: .* requires ctx_other"):
-        check_isolated(DRAFTER, FeatureKind.EAGLE3, target.n_vocab, tmp_path)
+        check_isolated(DRAFTER, DrafterKind.EAGLE3, target.n_vocab, tmp_path)
     headless = TINY_FAMILIES["glm4moe"].write(tmp_path / "headless.gguf", {"nextn_predict_layers": 1})
     with pytest.raises(InvalidModel, match=r"llama.cpp aborts when it drafts with headless.gguf"):
-        check_isolated(headless, FeatureKind.MTP, target.n_vocab, tmp_path)
+        check_isolated(headless, DrafterKind.MTP, target.n_vocab, tmp_path)
     assert len(list((tmp_path / "drafters" / "checked").iterdir())) == 1

@@ -10,8 +10,8 @@ import pytest
 
 from mesh.draft.completion import loadable_bytes
 from mesh.draft.drafter import read_drafter
+from mesh.draft.memory import draft_memory_bytes, feature_drafter_bytes
 from mesh.placement.stage_sizes import StageSizes, Workload
-from mesh.serve.preflight import draft_memory_bytes, feature_drafter_bytes
 from spanmesh_proto.errors import ClusterError, ModelDoesNotFit
 from speculative.draft.context import DraftOptions
 from stages.layers import LayerRange

@@ -1,0 +1,116 @@
+"""`mesh draft make` and `mesh draft check`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from mesh.cli.option_types import int_option
+from mesh.cli.shared_options import local_model
+from mesh.requantize import QUANT_TYPES, requantise
+from mesh.util.progress import progress_bars
+from spanmesh_proto.errors import ModelError
+from stages.gguf.reader import read_header
+from stages.units import format_size
+
+if TYPE_CHECKING:
+    from mesh.draft.check import CheckedDrafter
+
+
+@click.group()
+def draft() -> None:
+    """Make or check a drafter, whose proposals the served model verifies."""
+
+
+@draft.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--type",
+    "quant_type",
+    type=click.Choice(QUANT_TYPES, case_sensitive=False),
+    default="Q4_0",
+    show_default=True,
+    metavar="TYPE",
+    help=f"Type of the weights: {', '.join(QUANT_TYPES)}.",
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="OUT", help="The draft model."
+)
+@click.option(
+    "--plain", is_flag=True, help="Requantize all weights: Q4_0 and IQ4_NL as llama.cpp makes them."
+)
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+def make(model: Path, quant_type: str, output: Path, *, plain: bool, force: bool) -> None:
+    """Requantize MODEL to fewer bits: a draft model with similar predictions.
+
+    MODEL is a GGUF file, the first one if there are several, or hf:org/repo:QUANT. What is made of it suits
+    any MODEL of 8 bits or more; of a smaller one it is hardly quicker.
+    """
+    model = local_model(model).path
+    if output.exists():
+        if not force:
+            raise ModelError(f"{output} exists: name another file, or replace it with --force")
+        if output.samefile(model):
+            raise ModelError(f"{output} is the model itself: name another file")
+    with progress_bars() as bars:
+        bar = bars.add(f"writing {model.name} as {quant_type}")
+        requantise(model, quant_type, output, is_plain=plain, progress=bar)
+    before, after = read_header(model).file_bytes, output.stat().st_size
+    click.echo(f"{output}: {model.name} as {quant_type}, {after:,} bytes, {after / before:.0%} of the model")
+
+
+_KINDS: Final = {
+    "model": "a draft model",
+    "eagle3": "an EAGLE-3 drafter",
+    "mtp": "a head for multi-token prediction",
+}
+
+
+@draft.command()
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option(
+    "--for",
+    "target",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="MODEL",
+    help="The model that it is to draft for: a GGUF file or hf:org/repo:QUANT.",
+)
+@int_option("--ctx-size", default=4096, least=16, metavar="N", help="Positions of one session.")
+@int_option("--parallel", default=4, most=64, metavar="N", help="Concurrent sessions.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(file: Path, target: Path, *, ctx_size: int, parallel: int, as_json: bool) -> None:
+    """Check that FILE can draft for MODEL, and show what it costs.
+
+    FILE is a small model, an EAGLE-3 drafter, or a head for multi-token prediction; MODEL itself stands for
+    the head that it brings. It is loaded in a process of its own and drafts a few tokens. What does not fit
+    is refused with the reason, as `mesh serve` would.
+    """
+    from mesh.draft.check import check_drafter  # noqa: PLC0415 - keeps --help quick
+    from speculative.draft.context import DraftOptions  # noqa: PLC0415
+
+    model = local_model(target).path
+    found = check_drafter(file, model, DraftOptions(ctx_size=ctx_size, num_sessions=parallel))
+    click.echo(json.dumps(asdict(found), indent=2) if as_json else _as_text(found, file, model))
+
+
+def _as_text(found: CheckedDrafter, file: Path, model: Path) -> str:
+    lines = [f"{file.name}: {_KINDS[found.kind]} that fits {model.name}"]
+    rows = [("layers", f"{found.n_layers}")]
+    if found.read_layers:
+        amount = f"{format_size(found.feature_bytes_per_token)} a token in f16"
+        layers = f"hidden states after layers {', '.join(map(str, found.read_layers))}"
+        is_head_state = found.read_layers == (found.n_target_layers,)
+        rows.append(("reads", f"{'the head state' if is_head_state else layers}: {amount}"))
+    own = "" if found.num_own_tokens is None else f"; it drafts {found.num_own_tokens:,} of them"
+    rows.append(("vocabulary", f"{found.num_tokens:,} tokens, the model's{own}"))
+    taken = f", {format_size(found.loaded_bytes)} with {', '.join(found.lacks)} of the model"
+    rows.append(("file", format_size(found.file_bytes) + (taken if found.lacks else "")))
+    sessions = f"{found.num_sessions} sessions of {found.ctx_size:,} positions"
+    rows.append(("memory", f"{format_size(found.memory_bytes)} on the head for {sessions}"))
+    rows.append(("speed", f"{found.draft_ms_per_token:.2f} ms a drafted token on this host"))
+    return "\n".join([*lines, *(f"  {name:<11}{text}" for name, text in rows)])

@@ -1,0 +1,110 @@
+"""Check of a drafter for a model, from its header to its first drafted tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mesh.draft.completion import loadable_bytes, loadable_file
+from mesh.draft.drafter import own_head, read_drafter
+from mesh.draft.isolated_check import load_isolated
+from mesh.draft.memory import drafter_bytes
+from mesh.text.tokenizer import Tokenizer, num_shared_tokens
+from speculative.draft import defaults
+from stages.slicing.model_facts import read_model_facts
+from stages.transport.hidden_codec import HiddenType
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mesh.draft.drafter import Drafter
+    from speculative.draft.context import DraftOptions
+    from stages.slicing.model_facts import ModelFacts
+
+
+@dataclass(frozen=True)
+class CheckedDrafter:
+    """A drafter that fits its model and drafted some tokens.
+
+    Attributes:
+        kind: `model`, `eagle3` or `mtp`.
+        n_layers: Its own layers.
+        read_layers: Layers of the model whose outputs it reads, in its order; `n_target_layers` stands for
+            the head state.
+        n_target_layers: Layers of the model.
+        feature_bytes_per_token: Size of their hidden states in f16, for one position; 0 if it reads none.
+        num_tokens: Token ids that it shares with the model.
+        num_own_tokens: Token ids that it can draft, if fewer.
+        file_bytes: Size of its file.
+        lacks: Tensors that it takes from the model.
+        loaded_bytes: Size of the file that is loaded, with those.
+        memory_bytes: Memory on the head, for all sessions.
+        num_sessions: How many.
+        ctx_size: Positions of each.
+        draft_ms_per_token: Time of a drafted token on this host, in ms.
+    """
+
+    kind: str
+    n_layers: int
+    read_layers: tuple[int, ...]
+    n_target_layers: int
+    feature_bytes_per_token: int
+    num_tokens: int
+    num_own_tokens: int | None
+    file_bytes: int
+    lacks: tuple[str, ...]
+    loaded_bytes: int
+    memory_bytes: int
+    num_sessions: int
+    ctx_size: int
+    draft_ms_per_token: float
+
+
+def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDrafter:
+    """Check a drafter as serving does, and load it in a process of its own.
+
+    Args:
+        path: Its file; the model's own for the head that it brings.
+        target: The model.
+        options: Options of the draft model, of which sizes and number of sessions count.
+
+    Raises:
+        InvalidModel: If it is no GGUF, a drafter of another model or vocabulary, or cannot draft.
+        UncuttableModel: If drafters of its kind cannot be run for this model.
+        ModelError: If its file cannot be completed.
+        ClusterError: If its KV cache cannot have the format of `options`.
+    """
+    model = read_model_facts(target)
+    drafter = _drafter(path, model)
+    loaded = loadable_file(drafter, target) if drafter.reads_features else drafter.path
+    num_tokens = num_shared_tokens(Tokenizer(loaded).vocabulary(), Tokenizer(target).vocabulary())
+    d2t = drafter.header.tensors.get("d2t")
+    return CheckedDrafter(
+        kind=drafter.kind.value,
+        n_layers=_num_layers(drafter),
+        read_layers=drafter.layers,
+        n_target_layers=model.n_layers,
+        feature_bytes_per_token=len(drafter.layers) * HiddenType.F16.row_bytes(drafter.n_embd),
+        num_tokens=num_tokens,
+        num_own_tokens=None if d2t is None else d2t.shape[0],
+        file_bytes=drafter.header.file_bytes,
+        lacks=drafter.lacks,
+        loaded_bytes=loadable_bytes(drafter, target) if drafter.reads_features else drafter.header.file_bytes,
+        memory_bytes=drafter_bytes(drafter, target, options, defaults.CONTEXT),
+        num_sessions=options.num_sessions,
+        ctx_size=options.ctx_size,
+        draft_ms_per_token=load_isolated(loaded, drafter.kind, num_tokens),
+    )
+
+
+def _drafter(path: Path, model: ModelFacts) -> Drafter:
+    if path.exists() and path.samefile(model.path) and (head := own_head(model)) is not None:
+        return head
+    return read_drafter(path, model)
+
+
+def _num_layers(drafter: Drafter) -> int:
+    """Layers that draft: of a head for multi-token prediction the first one only."""
+    if drafter.reads_features:
+        return 1
+    return drafter.header.integer(f"{drafter.header.architecture}.block_count")

@@ -1,0 +1,90 @@
+"""Memory of a drafter on the head's host, before it is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mesh.draft.completion import loadable_bytes
+from mesh.placement.stage_sizes import StageSizes, Workload
+from spanmesh_proto.errors import ModelError
+from speculative.draft.context import MAX_ROWS
+from stages.runtime.kv_types import KV_TYPES, check_kv_type
+from stages.slicing.model_facts import read_model_facts
+from stages.slicing.tensor_names import EMBEDDING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mesh.draft.drafter import Drafter
+    from speculative.draft.context import DraftOptions
+
+
+def drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
+    """Weights, KV cache and buffers of a drafter, and hidden states that it keeps.
+
+    Args:
+        drafter: The drafter.
+        target: The served model.
+        options: Options of the draft model.
+        context: Positions of each session whose hidden states it keeps.
+
+    Raises:
+        ClusterError: If the KV cache cannot have the requested format with its head size.
+    """
+    if drafter.reads_features:
+        return feature_drafter_bytes(drafter, target, options, context)
+    return draft_memory_bytes(drafter.path, options)
+
+
+def draft_memory_bytes(path: Path, options: DraftOptions) -> int:
+    """Weights, KV cache and buffers of a draft model, from its header.
+
+    Args:
+        path: The GGUF.
+        options: Options of the draft model.
+
+    Returns:
+        Bytes, rather too many than too few; 0 for an unreadable file, which loading will report.
+
+    Raises:
+        ClusterError: If the KV cache cannot have the requested format with its head size.
+    """
+    try:
+        facts = read_model_facts(path)
+    except (ModelError, OSError):
+        return 0
+    check_kv_type(options.kv_type, path.name, facts.head_widths, option="--draft-kv-type")
+    sizes = StageSizes(facts, Workload(options.ctx_size, options.num_sessions, options.kv_type))
+    memory = sizes.memory(sizes.whole)
+    # The file as it is: no tensor is stored twice, as in a first stage and a tail.
+    return facts.file_bytes + memory.cache_bytes + memory.buffer_bytes
+
+
+def feature_drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
+    """Weights, KV cache and buffers of a drafter that reads hidden states, and those that it keeps.
+
+    Args:
+        drafter: The drafter, of one layer.
+        target: The served model.
+        options: Options of the draft model.
+        context: Positions of each session whose hidden states it keeps.
+
+    Raises:
+        ClusterError: If the KV cache cannot have the requested format with its head size.
+    """
+    header, prefix = drafter.header, drafter.header.architecture
+    n_embd = header.integer(f"{prefix}.embedding_length")
+    n_layers = header.integer(f"{prefix}.block_count")
+    heads = header.per_layer(f"{prefix}.attention.head_count", n_layers, 1)[-1] or 1
+    heads_kv = header.per_layer(f"{prefix}.attention.head_count_kv", n_layers, heads)[-1] or 1
+    key = header.integer(f"{prefix}.attention.key_length", n_embd // heads)
+    value = header.integer(f"{prefix}.attention.value_length", n_embd // heads)
+    check_kv_type(options.kv_type, drafter.path.name, (key, value), option="--draft-kv-type")
+    kv_type = KV_TYPES[options.kv_type]
+    position_bytes = kv_type.num_bytes(heads_kv * key) + kv_type.num_bytes(heads_kv * value)
+    cache_bytes = position_bytes * options.ctx_size * options.num_sessions
+    feature_bytes = 4 * len(drafter.layers) * drafter.n_embd * context * options.num_sessions
+    # Logits and states of a batch, and as much again for what llama.cpp computes between them.
+    n_vocab = header.tensors[EMBEDDING].shape[-1] if EMBEDDING in header.tensors else 0
+    buffer_bytes = 2 * 4 * MAX_ROWS * (max(n_vocab, 1) + 8 * n_embd)
+    return loadable_bytes(drafter, target) + cache_bytes + feature_bytes + buffer_bytes

@@ -1,0 +1,67 @@
+"""`mesh draft check`, as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mesh.cli.main import run
+from stages.gguf.reader import read_header
+from tests.mesh.cli.test_readme import told
+from tests.support.eagle3 import DRAFTER
+from tests.support.tiny_families import TINY_FAMILIES
+from tests.support.tiny_models import TinyModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.model
+def test_the_documented_command(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").symlink_to(smollm2_path)
+    (tmp_path / "eagle3.gguf").symlink_to(DRAFTER)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = told("mesh draft check", document="docs/speculation.md")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()[1:]]
+    found = dict(lines)
+    assert done.stdout.startswith("eagle3.gguf: an EAGLE-3 drafter that fits model.gguf\n")
+    assert found["reads"] == "hidden states after layers 2, 14, 27: 3.4 KiB a token in f16"
+    assert found["vocabulary"] == "49,152 tokens, the model's; it drafts 16,384 of them"
+    assert "with token_embd.weight of the model" in found["file"]
+    assert "for 4 sessions of 4,096 positions" in found["memory"]
+    assert float(found["speed"].split()[0]) > 0
+
+
+def test_a_models_own_head_and_a_small_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = TINY_FAMILIES["glm4moe"].with_prediction_layer().write(tmp_path / "model.gguf")
+    assert run(["draft", "check", str(model), "--for", str(model), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    n_layers = found["n_target_layers"]
+    assert (found["kind"], found["n_layers"], found["read_layers"]) == ("mtp", 1, [n_layers])
+    assert found["loaded_bytes"] < found["file_bytes"] == read_header(model).file_bytes
+    assert run(["draft", "check", str(model), "--for", str(model)]) == 0
+    assert "the head state: 128 B a token" in capsys.readouterr().out
+    small = TinyModel("llama").write(tmp_path / "small.gguf")
+    assert run(["draft", "check", str(small), "--for", str(small), "--parallel", "2"]) == 0
+    assert "a draft model that fits small.gguf" in (out := capsys.readouterr().out)
+    assert "for 2 sessions" in out
+
+
+def test_what_does_not_fit_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = TinyModel("llama").write(tmp_path / "model.gguf")
+    assert run(["draft", "check", str(DRAFTER), "--for", str(model)]) == 1
+    assert "reads hidden states of 576 values, Tiny llama has 64: it was made for another model" in capsys.readouterr().err
+    headless = TINY_FAMILIES["glm4moe"].write(tmp_path / "headless.gguf", {"nextn_predict_layers": 1})
+    assert run(["draft", "check", str(headless), "--for", str(headless)]) == 1
+    assert "headless.gguf" in capsys.readouterr().err
