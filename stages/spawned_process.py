@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+class ProcessSilent(Exception):
+    """The process sent no message for too long."""
+
+
 class ProcessEnded(Exception):
     """The process ended before its last message.
 
@@ -24,7 +28,9 @@ class ProcessEnded(Exception):
 
 
 @contextmanager
-def messages_of(target: Callable[..., None], *arguments: object) -> Iterator[Iterator[Any]]:
+def messages_of(
+    target: Callable[..., None], *arguments: object, silence_s: float | None = None
+) -> Iterator[Iterator[Any]]:
     """Messages of a spawned process, which is killed at the end of the context.
 
     The end of this process breaks the pipe: a target that sends then gets a BrokenPipeError.
@@ -32,10 +38,11 @@ def messages_of(target: Callable[..., None], *arguments: object) -> Iterator[Ite
     Args:
         target: Called there with the pipe's end to send to, then the arguments; must be picklable.
         arguments: Of the target; picklable.
+        silence_s: Longest time without a message; None for no limit.
 
     Yields:
-        What it sends. The iterator raises `ProcessEnded` if the process ends: the user stops at the last
-        message.
+        What it sends. The iterator raises `ProcessEnded` if the process ends, since the user stops at the
+        last message, and `ProcessSilent` if no message comes in time.
     """
     spawning = multiprocessing.get_context("spawn")
     receiver, sender = spawning.Pipe(duplex=False)
@@ -50,8 +57,9 @@ def messages_of(target: Callable[..., None], *arguments: object) -> Iterator[Ite
 
     def received() -> Iterator[Any]:
         try:
-            while True:
+            while receiver.poll(silence_s):
                 yield receiver.recv()
+            raise ProcessSilent(f"no message for {silence_s:g} s")
         except EOFError:
             process.join()
             raise ProcessEnded(process.exitcode) from None

@@ -188,6 +188,9 @@ def _check_eagle3(header: GgufHeader, target: ModelFacts) -> tuple[str, ...]:
     if heads < 1 or heads_kv < 1:
         raise InvalidModel(f"{header.path.name} has {heads} attention heads, {heads_kv} of them with keys")
     head = header.integer("eagle3.attention.key_length", n_embd // heads)
+    # With 0 llama.cpp computes without end.
+    if not 0 < (n_rope := header.integer("eagle3.rope.dimension_count", head)) <= head or n_rope % 2:
+        raise InvalidModel(f"{header.path.name} rotates {n_rope} of {head} values of an attention head")
     joined = _NUM_EAGLE3_LAYERS * target.n_embd
     shapes = {
         "fc.weight": (joined, n_embd),

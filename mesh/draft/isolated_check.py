@@ -10,7 +10,7 @@ import os
 import time
 from contextlib import suppress
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -23,7 +23,7 @@ from speculative.draft.feature_model import FeatureModel
 from speculative.draft.model import DraftModel
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend, last_complaint
-from stages.spawned_process import ProcessEnded, messages_of
+from stages.spawned_process import ProcessEnded, ProcessSilent, messages_of
 from stages.weights.hashing import stamps_of
 from stages.weights.store import default_root
 
@@ -36,6 +36,11 @@ log = structlog.get_logger()
 
 # Enough for the tokens that loading drafts.
 _OPTIONS = DraftOptions(ctx_size=64)
+# A few tokens take less than a second once the file is read.
+_PATIENCE_S: Final = 60.0
+_SLOWEST_BYTES_PER_S: Final = 20e6
+# What loading raises for a file that cannot draft.
+REFUSALS: Final = (DraftUnusable, ImportError, ValueError)
 
 
 def check_isolated(path: Path, kind: DrafterKind, num_tokens: int, root: Path | None = None) -> None:
@@ -48,7 +53,7 @@ def check_isolated(path: Path, kind: DrafterKind, num_tokens: int, root: Path | 
         root: Folder of the cache, the user's unless given.
 
     Raises:
-        InvalidModel: If it cannot draft, or llama.cpp aborts.
+        InvalidModel: If it cannot draft, or llama.cpp aborts or does not return.
     """
     told = f"{version('llama-cpp-python')} {kind} {num_tokens} {path} {stamps_of((path,))}"
     folder = (root if root is not None else default_root()) / "drafters" / "checked"
@@ -73,11 +78,17 @@ def load_isolated(path: Path, kind: DrafterKind, num_tokens: int) -> float:
         Time of a drafted token, in ms.
 
     Raises:
-        InvalidModel: If it cannot draft, or llama.cpp aborts.
+        InvalidModel: If it cannot draft, or llama.cpp aborts or does not return.
     """
-    with messages_of(_load_and_send, path, kind, num_tokens) as messages:
+    limit_s = _PATIENCE_S + path.stat().st_size / _SLOWEST_BYTES_PER_S
+    with messages_of(_load_and_send, path, kind, num_tokens, silence_s=limit_s) as messages:
         try:
             found = next(messages)
+        except ProcessSilent:
+            raise InvalidModel(
+                f"llama.cpp does not finish a few tokens with {path.name} in {limit_s:.0f} s: use another "
+                "drafter, or none"
+            ) from None
         except ProcessEnded as ended:
             raise InvalidModel(
                 f"llama.cpp aborts when it drafts with {path.name} ({ended}): use another drafter, or none"
@@ -93,19 +104,33 @@ def _load_and_send(sender: Connection, path: Path, kind: DrafterKind, num_tokens
     init_backend()
     found: float | str
     try:
-        model = _loaded(path, kind, num_tokens)
+        model = load_here(path, kind, num_tokens)
         found = model.draft_ms_per_token
         model.close()
-    except (DraftUnusable, ImportError, ValueError) as error:
+    except REFUSALS as error:
         found = f"{path.name} cannot draft: {error}; llama.cpp: {last_complaint()}"
     with suppress(BrokenPipeError):
         sender.send(found)
 
 
-def _loaded(path: Path, kind: DrafterKind, num_tokens: int) -> DraftModel | FeatureModel:
+def load_here(
+    path: Path, kind: DrafterKind, num_tokens: int, options: DraftOptions = _OPTIONS
+) -> DraftModel | FeatureModel:
+    """Load a drafter in this process, which llama.cpp may abort.
+
+    Args:
+        path: The file that llama.cpp loads.
+        kind: Its kind.
+        num_tokens: Number of token ids of the target.
+        options: Options of the draft model.
+
+    Raises:
+        DraftUnusable: If the file cannot serve as a drafter, or there is no memory for its KV cache.
+        ImportError: If this llama.cpp lacks what drafters of its kind need.
+    """
     if kind is DrafterKind.MODEL:
-        return DraftModel(path, _OPTIONS, num_tokens=num_tokens, clock_s=time.monotonic)
+        return DraftModel(path, options, num_tokens=num_tokens, clock_s=time.monotonic)
     feature_kind = FeatureKind(kind.value)
     return FeatureModel(
-        path, feature_kind, _OPTIONS, num_tokens=num_tokens, make_tap=TensorTap, clock_s=time.monotonic
+        path, feature_kind, options, num_tokens=num_tokens, make_tap=TensorTap, clock_s=time.monotonic
     )

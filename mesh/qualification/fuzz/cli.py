@@ -32,6 +32,9 @@ _CASES = click.IntRange(1)
     "--gguf", type=_CASES, metavar="N", help="Number of model files: damaged, inconsistent and truncated."
 )
 @click.option(
+    "--drafters", type=_CASES, metavar="N", help="Number of drafter files, damaged likewise, for MODEL."
+)
+@click.option(
     "--tokens", type=_CASES, metavar="N", help="Number of join tokens: mistyped, damaged and random."
 )
 @seed_option("Of all randomness.")
@@ -69,6 +72,7 @@ _KINDS: Final = {
     "http": "mesh.qualification.fuzz.http_fuzz:fuzz_http",
     "grpc": "mesh.qualification.fuzz.grpc_fuzz:fuzz_grpc",
     "gguf": "mesh.qualification.fuzz.gguf_fuzz:fuzz_ggufs",
+    "drafters": "mesh.qualification.fuzz.drafter_fuzz:fuzz_drafters",
     "tokens": "mesh.qualification.fuzz.token_fuzz:fuzz_tokens",
 }
 

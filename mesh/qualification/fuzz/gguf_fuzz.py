@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import resource
-import signal
 import struct
 import tempfile
 import time
-import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from gguf.constants import GGMLQuantizationType
 
+from mesh.qualification.fuzz.isolated_trial import judge, run_trial, trials
 from mesh.qualification.fuzz.mutations import damaged
 from mesh.qualification.fuzz.report import Tally
 from mesh.text.tokenizer import Tokenizer
-from spanmesh_proto.errors import MeshError
 from stages.certification.isolated import cut_stage
 from stages.gguf.file_io import ModelFile, atomic_write
 from stages.gguf.header import FORMATS, Value, ValueType
@@ -35,10 +30,10 @@ from stages.slicing.stage_writer import StageWriter, encode_header
 from stages.slicing.tensor_names import EMBEDDING, OUTPUT, OUTPUT_BIAS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable, Iterator
     from multiprocessing.context import ForkServerContext
 
+    from mesh.qualification.fuzz.isolated_trial import Trial
     from mesh.qualification.fuzz.report import FuzzOptions, FuzzReport
     from stages.slicing.layout import StageLayout, StageTensor
 
@@ -138,100 +133,33 @@ def _fitted(number: int, width: int) -> bytes:
     return (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
 
 
-Step = Literal["reading", "vocabulary", "cutting", "loading", "done"]
-
-_PATIENCE_S: Final = 60.0
-
-
-@dataclass(frozen=True)
-class Trial:
-    """How far a file came.
-
-    Attributes:
-        step: What was going on at the end; `done` if the model computed something.
-        error: The name of our error that ended it; None if none did.
-        raised: Another exception with its traceback; None if there was none.
-        exit_code: Of the process, if it ended without a word; negative for a signal.
-        is_hung: Whether it had to be killed.
-    """
-
-    step: Step
-    error: str | None = None
-    raised: str | None = None
-    exit_code: int | None = None
-    is_hung: bool = False
+# Far more than the good file takes, far less than what a lying count asks for.
+_MEMORY_BYTES: Final = 4 * 2**30
 
 
-def trials() -> ForkServerContext:
-    """Where processes for trials come from: forked from one that has imported everything already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
-
-
-def try_model(context: ForkServerContext, path: Path, folder: Path, memory_bytes: int) -> Trial:
+def try_model(context: ForkServerContext, path: Path, folder: Path) -> Trial:
     """Read, cut and load a file, and compute a few rows with its first layer.
 
     Args:
         context: From `trials`.
         path: The file.
         folder: For the stage file.
-        memory_bytes: What the process may map at most.
     """
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_attempt, args=(sender, path, folder, memory_bytes))
-    process.start()
-    sender.close()
-    step: Step = "reading"
-    try:
-        while receiver.poll(_PATIENCE_S):
-            match receiver.recv():
-                case Trial() as trial:
-                    return trial
-                case said:
-                    step = said
-        return Trial(step, is_hung=True)
-    except EOFError:
-        process.join()
-        return Trial(step, exit_code=process.exitcode)
-    finally:
-        process.kill()
-        process.join()
-        receiver.close()
+    return run_trial(context, _attempt, (path, folder), memory_bytes=_MEMORY_BYTES)
 
 
-def _attempt(sender: Connection, path: Path, folder: Path, memory_bytes: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    step: Step = "reading"
-
-    def tell(next_step: Step) -> None:
-        nonlocal step
-        step = next_step
-        sender.send(step)
-
-    try:
-        read_model_facts(path)
-        tell("vocabulary")
-        Tokenizer(path)
-        tell("cutting")
-        stage = folder / "stage.gguf"
-        cut_stage(path, LayerRange(0, 1), stage)
-        tell("loading")
-        runtime = StageRuntime(stage, RuntimeOptions(ctx_size=64))
-        runtime.decode([Span(0, 0, [1, 2, 3], num_outputs=1 if runtime.info.is_tail else 0)])
-        runtime.close()
-    except MeshError as error:
-        sender.send(Trial(step, error=type(error).__name__))
-    except BaseException:  # noqa: BLE001 - whatever it is, it is what we look for
-        sender.send(Trial(step, raised=traceback.format_exc()))
-    else:
-        sender.send(Trial("done"))
+def _attempt(begin: Callable[[str], None], path: Path, folder: Path) -> None:
+    begin("reading")
+    read_model_facts(path)
+    begin("vocabulary")
+    Tokenizer(path)
+    begin("cutting")
+    stage = folder / "stage.gguf"
+    cut_stage(path, LayerRange(0, 1), stage)
+    begin("loading")
+    runtime = StageRuntime(stage, RuntimeOptions(ctx_size=64))
+    runtime.decode([Span(0, 0, [1, 2, 3], num_outputs=1 if runtime.info.is_tail else 0)])
+    runtime.close()
 
 
 def small_layout(source: Path, *, num_layers: int, num_tokens: int) -> StageLayout:
@@ -251,9 +179,9 @@ def small_layout(source: Path, *, num_layers: int, num_tokens: int) -> StageLayo
     metadata = {key: value for key, value in layout.metadata.items() if not key.startswith("spanmesh.")}
     for key, value in model.header.metadata.items():
         if key.startswith("tokenizer."):
-            metadata[key] = _first(value, num_tokens)
+            metadata[key] = first_of(value, num_tokens)
     metadata[f"{model.header.architecture}.vocab_size"] = Value.of(ValueType.UINT32, num_tokens)
-    tensors = tuple(_with_rows(tensor, num_tokens) for tensor in layout.tensors)
+    tensors = tuple(with_rows(tensor, num_tokens) for tensor in layout.tensors)
     return replace(layout, metadata=metadata, tensors=tensors)
 
 
@@ -267,7 +195,7 @@ def write_layout(source: Path, layout: StageLayout, output: Path) -> None:
         StageWriter(reader, file, lambda _count: None).write(layout)
 
 
-def _first(value: Value, count: int) -> Value:
+def first_of(value: Value, count: int) -> Value:
     """The first entries of an array; a scalar, or a short array, as it is."""
     if value.count is None or value.count <= count:
         return value
@@ -279,7 +207,7 @@ def _first(value: Value, count: int) -> Value:
     return Value(value.type, count, value.payload[:end])
 
 
-def _with_rows(tensor: StageTensor, num_rows: int) -> StageTensor:
+def with_rows(tensor: StageTensor, num_rows: int) -> StageTensor:
     """A tensor that has one row for each token, with fewer of them."""
     if tensor.name not in (EMBEDDING, OUTPUT, OUTPUT_BIAS):
         return tensor
@@ -289,8 +217,6 @@ def _with_rows(tensor: StageTensor, num_rows: int) -> StageTensor:
 
 _NUM_LAYERS: Final = 2
 _NUM_TOKENS: Final = 1024
-# Far more than the good file takes, far less than what a lying count asks for.
-_MEMORY_BYTES: Final = 4 * 2**30
 
 
 def fuzz_ggufs(options: FuzzOptions) -> FuzzReport:
@@ -314,22 +240,5 @@ def fuzz_ggufs(options: FuzzOptions) -> FuzzReport:
         good = path.read_bytes()
         for data in itertools.islice(hostile_files(good, layout, random), options.num_cases):
             path.write_bytes(data)
-            _judge(tally, try_model(context, path, folder, _MEMORY_BYTES), data)
+            judge(tally, try_model(context, path, folder), data)
     return tally.report()
-
-
-def _judge(tally: Tally, trial: Trial, data: bytes) -> None:
-    if trial.step == "done":
-        tally.count("loaded")
-    elif trial.error is not None:
-        tally.count(f"{trial.error} ({trial.step})")
-    elif trial.is_hung:
-        tally.count(f"hang ({trial.step})")
-        tally.fail("hang", data, f"no answer while {trial.step}")
-    elif trial.raised is not None:
-        tally.count(f"exception ({trial.step})")
-        tally.fail("crash", data, trial.raised)
-    else:
-        tally.count(f"llama.cpp aborts ({trial.step})")
-        if trial.step != "loading":
-            tally.fail("crash", data, f"exit code {trial.exit_code} while {trial.step}")

@@ -61,7 +61,10 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = TinyModel("llama").write(tmp_path / "model.gguf")
     assert run(["draft", "check", str(DRAFTER), "--for", str(model)]) == 1
-    assert "reads hidden states of 576 values, Tiny llama has 64: it was made for another model" in capsys.readouterr().err
+    assert (
+        "reads hidden states of 576 values, Tiny llama has 64: it was made for another model"
+        in capsys.readouterr().err
+    )
     headless = TINY_FAMILIES["glm4moe"].write(tmp_path / "headless.gguf", {"nextn_predict_layers": 1})
     assert run(["draft", "check", str(headless), "--for", str(headless)]) == 1
     assert "headless.gguf" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,13 @@ import gguf
 import numpy as np
 import pytest
 
+from mesh.draft import isolated_check
 from mesh.draft.completion import loadable_bytes, loadable_file
 from mesh.draft.drafter import DrafterKind, own_head, read_drafter
-from mesh.draft.isolated_check import check_isolated
+from mesh.draft.isolated_check import check_isolated, load_isolated
+from mesh.qualification.fuzz.drafter_fuzz import write_eagle3
 from spanmesh_proto.errors import InvalidModel, ModelError, UncuttableModel
+from stages.gguf.header import ValueType
 from stages.gguf.reader import read_header
 from stages.slicing.model_facts import read_model_facts
 from stages.slicing.tensor_names import layer_of
@@ -98,6 +102,9 @@ def test_what_it_lacks_comes_from_the_target_once(target: ModelFacts, tmp_path: 
         ({"target_hidden_size": 1024}, "of 1024 values, .* has 576: it was made for another model"),
         ({"block_count": 2}, "has 2 layers"),
         ({"attention.head_count": 0}, "has 0 attention heads"),
+        ({"rope.dimension_count": 0}, "rotates 0 of 64 values"),
+        ({"rope.dimension_count": 66}, "rotates 66 of 64 values"),
+        ({"rope.dimension_count": 3}, "rotates 3 of 64 values"),
         ({"fc.weight": None}, "tensor fc.weight is missing"),
         (
             {"fc.weight": np.zeros((576, 64), np.float32)},
@@ -187,3 +194,19 @@ def test_the_first_load_is_in_a_process_that_may_end(target: ModelFacts, tmp_pat
     with pytest.raises(InvalidModel, match=r"llama.cpp aborts when it drafts with headless.gguf"):
         check_isolated(headless, DrafterKind.MTP, target.n_vocab, tmp_path)
     assert len(list((tmp_path / "drafters" / "checked").iterdir())) == 1
+
+
+def test_a_load_without_end_is_ended(
+    target: ModelFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_eagle3(target.path, tmp_path / "eagle3.gguf", seed=1)
+    assert load_isolated(path, DrafterKind.EAGLE3, target.n_vocab) > 0
+    key = b"eagle3.rope.dimension_count" + struct.pack("<I", ValueType.UINT32)
+    data = path.read_bytes()
+    assert data.count(key + struct.pack("<I", 16)) == 1
+    path.write_bytes(data.replace(key + struct.pack("<I", 16), key + struct.pack("<I", 0)))
+    monkeypatch.setattr(isolated_check, "_PATIENCE_S", 2.0)
+    with pytest.raises(InvalidModel, match=r"does not finish a few tokens with eagle3.gguf in \d s"):
+        load_isolated(path, DrafterKind.EAGLE3, target.n_vocab)
+    with pytest.raises(InvalidModel, match="rotates 0 of 16 values"):
+        read_drafter(path, target)

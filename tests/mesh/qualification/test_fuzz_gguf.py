@@ -12,10 +12,10 @@ from mesh.qualification.fuzz.gguf_fuzz import (
     fuzz_ggufs,
     hostile_files,
     small_layout,
-    trials,
     try_model,
     write_layout,
 )
+from mesh.qualification.fuzz.isolated_trial import trials
 from mesh.qualification.fuzz.report import FuzzOptions
 from spanmesh_proto.errors import InvalidModel
 from stages.slicing.model_facts import read_model_facts
@@ -42,15 +42,15 @@ def test_what_a_file_makes_its_reader_do_is_told_apart(
     write_layout(smollm2_path, small_layout(smollm2_path, num_layers=2, num_tokens=1024), path)
     assert read_model_facts(path).n_layers == 2
     context = trials()
-    assert try_model(context, path, tmp_path, 4 * 2**30).step == "done"
-    refused = try_model(context, tmp_path, tmp_path, 4 * 2**30)
+    assert try_model(context, path, tmp_path).step == "done"
+    refused = try_model(context, tmp_path, tmp_path)
     assert (refused.step, refused.error) == ("reading", "InvalidModel")
     # Not an error of ours, and therefore told with its traceback.
-    unforeseen = try_model(context, path, str(tmp_path), 4 * 2**30)  # type: ignore[arg-type]
+    unforeseen = try_model(context, path, str(tmp_path))  # type: ignore[arg-type]
     assert (unforeseen.step, unforeseen.error) == ("cutting", None)
     assert "TypeError" in (unforeseen.raised or "")
-    monkeypatch.setattr("mesh.qualification.fuzz.gguf_fuzz._PATIENCE_S", 0.0)
-    assert try_model(context, path, tmp_path, 4 * 2**30).is_hung
+    monkeypatch.setattr("mesh.qualification.fuzz.isolated_trial._PATIENCE_S", 0.0)
+    assert try_model(context, path, tmp_path).is_hung
 
 
 def test_the_seed_decides(smollm2_path: Path, tmp_path: Path) -> None:
