@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
 from speculative.ngram_index import CursorPosition, EvidenceTable, IndexCursor, NgramIndex
@@ -244,14 +245,21 @@ class ReplayProposer:
     Certain for as long as the answer is the recorded one. Without the exact mode another batch shape may lead
     to another token; after that it searches for the position to continue.
 
+    With rates it stands for a drafter of that acceptance: wrong tokens are mixed in, and it proposes no
+    further ahead of the committed tokens than there are rates. Which tokens are wrong follows from the seed.
+
     Args:
         answer: Token ids of the recorded answer; empty if there is none.
+        rates: Acceptance by distance from the committed tokens, in [0, 1], given that all before is accepted.
+        seed: Of the wrong tokens.
     """
 
     name = "replay"
 
-    def __init__(self, answer: Sequence[int]) -> None:
+    def __init__(self, answer: Sequence[int], rates: Sequence[float] = (), seed: int = 0) -> None:
         self._answer = tuple(answer)
+        self._rates = tuple(rates)
+        self._seed = seed
         index = NgramIndex(2 * len(self._answer) + 2)
         index.extend(self._answer)
         self._cursor = IndexCursor(index, is_own_text=False, tokens_per_evidence=4.0)
@@ -271,6 +279,8 @@ class ReplayProposer:
 
     def propose(self, max_tokens: int, after: Sequence[int] = ()) -> Proposal:
         """The recorded tokens after the committed tokens and `after`."""
+        if self._rates:
+            return self._drafted(max_tokens, len(after))
         if self._has_diverged or not self._continuation(after):
             return self._cursor.predict(max_tokens, after, self.name)
         start = self._num_committed + len(after)
@@ -282,6 +292,31 @@ class ReplayProposer:
 
     def close(self) -> None:
         """No effect: it holds no resources."""
+
+    def _drafted(self, max_tokens: int, num_ahead: int) -> Proposal:
+        """Tokens as right as the rates say, behind so many in flight."""
+        start = self._num_committed + num_ahead
+        rates = self._rates[num_ahead : num_ahead + max(max_tokens, 0)]
+        tokens = self._answer[start : start + len(rates)]
+        if self._has_diverged or not tokens:
+            return EMPTY
+        drafted = tuple(
+            token if self._chance(start + index) < rates[index] else self._wrong(start + index)
+            for index, token in enumerate(tokens)
+        )
+        depths = tuple(range(num_ahead + 1, num_ahead + 1 + len(drafted)))
+        return Proposal(drafted, rates[: len(drafted)], self.name, depths)
+
+    def _chance(self, position: int) -> float:
+        """A number in [0, 1) that the seed and the position decide."""
+        text = f"{self._seed} {position}".encode()
+        return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") / 2**64
+
+    def _wrong(self, position: int) -> int:
+        """Another token of the answer than the one at the position; its successor if there is no other."""
+        right = self._answer[position]
+        others = (token for token in self._answer[position + 1 :] + self._answer if token != right)
+        return next(others, right + 1)
 
     def _continuation(self, tokens: Sequence[int]) -> bool:
         start = self._num_committed

@@ -64,6 +64,7 @@ class LoadRequest(BaseModel):
     depth: int | None = Field(None, ge=1, le=1024)
     cancels: bool = True
     replay_path: _Path | None = None
+    replay_rates: list[Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=list, max_length=64)
 
     @property
     def served_name(self) -> str:

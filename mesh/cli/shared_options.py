@@ -12,6 +12,7 @@ from mesh.cli.option_types import (
     GpuLayers,
     LayerCounts,
     MemorySize,
+    Numbers,
     choice_option,
     float_option,
     int_option,
@@ -120,6 +121,13 @@ _speculation_options: Final = option_group(
         metavar="PATH",
         help="For benchmarks: recorded answers that --speculate replay proposes.",
     ),
+    click.option(
+        "--replay-rates",
+        type=Numbers(float, 0.0, 1.0),
+        default=(),
+        metavar="A,B,…",
+        help="For benchmarks: replay stands for a drafter of this acceptance, by distance.",
+    ),
 )
 
 
@@ -187,7 +195,7 @@ SPECULATION_FLAGS: Final = (
     *("--speculate", "--draft", "--no-draft-head", "--draft-max", "--draft-min", "--p-min"),
     *("--draft-threads", "--draft-gpu-layers", "--draft-kv-type", "--draft-context", "--draft-wire"),
     *("--spec-history", "--spec-width", "--spec-depth"),
-    *("--no-spec-cancel", "--replay-file"),
+    *("--no-spec-cancel", "--replay-file", "--replay-rates"),
 )
 
 

@@ -77,7 +77,9 @@ def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDra
     model = read_model_facts(target)
     drafter = _drafter(path, model)
     loaded = loadable_file(drafter, target) if drafter.reads_features else drafter.path
-    num_tokens = num_shared_tokens(Tokenizer(loaded).vocabulary(), Tokenizer(target).vocabulary())
+    tokenizer = Tokenizer(target)
+    draft_ms_per_token = load_isolated(loaded, drafter.kind, tokenizer.n_vocab)
+    num_tokens = num_shared_tokens(Tokenizer(loaded).vocabulary(), tokenizer.vocabulary())
     d2t = drafter.header.tensors.get("d2t")
     return CheckedDrafter(
         kind=drafter.kind.value,
@@ -93,7 +95,7 @@ def check_drafter(path: Path, target: Path, options: DraftOptions) -> CheckedDra
         memory_bytes=drafter_bytes(drafter, target, options, defaults.CONTEXT),
         num_sessions=options.num_sessions,
         ctx_size=options.ctx_size,
-        draft_ms_per_token=load_isolated(loaded, drafter.kind, num_tokens),
+        draft_ms_per_token=draft_ms_per_token,
     )
 
 

@@ -47,6 +47,7 @@ class SpeculationOptions:
         draft_gpu_layers: Layers of the draft model on the GPU; -1 for all.
         draft_kv_type: Format of the draft model's KV cache.
         replay_path: Recorded answers, or None.
+        replay_rates: Acceptance, by distance, of the drafter that they stand for; empty for certainty.
         keeps_history: Whether earlier answers to the same API key are proposed again.
 
     Raises:
@@ -68,11 +69,17 @@ class SpeculationOptions:
     draft_gpu_layers: int = defaults.NUM_GPU_LAYERS
     draft_kv_type: str = defaults.KV_TYPE
     replay_path: Path | None = None
+    replay_rates: tuple[float, ...] = ()
     keeps_history: bool = False
 
     def __post_init__(self) -> None:
         if self.mode == "replay" and self.replay_path is None:
             raise ClusterError(_NEEDS_REPLAY, param="--replay-file")
+        if self.replay_rates and self.replay_path is None:
+            raise ClusterError(
+                "--replay-rates makes recorded answers less certain: name their file with --replay-file",
+                param="--replay-rates",
+            )
         if self.draft_kv_type not in KV_TYPES:
             raise ClusterError(
                 f"--draft-kv-type is {self.draft_kv_type}: it must be one of {', '.join(KV_TYPES)}",
@@ -309,6 +316,7 @@ def options_of_load(request: LoadRequest, head: ServeOptions) -> ServeOptions:
             draft_context=request.draft_context,
             draft_wire=HiddenType(request.draft_wire),
             replay_path=None if request.replay_path is None else Path(request.replay_path),
+            replay_rates=tuple(request.replay_rates),
             keeps_history=request.keeps_history,
         ),
         is_exact=request.exact,

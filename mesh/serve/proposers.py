@@ -55,8 +55,9 @@ def load_draft(
         InvalidModel: If it is not a GGUF, has another vocabulary or cannot draft.
         ClusterError: If the numeric mode of this process would change for the draft.
     """
+    # Before the vocabulary is read in this process: llama.cpp aborts on some.
+    check_isolated(path, DrafterKind.MODEL, target.n_vocab)
     num_tokens = num_shared_tokens(Tokenizer(path).vocabulary(), target.vocabulary())
-    check_isolated(path, DrafterKind.MODEL, num_tokens)
     prepare_process(numerics_for(exact=False, num_threads=options.num_threads))
     try:
         model = DraftModel(path, options, num_tokens=num_tokens, clock_s=clock_s)
@@ -89,8 +90,8 @@ def load_feature_drafter(
         ClusterError: If the numeric mode of this process would change for the draft.
     """
     path = loadable_file(drafter, target_path)
+    check_isolated(path, drafter.kind, target.n_vocab)
     num_tokens = num_shared_tokens(Tokenizer(path).vocabulary(), target.vocabulary())
-    check_isolated(path, drafter.kind, num_tokens)
     kind = FeatureKind(drafter.kind.value)
     prepare_process(numerics_for(exact=False, num_threads=options.num_threads))
     try:
@@ -117,6 +118,7 @@ class Proposers:
         draft: The draft model, or None.
         feature_needs: Hidden states that it reads; None if it reads none.
         replay_path: File of recorded answers, of which the last is replayed; or None.
+        replay_rates: See `speculative.lookup_proposers.ReplayProposer`.
         keeps_history: Whether earlier answers to the same API key are proposed again.
     """
 
@@ -127,12 +129,14 @@ class Proposers:
         draft: DraftModel | FeatureModel | None = None,
         feature_needs: FeatureNeeds | None = None,
         replay_path: Path | None = None,
+        replay_rates: tuple[float, ...] = (),
         keeps_history: bool = False,
     ) -> None:
         self._mode = mode
         self._draft = draft
         self.feature_needs = feature_needs
         self._replay_path = replay_path
+        self._replay_rates = replay_rates
         self._histories = Histories() if keeps_history else None
 
     def __call__(self, request: GenerationRequest) -> list[Proposer]:
@@ -140,7 +144,7 @@ class Proposers:
         mode = narrower(self._mode, request.speculation.mode)
         proposers: list[Proposer] = []
         if mode == "replay" and self._replay_path is not None:
-            proposers.append(ReplayProposer(latest_answer(self._replay_path)))
+            proposers.append(ReplayProposer(latest_answer(self._replay_path), self._replay_rates))
         if mode in {"auto", "ngram"}:
             if request.prediction:
                 proposers.append(PredictionProposer(request.prediction))
@@ -173,6 +177,7 @@ def open_proposers(options: ServeOptions, known: Preflight) -> Iterator[Proposer
             draft=draft,
             feature_needs=needs,
             replay_path=wanted.replay_path,
+            replay_rates=wanted.replay_rates,
             keeps_history=wanted.keeps_history,
         )
     finally:

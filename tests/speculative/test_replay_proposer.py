@@ -1,5 +1,7 @@
 """A recorded answer is proposed with certainty, for as long as it is the answer."""
 
+import pytest
+
 from speculative.lookup_proposers import ReplayProposer
 from speculative.proposer import EMPTY
 
@@ -53,3 +55,45 @@ def test_what_is_in_flight_and_not_of_the_record_is_respected() -> None:
     assert proposer.propose(4, after=[7]) == EMPTY
     assert proposer.propose(4, after=[7, RECORD[1]]).tokens == RECORD[2:6]
     assert proposer.propose(4).tokens == RECORD[:4]
+
+
+def _replayed(rates: tuple[float, ...], seed: int = 0) -> list[list[bool]]:
+    """Which tokens of each draft were right, in step, over a long answer."""
+    answer = [index * 7 % 101 for index in range(4000)]
+    proposer = ReplayProposer(answer, rates, seed)
+    proposer.extend([1, 2, 3])
+    drafts, place = [], 0
+    while place < len(answer) - len(rates):
+        proposal = proposer.propose(100)
+        assert proposal.depths == tuple(range(1, len(rates) + 1))
+        right = [token == answer[place + index] for index, token in enumerate(proposal.tokens)]
+        drafts.append(right)
+        num_committed = (right.index(False) if False in right else len(right)) + 1
+        proposer.extend(answer[place : place + num_committed])
+        place += num_committed
+    return drafts
+
+
+def test_rates_stand_for_a_drafter() -> None:
+    rates = (0.75, 0.5, 0.9)
+    drafts = _replayed(rates)
+    for index, rate in enumerate(rates):
+        reached = [right[index] for right in drafts if all(right[:index])]
+        assert sum(reached) / len(reached) == pytest.approx(rate, abs=0.05)
+    assert drafts == _replayed(rates)
+    assert drafts != _replayed(rates, seed=1)
+    assert all(all(right) for right in _replayed((1.0, 1.0)))
+    assert not any(any(right) for right in _replayed((0.0,)))
+
+
+def test_rates_end_the_chain_and_go_on_behind_wrong_tokens() -> None:
+    proposer = ReplayProposer([5, 6, 7, 8, 9], (0.5, 0.5, 0.5))
+    proposer.extend([1])
+    assert proposer.propose(10, after=(99,)).depths == (2, 3)
+    assert proposer.propose(1, after=(99, 98)).depths == (3,)
+    assert proposer.propose(10, after=(99, 98, 97)) == EMPTY
+    proposer.extend([4])
+    assert proposer.propose(10) == EMPTY, "the answer is another one"
+    alone = ReplayProposer([5], (0.0,))
+    alone.extend([1])
+    assert alone.propose(1).tokens == (6,)

@@ -122,13 +122,14 @@ def _attempt(begin: Callable[[str], None], path: Path, target: Path, folder: Pat
     drafter = read_drafter(path, read_model_facts(target))
     begin("completing")
     loaded = loadable_file(drafter, target, folder) if drafter.reads_features else drafter.path
-    begin("vocabulary")
-    num_tokens = num_shared_tokens(Tokenizer(loaded).vocabulary(), Tokenizer(target).vocabulary())
     begin("loading")
+    tokenizer = Tokenizer(target)
     try:
-        load_here(loaded, drafter.kind, num_tokens).close()
+        load_here(loaded, drafter.kind, tokenizer.n_vocab).close()
     except REFUSALS as error:
         raise InvalidModel(str(error)) from None
+    begin("vocabulary")
+    num_tokens = num_shared_tokens(Tokenizer(loaded).vocabulary(), tokenizer.vocabulary())
     begin("drafting")
     model = load_here(loaded, drafter.kind, num_tokens, _OPTIONS)
     proposer = model.open(lambda logits, _position, _tokens: int(np.argmax(logits)))
