@@ -20,6 +20,7 @@ from speculative.draft.feature_context import FeatureKind
 from speculative.draft.feature_model import FeatureModel
 from speculative.draft.model import DraftModel
 from speculative.lookup_proposers import Histories, NgramProposer, PredictionProposer, ReplayProposer
+from stages.gguf.reader import read_header
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import last_complaint
 from stages.runtime.numerics import numerics_for, prepare_process
@@ -55,6 +56,7 @@ def load_draft(
         InvalidModel: If it is not a GGUF, has another vocabulary or cannot draft.
         ClusterError: If the numeric mode of this process would change for the draft.
     """
+    read_header(path)
     # Before the vocabulary is read in this process: llama.cpp aborts on some.
     check_isolated(path, DrafterKind.MODEL, target.n_vocab)
     num_tokens = num_shared_tokens(Tokenizer(path).vocabulary(), target.vocabulary())

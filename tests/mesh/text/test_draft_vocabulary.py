@@ -78,7 +78,7 @@ def test_a_draft_that_is_no_gguf(tmp_path: Path) -> None:
     target = Tokenizer(TinyModel("llama").write(tmp_path / "target.gguf"))
     draft = tmp_path / "draft.gguf"
     draft.write_text("no model")
-    with pytest.raises(InvalidModel, match=r"draft.gguf is not a GGUF model"):
+    with pytest.raises(InvalidModel, match=r"draft.gguf is not a GGUF file"):
         load_draft(draft, target, DraftOptions(), clock_s=time.perf_counter)
 
 
