@@ -44,16 +44,27 @@ class PageMesh:
 
 @asynccontextmanager
 async def page_mesh(
-    model: Path, *, keys: ApiKeys | None = None, hosts: tuple[str, ...] = ("attic", "cellar", "desk")
+    model: Path,
+    *,
+    keys: ApiKeys | None = None,
+    hosts: tuple[str, ...] = ("attic", "cellar", "desk"),
+    proposers: Proposers | None = None,
 ) -> AsyncIterator[PageMesh]:
-    """Three stages on the first three hosts; the others stand by."""
+    """Three stages on the first three hosts; the others stand by. Without `proposers`, n-grams propose."""
+    proposers = proposers or Proposers("ngram")
     facts, engine = read_model_facts(model), PendingEngine(WORKLOAD.ctx_size)
     state = MeshState(facts, engine, Pipeline(), numeric_mode="exact", speculation_mode="ngram")
 
     def say(phase: str) -> None:
         state.phase = phase
 
-    async with serving(model, dict.fromkeys(hosts, 9.0), make_proposers=Proposers("ngram"), say=say) as mesh:
+    async with serving(
+        model,
+        dict.fromkeys(hosts, 9.0),
+        make_proposers=proposers,
+        feature_needs=proposers.feature_needs,
+        say=say,
+    ) as mesh:
         allocations = HostAllocations(lambda _member: False)
         allocations.open("page", mesh.pipeline)
         state.incidents, state.pipeline = mesh.incidents, mesh.pipeline

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.cluster.membership_server import MembershipService
+    from mesh.coordinator.feature_streams import FeatureNeeds
     from mesh.engine import GenerationRequest
     from mesh.placement.topology import Topology
     from mesh.serve.head import Head
@@ -186,6 +187,7 @@ async def serving(
     *,
     topology: Topology | None = None,
     make_proposers: Callable[[GenerationRequest], Sequence[Proposer]] | None = None,
+    feature_needs: FeatureNeeds | None = None,
     say: Callable[[str], None] = lambda _phase: None,
     beside: Serving | None = None,
 ) -> AsyncIterator[Serving]:
@@ -196,6 +198,7 @@ async def serving(
         hosts: Name to memory, in multiples of what the largest stage takes.
         topology: Locks the placement that it starts with.
         make_proposers: Gives each request its proposers.
+        feature_needs: Hidden states that they read.
         say: Told what goes on.
         beside: Another model on the same hosts; then of `hosts` only the names count.
     """
@@ -236,7 +239,14 @@ async def serving(
     credentials = new_ring_credentials(7)
     coordinator = Coordinator(
         await wire_up(pipeline.stages, credentials, log_stage_error),
-        CoordinatorOptions(WORKLOAD.ctx_size, WORKLOAD.num_slots, 63, facts.n_vocab, repair_wait_s=1.0),
+        CoordinatorOptions(
+            WORKLOAD.ctx_size,
+            WORKLOAD.num_slots,
+            63,
+            facts.n_vocab,
+            repair_wait_s=1.0,
+            feature_needs=feature_needs,
+        ),
         mesh_id=credentials.mesh_id,
         mesh_key=credentials.mesh_key,
         make_proposers=make_proposers,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from contextlib import aclosing
+import time
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +15,25 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from mesh.api.api_keys import ApiKeys
+from mesh.coordinator.feature_streams import FeatureNeeds
+from mesh.draft.drafter import read_drafter
 from mesh.engine import Committed, GenerationRequest, GenerationStats
 from mesh.metrics.request_metrics import Histogram, ObservedEngine, RequestStatistics
+from mesh.serve.proposers import Proposers, load_feature_drafter
+from mesh.text.tokenizer import Tokenizer
 from spanmesh_proto.errors import StageFailed
+from speculative.draft.context import DraftOptions
+from stages.slicing.model_facts import read_model_facts
 from tests.support import api_harness
 from tests.support.api_harness import KEY, ScriptedEngine, running_api
+from tests.support.eagle3 import DRAFTER
 from tests.support.page_mesh import page_mesh
-from tests.support.serve_harness import host
+from tests.support.serve_harness import WORKLOAD, host
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     import httpx
-
-    from mesh.text.tokenizer import Tokenizer
 
 tokenizer = api_harness.tokenizer
 ROOT = Path(__file__).parents[3]
@@ -184,11 +190,22 @@ async def test_every_metric_named_in_the_documents_and_the_dashboard_exists_and_
     dashboard = names_in(ROOT / "examples" / "grafana_dashboard.json")
     assert len(documents) > 25
     assert len(dashboard) > 25
-    async with page_mesh(smollm2_path, hosts=("attic", "cellar", "desk", "shed")) as served:
+    drafter = read_drafter(DRAFTER, read_model_facts(smollm2_path))
+    limits = DraftOptions(ctx_size=WORKLOAD.ctx_size, num_sessions=WORKLOAD.num_slots)
+    async with AsyncExitStack() as stack:
+        draft = load_feature_drafter(
+            drafter, smollm2_path, Tokenizer(smollm2_path), limits, clock_s=time.monotonic
+        )
+        stack.callback(draft.close)
+        needs = FeatureNeeds(drafter.layers, 30, drafter.n_embd)
+        proposers = Proposers("auto", draft=draft, feature_needs=needs)
+        hosts = ("attic", "cellar", "desk", "shed")
+        served = await stack.enter_async_context(page_mesh(smollm2_path, hosts=hosts, proposers=proposers))
         http, mesh = served.api.http, served.mesh
         seen = [await scrape(http)]
         for _ in range(2):
             await ask(http, max_tokens=60)
+        await ask(http, max_tokens=60, speculation={"mode": "draft"})
         seen.append(await scrape(http))
         # A slot loses what the coordinator believes that it holds.
         handle = mesh.pipeline.stages[1].handle
@@ -243,8 +260,8 @@ def moves(name: str, seen: list[dict[str, Any]]) -> bool:
     return any(value != values[0] for value in values[1:])
 
 
-async def ask(http: httpx.AsyncClient, *, max_tokens: int) -> None:
-    body = {"messages": REPEATS, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+async def ask(http: httpx.AsyncClient, *, max_tokens: int, **more: object) -> None:
+    body = {"messages": REPEATS, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
     response = await http.post(CHAT, json=body)
     assert response.status_code == 200, response.text
 
