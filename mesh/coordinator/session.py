@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
+from mesh.coordinator.crash_suspects import CrashHistory
 from mesh.coordinator.feature_store import FeatureStore
 from mesh.coordinator.output_queue import OutputQueue
 from mesh.coordinator.telemetry import SessionTelemetry
@@ -93,51 +94,6 @@ def outcome(
         num_stale=len(voided),
         num_behind=len(behind),
     )
-
-
-# When a stage's process ends, any session with a window in flight may have caused it, or none. The first time
-# all are replayed together. A session that is at the same position when a stage crashes again is on trial
-# from then on: it replays alone, while all others wait. A session that was alone in flight at this many
-# crashes in a row, always at the same position, is taken for the cause.
-#
-# So no session fails for what another did. Crashes without relation to any input, such as a killed process,
-# would have to meet the same session at the same position as often, while it is alone.
-@dataclass
-class CrashHistory:
-    """Crashes of stages during one session.
-
-    Attributes:
-        num_crashes: Crashes in a row with a window of it in flight and no token committed between them.
-        num_alone: Latest of those in a row at which no other session had a window in flight.
-        position: Number of its prompt and committed tokens at the latest.
-    """
-
-    num_crashes: int = 0
-    num_alone: int = 0
-    position: int = 0
-
-    def add(self, position: int, *, is_alone: bool) -> None:
-        """Record a crash of a stage with a window of it in flight."""
-        if position != self.position:
-            self.num_crashes = self.num_alone = 0
-        self.num_crashes += 1
-        self.num_alone = self.num_alone + 1 if is_alone else 0
-        self.position = position
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether it must replay alone."""
-        return self.num_crashes > 1
-
-
-def crash_suspect(under_way: Sequence[CrashHistory], most_crashes: int) -> CrashHistory | None:
-    """The session that caused a crash, now recorded for all with a window in flight; None if unknown.
-
-    Args:
-        under_way: Histories of all these sessions.
-        most_crashes: Crashes alone after which a session is the cause.
-    """
-    return next((each for each in under_way if each.num_alone >= most_crashes), None)
 
 
 log = structlog.get_logger()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import structlog
 
-from mesh.coordinator.session import crash_suspect
+from mesh.coordinator.crash_suspects import crash_suspect
 from spanmesh_proto.errors import StageFailed
 
 if TYPE_CHECKING:

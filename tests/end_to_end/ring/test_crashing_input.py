@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.coordinator.crash_suspects import CrashHistory, crash_suspect
 from mesh.coordinator.options import CoordinatorOptions
-from mesh.coordinator.session import CrashHistory, crash_suspect
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import StageFailed
 from stages.runtime.stage_runtime import Span

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.coordinator.coordinator import Coordinator
+from mesh.coordinator.heartbeat import LivenessMonitor
 from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.request_queue import RequestGate
-from mesh.coordinator.ring import LivenessMonitor
 from mesh.engine import GenerationRequest
 from spanmesh_proto.errors import ModelDoesNotFit, StageFailed
 from stages.sampling.sampler import Sampler, SamplingParams
