@@ -129,9 +129,10 @@ bench.add_command(net)
 @model_argument
 @choice_option(
     "--preset",
-    choices=("sweep", "acceptance"),
+    choices=("sweep", "acceptance", "features"),
     default="sweep",
-    help="What to measure: what the other options select, or every line of the acceptance table.",
+    help="What to measure: what the other options select, every line of the acceptance table, or a drafter "
+    "that reads hidden states, named with --draft.",
 )
 @click.option(
     "--quick", is_flag=True, help="A run of about a minute: few questions, short answers, one delay."
@@ -163,7 +164,15 @@ bench.add_command(net)
     type=Numbers(float, 0.0),
     default=(),
     metavar="A,B,…",
-    help="One-way delays; 5,20 for a sweep unless given, the table's own for the acceptance table.",
+    help="One-way delays; 5,20 for a sweep unless given, the preset's own for the others.",
+)
+@click.option(
+    "--replay-rates",
+    type=Numbers(float, 0.0, 1.0),
+    default=(0.75, 0.72, 0.7, 0.68, 0.66, 0.64, 0.62, 0.6),
+    metavar="A,B,…",
+    help="Acceptance by distance of the better drafter that --preset features measures as well, for which "
+    "recorded answers with wrong tokens among them stand; 0.75,0.72,0.7,… down to 0.6 unless given.",
 )
 @int_option(
     "--questions",
@@ -195,12 +204,14 @@ bench.add_command(net)
 def spec(
     *,
     model: Path | None,
-    preset: Literal["sweep", "acceptance"],
+    preset: Literal["sweep", "acceptance", "features"],
     quick: bool,
     output: Path,
     spec_bench: Path | None,
     workloads: str | None,
     num_tokens: int,
+    per_workload: int,
+    draft_model: Path | None,
     draft_type: str,
     with_rpc: bool | None,
     **given: Any,
@@ -217,15 +228,20 @@ def spec(
 
     if quick and preset != "sweep":
         raise click.UsageError("--quick is itself a preset: leave out --preset")
-    if preset == "acceptance" and spec_bench is None:
+    if preset in {"acceptance", "features"} and spec_bench is None:
         raise click.UsageError(
-            "--preset acceptance uses Spec-Bench's questions: name their file with --spec-bench"
+            f"--preset {preset} uses Spec-Bench's questions: name their file with --spec-bench"
         )
+    if preset == "features" and draft_model is None:
+        raise click.UsageError("--preset features measures a drafter: name its file with --draft")
     end_on_sigterm()
     report = run_spec(
         SpecOptions(
             model=model or demo_model(),
+            draft_model=draft_model,
             draft_type=None if draft_type == "none" else draft_type,
+            # Each category is asked twice where answers are quick.
+            per_workload=max(per_workload, 2) if preset == "features" else per_workload,
             preset="quick" if quick else preset,
             spec_bench=spec_bench,
             workloads=tuple(workloads.split(",")) if workloads else (),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from mesh.bench.speculation_acceptance import EXACT, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
+from mesh.bench.speculation_features import IN_STEP, WITH_FEATURES, WITH_RATES
 from mesh.bench.speculation_results import AUTO, DRAFT, NGRAM, OFF_AGAIN, REPLAY, Setting
 from mesh.bench.speculation_workloads import CHAT, CODING, SPEC_BENCH, WARM_REPEAT, Workload, choose
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mesh.engine import SpeculationMode
+
+
+Preset: TypeAlias = Literal["sweep", "acceptance", "features", "quick"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Phase:
     @property
     def replays(self) -> bool:
         """Whether the server needs the file of recorded answers."""
-        return any(REPLAY in trial.settings for trial in self.trials)
+        return any(setting.mode == REPLAY.mode for trial in self.trials for setting in trial.settings)
 
 
 def narrowed(
@@ -117,8 +121,9 @@ def in_turn(settings: tuple[Setting, ...], turn: int) -> tuple[Setting, ...]:
     So no setting always runs on what the one before it left behind, such as a warm processor; only `replay`
     needs what `off` answered.
     """
-    others = tuple(setting for setting in settings if setting != REPLAY)
-    return (others if turn % 2 == 0 else others[::-1]) + (REPLAY,) * (REPLAY in settings)
+    others = tuple(setting for setting in settings if setting.mode != REPLAY.mode)
+    replays = tuple(setting for setting in settings if setting.mode == REPLAY.mode)
+    return (others if turn % 2 == 0 else others[::-1]) + replays
 
 
 _NUM_CONCURRENT_ROUNDS: Final = 4
@@ -131,6 +136,10 @@ _SESSIONS: Final = ("--parallel", "8")
 _QUICK_DELAY_MS: Final = 5.0
 # Requests narrow it.
 _DRAFT_MAX: Final = 16
+# Drafters that read hidden states are right too rarely further behind the last one.
+_FEATURES_DRAFT_MAX: Final = 8
+_FEATURES_WIDTHS: Final = (1, 2, 4, 8)
+_NUM_REPLAYED: Final = 4
 
 
 @dataclass(frozen=True)
@@ -140,17 +149,19 @@ class ServeOptions:
     Attributes:
         draft_model: A GGUF for the draft proposer, or None to go without.
         exact: Numeric mode.
+        draft_max: Of `mesh serve`.
     """
 
     draft_model: Path | None
     exact: bool = False
+    draft_max: int = _DRAFT_MAX
 
     def of(
         self, mode: SpeculationMode, *more: str, draft: bool = True, exact: bool = False
     ) -> tuple[str, ...]:
         """Options of `mesh serve`."""
         model = (
-            ("--draft", str(self.draft_model), "--draft-max", str(_DRAFT_MAX))
+            ("--draft", str(self.draft_model), "--draft-max", str(self.draft_max))
             if draft and self.draft_model
             else ()
         )
@@ -216,6 +227,54 @@ def acceptance_plan(workloads: Mapping[str, Workload], serve: ServeOptions, seed
                 for workload in categories
                 if workload.name in _SAMPLED
                 for sampling in samplings
+            ),
+        ),
+    )
+
+
+def features_plan(
+    workloads: Mapping[str, Workload], serve: ServeOptions, rates: Sequence[float]
+) -> tuple[Phase, ...]:
+    """What a drafter that reads hidden states is worth, and what a better one would be worth.
+
+    At 0.1 ms two questions of each category, under `auto` and `off` again; at 5 and 20 ms one of each, with
+    every draft length, and the same prompts without a chat template beside them.
+
+    Args:
+        workloads: All of them, with two questions of each category.
+        serve: With the drafter as its draft model.
+        rates: See `--replay-rates` of `mesh serve`.
+    """
+    categories = [workload for workload in workloads.values() if workload.source == SPEC_BENCH]
+    chat = [workload for workload in categories if workload.name in CHAT] or categories
+    serve = replace(serve, draft_max=_FEATURES_DRAFT_MAX)
+    lengths = tuple(Setting("draft", width) for width in _FEATURES_WIDTHS)
+    steps = tuple(Setting("replay", width, 1, f"{IN_STEP}/{width}") for width in _FEATURES_WIDTHS)
+    slow = (5.0, 20.0)
+    return (
+        Phase(
+            WITH_FEATURES,
+            serve.of("auto"),
+            (
+                *(Trial(0.1, workload, (AUTO, OFF_AGAIN)) for workload in categories),
+                *(
+                    Trial(delay_ms, workload.first(1), settings)
+                    for delay_ms in slow
+                    for chatted in categories
+                    for workload, settings in (
+                        (chatted, (DRAFT, *lengths, NGRAM, AUTO)),
+                        (chatted.without_template(), (DRAFT, AUTO)),
+                    )
+                ),
+            ),
+        ),
+        Phase(
+            WITH_RATES,
+            serve.of("auto", "--replay-rates", ",".join(f"{rate:g}" for rate in rates), draft=False),
+            tuple(
+                Trial(delay_ms, workload.first(1), (*steps, REPLAY))
+                for delay_ms in (0.1, *slow)
+                for workload in chat[:_NUM_REPLAYED]
             ),
         ),
     )

@@ -26,12 +26,14 @@ from mesh.bench.speculation_acceptance import (
     closeness,
     recommend,
 )
+from mesh.bench.speculation_features import chat_beside_raw, depths_table, features_lines
 from mesh.bench.speculation_results import LLAMA_RPC, MESH, OFF, Row, pairs_with_off, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from mesh.bench.speculation_plan import Preset
     from mesh.bench.speculation_results import ConcurrentRequests, Results, RunConditions
 
 
@@ -59,6 +61,8 @@ def as_markdown(report: Report, plots: Sequence[str]) -> str:
             "## Acceptance by position, unconditional, and of how many windows",
             _positions(report.rows),
         ),
+        ("## Acceptance by distance from the drafter's last feature", depths_table(report.rows)),
+        ("## Chat beside raw completions, each over its own off", chat_beside_raw(report.rows)),
         ("## Requests at once", _concurrent(results.groups)),
         ("## llama.cpp RPC: its settings", _peer(results)),
         pictures_section(plots),
@@ -336,16 +340,20 @@ class Report:
     recommendation: Recommendation
 
 
-def work_out(results: Results, *, categories: Collection[str], with_acceptance: bool) -> Report:
+def work_out(results: Results, *, categories: Collection[str], preset: Preset) -> Report:
     """All figures of the measurements.
 
     Args:
         results: Measurements.
         categories: Names of Spec-Bench's workloads.
-        with_acceptance: Whether the run was to show the acceptance table.
+        preset: Plan of the run; those with bounds have an acceptance table.
     """
     rows = rows_of(results.samples)
-    lines = acceptance_lines(results.samples, rows, results.groups, categories) if with_acceptance else ()
+    lines: tuple[Line, ...] = ()
+    if preset == "acceptance":
+        lines = acceptance_lines(results.samples, rows, results.groups, categories)
+    elif preset == "features":
+        lines = features_lines(results.samples, categories)
     return Report(results, rows, lines, closeness(rows), recommend(rows))
 
 

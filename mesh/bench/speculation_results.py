@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import zip_longest
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Final
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from mesh.bench.speculation_workloads import is_degenerate
+from mesh.engine import FeatureCounts
+from speculative.acceptance import DepthStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +39,8 @@ class DraftCounts:
         accepted_per_position: Entry `i`: passes that had more than `i` of them accepted.
         num_stale_rows: Rows that were void before their verdict.
         reason: Reason of the controller.
+        by_depth: Tokens by distance from the drafter's last feature, of drafters that read features.
+        features: Features that the drafter wanted and got; None without such a drafter.
     """
 
     num_windows: int = 0
@@ -46,6 +51,8 @@ class DraftCounts:
     accepted_per_position: tuple[int, ...] = ()
     num_stale_rows: int = 0
     reason: str = ""
+    by_depth: DepthStatistics = field(default_factory=DepthStatistics)
+    features: FeatureCounts | None = None
 
     @classmethod
     def from_timings(cls, timings: Mapping[str, Any]) -> DraftCounts:
@@ -61,6 +68,15 @@ class DraftCounts:
             accepted_per_position=add_up(proposer["accepted_per_position"] for proposer in proposers),
             num_stale_rows=ours.get("stale_rows", 0),
             reason=str(ours.get("reason", "")),
+            by_depth=DepthStatistics(
+                *(
+                    add_up(proposer.get(f"{what}_per_depth", ()) for proposer in proposers)
+                    for what in ("drafted", "reached", "accepted")
+                )
+            ),
+            features=None
+            if (found := ours.get("features")) is None
+            else FeatureCounts(found["wanted"], found["received"], found["bytes"]),
         )
 
 
@@ -402,6 +418,8 @@ class Row:
         acceptance_per_position: Entry `i`: of the passes with more than `i` proposed tokens, the share that
             had all up to there accepted; unconditional: what lies behind a rejected token counts as rejected.
         drafts_per_position: Entry `i`: how many passes that is a share of.
+        by_depth: Tokens by distance from the drafter's last feature, of drafters that read features.
+        features: Features that the drafter wanted and got; None without such a drafter.
     """
 
     place: Place
@@ -420,6 +438,8 @@ class Row:
     acceptance: float | None
     acceptance_per_position: tuple[float, ...]
     drafts_per_position: tuple[int, ...]
+    by_depth: DepthStatistics
+    features: FeatureCounts | None
 
 
 def rows_of(samples: Sequence[Sample]) -> tuple[Row, ...]:
@@ -466,6 +486,7 @@ def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
     num_accepted = sum(count.num_accepted for count in counts)
     drafted = add_up(count.drafted_per_position for count in counts)
     accepted = add_up(count.accepted_per_position for count in counts)
+    features = [count.features for count in counts if count.features is not None]
     num_tokens = sum(sample.num_tokens for sample in samples)
     return Row(
         place=place,
@@ -487,4 +508,6 @@ def _row(place: Place, samples: Sequence[Sample], pairs: Sequence[Pair]) -> Row:
             part / whole for part, whole in zip_longest(accepted, drafted, fillvalue=0) if whole
         ),
         drafts_per_position=drafted,
+        by_depth=reduce(DepthStatistics.merge, (count.by_depth for count in counts)),
+        features=reduce(FeatureCounts.merge, features) if features else None,
     )

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -20,6 +20,7 @@ from mesh.bench.shared_options import logs_folder
 from mesh.bench.speculation_plan import (
     ServeOptions,
     acceptance_plan,
+    features_plan,
     narrowed,
     peer_settings,
     quick_plan,
@@ -40,12 +41,10 @@ from stages.slicing.model_facts import read_model_facts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mesh.bench.speculation_plan import Phase
+    from mesh.bench.speculation_plan import Phase, Preset
     from mesh.engine import SpeculationMode
 
 log = structlog.get_logger()
-
-Preset = Literal["sweep", "acceptance", "quick"]
 
 _NUM_STAGES: Final = 3
 _CTX_SIZE: Final = 2560
@@ -70,6 +69,7 @@ class SpecOptions:
         modes: Proposers, for a sweep.
         widths: Values of `--draft-max`, for a sweep.
         delays_ms: One way; empty takes those of the plan, for a sweep 5 and 20.
+        replay_rates: Acceptance, by distance, of the drafter that recorded answers stand for.
         per_workload: Questions of each workload.
         num_tokens: Of each answer.
         num_threads: Of each stage.
@@ -90,6 +90,7 @@ class SpecOptions:
     modes: tuple[SpeculationMode, ...]
     widths: tuple[int, ...]
     delays_ms: tuple[float, ...]
+    replay_rates: tuple[float, ...]
     per_workload: int
     num_tokens: int
     num_threads: int
@@ -149,7 +150,7 @@ def run_spec(options: SpecOptions) -> Report:
             results.failures.append(INTERRUPTED)
         results.took_s = time.monotonic() - started_s
         categories = {workload.name for workload in workloads.values() if workload.source == SPEC_BENCH}
-        report = work_out(results, categories=categories, with_acceptance=options.preset == "acceptance")
+        report = work_out(results, categories=categories, preset=options.preset)
         write_report(report, options.output)
     return report
 
@@ -163,6 +164,12 @@ def _plan(
     if options.preset == "acceptance":
         return narrowed(
             acceptance_plan(workloads, serve, options.seed),
+            delays_ms=options.delays_ms,
+            workloads=options.workloads,
+        )
+    if options.preset == "features":
+        return narrowed(
+            features_plan(workloads, serve, options.replay_rates),
             delays_ms=options.delays_ms,
             workloads=options.workloads,
         )

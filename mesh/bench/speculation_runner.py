@@ -257,7 +257,8 @@ class Runner:
             self._settled.clear()
         self._delay_ms = delay_ms
         self._lab.set_delay_ms(delay_ms)
-        self._warm_up(mesh, [one for one in settings if one != REPLAY and one not in self._settled])
+        unsettled = [one for one in settings if one.mode != REPLAY.mode and one not in self._settled]
+        self._warm_up(mesh, unsettled)
         self._settled.update(settings)
         if delay_ms not in self._results.hops_ms:
             self._results.hops_ms[delay_ms] = self._lab.round_trip_ms(0, 1) / 2

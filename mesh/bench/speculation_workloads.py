@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Every workload that is not a category of Spec-Bench.
 OURS: Final = "ours"
 SPEC_BENCH: Final = "spec-bench"
+# End of the names of workloads without a chat template.
+RAW_END: Final = "-raw"
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,14 @@ class Workload:
     def without(self, other: Workload) -> Workload:
         """The same without the questions of `other`."""
         return replace(self, questions=tuple(each for each in self.questions if each not in other.questions))
+
+    def without_template(self) -> Workload:
+        """The same prompts for the completion endpoint."""
+        questions = tuple(
+            replace(question, content={"prompt": question.content["messages"][0]["content"]})
+            for question in self.questions
+        )
+        return Workload(f"{self.name}{RAW_END}", questions, is_raw=True)
 
 
 def chat_question(id: str, prompt: str) -> Question:
@@ -299,7 +309,7 @@ def all_workloads(
         call,
         random_tokens(tokenizer, seed, per_workload),
         warm_repeat((edit, call, built_in)),
-        _without_template(built_in),
+        built_in.without_template(),
         raw_random_tokens(tokenizer, seed, per_workload),
     )
     return {workload.name: workload.first(per_workload) for workload in (*found, *ours)}
@@ -327,15 +337,6 @@ def warm_repeat(sources: Sequence[Workload]) -> Workload:
         if index < len(source.questions)
     )
     return Workload(WARM_REPEAT, questions, is_warm=True)
-
-
-def _without_template(workload: Workload) -> Workload:
-    """The same prompts for a completion endpoint."""
-    questions = tuple(
-        replace(question, content={"prompt": question.content["messages"][0]["content"]})
-        for question in workload.questions
-    )
-    return Workload(f"{workload.name}-raw", questions, is_raw=True)
 
 
 # Characters, not words or tokens: the same for every script and every tokenizer.

@@ -42,7 +42,7 @@ def results() -> Results:
 
 
 def test_its_samples_give_this_very_page() -> None:
-    report = work_out(results(), categories=(), with_acceptance=False)
+    report = work_out(results(), categories=(), preset="sweep")
     assert as_markdown(report, PICTURES) == PAGE
 
 
