@@ -1,6 +1,7 @@
 """Isolated check: the first load of a drafter, in a process of its own, since llama.cpp aborts on odd ones.
 
-A drafter that passed is remembered, so that it is checked once.
+A drafter that passed is remembered, so that it is checked once. Also the setup of the process in which a
+drafter computes later.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from spanmesh_proto.errors import InvalidModel
 from speculative.draft.context import DraftOptions, DraftUnusable
 from speculative.draft.feature_context import FeatureKind
 from speculative.draft.feature_model import FeatureModel
+from speculative.draft.isolated_context import ProcessSetup
 from speculative.draft.model import DraftModel
 from stages.runtime.hidden_tap import TensorTap
 from stages.runtime.llama import init_backend, last_complaint
+from stages.runtime.numerics import numerics_for, prepare_process
 from stages.spawned_process import ProcessEnded, ProcessSilent, messages_of
 from stages.weights.hashing import stamps_of
 from stages.weights.store import default_root
@@ -100,8 +103,7 @@ def load_isolated(path: Path, kind: DrafterKind, num_tokens: int) -> float:
 
 def _load_and_send(sender: Connection, path: Path, kind: DrafterKind, num_tokens: int) -> None:
     os.environ["GGML_NO_BACKTRACE"] = "1"  # or an abort starts a debugger
-    set_up_logs()
-    init_backend()
+    _prepare()
     found: float | str
     try:
         model = load_here(path, kind, num_tokens)
@@ -111,6 +113,17 @@ def _load_and_send(sender: Connection, path: Path, kind: DrafterKind, num_tokens
         found = f"{path.name} cannot draft: {error}; llama.cpp: {last_complaint()}"
     with suppress(BrokenPipeError):
         sender.send(found)
+
+
+def _prepare() -> None:
+    # For speed: drafted tokens are verified.
+    set_up_logs()
+    init_backend()
+    prepare_process(numerics_for(exact=False, num_threads=1))
+
+
+SETUP: Final = ProcessSetup(_prepare, last_complaint)
+"""Setup of the process in which a drafter computes."""
 
 
 def load_here(

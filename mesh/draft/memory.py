@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mesh.draft.completion import loadable_bytes
 from mesh.placement.stage_sizes import StageSizes, Workload
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from speculative.draft.context import DraftOptions
 
 
+# Of the process in which it computes: Python, llama.cpp's library and small buffers.
+_PROCESS_BYTES: Final = 96 * 2**20
+
+
 def drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context: int) -> int:
-    """Weights, KV cache and buffers of a drafter, and hidden states that it keeps.
+    """Weights, KV cache, buffers and process of a drafter, and hidden states that it keeps.
 
     Args:
         drafter: The drafter.
@@ -32,8 +36,8 @@ def drafter_bytes(drafter: Drafter, target: Path, options: DraftOptions, context
         ClusterError: If the KV cache cannot have the requested format with its head size.
     """
     if drafter.reads_features:
-        return feature_drafter_bytes(drafter, target, options, context)
-    return draft_memory_bytes(drafter.path, options)
+        return _PROCESS_BYTES + feature_drafter_bytes(drafter, target, options, context)
+    return _PROCESS_BYTES + draft_memory_bytes(drafter.path, options)
 
 
 def draft_memory_bytes(path: Path, options: DraftOptions) -> int:

@@ -11,7 +11,7 @@ import structlog
 from mesh.coordinator.feature_streams import FeatureNeeds
 from mesh.draft.completion import loadable_file
 from mesh.draft.drafter import DrafterKind
-from mesh.draft.isolated_check import check_isolated
+from mesh.draft.isolated_check import SETUP, check_isolated
 from mesh.serve.preflight import latest_answer
 from mesh.text.tokenizer import Tokenizer, num_shared_tokens
 from spanmesh_proto.errors import InvalidModel, ModelError
@@ -22,8 +22,6 @@ from speculative.draft.model import DraftModel
 from speculative.lookup_proposers import Histories, NgramProposer, PredictionProposer, ReplayProposer
 from stages.gguf.reader import read_header
 from stages.runtime.hidden_tap import TensorTap
-from stages.runtime.llama import last_complaint
-from stages.runtime.numerics import numerics_for, prepare_process
 from stages.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -54,17 +52,15 @@ def load_draft(
 
     Raises:
         InvalidModel: If it is not a GGUF, has another vocabulary or cannot draft.
-        ClusterError: If the numeric mode of this process would change for the draft.
     """
     read_header(path)
     # Before the vocabulary is read in this process: llama.cpp aborts on some.
     check_isolated(path, DrafterKind.MODEL, target.n_vocab)
     num_tokens = num_shared_tokens(Tokenizer(path).vocabulary(), target.vocabulary())
-    prepare_process(numerics_for(exact=False, num_threads=options.num_threads))
     try:
-        model = DraftModel(path, options, num_tokens=num_tokens, clock_s=clock_s)
+        model = DraftModel(path, options, num_tokens=num_tokens, clock_s=clock_s, setup=SETUP)
     except DraftUnusable as error:
-        raise InvalidModel(f"{error}; llama.cpp: {last_complaint()}") from error
+        raise InvalidModel(str(error)) from error
     log.info("draft_loaded", draft=path.name, ms_per_token=round(model.draft_ms_per_token, 2))
     return model
 
@@ -89,19 +85,23 @@ def load_feature_drafter(
     Raises:
         InvalidModel: If it has another vocabulary or cannot draft.
         ModelError: If its file cannot be completed.
-        ClusterError: If the numeric mode of this process would change for the draft.
     """
     path = loadable_file(drafter, target_path)
     check_isolated(path, drafter.kind, target.n_vocab)
     num_tokens = num_shared_tokens(Tokenizer(path).vocabulary(), target.vocabulary())
     kind = FeatureKind(drafter.kind.value)
-    prepare_process(numerics_for(exact=False, num_threads=options.num_threads))
     try:
-        model = FeatureModel(path, kind, options, num_tokens=num_tokens, make_tap=TensorTap, clock_s=clock_s)
-    except ImportError as error:
-        raise InvalidModel(f"{drafter.path.name} cannot draft here: {error}") from error
+        model = FeatureModel(
+            path,
+            kind,
+            options,
+            num_tokens=num_tokens,
+            make_tap=TensorTap,
+            clock_s=clock_s,
+            setup=SETUP,
+        )
     except DraftUnusable as error:
-        raise InvalidModel(f"{error}; llama.cpp: {last_complaint()}") from error
+        raise InvalidModel(str(error)) from error
     log.info(
         "draft_loaded",
         draft=drafter.path.name,
@@ -153,7 +153,7 @@ class Proposers:
             if self._histories is not None and request.history_key is not None:
                 proposers.append(self._histories.open(request.history_key))
             proposers.append(NgramProposer())
-        if mode in {"auto", "draft"} and self._draft is not None:
+        if mode in {"auto", "draft"} and self._draft is not None and self._draft.is_alive:
             # The target's own sampler and seed: draft and target then sample differently only where they
             # disagree.
             sampler = Sampler(request.sampling, len(request.prompt))

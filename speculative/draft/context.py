@@ -120,13 +120,21 @@ class DraftContext:
         path: The GGUF, or its first file if it is split.
         options: Sizes, threads and formats.
         num_tokens: How many token ids the target knows; the draft's logits beyond are left out.
+        abort_flag: Two bytes that llama.cpp polls, shared with another process; its own unless given.
+
+    Attributes:
+        thread_id: Id of the thread that computes; None for that of the caller.
+        vocab: llama.cpp's vocabulary.
 
     Raises:
         DraftUnusable: If llama.cpp does not load it, if its state cannot be trimmed by position, or if there
             is no memory for its KV cache.
     """
 
-    def __init__(self, path: Path, options: DraftOptions, num_tokens: int) -> None:
+    thread_id: int | None = None
+    is_alive = True
+
+    def __init__(self, path: Path, options: DraftOptions, num_tokens: int, *, abort_flag: Any = None) -> None:
         self._context: Any = None
         self._model: Any = None
         # Positions that a row lies before its token.
@@ -137,7 +145,7 @@ class DraftContext:
             self._check(path)
             # llama.cpp polls this while it computes. libc's strlen reads the first byte of a C string as no
             # Python function could: without waiting for the interpreter lock at each of a thousand tensors.
-            self._abort_flag = ctypes.create_string_buffer(2)
+            self._abort_flag = ctypes.create_string_buffer(2) if abort_flag is None else abort_flag
             self._abort_callback = llama_cpp.ggml_abort_callback(
                 ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value
             )
@@ -146,8 +154,8 @@ class DraftContext:
             self.close()
             raise
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
-        self._n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self.vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self._n_vocab: int = llama_cpp.llama_vocab_n_tokens(self.vocab)
         self._num_tokens = min(num_tokens, self._n_vocab)
         self._batch = llama_cpp.llama_batch_init(MAX_ROWS, 0, 1)
 
@@ -191,7 +199,7 @@ class DraftContext:
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends an answer."""
-        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+        return bool(llama_cpp.llama_vocab_is_eog(self.vocab, token))
 
     def copy(self, source: int, slot: int, num_tokens: int) -> None:
         """Replace the rows of a slot by those of another's first tokens; they share the cells."""

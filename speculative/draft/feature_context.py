@@ -131,6 +131,7 @@ class FeatureContext(DraftContext):
         options: Sizes, threads and formats.
         num_tokens: Number of token ids of the target; the drafter's logits beyond are left out.
         make_tap: Makes the evaluation callback, given the values of a row and the most rows.
+        abort_flag: See `DraftContext`.
 
     Attributes:
         width: Values of a row of its own state.
@@ -147,12 +148,14 @@ class FeatureContext(DraftContext):
         options: DraftOptions,
         num_tokens: int,
         make_tap: Callable[[int, int], GraphTap],
+        *,
+        abort_flag: Any = None,
     ) -> None:
         self._kind = kind
         self._make_tap = make_tap
         # A sequence that stays empty: llama.cpp checks positions of encoded rows against the cache.
         self._spare_slot = options.num_sessions
-        super().__init__(path, options, num_tokens)
+        super().__init__(path, options, num_tokens, abort_flag=abort_flag)
         # The first row of EAGLE-3 is that of the second token.
         self._shift = 1 if kind is FeatureKind.EAGLE3 else 0
         self._rows = _Batch(self.width, has_tokens=True)

@@ -7,6 +7,7 @@ The drafter runs on the coordinator, in the thread of `speculative.draft.worker`
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from speculative.draft.context import probability
 from speculative.draft.feature_context import FeatureContext, FeatureKind
 from speculative.draft.feature_sequence import FeatureRows, FeatureSequence, FeatureSpan
+from speculative.draft.isolated_context import opened
 from speculative.draft.model import DraftProposer
 from speculative.draft.worker import DraftSession, DraftThread
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from speculative.draft.context import DraftOptions
     from speculative.draft.feature_context import GraphTap
+    from speculative.draft.isolated_context import ProcessSetup
     from speculative.draft.worker import Choose
 
 _NUM_TIMED_TOKENS: Final = 4
@@ -40,6 +43,7 @@ class FeatureModel:
         num_tokens: Number of token ids of the target; higher ones are never proposed.
         make_tap: See `FeatureContext`.
         clock_s: Monotonic clock, seconds.
+        setup: Of the process that computes; None to compute in this process, which llama.cpp may abort.
 
     Raises:
         DraftUnusable: If the file cannot serve as a drafter, or there is no memory for its KV cache.
@@ -54,10 +58,14 @@ class FeatureModel:
         num_tokens: int,
         make_tap: Callable[[int, int], GraphTap],
         clock_s: Callable[[], float],
+        setup: ProcessSetup | None = None,
     ) -> None:
         self._kind = kind
         self._options = options
-        self._context = FeatureContext(path, kind, options, num_tokens, make_tap)
+        make = partial(FeatureContext, path, kind, options, num_tokens, make_tap)
+        self._context = opened(
+            make, setup, num_sessions=options.num_sessions, num_tokens=num_tokens, clock_s=clock_s
+        )
         self._zeros = None
         if kind is FeatureKind.MTP:
             self._zeros = np.zeros(self._context.feature_width, np.float32)
@@ -72,6 +80,11 @@ class FeatureModel:
     def draft_ms_per_token(self) -> float:
         """Time of a drafted token, in ms: a running mean, of whole batches if several sessions draft."""
         return self._thread.ms_per_token
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can draft: the process that computes has not ended."""
+        return self._context.is_alive
 
     def open(self, choose: Choose) -> FeatureProposer:
         """A proposer for one session; see `speculative.draft.model.DraftModel.open`."""

@@ -10,11 +10,13 @@ as well.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from speculative.draft.context import DraftContext, DraftRows, probability
+from speculative.draft.isolated_context import opened
 from speculative.draft.session import DraftSequence
 from speculative.draft.worker import DraftSession, DraftThread
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from speculative.draft.context import DraftOptions
+    from speculative.draft.isolated_context import IsolatedContext, ProcessSetup
     from speculative.draft.worker import Choose
     from speculative.proposer import Proposal
 
@@ -39,22 +42,37 @@ class DraftModel:
         options: Options of the draft model.
         num_tokens: Number of token ids of the target; higher ones are never proposed.
         clock_s: Monotonic clock, seconds.
+        setup: Of the process that computes; None to compute in this process, which llama.cpp may abort.
 
     Raises:
         DraftUnusable: If the file cannot serve as a draft model, or there is no memory for its KV cache.
     """
 
     def __init__(
-        self, path: Path, options: DraftOptions, *, num_tokens: int, clock_s: Callable[[], float]
+        self,
+        path: Path,
+        options: DraftOptions,
+        *,
+        num_tokens: int,
+        clock_s: Callable[[], float],
+        setup: ProcessSetup | None = None,
     ) -> None:
         self._options = options
-        self._context = DraftContext(path, options, num_tokens)
+        make = partial(DraftContext, path, options, num_tokens)
+        self._context = opened(
+            make, setup, num_sessions=options.num_sessions, num_tokens=num_tokens, clock_s=clock_s
+        )
         self._thread = DraftThread(self._context, options, clock_s, _time_token_ms(self._context, clock_s))
 
     @property
     def draft_ms_per_token(self) -> float:
         """Time of a drafted token, in ms: a running mean, of whole batches if several sessions draft."""
         return self._thread.ms_per_token
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can draft: the process that computes has not ended."""
+        return self._context.is_alive
 
     def open(self, choose: Choose) -> DraftProposer:
         """A proposer for one session; at most `options.num_sessions` may be open at once.
@@ -108,7 +126,7 @@ class DraftProposer:
         self._thread.remove(self._session)
 
 
-def _time_token_ms(context: DraftContext, clock_s: Callable[[], float]) -> float:
+def _time_token_ms(context: DraftContext | IsolatedContext, clock_s: Callable[[], float]) -> float:
     """Shortest time of a few tokens: the estimate before the first session. The first only warms up."""
     times_ms = []
     for position in range(_NUM_TIMED_TOKENS):

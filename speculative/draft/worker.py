@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from speculative.draft.context import DraftContext, DraftOptions, DraftOutput
+    from speculative.draft.isolated_context import IsolatedContext
     from speculative.draft.session import DraftSequence, DraftSpan
 
 
@@ -210,7 +211,11 @@ class DraftThread:
     """
 
     def __init__(
-        self, context: DraftContext, options: DraftOptions, clock_s: Callable[[], float], ms_per_token: float
+        self,
+        context: DraftContext | IsolatedContext,
+        options: DraftOptions,
+        clock_s: Callable[[], float],
+        ms_per_token: float,
     ) -> None:
         self.ms_per_token = ms_per_token
         self._context = context
@@ -224,7 +229,8 @@ class DraftThread:
         # A thread has no id before it runs, and must not run before its priority is set.
         with self._changed:
             self._thread.start()
-            self._priority = ThreadPriority(self._thread.native_id or 0, options.niceness)
+            thread_id = context.thread_id or self._thread.native_id or 0
+            self._priority = ThreadPriority(thread_id, options.niceness)
 
     def add(self, session: DraftSession) -> None:
         """Add a session."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ import pytest
 from mesh.coordinator.feature_streams import FeatureNeeds
 from mesh.draft.completion import loadable_file
 from mesh.draft.drafter import own_head, read_drafter
+from mesh.draft.isolated_check import SETUP
 from mesh.engine import GenerationRequest
 from mesh.text.tokenizer import Tokenizer
 from speculative.controller import ControllerOptions
@@ -61,6 +64,7 @@ class Setting:
             num_tokens=self.tokenizer.n_vocab,
             make_tap=TensorTap,
             clock_s=time.monotonic,
+            setup=SETUP,
         )
         self.change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda rows: rows
 
@@ -170,6 +174,34 @@ async def test_a_stream_of_features_that_is_cut_mid_answer_costs_acceptance_only
         assert streams is not None
         assert streams.why_off is not None
     assert tokens == plain
+
+
+async def test_a_crash_of_the_drafter_ends_drafting_and_nothing_else(
+    smollm2_path: Path, tmp_path: Path, stage_cache_dir: Path
+) -> None:
+    drafter = read_drafter(DRAFTER, read_model_facts(smollm2_path))
+    setting = Setting(smollm2_path, drafter, tmp_path)
+    options = RuntimeOptions(num_slots=4, ctx_size=CTX_SIZE, exact=True)
+    try:
+        async with running_stages(smollm2_path, (10, 20), options, stage_cache_dir) as stages:
+            async with setting.coordinator(stages, is_on=False) as coordinator:
+                (plain, *_), _ = await texts(setting, coordinator, SamplingParams())
+            async with setting.coordinator(stages) as coordinator:
+                tokens: list[int] = []
+                num_accepted = []
+                async for part in coordinator.generate(setting.request(QUESTIONS[0], SamplingParams())):
+                    if len(tokens) < NUM_TOKENS // 2 <= len(tokens) + len(part.tokens):
+                        pid = setting.model._context.thread_id
+                        assert pid is not None
+                        os.kill(pid, signal.SIGABRT)
+                    tokens += part.tokens
+                    num_accepted.append(part.stats.num_accepted)
+                again, last = await collect(coordinator, setting.request(QUESTIONS[0], SamplingParams()))
+    finally:
+        setting.model.close()
+    assert tokens == again == plain
+    assert num_accepted[-1] > 0
+    assert last.stats.num_accepted == 0
 
 
 async def test_the_second_turn_of_a_conversation_drafts_at_once(
