@@ -9,6 +9,7 @@ from mesh.bench.speculation_acceptance import EXACT, WITH_DRAFT, WITH_HISTORY, W
 from mesh.bench.speculation_plan import (
     ServeOptions,
     acceptance_plan,
+    features_plan,
     in_turn,
     narrowed,
     peer_settings,
@@ -197,3 +198,29 @@ def test_llama_cpp_drafts_only_with_a_draft_model() -> None:
         "draft/8 p_min 0.5",
     ]
     assert all("d.gguf" in setting.options for setting in more)
+
+
+def test_a_drafter_is_measured_beside_off_and_raw_text_beside_chat(workloads: dict[str, Workload]) -> None:
+    drafter, replay = features_plan(workloads, ServeOptions(Path("/models/eagle3.gguf")), (0.75, 0.5))
+    assert drafter.options == ("--speculate", "auto", "--draft", "/models/eagle3.gguf", "--draft-max", "8")
+    asked = {
+        (trial.delay_ms, trial.workload.name): (
+            len(trial.workload.questions),
+            [setting.name for setting in trial.settings],
+        )
+        for trial in drafter.trials
+    }
+    lengths = ["draft/1", "draft/2", "draft/4", "draft/8"]
+    assert len(asked) == 5 * len(CATEGORIES)
+    assert asked[0.1, "coding"] == (2, ["auto", "off again"])
+    assert asked[5.0, "coding"] == asked[20.0, "rag"] == (1, ["draft", *lengths, "ngram", "auto"])
+    assert asked[5.0, "coding-raw"] == (1, ["draft", "auto"])
+    assert not drafter.replays
+    assert replay.options == ("--speculate", "auto", "--replay-rates", "0.75,0.5")
+    assert replay.replays
+    assert {(trial.delay_ms, trial.workload.name) for trial in replay.trials} == {
+        (delay_ms, "writing") for delay_ms in (0.1, 5.0, 20.0)
+    }
+    names = ["in step/1", "in step/2", "in step/4", "in step/8", "replay"]
+    assert [setting.name for setting in in_turn((OFF, *replay.trials[0].settings), 1)] == ["off", *names]
+    assert {setting.depth for setting in replay.trials[0].settings} == {1, None}
