@@ -307,6 +307,8 @@ def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
 
 
 NUM_BUCKETS: Final = 8
+# Acceptance of a proposer that nothing is known of.
+_EVEN: Final = 0.5
 
 
 class AcceptanceTable:
@@ -332,6 +334,12 @@ class AcceptanceTable:
         judged = sum(count for (name, *_), count in self._judged.items() if name == proposer)
         accepted = sum(count for (name, *_), count in self._accepted.items() if name == proposer)
         return accepted / judged if judged else None
+
+    def expected_mean(self, proposer: str, prior: float, prior_weight: float) -> float:
+        """Acceptance rate over all confidences; near `prior` while there are few judgements."""
+        judged = sum(count for (name, *_), count in self._judged.items() if name == proposer)
+        accepted = sum(count for (name, *_), count in self._accepted.items() if name == proposer)
+        return (accepted + prior * prior_weight) / (judged + prior_weight)
 
     def estimate(
         self, proposer: str, confidence: float, prior: float, prior_weight: float, depth: int = 0
@@ -376,6 +384,11 @@ class Calibration:
     def mean(self, proposer: str) -> float | None:
         """Acceptance rate of the proposer in this session; None without judgements."""
         return self._own.mean(proposer)
+
+    def expected_mean(self, proposer: str) -> float:
+        """Acceptance rate to be expected of the proposer, whatever its confidence."""
+        shared = self._shared.expected_mean(proposer, _EVEN, self._WORD_WEIGHT)
+        return self._own.expected_mean(proposer, shared, self._SHARED_WEIGHT)
 
     def judged(self, proposal: Proposal, num_accepted: int) -> None:
         """Record the judgement of a window, up to the first rejected token."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any, Final
 
 from speculative.acceptance import AcceptanceTable, Calibration
@@ -103,6 +105,11 @@ _NUM_FIRST_PLAIN: Final = 2
 _NUM_DRAFTED_ON: Final = 8
 # Tokens before speculation is tried again from which features are wanted.
 _FEATURES_AHEAD: Final = 64
+# Share of a drafter's luck that the payoff does not see; the rest guards against a wrong calibration.
+_LUCK_SHARE: Final = 0.8
+# A drafted token may be likelier than the mean by this factor; and the bounds of its hoped-for acceptance.
+_HOPE: Final = 1.5
+_MOST_HOPE: Final = 0.95
 _FIRST_PROBE: Final = 32
 _MAX_PROBE: Final = 512
 
@@ -171,6 +178,26 @@ class Controller:
             return 0
         return max(0, min(width, context.room))
 
+    def draft_limit(self, proposer: str) -> int:
+        """Number of tokens worth drafting now, behind those in flight; after `wanted`.
+
+        Further ones would hardly be likely enough to be sent, and drafting takes time of the coordinator's
+        host, which may be a stage's as well.
+
+        Args:
+            proposer: Name of the drafter.
+        """
+        if self._options.fixed_width is not None:
+            return self._options.fixed_width
+        hope = min(_HOPE * self._calibration.expected_mean(proposer), _MOST_HOPE)
+        reached = math.prod(self._flying) * hope
+        price = self._price(0, is_behind=True)
+        # One is always drafted behind the committed token: the likeliest, and what shows a change.
+        count = int(len(self._flying) <= 1)
+        while count < self._options.max_width and reached * hope**count >= price:
+            count += 1
+        return count
+
     def decide(self, context: ProposalContext, proposal: Proposal) -> Decision:
         """How many of the proposed tokens to send now."""
         limit = min(self.wanted(context), len(proposal.tokens))
@@ -212,8 +239,9 @@ class Controller:
         if self._num_judged % _PACE_EVERY == 0:
             self._rates.clear()
         self._timing.add(outcome, is_alone=is_alone)
+        luck = self._luck(outcome)
         self._calibration.judged(outcome.proposal, outcome.judgement.num_accepted)
-        self._update_payoff(outcome, is_alone=is_alone)
+        self._update_payoff(outcome, luck, is_alone=is_alone)
         self._last_arrived_ms = outcome.arrived_ms
         self._is_after_stale = outcome.num_stale > 0
 
@@ -350,7 +378,21 @@ class Controller:
             return self._shared.group_payoff.plain_ms
         return self._shared.decode_time.ms(self._position)
 
-    def _update_payoff(self, outcome: WindowOutcome, *, is_alone: bool) -> None:
+    def _luck(self, outcome: WindowOutcome) -> float:
+        """Tokens that a window won beyond what the calibrated acceptance of its drafter lets expect.
+
+        A drafter that reads features proposes one or two tokens a window, right now and then: the sum of what
+        is won varies far more than its mean, and would end most runs by chance.
+        """
+        proposal, plain_ms = outcome.proposal, self._plain_ms()
+        if not proposal.depths or plain_ms is None:
+            return 0.0
+        expected: float = sum(accumulate(self._calibration.acceptances(proposal), mul))
+        # An accepted token saves a plain window, and its own window takes a stage's time.
+        value = max(0.0, 1.0 - row_ms(self._timing, 1) / plain_ms)
+        return _LUCK_SHARE * value * (outcome.judgement.num_accepted - expected)
+
+    def _update_payoff(self, outcome: WindowOutcome, luck: float, *, is_alone: bool) -> None:
         num_tokens = len(outcome.judgement.committed)
         shared, payoff = self._shared, self._payoff
         self._probe_in -= num_tokens
@@ -374,7 +416,14 @@ class Controller:
         if self._is_plain_turn:
             payoff.add_plain(num_tokens)
         elif plain_ms is not None and elapsed_ms >= 0.0 and not is_idle and not is_others:
-            payoff.add(num_tokens, elapsed_ms, plain_ms, is_run_over=outcome.num_behind == 0)
+            payoff.add(
+                num_tokens,
+                elapsed_ms,
+                plain_ms,
+                is_run_over=outcome.num_behind == 0,
+                is_silent=is_plain and is_alone,
+                luck=luck,
+            )
 
     def _note_plain(self, outcome: WindowOutcome) -> None:
         """Learn what a plain window takes where nothing is proposed."""

@@ -59,6 +59,7 @@ class PayoffOptions:
         first_pause: Tokens to wait before the first new try.
         max_pause: Longest wait.
         premium: Factor of elapsed time, since the time of plain windows is not known exactly.
+        silent_slack: Excess of a window without proposals over a plain one that counts as none.
         max_excess: Bound of the wait for one verdict, which may be disturbed.
     """
 
@@ -68,6 +69,7 @@ class PayoffOptions:
     first_pause: int = 48
     max_pause: int = 512
     premium: float = 1.04
+    silent_slack: float = 0.02
     max_excess: float = 2.5
 
 
@@ -122,7 +124,16 @@ class SessionPayoff:
         """Record tokens committed while it was not allowed."""
         self.wait = max(0, self.wait - num_tokens)
 
-    def add(self, num_tokens: int, elapsed_ms: float, plain_ms: float, *, is_run_over: bool = True) -> None:
+    def add(
+        self,
+        num_tokens: int,
+        elapsed_ms: float,
+        plain_ms: float,
+        *,
+        is_run_over: bool = True,
+        is_silent: bool = False,
+        luck: float = 0.0,
+    ) -> None:
         """Record tokens committed while speculating.
 
         Args:
@@ -131,6 +142,8 @@ class SessionPayoff:
             plain_ms: Time of a plain window.
             is_run_over: Whether no window is in flight. A run costs time at its start, until the first
                 verdict, and gains later: in the middle it would seem to lose.
+            is_silent: Whether nothing was proposed; a drafter that only computes may still slow a window.
+            luck: Tokens among them that were won by chance, or that chance cost if negative.
         """
         options = self._options
         self._plain_ms = plain_ms
@@ -138,7 +151,11 @@ class SessionPayoff:
         self.elapsed_ms += elapsed_ms
         self.num_plain_tokens += elapsed_ms / plain_ms
         cost = options.premium * elapsed_ms / plain_ms
-        self.balance += max(num_tokens - cost, -options.max_excess)
+        if is_silent:
+            # Nothing was won that an uncertain time of plain windows could feign; and that time is of the
+            # quicker ones.
+            cost = max(num_tokens, elapsed_ms / plain_ms - options.silent_slack)
+        self.balance += max(num_tokens - luck - cost, -options.max_excess)
         if self.balance >= options.max_credit:
             self.balance = options.max_credit
             self._pause = options.first_pause

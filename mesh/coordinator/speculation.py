@@ -93,6 +93,9 @@ class Speculator:
         # While no tokens are wanted the proposer is not updated: speculation that is off costs nothing.
         self._is_resting = False
         self._catch_up()
+        for proposer in self._guarded:
+            if proposer.takes_features:
+                proposer.most_tokens = self._controller.draft_limit(proposer.name)
         proposal = self._without_end(self._proposer.propose(wanted, generation.ahead))
         decision = self._controller.decide(context, proposal)
         if decision != self._decision:
@@ -184,10 +187,15 @@ class GuardedProposer:
         proposer: Any proposer.
         n_vocab: Number of token ids.
         session: Session id, for the warning.
+
+    Attributes:
+        name: Name of the proposer.
+        most_tokens: Limit of what it is asked for; None for none.
     """
 
     def __init__(self, proposer: Proposer, *, n_vocab: int, session: int) -> None:
         self.name = proposer.name
+        self.most_tokens: int | None = None
         self._proposer = proposer
         self._n_vocab = n_vocab
         self._session = session
@@ -223,6 +231,8 @@ class GuardedProposer:
         """See `Proposer.propose`."""
         if self._is_off:
             return EMPTY
+        if self.most_tokens is not None:
+            max_tokens = min(max_tokens, self.most_tokens)
         try:
             proposal = self._proposer.propose(max_tokens, after).first(max_tokens)
             tokens = tuple(map(operator.index, proposal.tokens))

@@ -103,6 +103,9 @@ class FeatureSequence(DraftSequence):
         real_stop: Index after the last token that has a real row.
     """
 
+    # A draft behind the next feature is better than one ahead of it.
+    _drafts_ahead = False
+
     def __init__(
         self,
         name: str,

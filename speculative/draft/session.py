@@ -12,7 +12,7 @@ which part of it is still valid.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from speculative.draft.context import DraftRows
 from speculative.proposer import EMPTY, Proposal
@@ -81,6 +81,9 @@ class DraftSequence:
         num_cached: Number of its first tokens in the KV cache.
         is_urgent: Whether a proposal waits for its rows.
     """
+
+    # Whether it drafts as far as `draft_max` beyond what was requested.
+    _drafts_ahead: ClassVar[bool] = True
 
     def __init__(self, name: str, options: DraftOptions, is_end: Callable[[int], bool]) -> None:
         self.tokens: list[int] = []
@@ -151,7 +154,9 @@ class DraftSequence:
             self._draft_until = begin
             self._num_asked = 0
             return EMPTY
-        self._draft_until = begin + max(self._options.draft_max, max_tokens)
+        self._draft_until = begin + max_tokens
+        if self._drafts_ahead:
+            self._draft_until = begin + max(self._options.draft_max, max_tokens)
         num_ready = min(len(self.tokens) - begin, max_tokens)
         self._num_asked = max_tokens
         if num_ready < min(self._options.draft_min, max_tokens):

@@ -81,6 +81,52 @@ class TestSwitches:
             ControllerOptions(**values)  # type: ignore[arg-type]
 
 
+class TestDraftLimit:
+    """How many tokens a drafter is asked for."""
+
+    def accepting(self, share: float) -> Controller:
+        """A controller that has seen windows of two drafted tokens, of which this share was accepted."""
+        controller = warm()
+        for index in range(40):
+            num_accepted = 2 if index < 40 * share else 0
+            committed = (7,) * (num_accepted + 1)
+            kind = SpanClass.FULL_ACCEPT if num_accepted else SpanClass.EARLY_REJECT
+            judgement = Judgement(committed, 2, num_accepted, kind)
+            stages = (StageMeasure(3, 0.0, 8.0),) * 3
+            drafted = Proposal((7, 7), (0.5, 0.5), "eagle3", (1, 2))
+            sent_ms = 1000.0 + 60.0 * index
+            controller.judged(WindowOutcome(judgement, drafted, 0, sent_ms, sent_ms + 60.0, 0, stages, 0, 0))
+        return controller
+
+    def test_one_is_always_drafted_behind_the_committed_token(self) -> None:
+        controller = self.accepting(0.0)
+        controller.wanted(moment())
+        assert controller.draft_limit("eagle3") == 1
+
+    def test_the_likelier_the_more(self) -> None:
+        limits = []
+        for share in (0.1, 0.5, 0.9):
+            controller = self.accepting(share)
+            controller.wanted(moment())
+            limits.append(controller.draft_limit("eagle3"))
+        assert limits == sorted(limits)
+        assert limits[0] < limits[-1] <= ControllerOptions().max_width
+
+    def test_fewer_behind_windows_in_flight(self) -> None:
+        controller = self.accepting(0.2)
+        limits = []
+        for number in range(20):
+            now = moment(num_in_flight=number)
+            controller.wanted(now)
+            limits.append(controller.draft_limit("eagle3"))
+            controller.decide(now, Proposal((7,), (0.5,), "eagle3", (number + 1,)))
+        assert limits == sorted(limits, reverse=True)
+        assert limits[-1] < limits[0]
+
+    def test_a_fixed_width_is_drafted(self) -> None:
+        assert warm(ControllerOptions(fixed_width=3)).draft_limit("eagle3") == 3
+
+
 class TestReasons:
     def test_it_measures_a_plain_window_first(self) -> None:
         controller = Controller(ControllerOptions(), SharedMeasures())

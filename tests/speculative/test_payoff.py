@@ -112,3 +112,26 @@ def test_what_was_learned_on_another_wire_does_not_hold() -> None:
     record = PayoffRecord(-0.1, PLAIN_MS, 48, 48)
     assert all(record.holds_at(plain_ms) for plain_ms in (8.0, 10.0, 12.0))
     assert not any(record.holds_at(plain_ms) for plain_ms in (2.5, 40.0))
+
+
+def test_luck_is_neither_gain_nor_loss() -> None:
+    """What counts for the balance is what was to be expected; the figures tell what was won."""
+    lucky, expected, unlucky = SessionPayoff(), SessionPayoff(), SessionPayoff()
+    lucky.add(2, 50.0, 40.0, luck=0.6)
+    expected.add(1, 50.0, 40.0, luck=-0.4)
+    unlucky.add(1, 50.0, 40.0)
+    assert lucky.balance == pytest.approx(expected.balance)
+    assert unlucky.balance < expected.balance
+    assert (lucky.num_tokens, expected.num_tokens) == (2, 1)
+
+
+def test_a_window_without_proposals_counts_as_far_as_it_is_slower() -> None:
+    payoff = SessionPayoff()
+    for _ in range(50):
+        payoff.add(1, 40.5, 40.0, is_silent=True)
+    assert (payoff.balance, payoff.is_open) == (0.0, True)
+    payoff.add(1, 44.0, 40.0, is_silent=True)
+    assert payoff.balance == pytest.approx(-0.08)
+    for _ in range(10):
+        payoff.add(1, 44.0, 40.0, is_silent=True)
+    assert not payoff.is_open
