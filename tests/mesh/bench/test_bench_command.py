@@ -126,7 +126,8 @@ def test_wrong_hang_ups_are_named(
             "mesh.bench.speculation_run.run_spec",
             (
                 "--workloads a,b --proposers auto,ngram --draft-max 2 --delay-ms 1,2 --questions 2 --tokens 9"
-                " --threads 2 --draft-type none --exact --rpc --seed 3 -o out --logs logs"
+                " --threads 2 --draft-type none --exact --rpc --seed 3 --replay-rates 0.5,0.25"
+                " -o out --logs logs"
             ),
             {
                 "draft_model": None,
@@ -137,6 +138,7 @@ def test_wrong_hang_ups_are_named(
                 "modes": ("ngram", "auto"),
                 "widths": (2,),
                 "delays_ms": (1.0, 2.0),
+                "replay_rates": (0.5, 0.25),
                 "per_workload": 2,
                 "num_tokens": 9,
                 "num_threads": 2,
@@ -146,8 +148,8 @@ def test_wrong_hang_ups_are_named(
                 "output": Path("out"),
                 "logs": Path("logs"),
                 "command": "mesh bench spec SmolLM2-135M-Instruct.Q4_1.gguf --workloads a,b"
-                " --proposers ngram,auto --draft-max 2 --delay-ms 1,2 --questions 2 --tokens 9 --threads 2"
-                " --draft-type none --exact --rpc --seed 3",
+                " --proposers ngram,auto --draft-max 2 --delay-ms 1,2 --replay-rates 0.5,0.25 --questions 2"
+                " --tokens 9 --threads 2 --draft-type none --exact --rpc --seed 3",
             },
         ),
     ],

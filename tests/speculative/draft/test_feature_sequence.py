@@ -97,7 +97,11 @@ class Machine:
         if not span.has_output:
             self.sequence.computed()
             return
-        is_there = list(span.tokens) == self.sequence.tokens[span.start : span.stop]
+        # The text before the span may have changed meanwhile, and its own tokens be there again.
+        tokens = self.sequence.tokens
+        is_there = span.stop <= len(tokens) and all(
+            token == tokens[row] for row, (token, _) in self.cache.items() if row < span.stop
+        )
         state = self.state(span.stop - 1) if is_there else feature(0, 3.0)
         right = TEXT[span.stop] if span.stop < len(TEXT) else 0
         before = len(self.sequence.tokens)
