@@ -124,7 +124,7 @@ class DraftContext:
 
     Attributes:
         thread_id: Id of the thread that computes; None for that of the caller.
-        vocab: llama.cpp's vocabulary.
+        is_alive: Whether it can compute.
 
     Raises:
         DraftUnusable: If llama.cpp does not load it, if its state cannot be trimmed by position, or if there
@@ -154,8 +154,8 @@ class DraftContext:
             self.close()
             raise
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self.vocab = llama_cpp.llama_model_get_vocab(self._model)
-        self._n_vocab: int = llama_cpp.llama_vocab_n_tokens(self.vocab)
+        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self._n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self._num_tokens = min(num_tokens, self._n_vocab)
         self._batch = llama_cpp.llama_batch_init(MAX_ROWS, 0, 1)
 
@@ -199,7 +199,11 @@ class DraftContext:
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends an answer."""
-        return bool(llama_cpp.llama_vocab_is_eog(self.vocab, token))
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def end_tokens(self) -> frozenset[int]:
+        """All tokens that end an answer."""
+        return frozenset(filter(self.is_end, range(self._n_vocab)))
 
     def copy(self, source: int, slot: int, num_tokens: int) -> None:
         """Replace the rows of a slot by those of another's first tokens; they share the cells."""

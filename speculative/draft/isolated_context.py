@@ -15,7 +15,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-import llama_cpp
 import numpy as np
 
 from speculative.draft.context import DraftOutput, DraftUnusable
@@ -261,10 +260,8 @@ def _serve(
         except (DraftUnusable, ImportError) as error:
             pipe.send(DraftUnusable(f"{error}; llama.cpp: {setup.complaint()}"))
             return
-        n_vocab = llama_cpp.llama_vocab_n_tokens(context.vocab)
-        end_tokens = frozenset(filter(context.is_end, range(n_vocab)))
         widths = (getattr(context, name, 0) for name in ("width", "feature_width"))
-        pipe.send(_Loaded(end_tokens, *widths))
+        pipe.send(_Loaded(context.end_tokens(), *widths))
         logits = shared.rows()
         while True:
             name, arguments = pipe.recv()
