@@ -66,6 +66,7 @@ class FeatureStore:
     Attributes:
         num_wanted: Rows of judged windows that count, and asked for features.
         num_received: Those among them whose features arrived.
+        num_known: Position up to which features of all positions arrived, from the first that was asked for.
     """
 
     def __init__(self, layers: Sequence[int], n_embd: int) -> None:
@@ -74,9 +75,15 @@ class FeatureStore:
         self._windows: OrderedDict[int, _Window] = OrderedDict()
         self.num_wanted = 0
         self.num_received = 0
+        self.num_known = 0
+        self._has_begun = False
+        # Runs behind a gap that earlier features may still fill: stop by start.
+        self._behind_gap: dict[int, int] = {}
 
     def sent(self, window_id: int, start: int, num_rows: int) -> None:
         """Record a window that asks for features."""
+        if not self._has_begun:
+            self._has_begun, self.num_known = True, start
         num_layers = len(self._index)
         self._windows[window_id] = _Window(
             start,
@@ -142,9 +149,21 @@ class FeatureStore:
         window.is_released[:num_valid] |= is_new
         found = [FeatureRows(window.start + first, window.rows[first:stop]) for first, stop in _runs(is_new)]
         self.num_received += sum(len(run.rows) for run in found)
+        self._note_known(found)
         if window.is_released[:num_valid].all():
             del self._windows[window_id]
         return found
+
+    def _note_known(self, runs: Sequence[FeatureRows]) -> None:
+        for run in runs:
+            self._behind_gap[run.start] = run.start + len(run.rows)
+        for start in sorted(self._behind_gap):
+            if start > self.num_known:
+                break
+            self.num_known = max(self.num_known, self._behind_gap.pop(start))
+        if len(self._behind_gap) > _MOST_WINDOWS:
+            # What is missing will not come any more.
+            self.num_known = self._behind_gap.pop(min(self._behind_gap))
 
 
 def _runs(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

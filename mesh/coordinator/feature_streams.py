@@ -35,6 +35,7 @@ log = structlog.get_logger()
 # Hidden states beyond this are no features that any drafter was trained on.
 _LARGEST_VALUE: Final = 1e6
 _RETRY_S: Final = 5.0
+_CONNECT_PATIENCE_S: Final = 0.3
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,24 @@ class FeatureStreams:
         self._identity = identity
         self._given: dict[str, tuple[int, ...]] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_settled = asyncio.Event()
         self.why_off: str | None = "stages are not connected yet"
 
     def open(self) -> None:
         """Begin to connect; features come once every stage has answered."""
+        if not self._stages:
+            self._is_settled.set()
         self._tasks = [asyncio.create_task(self._run(stage)) for stage in self._stages]
+
+    async def settled(self) -> None:
+        """Wait until all streams are open or one has failed, but not long.
+
+        Sessions that are replayed next would lose the features of their latest positions, and with them what
+        the drafter has read before.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CONNECT_PATIENCE_S):
+                await self._is_settled.wait()
 
     async def close(self) -> None:
         """End all streams."""
@@ -181,6 +195,7 @@ class FeatureStreams:
                 reason = error if isinstance(error, MeshError) else ProtocolError(str(error))
             self._given.pop(stage.address, None)
             self.why_off = reason.message
+            self._is_settled.set()
             log.warning("features_lost", host=stage.host, reason=reason.message)
             if isinstance(reason, ProtocolError):
                 # The stage would send the same again.
@@ -209,6 +224,7 @@ class FeatureStreams:
         self._given[stage.address] = layers
         if len(self._given) < len(self._stages):
             return
+        self._is_settled.set()
         given = {layer for some in self._given.values() for layer in some}
         missing = [layer for layer in self._needs.layers if layer not in given]
         self.why_off = None

@@ -198,6 +198,10 @@ class Generation:
         self.skip(0)
         return self._void()
 
+    def resume_before(self, position: int) -> None:
+        """After `rewind`: have all stages compute the positions from this one on, whatever they hold."""
+        self._num_resumable = min(self._num_resumable, position)
+
     def skip(self, num_cached: int) -> None:
         """After `rewind`, before anything is sent: begin behind tokens that the stages hold already.
 

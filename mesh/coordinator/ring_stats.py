@@ -120,10 +120,18 @@ class ActiveRing:
         self._totals = [_StageTotals() for _ in stages]
 
     async def open(self) -> None:
-        """Connect to every stage; see `Ring.open`. Features come later."""
-        await self.ring.open()
-        if self.features is not None:
-            self.features.open()
+        """Connect to every stage; see `Ring.open`. Features that do not come at once come later."""
+        features = self.features
+        if features is None:
+            await self.ring.open()
+            return
+        features.open()
+        try:
+            await self.ring.open()
+        except BaseException:
+            await features.close()
+            raise
+        await features.settled()
 
     async def close(self) -> None:
         """Close all streams."""

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
 
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from mesh.engine import GenerationRequest
     from speculative.acceptance import Judgement
     from stages.sampling.session_spec import SessionSpec
+
+
+# Latest positions of a replay that stages compute though they hold them, if their features are missing.
+_MOST_COMPUTED_AGAIN: Final = 64
 
 
 class InFlightWindow(NamedTuple):
@@ -168,6 +172,7 @@ class Session:
         if feature_needs is not None:
             self._feature_store = FeatureStore(feature_needs.layers, feature_needs.n_embd)
         self._num_feature_bytes = 0
+        self._features_from = 0
         self._is_decoding = False
         self._is_over = False
         self._is_suspended = False
@@ -264,6 +269,7 @@ class Session:
                 `clear_suspicion`.
         """
         is_elsewhere = active_ring is not self._active_ring
+        self._features_from = self._begin_of_features() if is_elsewhere else 0
         self._spec = replace(
             self._spec,
             session=id,
@@ -463,6 +469,15 @@ class Session:
             return FeatureCounts()
         return FeatureCounts(store.num_wanted, store.num_received, self._num_feature_bytes)
 
+    def _begin_of_features(self) -> int:
+        """First position of a replay whose features are wanted: all stages compute it, and those behind."""
+        store, speculator = self._feature_store, self._speculator
+        if store is None or speculator is None or not speculator.wants_features:
+            return 0
+        begin = max(store.num_known, self.num_to_compute - _MOST_COMPUTED_AGAIN)
+        self._generation.resume_before(begin)
+        return begin
+
     def _void_features(self) -> None:
         if self._feature_store is not None:
             self._feature_store.void()
@@ -477,7 +492,8 @@ class Session:
         needs, streams = self._feature_needs, self._active_ring.features
         if needs is None or streams is None or streams.why_off is not None or self._speculator is None:
             return False
-        is_near = window.start + len(window.tokens) > self.num_to_compute - needs.context
+        first = max(self._features_from, self.num_to_compute - needs.context)
+        is_near = window.start >= self._features_from and window.start + len(window.tokens) > first
         return is_near and self._speculator.wants_features
 
     def _outcomes(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mesh.coordinator.feature_streams import FeatureNeeds
+from mesh.coordinator.options import CoordinatorOptions
 from mesh.draft.completion import loadable_file
 from mesh.draft.drafter import own_head, read_drafter
 from mesh.draft.isolated_check import SETUP
@@ -22,12 +23,16 @@ from speculative.controller import ControllerOptions
 from speculative.draft.context import DraftOptions
 from speculative.draft.feature_context import FeatureKind
 from speculative.draft.feature_model import FeatureModel, FeatureProposer
+from stages.layers import ranges_from_cuts
 from stages.runtime.hidden_tap import TensorTap
-from stages.runtime.stage_runtime import RuntimeOptions
+from stages.runtime.numerics import EXACT_MAX_ROWS
+from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import Sampler, SamplingParams
 from stages.slicing.model_facts import read_model_facts
+from stages.weights.stage_cache import StageCache
 from tests.support.eagle3 import DRAFTER
 from tests.support.mimo2 import write_mimo2
+from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import collect, running_coordinator, running_stages
 
 if TYPE_CHECKING:
@@ -202,6 +207,50 @@ async def test_a_crash_of_the_drafter_ends_drafting_and_nothing_else(
     assert tokens == again == plain
     assert num_accepted[-1] > 0
     assert last.stats.num_accepted == 0
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+async def test_a_repair_leaves_no_gap_in_the_features(
+    setting: Setting, stage_cache_dir: Path, lost: int
+) -> None:
+    """Stages compute again what the drafter lacks, and the drafter keeps what it has read before."""
+    cache = StageCache(stage_cache_dir)
+    files = [cache.cut(setting.target, layers).path for layers in ranges_from_cuts((10, 20), 30)]
+    runtime_options = RuntimeOptions(num_slots=4, ctx_size=CTX_SIZE, exact=True)
+    ring = RepairableRing(make_runtime=lambda index: StageRuntime(files[index], runtime_options))
+    options = CoordinatorOptions(
+        CTX_SIZE,
+        4,
+        EXACT_MAX_ROWS,
+        setting.tokenizer.n_vocab,
+        controller=ControllerOptions(fixed_width=3, fixed_depth=3),
+        ping_timeout_s=30.0,
+        feature_needs=setting.needs,
+    )
+    request = setting.request(QUESTIONS[0], SamplingParams())
+    proposers: list[FeatureProposer] = []
+
+    def make_proposers(request: GenerationRequest) -> list[FeatureProposer]:
+        proposers.append(setting.open(request))
+        return [proposers[-1]]
+
+    async with serving(ring, options, make_proposers=make_proposers) as coordinator:
+        whole, _ = await collect(coordinator, request)
+        tokens: list[int] = []
+        dying = None
+        async for part in coordinator.generate(request):
+            tokens += part.tokens
+            if dying is None and len(tokens) >= NUM_TOKENS // 2:
+                dying = asyncio.create_task(ring.kill(lost))
+        assert dying is not None
+        await dying
+    assert tokens == whole
+    assert ring.num_repairs == 1
+    sequence = proposers[1]._sequence
+    assert sequence.first_row <= 1, "it began anew behind a gap"
+    # Of the latest tokens they may come after the end.
+    positions = range(len(request.prompt) + NUM_TOKENS - 4)
+    assert [position for position in positions if position not in sequence.features] == []
 
 
 async def test_the_second_turn_of_a_conversation_drafts_at_once(

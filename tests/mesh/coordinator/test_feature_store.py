@@ -66,6 +66,23 @@ def test_memory_is_bounded() -> None:
         store.sent(window_id, window_id, 1)
         store.judged(window_id, 1)
     assert len(store._windows) <= 64
+    for window_id in range(1000, 3000):
+        store.sent(window_id, window_id, 1)
+        store.judged(window_id, 1)
+        if window_id % 2:
+            store.add(window_id, window_id, [(layer, rows(layer, window_id, 1)) for layer in LAYERS])
+    assert len(store._behind_gap) <= 64
+
+
+def test_what_is_known_ends_at_the_first_gap() -> None:
+    store = FeatureStore(LAYERS, N_EMBD)
+    for window_id, start in enumerate((10, 12, 14)):
+        store.sent(window_id, start, 2)
+        store.judged(window_id, 2)
+    assert store.num_known == 10
+    for window_id, start, known in ((0, 10, 12), (2, 14, 12), (1, 12, 16)):
+        store.add(window_id, start, [(layer, rows(layer, start, 2)) for layer in LAYERS])
+        assert store.num_known == known
 
 
 @given(st.data())
@@ -99,3 +116,4 @@ def test_any_order_of_arrival(data: st.DataObject) -> None:
             seen += check(run)
     assert sorted(seen) == sorted(wanted)
     assert store.num_received == len(wanted)
+    assert store.num_known == next(position for position in range(99) if position not in wanted)
