@@ -29,7 +29,8 @@ test: check $(VENV)/.llama-source
 	  test $$? -eq 1 && $(BIN)/pytest --second-try; }
 
 # Every case of what `make test` takes a few of.
-sweep: $(VENV)/.testing
+sweep: export SPANMESH_LLAMA_CPP := $(CURDIR)/$(LLAMA)/vendor/llama.cpp
+sweep: $(VENV)/.testing $(VENV)/.llama-source
 	$(BIN)/pytest -m "sweep or searched" --hypothesis-profile sweep
 
 check: $(VENV)/.testing

@@ -79,11 +79,15 @@ class InStep:
     Args:
         num_layers: Layers whose features make a row.
         num_at_tail: Those of the tail, whose features verdicts carry for the rows that were sampled.
+
+    Attributes:
+        is_together: Whether verdicts wait until all sessions have one.
     """
 
     def __init__(self, num_layers: int, num_at_tail: int) -> None:
         self._num_layers = num_layers
         self._num_at_tail = num_at_tail
+        self.is_together = False
         self._rounds: dict[GenerationRequest, dict[int, list[Round]]] = {}
         self._windows: dict[tuple[int, int], wire.Window] = {}
         # Sessions whose prompt was sent, and windows behind it.
@@ -105,11 +109,11 @@ class InStep:
             num_rows = sum(len(rows) for _, rows in features.rows)
             self._num_received[session.id, features.window_id] += num_rows
             self._on_features(session, features)
-            self._pass_on(session)
+            self._arrived(session)
 
         def on_verdict(session: Session, verdict: wire.Verdict) -> None:
             self._held[session].append(verdict)
-            self._pass_on(session)
+            self._arrived(session)
 
         patch.setattr(Ring, "send", send)
         patch.setattr(Session, "on_features", on_features)
@@ -124,6 +128,16 @@ class InStep:
         for session in list(self._held):
             self._pass_on(session)
 
+    def _arrived(self, session: Session) -> None:
+        if not self.is_together:
+            self._pass_on(session)
+        elif all(each.is_over or self._is_due(each) for each in self._held):
+            self.pass_on()
+
+    def _is_due(self, session: Session) -> bool:
+        held = self._held[session]
+        return bool(held) and self._has_features(session, held[0])
+
     def _note_sent(self, window: wire.Window) -> None:
         key = window.session, window.id
         self._windows[key] = window
@@ -137,7 +151,7 @@ class InStep:
         # Verdicts of an earlier ring are void.
         while held and held[0].session != session.id:
             held.popleft()
-        while held and self._has_features(session, held[0]):
+        while self._is_due(session):
             verdict = held.popleft()
             key = verdict.session, verdict.window_id
             if key in self._decoding:
