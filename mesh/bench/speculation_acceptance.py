@@ -16,6 +16,7 @@ from mesh.bench.speculation_results import (
     OFF,
     OFF_AGAIN,
     REPLAY,
+    WITH_RATES,
     mean_speed_up,
     median_ratio,
     pairs_with_off,
@@ -135,7 +136,7 @@ class Closeness:
 
 def closeness(rows: Sequence[Row]) -> tuple[Closeness, ...]:
     """For each cold chat workload that was replayed as well."""
-    cold = [row for row in rows if row.place.is_cold_chat]
+    cold = [row for row in rows if row.place.is_cold_chat and row.place.server != WITH_RATES]
     ceilings = {
         (row.place.delay_ms, row.place.workload): row.tokens_per_s
         for row in cold
@@ -299,6 +300,7 @@ def _candidates(rows: Sequence[Row]) -> list[Candidate]:
             and place.is_cold_chat
             and place.temperature == 0
             and place.setting not in {OFF.name, OFF_AGAIN.name, REPLAY.name}
+            and place.server != WITH_RATES
             and row.speed_up is not None
         ):
             found.setdefault((place.server, place.setting), []).append(row)

@@ -9,7 +9,16 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from mesh.bench.report_tools import Line, markdown_table, number
-from mesh.bench.speculation_results import AUTO, DRAFT, NGRAM, OFF_AGAIN, REPLAY, Pair, pairs_with_off
+from mesh.bench.speculation_results import (
+    AUTO,
+    DRAFT,
+    NGRAM,
+    OFF_AGAIN,
+    REPLAY,
+    WITH_RATES,
+    Pair,
+    pairs_with_off,
+)
 from mesh.bench.speculation_workloads import CHAT, RAW_END, is_degenerate
 
 if TYPE_CHECKING:
@@ -17,10 +26,8 @@ if TYPE_CHECKING:
 
     from mesh.bench.speculation_results import Row, Sample
 
-# Names of the servers that the plan starts, and of replayed windows sent one at a time.
+# Name of the server that the plan starts with the drafter.
 WITH_FEATURES: Final = "auto with drafter"
-WITH_RATES: Final = "replay of given acceptance"
-IN_STEP: Final = "in step"
 
 # What the cost model foretells for three stages on processors, drafting 0.7 ms a token and acceptance of .75,
 # .72, .70 …: tokens per second over plain, in flight and in step at its best, by delay in ms.
@@ -54,7 +61,7 @@ def features_lines(samples: Sequence[Sample], categories: Collection[str]) -> tu
     auto, again = (_of(pairs, name, 0.1, categories) for name in (AUTO.name, OFF_AGAIN.name))
     lines.append(_mean("auto with drafter over off, mean of all categories, 0.1 ms", auto, 0.97))
     noise = _by_workload(again)
-    floor = min(noise.values()) - 0.03 if noise else None
+    floor = round(min(noise.values()) - 0.03, 2) if noise else None
     lines.append(_mean("off again over off, mean of all categories, 0.1 ms", again, None))
     lines.append(_lowest("auto with drafter over off, lowest category, 0.1 ms", auto, floor))
     return (*lines, *_replayed([pair for pair in pairs_with_off(samples) if pair.other.server == WITH_RATES]))

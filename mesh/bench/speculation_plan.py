@@ -6,8 +6,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from mesh.bench.speculation_acceptance import EXACT, WITH_DRAFT, WITH_HISTORY, WITHOUT_DRAFT
-from mesh.bench.speculation_features import IN_STEP, WITH_FEATURES, WITH_RATES
-from mesh.bench.speculation_results import AUTO, DRAFT, NGRAM, OFF_AGAIN, REPLAY, Setting
+from mesh.bench.speculation_features import WITH_FEATURES
+from mesh.bench.speculation_results import (
+    AUTO,
+    DRAFT,
+    IN_STEP,
+    NGRAM,
+    OFF_AGAIN,
+    REPLAY,
+    WITH_RATES,
+    Setting,
+)
 from mesh.bench.speculation_workloads import CHAT, CODING, SPEC_BENCH, WARM_REPEAT, Workload, choose
 
 if TYPE_CHECKING:

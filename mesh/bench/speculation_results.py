@@ -291,6 +291,10 @@ AUTO: Final = Setting("auto")
 DRAFT: Final = Setting("draft")
 NGRAM: Final = Setting("ngram")
 REPLAY: Final = Setting("replay")
+# Server whose replayed answers have wrong tokens among them, and beginning of the names of settings that send
+# these one window at a time.
+WITH_RATES: Final = "replay of given acceptance"
+IN_STEP: Final = "in step"
 
 
 @dataclass(frozen=True)

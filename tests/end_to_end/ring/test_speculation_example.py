@@ -1,25 +1,64 @@
-"""The report in examples/ is what `mesh bench spec` prints today, of what it measured then."""
+"""The reports in examples/ are what `mesh bench spec` prints today, of what it measured then."""
+
+from __future__ import annotations
 
 import json
 import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mesh.bench.cli import spec
 from mesh.bench.speculation_report import as_markdown, work_out
 from mesh.bench.speculation_results import DraftCounts, Results, RunConditions, Sample
+from mesh.engine import FeatureCounts
+from speculative.acceptance import DepthStatistics
 
-FOLDER = Path(__file__).parents[3] / "examples" / "speculation_report"
-PAGE = (FOLDER / "report.md").read_text()
-FIGURES: dict[str, Any] = json.loads((FOLDER / "report.json").read_text())
-PICTURES = re.findall(r"^!\[[^]]+\]\(([^)]+)\)$", PAGE, re.MULTILINE)
+if TYPE_CHECKING:
+    from mesh.bench.speculation_plan import Preset
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A report in examples/."""
+
+    folder: Path
+    preset: Preset
+
+    @property
+    def page(self) -> str:
+        return (self.folder / "report.md").read_text()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = json.loads((self.folder / "report.json").read_text())
+        return figures
+
+    @property
+    def pictures(self) -> list[str]:
+        return re.findall(r"^!\[[^]]+\]\(([^)]+)\)$", self.page, re.MULTILINE)
+
+
+@pytest.fixture(
+    params=[("speculation_report", "sweep"), ("drafter_report", "features")], ids=lambda param: str(param[0])
+)
+def example(request: pytest.FixtureRequest) -> Example:
+    name, preset = request.param
+    return Example(EXAMPLES / name, preset)
 
 
 def sample(figures: dict[str, Any]) -> Sample:
     counts = {name: as_it_was(value) for name, value in figures["counts"].items()}
+    if "by_depth" in counts:
+        by_depth = {name: as_it_was(value) for name, value in counts["by_depth"].items()}
+        counts["by_depth"] = DepthStatistics(**by_depth)
+    if counts.get("features") is not None:
+        counts["features"] = FeatureCounts(**counts["features"])
     given = {name: as_it_was(figures[name]) for name in Sample.__dataclass_fields__}
     given["counts"] = DraftCounts(**counts)
     return Sample(**given)
@@ -30,42 +69,56 @@ def as_it_was(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def results() -> Results:
+def results(figures: dict[str, Any]) -> Results:
     return Results(
-        RunConditions(**FIGURES["circumstances"]),
-        samples=[sample(figures) for figures in FIGURES["samples"]],
-        servers={name: tuple(options) for name, options in FIGURES["servers"].items()},
-        hops_ms={float(asked): found for asked, found in FIGURES["hops_ms"].items()},
-        failures=FIGURES["failures"],
-        took_s=FIGURES["took_s"],
+        RunConditions(**figures["circumstances"]),
+        samples=[sample(found) for found in figures["samples"]],
+        servers={name: tuple(options) for name, options in figures["servers"].items()},
+        hops_ms={float(asked): found for asked, found in figures["hops_ms"].items()},
+        failures=figures["failures"],
+        took_s=figures["took_s"],
     )
 
 
-def test_its_samples_give_this_very_page() -> None:
-    report = work_out(results(), categories=(), preset="sweep")
-    assert as_markdown(report, PICTURES) == PAGE
+def test_its_samples_give_this_very_page(example: Example) -> None:
+    found = results(example.figures)
+    categories = {each.workload for each in found.samples if not each.is_raw}
+    report = work_out(found, categories=categories, preset=example.preset)
+    assert as_markdown(report, example.pictures) == example.page
 
 
-def test_its_command_line_measures_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_command_line_measures_what_it_shows(
+    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    command, *words = shlex.split(FIGURES["circumstances"]["command"])[2:]
+    figures = example.figures
+    command, *words = shlex.split(figures["circumstances"]["command"])[2:]
     assert command == "spec"
     for word in words:
         if word.endswith((".jsonl", ".gguf")):
             Path(word).touch()
     with spec.make_context("spec", words) as context:
         asked = context.params
-    assert {figures["num_tokens"] for figures in FIGURES["samples"]} == {asked["num_tokens"]}
-    assert {figures["workload"] for figures in FIGURES["samples"]} == set(asked["workloads"].split(","))
+    assert asked["preset"] == example.preset
+    assert {found["num_tokens"] for found in figures["samples"]} == {asked["num_tokens"]}
+    if asked["workloads"] is not None:
+        assert {found["workload"] for found in figures["samples"]} == set(asked["workloads"].split(","))
 
 
-def test_all_of_it_is_there() -> None:
-    assert FIGURES["failures"] == []
-    assert [name for name in PICTURES if not (FOLDER / name).is_file()] == []
-    assert "## Recommended for production" in PAGE
+def test_all_of_it_is_there(example: Example) -> None:
+    assert example.figures["failures"] == []
+    assert [name for name in example.pictures if not (example.folder / name).is_file()] == []
+    assert "## Recommended for production" in example.page
 
 
-def test_it_names_no_folder_of_the_machine() -> None:
-    said = [option for server in FIGURES["servers"].values() for option in server]
-    said += [str(value) for value in FIGURES["circumstances"].values()]
+def test_chat_stands_beside_raw_completions() -> None:
+    page = Example(EXAMPLES / "drafter_report", "features").page
+    assert "## Chat beside raw completions, each over its own off" in page
+    assert "## Acceptance by distance from the drafter's last feature" in page
+
+
+def test_it_names_no_folder_of_the_machine(example: Example) -> None:
+    figures = example.figures
+    said = [option for server in figures["servers"].values() for option in server]
+    said += [str(value) for value in figures["circumstances"].values()]
     assert [text for text in said if text.startswith("/")] == []

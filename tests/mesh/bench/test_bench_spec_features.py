@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mesh.bench.speculation_acceptance import recommend
 from mesh.bench.speculation_features import (
     WITH_FEATURES,
-    WITH_RATES,
     chat_beside_raw,
     depths_table,
     features_lines,
 )
-from mesh.bench.speculation_results import DraftCounts, rows_of
+from mesh.bench.speculation_results import WITH_RATES, DraftCounts, rows_of
 from tests.support.spec_bench_samples import sample
 
 if TYPE_CHECKING:
@@ -120,3 +120,10 @@ def test_chat_and_raw_stand_side_by_side_each_over_its_own_off() -> None:
     table = chat_beside_raw(rows_of(samples))
     assert "| 5 | writing | draft | 1.20 |  | 2.50 |  |" in table
     assert len(table.splitlines()) == 3
+
+
+def test_a_replay_is_never_recommended() -> None:
+    samples = turn(0, "writing", 5.0, server=WITH_RATES, step4=30.0, replay=40.0)
+    samples += turn(1, "writing", 5.0, draft=12.0)
+    found = recommend(rows_of(samples))
+    assert [candidate.setting for candidate in found.candidates] == ["draft"]

@@ -39,6 +39,7 @@ DOCUMENTS = (
     "SECURITY.md",
     "examples/three_hosts.md",
     "examples/speculation_report/report.md",
+    "examples/drafter_report/report.md",
     "examples/coding_agents/README.md",
 )
 COMMANDS = tuple(leaf_commands())
