@@ -153,7 +153,9 @@ class IsolatedContext:
             DraftUnusable: If llama.cpp fails, or the process ended.
         """
         with while_computing:
-            states = self._call("decode", spans)
+            if not self._send("decode", spans):
+                raise self._ended()
+            states = self._reply()
         if states is None:
             return None
         rows = iter(self._logits)
@@ -175,11 +177,11 @@ class IsolatedContext:
 
     def copy(self, source: int, slot: int, num_tokens: int) -> None:
         """See `DraftContext.copy`."""
-        self._call("copy", source, slot, num_tokens)
+        self._send("copy", source, slot, num_tokens)
 
     def free(self, slot: int) -> None:
         """See `DraftContext.free`."""
-        self._call("free", slot)
+        self._send("free", slot)
 
     def close(self) -> None:
         """End the process."""
@@ -187,12 +189,13 @@ class IsolatedContext:
         self._process.join()
         self._pipe.close()
 
-    def _call(self, name: str, *arguments: object) -> Any:
+    def _send(self, name: str, *arguments: object) -> bool:
+        """Send a call, of which only decodes are answered; returns whether the process still takes any."""
         try:
             self._pipe.send((name, arguments))
         except OSError:
-            raise self._ended() from None
-        return self._reply()
+            return False
+        return True
 
     def _reply(self) -> Any:
         """What the process answers.
@@ -265,12 +268,11 @@ def _serve(
         logits = shared.rows()
         while True:
             name, arguments = pipe.recv()
+            if name != "decode":
+                getattr(context, name)(*arguments)
+                continue
             try:
-                answer = (
-                    _decode(context, arguments[0], logits)
-                    if name == "decode"
-                    else getattr(context, name)(*arguments)
-                )
+                answer: object = _decode(context, arguments[0], logits)
             except DraftUnusable as error:
                 answer = error
             pipe.send(answer)

@@ -21,19 +21,15 @@ from mesh.coordinator.options import CoordinatorOptions
 from mesh.coordinator.ring import Ring
 from mesh.coordinator.session import Session
 from mesh.draft.completion import loadable_file
-from mesh.draft.drafter import own_head, read_drafter
 from speculative.controller import ControllerOptions
 from stages.layers import ranges_from_cuts
 from stages.runtime.numerics import EXACT_MAX_ROWS
 from stages.runtime.stage_runtime import RuntimeOptions, StageRuntime
 from stages.sampling.sampler import SamplingParams
-from stages.slicing.model_facts import read_model_facts
 from stages.transport.hidden_codec import HiddenType
 from stages.weights.stage_cache import StageCache
-from tests.end_to_end.ring.test_feature_drafters import CHAT, CTX_SIZE, Setting
+from tests.end_to_end.ring.test_feature_drafters import CHAT, CTX_SIZE, Setting, target_and_drafter
 from tests.support.draft_oracle import DraftOracle, OracleMissing, Round, build_draft_oracle
-from tests.support.eagle3 import DRAFTER
-from tests.support.mimo2 import write_mimo2
 from tests.support.repairable_ring import RepairableRing, serving
 from tests.support.ring_harness import collect, running_stages
 
@@ -274,13 +270,7 @@ def loaded(
     except OracleMissing as missing:
         pytest.skip(str(missing))
     folder = tmp_path_factory.mktemp("drafters")
-    if request.param == "eagle3":
-        target, drafter = smollm2_path, read_drafter(DRAFTER, read_model_facts(smollm2_path))
-    else:
-        target = write_mimo2(smollm2_path, folder / "mimo2.gguf")
-        head = own_head(read_model_facts(target))
-        assert head is not None
-        drafter = head
+    target, drafter = target_and_drafter(request.param, smollm2_path, folder)
     with pytest.MonkeyPatch.context() as patch:
         # The drafter has a process of its own, which inherits it.
         patch.setenv("GGML_CPU_TILED_MM", "0")

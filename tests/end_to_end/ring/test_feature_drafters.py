@@ -103,18 +103,22 @@ class Setting:
             yield coordinator
 
 
+def target_and_drafter(kind: str, smollm2_path: Path, folder: Path) -> tuple[Path, Drafter]:
+    """SmolLM2 with its EAGLE-3 drafter, or written again with a head for multi-token prediction."""
+    if kind == "eagle3":
+        return smollm2_path, read_drafter(DRAFTER, read_model_facts(smollm2_path))
+    target = write_mimo2(smollm2_path, folder / "mimo2.gguf")
+    head = own_head(read_model_facts(target))
+    assert head is not None
+    return target, head
+
+
 @pytest.fixture(scope="module", params=["eagle3", "mtp"])
 def setting(
     request: pytest.FixtureRequest, smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Setting]:
     folder = tmp_path_factory.mktemp("drafters")
-    if request.param == "eagle3":
-        target, drafter = smollm2_path, read_drafter(DRAFTER, read_model_facts(smollm2_path))
-    else:
-        target = write_mimo2(smollm2_path, folder / "mimo2.gguf")
-        head = own_head(read_model_facts(target))
-        assert head is not None
-        drafter = head
+    target, drafter = target_and_drafter(request.param, smollm2_path, folder)
     setting = Setting(target, drafter, folder)
     yield setting
     setting.model.close()
