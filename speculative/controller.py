@@ -107,6 +107,8 @@ _NUM_DRAFTED_ON: Final = 8
 _FEATURES_AHEAD: Final = 64
 # Share of a drafter's luck that the payoff does not see; the rest guards against a wrong calibration.
 _LUCK_SHARE: Final = 0.8
+# Weight of the newest window in the mean of recomputed rows.
+_RECOMPUTED_WEIGHT: Final = 1 / 8
 # A drafted token may be likelier than the mean by this factor; and the bounds of its hoped-for acceptance.
 _HOPE: Final = 1.5
 _MOST_HOPE: Final = 0.95
@@ -147,6 +149,8 @@ class Controller:
         # Tokens committed since proposals were last wanted.
         self._num_plain = 0
         self._rates: dict[tuple[int, float], WindowPlanRate] = {}
+        # Mean of the rows that the first window of a run computes again.
+        self._mean_recomputed = 0.0
         self._num_judged = 0
         self._probe_in = self._probe_every = _FIRST_PROBE
         self._rate: WindowPlanRate | None = None
@@ -239,6 +243,8 @@ class Controller:
         if self._num_judged % _PACE_EVERY == 0:
             self._rates.clear()
         self._timing.add(outcome, is_alone=is_alone)
+        if outcome.num_in_flight == 0:
+            self._mean_recomputed += _RECOMPUTED_WEIGHT * (outcome.num_recomputed - self._mean_recomputed)
         luck = self._luck(outcome)
         self._calibration.judged(outcome.proposal, outcome.judgement.num_accepted)
         self._update_payoff(outcome, luck, is_alone=is_alone)
@@ -370,6 +376,7 @@ class Controller:
                 max_width=min(options.max_width, max(1, _ROW_BUDGET // self._num_sessions)),
                 max_depth=options.fixed_depth or options.max_depth,
                 token_ms=token_ms,
+                num_recomputed=round(self._mean_recomputed),
             )
         return self._rates[key]
 
@@ -402,7 +409,8 @@ class Controller:
         if self._last_arrived_ms is not None:
             since_ms = max(outcome.sent_ms, self._last_arrived_ms)
         elapsed_ms = outcome.arrived_ms - since_ms
-        is_plain = not outcome.proposal.tokens
+        # One that computes rows again is a cost of speculation.
+        is_plain = not outcome.proposal.tokens and not outcome.num_recomputed
         if self._num_sessions > 1 and elapsed_ms >= 0.0:
             added_ms = row_ms(self._timing, self._num_sessions + 1)
             shared.group_payoff.add(num_tokens, elapsed_ms, row_ms=added_ms)

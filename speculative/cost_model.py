@@ -260,7 +260,13 @@ class WindowPlanRate:
 
 
 def best_rate(
-    timing: Timing, acceptance: float, *, max_width: int, max_depth: int, token_ms: float = 0.0
+    timing: Timing,
+    acceptance: float,
+    *,
+    max_width: int,
+    max_depth: int,
+    token_ms: float = 0.0,
+    num_recomputed: int = 0,
 ) -> WindowPlanRate:
     """The widths with the most expected tokens per second.
 
@@ -270,6 +276,7 @@ def best_rate(
         max_width: Maximum of proposed tokens in a window.
         max_depth: Most windows in flight; 1 for one at a time.
         token_ms: Time to make a proposed token: a draft model makes them one after the other.
+        num_recomputed: Rows that the first window of a run computes again, in a model with recurrent layers.
 
     Raises:
         ValueError: If `max_width` is below 1.
@@ -279,7 +286,10 @@ def best_rate(
         return WindowPlanRate(min(4, max_width), min(4, max_width), max_depth, 0.0)
     acceptance = min(max(acceptance, 0.0), _MAX_ACCEPTANCE)
     widths = [width for width in _WIDTHS if width <= max_width]
-    whole_ms = {rows: sum(timing.stages_ms(rows, is_alone=True)) for rows in [1, *(w + 1 for w in widths)]}
+    whole_ms = {
+        rows: sum(timing.stages_ms(rows + num_recomputed, is_alone=True))
+        for rows in [1, *(width + 1 for width in widths)]
+    }
     best: WindowPlanRate | None = None
     for width in widths:
         crowded_ms = timing.stages_ms(width, is_alone=False)

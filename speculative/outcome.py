@@ -71,6 +71,7 @@ class WindowOutcome:
         stages: Times of each stage, in pipeline order; empty if there are none.
         num_stale: Windows behind it that its verdict voided.
         num_behind: Windows behind it that remain in flight.
+        num_recomputed: Its first rows, which were computed before: a model with recurrent layers went back.
     """
 
     judgement: Judgement
@@ -82,3 +83,4 @@ class WindowOutcome:
     stages: tuple[StageMeasure, ...]
     num_stale: int
     num_behind: int
+    num_recomputed: int = 0

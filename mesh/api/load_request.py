@@ -40,6 +40,7 @@ class LoadRequest(BaseModel):
     ctx_size: int | None = Field(None, ge=16, le=2**31)
     parallel: int = Field(session_defaults.NUM_SLOTS, ge=1, le=64)
     kv_type: _KvType = session_defaults.KV_TYPE
+    checkpoints: int = Field(session_defaults.NUM_CHECKPOINTS, ge=0, le=64)
     wire: Literal["f32", "f16", "q8", "auto"] = session_defaults.WIRE
     max_waiting: int = Field(session_defaults.MAX_WAITING, ge=1, le=2**20)
     exact: bool = False

@@ -14,6 +14,7 @@ from rich.table import Table
 from mesh.cli.head_client import ask_head
 from mesh.cli.option_types import MemorySize, choice_option, int_option
 from mesh.cli.shared_options import key_of, split_option
+from mesh.util import session_defaults
 from mesh.util.child_environment import API_KEY
 from stages.runtime.kv_types import KV_TYPES
 from stages.units import format_size
@@ -57,6 +58,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @int_option("--ctx-size", least=16, metavar="N", help="Positions of one session.")
 @int_option("--parallel", most=64, default=4, metavar="N", help="Concurrent sessions.")
 @choice_option("--kv-type", choices=KV_TYPES, default="f16", help="Format of the KV caches.")
+@int_option(
+    "--checkpoints",
+    least=0,
+    most=64,
+    default=session_defaults.NUM_CHECKPOINTS,
+    metavar="N",
+    help="Checkpoints of each session in models with recurrent layers.",
+)
 @click.option("--exact", is_flag=True, help="Plan for exact mode.")
 @int_option("--threads", metavar="N", help="Threads of this host for computing.")
 @click.option(
@@ -85,6 +94,7 @@ def plan(
     ctx_size: int | None,
     parallel: int,
     kv_type: str,
+    checkpoints: int,
     exact: bool,
     threads: int | None,
     memory: int | None,
@@ -116,7 +126,13 @@ def plan(
     facts = read_model_facts(model)
     check_kv_type(kv_type, facts.name, facts.head_widths, option="--kv-type")
     options = DryRunOptions(
-        workload=Workload(ctx_size_for(ctx_size, facts.n_ctx_train), parallel, kv_type, exact),
+        workload=Workload(
+            ctx_size_for(ctx_size, facts.n_ctx_train),
+            parallel,
+            kv_type,
+            exact,
+            num_checkpoints=0 if facts.can_trim else checkpoints,
+        ),
         num_stages=stages,
         split=split,
         topology=None if topology is None else read_topology(topology),

@@ -174,6 +174,14 @@ one_model_options: Final = option_group(
         default=session_defaults.KV_TYPE,
         help="Format of the KV caches; q8_0 needs half the memory of f16.",
     ),
+    int_option(
+        "--checkpoints",
+        least=0,
+        most=64,
+        default=session_defaults.NUM_CHECKPOINTS,
+        metavar="N",
+        help="Checkpoints of each session in models with recurrent layers; with 0 they do not speculate.",
+    ),
     choice_option(
         "--wire",
         choices=("f32", "f16", "q8", "auto"),
@@ -190,7 +198,7 @@ one_model_options: Final = option_group(
     click.option("--exact", is_flag=True, help="Exact mode: a text never depends on what else is computed."),
 )
 # Their help stands in these groups, of both commands.
-SESSION_FLAGS: Final = ("--ctx-size", "--parallel", "--kv-type", "--exact", "--wire")
+SESSION_FLAGS: Final = ("--ctx-size", "--parallel", "--kv-type", "--checkpoints", "--exact", "--wire")
 SPECULATION_FLAGS: Final = (
     *("--speculate", "--draft", "--no-draft-head", "--draft-max", "--draft-min", "--p-min"),
     *("--draft-threads", "--draft-gpu-layers", "--draft-kv-type", "--draft-context", "--draft-wire"),

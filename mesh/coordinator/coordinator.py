@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mesh.coordinator.checkpoint_plan import CheckpointPlan
 from mesh.coordinator.feature_streams import FeatureStreams
 from mesh.coordinator.generation import Generation
+from mesh.coordinator.prefix_cache import PrefixMatch
 from mesh.coordinator.request_queue import RequestGate, SlotPool
 from mesh.coordinator.ring import Ring, RingTerms, StageAddress
 from mesh.coordinator.ring_stats import ActiveRing
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     from mesh.coordinator.feature_streams import ReceivedFeatures
     from mesh.coordinator.options import CoordinatorOptions
-    from mesh.coordinator.prefix_cache import PrefixMatch
     from mesh.coordinator.ring import RingLoss
     from mesh.engine import Committed, GenerationRequest
     from spanmesh_proto import windows_pb2 as wire
@@ -242,7 +242,9 @@ class Coordinator:
                 prefix_cache.expect(slot, client, request.prompt[: prefix_match.num_cached])
                 part = await session.next_part()
                 # Other sessions may begin with the same prompt while this one runs.
-                prefix_cache.keep(slot, client, session.computed[: len(request.prompt)])
+                prefix_cache.keep(
+                    slot, client, session.computed[: len(request.prompt)], session.return_points
+                )
                 yield part
                 while part.finish is None:
                     part = await session.next_part()
@@ -251,7 +253,7 @@ class Coordinator:
                 if session.is_slot_unknown:
                     prefix_cache.forget(slot)
                 else:
-                    prefix_cache.keep(slot, client, session.computed)
+                    prefix_cache.keep(slot, client, session.computed, session.return_points)
                 del self._sessions[session.id]
                 self._note_sessions()
                 session.close()
@@ -371,7 +373,7 @@ class Coordinator:
             if not self._request_gate.is_open:
                 # The ring broke while the session waited for the slot: what the slot held is lost.
                 await self._request_gate.opened()
-                prefix_match = replace(prefix_match, source_slot=prefix_match.slot, num_cached=0)
+                prefix_match = PrefixMatch(prefix_match.slot, prefix_match.slot, 0)
         return prefix_match
 
     def _note_sessions(self) -> None:
@@ -386,6 +388,7 @@ class Coordinator:
             context_length=options.context_length,
             max_rows=options.max_rows,
             num_cached=prefix_match.num_cached,
+            checkpoint_plan=self._checkpoint_plan(prefix_match),
         )
         return Session(
             spec,
@@ -397,6 +400,10 @@ class Coordinator:
             on_plain=self._learn_plain if self._speculators.are_any else None,
             feature_needs=options.feature_needs,
         )
+
+    def _checkpoint_plan(self, prefix_match: PrefixMatch) -> CheckpointPlan | None:
+        num_checkpoints = self._options.num_checkpoints
+        return CheckpointPlan(num_checkpoints, prefix_match.checkpoints) if num_checkpoints else None
 
     def _learn_plain(self, outcome: WindowOutcome) -> None:
         if len(self._sessions) == 1:

@@ -5,14 +5,18 @@ starts where the one before it stops. Verdicts are judged in the order of the wi
 oldest window is always committed: a window sent while none is in flight starts with the latest committed
 token, and a window behind another one stays valid only if that one's free prediction is its first token.
 Otherwise all windows in flight are void, and the next one starts with the sampled token.
+
+In models with recurrent layers stages go back to checkpoints only, see `checkpoint_plan`: the next window
+then starts at the latest one, with the tokens that were committed since, which are computed again.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
+from mesh.coordinator.checkpoint_plan import PLAIN_EVERY, CheckpointPlan
 from spanmesh_proto.errors import ProtocolError
 from speculative.acceptance import Judgement, judge
 from speculative.proposer import EMPTY, Proposal
@@ -34,6 +38,10 @@ class WindowPlan:
         num_verified: Number of last rows that the tail samples.
         proposal: Proposed tokens of the window: always its last.
         is_prompt: Whether it is part of the prompt.
+        num_recomputed: Number of first tokens that are committed and were computed before.
+        checkpoints: Positions of the checkpoints that stages keep from now on; `start` among them is made
+            before the first row. Empty for no change.
+        num_committed: Tokens of the session that were committed when it was made.
     """
 
     start: int
@@ -41,6 +49,9 @@ class WindowPlan:
     num_verified: int
     proposal: Proposal = EMPTY
     is_prompt: bool = False
+    num_recomputed: int = 0
+    checkpoints: tuple[int, ...] = ()
+    num_committed: int = 0
 
     @property
     def stop(self) -> int:
@@ -75,6 +86,16 @@ class Step:
         return bool(self.voided) and self.finish is None and not self.judgement.is_rejected
 
 
+# Tokens computed again before a proposal is sent with them: more are sent ahead, in a window of their own,
+# so that a checkpoint behind them ends the growth.
+_MOST_RECOMPUTED: Final = 8
+# Last tokens of a prompt that the next turn of a chat often writes otherwise: the answer's header, and marks
+# around a thought.
+_PROMPT_END: Final = 8
+# Prompts with fewer tokens to compute are not divided for it.
+_LONG_PROMPT: Final = 64
+
+
 class Generation:
     """Committed tokens and windows in flight of one session; makes its windows.
 
@@ -83,6 +104,7 @@ class Generation:
         context_length: Positions that the session may use.
         max_rows: Most rows of one window.
         num_cached: Prompt tokens that the stages already hold; less than all.
+        checkpoint_plan: The session's checkpoints; None if its model goes back without.
 
     Attributes:
         request: As given.
@@ -90,7 +112,13 @@ class Generation:
     """
 
     def __init__(
-        self, request: GenerationRequest, *, context_length: int, max_rows: int, num_cached: int = 0
+        self,
+        request: GenerationRequest,
+        *,
+        context_length: int,
+        max_rows: int,
+        num_cached: int = 0,
+        checkpoint_plan: CheckpointPlan | None = None,
     ) -> None:
         self.num_cached = num_cached
         self.request = request
@@ -104,6 +132,9 @@ class Generation:
         self._num_resumable = 0
         self._last = request.prompt[-1]
         self._in_flight: deque[WindowPlan] = deque()
+        self._checkpoint_plan = checkpoint_plan
+        # Positions that the stages' state comes to once all that was sent is computed.
+        self._num_reached = num_cached
 
     @property
     def position(self) -> int:
@@ -119,6 +150,23 @@ class Generation:
     def computed(self) -> tuple[int, ...]:
         """First tokens that every stage holds by a verdict since the latest `Open`."""
         return self.tokens[: self._num_computed]
+
+    @property
+    def return_points(self) -> tuple[int, ...]:
+        """Numbers of positions among `computed` to which stages that cannot trim can go back."""
+        plan, num_computed = self._checkpoint_plan, self._num_computed
+        points = [] if plan is None else [each for each in plan.positions if each <= num_computed]
+        if num_computed and num_computed == self._num_reached and num_computed not in points:
+            points.append(num_computed)
+        return tuple(points)
+
+    @property
+    def num_to_recompute(self) -> int:
+        """Committed tokens that a window sent now computes again, if none is in flight."""
+        plan = self._checkpoint_plan
+        if plan is None or self._in_flight or self._num_reached == self.position - 1:
+            return 0
+        return self.position - 1 - plan.latest(self.position - 1)
 
     @property
     def num_resumable(self) -> int:
@@ -142,7 +190,25 @@ class Generation:
         """Most proposed tokens of a window sent now; below 1 for none."""
         # The last row of a window yields one token more than were proposed.
         wanted = self._max_tokens - len(self._committed) - len(self.ahead) - 1
+        if self._checkpoint_plan is not None:
+            return min(wanted, self._room_to_go_back(self._checkpoint_plan))
         return min(wanted, self._max_rows - (not self._in_flight))
+
+    def _room_to_go_back(self, plan: CheckpointPlan) -> int:
+        """Most proposed tokens so that a window can compute again all from the latest checkpoint on."""
+        if not self._in_flight:
+            num_recomputed = self.num_to_recompute
+            if num_recomputed > _MOST_RECOMPUTED:
+                return 0
+            return self._max_rows - 1 - num_recomputed
+        start = self._in_flight[-1].stop
+        begin = start if plan.has_room(self._floor) else plan.latest(start)
+        return self._max_rows - 1 - (start - begin)
+
+    @property
+    def _floor(self) -> int:
+        """First position that may have to be computed again."""
+        return self.position - 1
 
     @property
     def is_prefilled(self) -> bool:
@@ -165,9 +231,28 @@ class Generation:
         if start < self._num_resumable:
             # Stages that have these still need not compute them; those behind, all must.
             num_rows = min(num_rows, self._num_resumable - start)
+        prompt_end = len(self._prefix) - _PROMPT_END
+        is_divided = self._checkpoint_plan is not None and self.num_to_prefill >= _LONG_PROMPT
+        if is_divided and start < prompt_end:
+            num_rows = min(num_rows, prompt_end - start)
         tokens = self._prefix[start : start + num_rows]
         self._num_prefilled += len(tokens)
-        return self._send(WindowPlan(start, tokens, int(self.is_prefilled), is_prompt=True))
+        checkpoints: tuple[int, ...] = ()
+        # What stages still hold they do not compute, so no checkpoint would be made there.
+        if self._checkpoint_plan is not None and start >= self._num_resumable and is_divided:
+            checkpoints = self._checkpoint_plan.add(start, start)
+            if start == prompt_end:
+                self._checkpoint_plan.pin(start)
+        return self._send(
+            WindowPlan(
+                start,
+                tokens,
+                int(self.is_prefilled),
+                is_prompt=True,
+                checkpoints=checkpoints,
+                num_committed=self.position,
+            )
+        )
 
     def next_window(self, proposal: Proposal = EMPTY) -> WindowPlan:
         """A window with the proposed tokens, now in flight.
@@ -187,14 +272,53 @@ class Generation:
                 f"where {self.room} fit"
             )
         if self._in_flight:
-            return self._send(WindowPlan(self._in_flight[-1].stop, proposal.tokens, count, proposal))
-        return self._send(WindowPlan(self.position - 1, (self._last, *proposal.tokens), 1 + count, proposal))
+            start = self._in_flight[-1].stop
+            return self._send(
+                WindowPlan(
+                    start,
+                    proposal.tokens,
+                    count,
+                    proposal,
+                    checkpoints=self._checkpoint(start, is_behind=True),
+                    num_committed=self.position,
+                )
+            )
+        num_recomputed = self.num_to_recompute
+        start = self.position - 1 - num_recomputed
+        again = self.tokens[start : start + num_recomputed] if num_recomputed else ()
+        return self._send(
+            WindowPlan(
+                start,
+                (*again, self._last, *proposal.tokens),
+                1 + count,
+                proposal,
+                num_recomputed=num_recomputed,
+                checkpoints=self._checkpoint(start, is_plain=not count),
+                num_committed=self.position,
+            )
+        )
+
+    def _checkpoint(self, start: int, *, is_behind: bool = False, is_plain: bool = False) -> tuple[int, ...]:
+        """Checkpoints to keep from a window on that begins at `start`."""
+        plan = self._checkpoint_plan
+        if plan is None:
+            return ()
+        if not is_behind:
+            plan.trim(start)
+        num_rows = start - plan.latest(start)
+        least = PLAIN_EVERY if is_plain else 0
+        if is_behind:
+            least = plan.spacing(self._floor, self._max_rows)
+        # A stage may have missed the void window that was to make one here, so it is named again.
+        return plan.add(start, self._floor) if num_rows == 0 or num_rows >= least else ()
 
     def rewind(self) -> tuple[WindowPlan, ...]:
         """Begin again at position 0, with prompt and answer so far as the prompt; returns what flew."""
         self._prefix = self.tokens
         # In a ring that breaks while it replays, no more is known than before.
         self._num_resumable = max(self._num_resumable, self._num_computed, self.num_cached)
+        if self._checkpoint_plan is not None:
+            self._checkpoint_plan.clear()
         self.skip(0)
         return self._void()
 
@@ -208,7 +332,7 @@ class Generation:
         Args:
             num_cached: How many; not the last.
         """
-        self.num_cached = self._num_prefilled = num_cached
+        self.num_cached = self._num_prefilled = self._num_reached = num_cached
         self._num_computed = 0
 
     def commit(self, sampled: Sequence[int]) -> Step | None:
@@ -252,6 +376,7 @@ class Generation:
 
     def _send(self, window: WindowPlan) -> WindowPlan:
         self._in_flight.append(window)
+        self._num_reached = window.stop
         return window
 
     def _finish(self, judgement: Judgement) -> Literal["stop", "length"] | None:

@@ -25,9 +25,9 @@ class CoordinatorOptions:
         n_vocab: Number of token ids.
         max_waiting: Requests that may wait for a slot; at least 1.
         controller: Limits of speculation, and fixed widths and depths.
-        can_trim: Whether sessions can go back to an earlier position. Where they cannot, nothing is proposed,
-            a session continues what a slot holds only if its prompt begins with all of it, and replays
-            compute everything.
+        can_trim: Whether sessions can go back to any earlier position.
+        num_checkpoints: Where they cannot: checkpoints of each slot to which they can go back; with 0 nothing
+            is proposed.
         cancels: Whether stages are told at once of windows that a rejection voided; otherwise the next window
             tells them.
         repair_wait_s: Longest time that a new request waits for a broken ring, in seconds.
@@ -46,6 +46,7 @@ class CoordinatorOptions:
     max_waiting: int = 64
     controller: ControllerOptions = field(default_factory=ControllerOptions)
     can_trim: bool = True
+    num_checkpoints: int = 0
     cancels: bool = True
     repair_wait_s: float = 2.5
     most_crashes: int = 2

@@ -24,11 +24,13 @@ class PrefixMatch:
         slot: Slot of the session.
         source_slot: Slot that holds the first tokens of its prompt.
         num_cached: Number of those tokens.
+        checkpoints: Positions of the checkpoints among them, in models with recurrent layers.
     """
 
     slot: int
     source_slot: int
     num_cached: int
+    checkpoints: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class _CachedPrefix:
     client: str | None
     tokens: NDArray[np.int64]
     used: int
+    return_points: tuple[int, ...] = ()
 
 
 class PrefixCache:
@@ -49,8 +52,8 @@ class PrefixCache:
 
     Args:
         num_slots: Number of slots.
-        can_trim: Whether a slot can go back to fewer positions than it holds. If not, a session continues a
-            free slot only if its prompt begins with all that the slot holds.
+        can_trim: Whether a slot can go back to fewer positions than it holds. If not, a session goes on from
+            a free slot's latest return point within the common prefix.
     """
 
     def __init__(self, num_slots: int, *, can_trim: bool = True) -> None:
@@ -81,9 +84,9 @@ class PrefixCache:
         }
         if not self._can_trim:
             common = {
-                slot: num
+                slot: max((point for point in self._cached[slot].return_points if point <= num), default=0)
                 for slot, num in common.items()
-                if slot in free and num == len(self._cached[slot].tokens)
+                if slot in free and slot in self._cached
             }
         slot = min(free, key=lambda each: (self._used(each), each))
         source = max(common, key=lambda each: (common[each], each in free), default=slot)
@@ -91,10 +94,11 @@ class PrefixCache:
         if num_cached < _WORTHWHILE:
             self.forget(slot)
             return PrefixMatch(slot, slot, 0)
+        points = self._cached[source].return_points if source in self._cached else ()
         if source in free and 2 * num_cached >= len(self._cached[source].tokens):
             slot = source
         self.forget(slot)
-        return PrefixMatch(slot, source, num_cached)
+        return PrefixMatch(slot, source, num_cached, tuple(each for each in points if each <= num_cached))
 
     def expect(self, slot: int, client: str | None, tokens: Sequence[int]) -> None:
         """Record what a running session's slot will hold when anything sent from now on arrives.
@@ -106,17 +110,20 @@ class PrefixCache:
         """
         self._expected[slot] = self._used_now(client, tokens)
 
-    def keep(self, slot: int, client: str | None, tokens: Sequence[int]) -> None:
+    def keep(
+        self, slot: int, client: str | None, tokens: Sequence[int], return_points: Sequence[int] = ()
+    ) -> None:
         """Record what verdicts have confirmed since the slot's latest `Open`.
 
         Args:
             slot: The slot.
             client: Client of the session.
             tokens: Token ids from position 0 on, computed by every stage.
+            return_points: Numbers of those tokens to which a slot that cannot be trimmed can go back.
         """
         self.forget(slot)
         if tokens:
-            self._cached[slot] = self._used_now(client, tokens)
+            self._cached[slot] = self._used_now(client, tokens, tuple(return_points))
 
     def forget(self, slot: int) -> None:
         """Record that the content of the slot is unknown."""
@@ -128,9 +135,11 @@ class PrefixCache:
         self._cached.clear()
         self._expected.clear()
 
-    def _used_now(self, client: str | None, tokens: Sequence[int]) -> _CachedPrefix:
+    def _used_now(
+        self, client: str | None, tokens: Sequence[int], return_points: tuple[int, ...] = ()
+    ) -> _CachedPrefix:
         self._num_uses += 1
-        return _CachedPrefix(client, np.asarray(tokens, np.int64), self._num_uses)
+        return _CachedPrefix(client, np.asarray(tokens, np.int64), self._num_uses, return_points)
 
     def _used(self, slot: int) -> int:
         cached = self._cached.get(slot)

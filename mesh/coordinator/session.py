@@ -97,6 +97,7 @@ def outcome(
         stages=stages,
         num_stale=len(voided),
         num_behind=len(behind),
+        num_recomputed=in_flight.window.num_recomputed,
     )
 
 
@@ -217,6 +218,11 @@ class Session:
     def computed(self) -> tuple[int, ...]:
         """Token ids from position 0 on that every stage is known to hold."""
         return self._generation.computed
+
+    @property
+    def return_points(self) -> tuple[int, ...]:
+        """See `Generation.return_points`."""
+        return self._generation.return_points
 
     @property
     def is_paused(self) -> bool:
@@ -625,6 +631,9 @@ class Session:
                 verify_rows=window.num_verified,
                 most_together=self._active_ring.grouping.most_together,
                 wants_features=wants_features,
+                checkpoints=window.checkpoints,
+                recomputed_rows=window.num_recomputed,
+                num_committed=window.num_committed if window.checkpoints else 0,
             )
         )
         self._in_flight_windows.append(

@@ -76,13 +76,13 @@ class Speculator:
     def next_proposal(self, generation: Generation) -> Proposal:
         """Proposed tokens to send now; if there are none the caller waits or sends a plain window."""
         room = generation.room
-        if room < 1:
+        if room < 1 and generation.num_in_flight:
             return EMPTY
         context = ProposalContext(
             now_ms=self._clock_ms(),
             num_in_flight=generation.num_in_flight,
             position=generation.position,
-            room=room,
+            room=max(0, room),
             num_sessions=self._num_sessions(),
         )
         wanted = min(self._controller.wanted(context), room)

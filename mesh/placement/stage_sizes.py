@@ -55,6 +55,7 @@ class Workload:
         kv_type: Format of the KV cache, one of `stages.runtime.kv_types.KV_TYPES`.
         is_exact: Numeric mode, see `stages.runtime.numerics`.
         on_gpu: Whether layers are on a GPU.
+        num_checkpoints: Checkpoints of each session's recurrent state; 0 for models without one.
     """
 
     ctx_size: int
@@ -62,6 +63,12 @@ class Workload:
     kv_type: str = "f16"
     is_exact: bool = False
     on_gpu: bool = False
+    num_checkpoints: int = 0
+
+    @property
+    def num_states(self) -> int:
+        """Recurrent states, checkpoints included."""
+        return self.num_slots * (1 + self.num_checkpoints)
 
     @property
     def numerics(self) -> Numerics:
@@ -140,7 +147,7 @@ class StageSizes:
         return self.read_bytes(layers) + (self.model.embedding_bytes if holds_embedding else 0)
 
     def cache_bytes(self, layers: LayerRange) -> int:
-        """Bytes of the KV cache and the state of recurrent layers; blanks included."""
+        """Bytes of the KV cache and the states of recurrent layers; blanks and checkpoints included."""
         sums, states = self._width_sums, self._state_sums
         most_width, most_state = self._most_widths
         num_blanks = self.model.num_blanks if layers.start else 0
@@ -151,7 +158,7 @@ class StageSizes:
             # `stages.slicing.architectures.layer_patterns`.
             width = width or most_width
             state = state or most_state
-        state_bytes = state * _F32_BYTES * self.workload.num_slots
+        state_bytes = state * _F32_BYTES * self.workload.num_states
         return KV_TYPES[self.workload.kv_type].num_bytes(width) * self._num_cells + state_bytes
 
     def total_bytes(self, starts: Bytes, stops: Bytes) -> Bytes:
@@ -201,7 +208,7 @@ class StageSizes:
             width, state = np.where(width, width, most_width), np.where(state, state, most_state)
         kv_type = KV_TYPES[self.workload.kv_type]
         row_bytes = width // kv_type.block_width * kv_type.block_bytes
-        cache_bytes: Bytes = row_bytes * self._num_cells + state * _F32_BYTES * self.workload.num_slots
+        cache_bytes: Bytes = row_bytes * self._num_cells + state * _F32_BYTES * self.workload.num_states
         return cache_bytes
 
     def layer_bytes(self, start: int, stop: int) -> int:

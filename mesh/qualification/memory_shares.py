@@ -70,7 +70,7 @@ def write_random_gguf(path: Path, shape: Shape, weight_type: WeightType, *, seed
     writer.add_head_count_kv(shape.n_heads_kv)
     writer.add_rope_dimension_count(shape.head_width)
     writer.add_layer_norm_rms_eps(1e-5)
-    _add_vocabulary(writer, shape.n_vocab)
+    add_vocabulary(writer, shape.n_vocab)
     raw = GGMLQuantizationType[weight_type]
     for name, rows, columns in shape.matrices():
         row_bytes = columns // _BLOCK * (_SCALE_BYTES + _BODIES[weight_type][0])
@@ -82,16 +82,23 @@ def write_random_gguf(path: Path, shape: Shape, weight_type: WeightType, *, seed
     writer.write_ti_data_to_file()
     noise = np.random.default_rng(seed)
     for _, rows, columns in shape.matrices():
-        writer.write_tensor_data(_blocks(noise, rows, columns, weight_type))
+        writer.write_tensor_data(random_blocks(noise, rows, columns, weight_type))
     for _, width in shape.vectors():
         writer.write_tensor_data(noise.normal(1.0, 0.1, width).astype(np.float32))
     writer.close()
 
 
-def _blocks(
+def random_blocks(
     noise: np.random.Generator, rows: int, columns: int, weight_type: WeightType
 ) -> NDArray[np.uint8]:
-    """Random blocks, uint8 (rows, bytes of a row), whose values spread by the inverse root of the width."""
+    """Random blocks, uint8 (rows, bytes of a row), whose values spread by the inverse root of the width.
+
+    Args:
+        noise: Source of the values.
+        rows: Rows of the matrix.
+        columns: Its columns, a multiple of 32.
+        weight_type: Format of the blocks.
+    """
     body_bytes, spread = _BODIES[weight_type]
     num_blocks = rows * columns // _BLOCK
     blocks = np.empty((num_blocks, _SCALE_BYTES + body_bytes), np.uint8)
@@ -101,8 +108,8 @@ def _blocks(
     return blocks.reshape(rows, -1)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
-    """A SentencePiece vocabulary: special tokens, every byte, and made-up words."""
+def add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
+    """Add a SentencePiece vocabulary: special tokens, every byte, and made-up words."""
     encoded_bytes = [f"<0x{number:02X}>" for number in range(256)]
     words = [f"\u2581w{number}" for number in range(n_vocab - len(_SPECIAL) - len(encoded_bytes))]
     kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]

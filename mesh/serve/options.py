@@ -173,6 +173,7 @@ class ServeOptions:
         ctx_size: Positions of one session, or None for the model's own, at most 4096.
         num_slots: Concurrent sessions.
         kv_type: Format of the KV caches, one of `stages.runtime.kv_types.KV_TYPES`.
+        num_checkpoints: Checkpoints of each session, in models with recurrent layers.
         max_waiting: Requests that may wait for a session.
         memory_bytes: Memory for stages and a draft model on this host, or None for all that is free.
         num_threads: Threads of this host for computing, or None for one per core.
@@ -206,6 +207,7 @@ class ServeOptions:
     ctx_size: int | None
     num_slots: int
     kv_type: str
+    num_checkpoints: int
     max_waiting: int
     memory_bytes: int | None
     num_threads: int | None
@@ -254,13 +256,13 @@ def ctx_size_for(wanted: int | None, n_ctx_train: int) -> int:
 log = structlog.get_logger()
 
 
-def speculation_refusal(model: ModelFacts) -> str | None:
+def speculation_refusal(model: ModelFacts, num_checkpoints: int) -> str | None:
     """Reason why speculation is impossible for a model; None if it is possible."""
-    if model.can_trim:
+    if model.can_trim or num_checkpoints:
         return None
     return (
-        f"{model.architecture} keeps a recurrent state, which cannot go back to before a token that was "
-        "proposed and rejected"
+        f"{model.architecture} keeps a recurrent state, which goes back to before a rejected token only with "
+        "checkpoints, and --checkpoints is 0"
     )
 
 
@@ -270,11 +272,11 @@ def fitted_to(options: ServeOptions, model: ModelFacts) -> ServeOptions:
     Raises:
         ClusterError: If a proposer is required, and speculation is impossible.
     """
-    reason, mode = speculation_refusal(model), options.speculation.mode
+    reason, mode = speculation_refusal(model, options.num_checkpoints), options.speculation.mode
     if reason is None or mode == "off":
         return options
     if mode != "auto":
-        raise ClusterError(f"--speculate {mode}: {reason}; leave it out", param="--speculate")
+        raise ClusterError(f"--speculate {mode}: {reason}; leave one of them out", param="--speculate")
     log.info("speculation_off", model=model.name, reason=reason)
     return replace(options, speculation=replace(options.speculation, mode="off"))
 
@@ -299,6 +301,7 @@ def options_of_load(request: LoadRequest, head: ServeOptions) -> ServeOptions:
         ctx_size=request.ctx_size,
         num_slots=request.parallel,
         kv_type=request.kv_type,
+        num_checkpoints=request.checkpoints,
         max_waiting=request.max_waiting,
         speculation=SpeculationOptions(
             mode=request.speculate,

@@ -157,7 +157,13 @@ def check_model(
     if ctx_size > model.n_ctx_train:
         log.warning("context_beyond_training", ctx_size=ctx_size, trained_for=model.n_ctx_train)
     check_kv_type(options.kv_type, model.name, model.head_widths, option="--kv-type")
-    workload = Workload(ctx_size, options.num_slots, options.kv_type, options.is_exact)
+    workload = Workload(
+        ctx_size,
+        options.num_slots,
+        options.kv_type,
+        options.is_exact,
+        num_checkpoints=0 if model.can_trim else options.num_checkpoints,
+    )
     check_stages(model, num_stages=options.num_stages, split=options.split)
     if options.topology is not None:
         options.topology.check(model)

@@ -73,6 +73,7 @@ def new_model(
         pipeline,
         numeric_mode="exact" if options.is_exact else "fast",
         speculation_mode=options.speculation.mode,
+        num_checkpoints=0 if known.model.can_trim else options.num_checkpoints,
         transfers=transfers or Transfers(),
     )
     return ServedModel(name, options, known, engine, state, pipeline, setup_of(options, known), load_request)

@@ -137,6 +137,7 @@ class StageMaker:
                 exact=self._options.is_exact,
                 kv_type=workload.kv_type,
                 gpu_layers=placement.memory.gpu_layers,
+                num_checkpoints=workload.num_checkpoints,
             ),
             host=member.name,
             memory=placement.memory,

@@ -83,6 +83,7 @@ class MeshState:
         pipeline: Stages and replicas of the model.
         numeric_mode: `fast` or `exact`.
         speculation_mode: Proposers that are allowed.
+        num_checkpoints: Checkpoints of each session, in models with recurrent layers.
         transfers: Weights sent to hosts.
         incidents: Recent failures.
         phase: Current step, in a few words.
@@ -96,6 +97,7 @@ class MeshState:
     _: KW_ONLY
     numeric_mode: str
     speculation_mode: SpeculationMode
+    num_checkpoints: int = 0
     transfers: Transfers = field(default_factory=Transfers)
     incidents: Incidents = field(default_factory=lambda: Incidents(time.time))
     phase: str = "starting"
@@ -146,7 +148,7 @@ class MeshState:
         status |= coordinator.status()
         status["speculation"] = {
             "mode": self.speculation_mode,
-            "reason": speculation_refusal(self.model),
+            "reason": speculation_refusal(self.model, self.num_checkpoints),
             **status["speculation"],
         }
         return status

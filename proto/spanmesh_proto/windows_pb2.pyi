@@ -197,7 +197,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., repetition_window: _Optional[int] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "hidden", "hidden_type", "times", "most_together", "wants_features")
+    __slots__ = ("session", "epoch", "id", "start", "tokens", "verify_rows", "hidden", "hidden_type", "times", "most_together", "wants_features", "checkpoints", "recomputed_rows", "num_committed")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +209,9 @@ class Window(_message.Message):
     TIMES_FIELD_NUMBER: _ClassVar[int]
     MOST_TOGETHER_FIELD_NUMBER: _ClassVar[int]
     WANTS_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     id: int
@@ -220,7 +223,10 @@ class Window(_message.Message):
     times: _containers.RepeatedCompositeFieldContainer[StageTime]
     most_together: int
     wants_features: bool
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., most_together: _Optional[int] = ..., wants_features: _Optional[bool] = ...) -> None: ...
+    checkpoints: _containers.RepeatedScalarFieldContainer[int]
+    recomputed_rows: int
+    num_committed: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., verify_rows: _Optional[int] = ..., hidden: _Optional[bytes] = ..., hidden_type: _Optional[_Union[HiddenType, str]] = ..., times: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., most_together: _Optional[int] = ..., wants_features: _Optional[bool] = ..., checkpoints: _Optional[_Iterable[int]] = ..., recomputed_rows: _Optional[int] = ..., num_committed: _Optional[int] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("queue_us", "compute_us", "num_rows", "arrived_us")

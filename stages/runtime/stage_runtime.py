@@ -13,6 +13,7 @@ import numpy as np
 from spanmesh_proto.errors import InvalidModel, InvalidWindow, ModelDoesNotFit, StageFailed, UncuttableModel
 from stages.graph_boundary import GraphBoundary
 from stages.layers import LayerRange
+from stages.runtime.checkpoints import StateCheckpoints
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.feature_taps import FeatureTaps
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
@@ -103,6 +104,7 @@ class RuntimeOptions:
             those before are the processor's, and the head goes with the last. None for llama.cpp's default,
             which puts all on the devices. In exact mode the processor computes alone in any case.
         observe_as: Boundary of layers in a file that was never cut; for certification.
+        num_checkpoints: Most checkpoints of each slot, in models with recurrent layers.
     """
 
     num_slots: int = 1
@@ -113,6 +115,7 @@ class RuntimeOptions:
     observe_layers: tuple[int, ...] = ()
     gpu_layers: tuple[tuple[str, int], ...] | None = None
     observe_as: GraphBoundary | None = None
+    num_checkpoints: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,8 @@ class StageInfo:
         n_vocab: Rows of the head; valid at the tail.
         n_ctx_train: Positions that the model was trained for.
         num_bytes: Size of the weights.
-        can_trim: Whether a slot can go back to any earlier position. One with recurrent state can only be
-            emptied.
+        can_trim: Whether a slot can go back to any earlier position. One with recurrent state can only go
+            back to a checkpoint, or be emptied.
     """
 
     layers: LayerRange
@@ -159,6 +162,8 @@ class Span:
         tokens: Token ids, one a row.
         hidden: float32 (rows, n_embd); required except at the first stage.
         num_outputs: At the tail, number of last rows that return logits.
+        checkpoints: In models with recurrent layers: positions of the slot's checkpoints that are kept, and
+            `start` if one is to be made before the first row. Empty to keep all and make none.
     """
 
     slot: int
@@ -166,6 +171,7 @@ class Span:
     tokens: Sequence[int]
     hidden: NDArray[np.float32] | None = None
     num_outputs: int = 0
+    checkpoints: tuple[int, ...] = ()
 
 
 class StageRuntime:
@@ -209,6 +215,7 @@ class StageRuntime:
             self.close()
             raise
         self._memory = llama_cpp.llama_get_memory(self._context)
+        self._checkpoints = StateCheckpoints(self._context, options.num_slots)
         self._feature_taps = FeatureTaps(
             self._tap, self._context, self.info.layers, n_layers=self.info.n_layers, n_embd=self.info.n_embd
         )
@@ -248,6 +255,7 @@ class StageRuntime:
                 f"a window starts at position {span.start}, but slot {span.slot} ends at "
                 f"{self._lengths[span.slot]}"
             )
+        self._check_checkpoints(span)
         if span.start + rows > self._options.ctx_size:
             raise InvalidWindow(
                 f"a window ends at position {span.start + rows}, past the context of {self._options.ctx_size}"
@@ -263,6 +271,18 @@ class StageRuntime:
         if span.hidden is None or span.hidden.shape != (rows, self.info.n_embd):
             shape = None if span.hidden is None else span.hidden.shape
             raise InvalidWindow(f"hidden states have shape {shape}; expected {(rows, self.info.n_embd)}")
+
+    def _check_checkpoints(self, span: Span) -> None:
+        if not self.can_go_back(span.slot, span.start):
+            raise InvalidWindow(
+                f"a window starts at position {span.start}, where slot {span.slot} has no checkpoint of its "
+                "recurrent state"
+            )
+        if len(span.checkpoints) > self._options.num_checkpoints and not self.info.can_trim:
+            raise InvalidWindow(
+                f"a window keeps {len(span.checkpoints)} checkpoints; this stage keeps "
+                f"{self._options.num_checkpoints} of each slot"
+            )
 
     def tap_features(self, layers: Collection[int]) -> tuple[int, ...]:
         """Set the layers whose outputs are features; returns those that this stage gives, in order.
@@ -330,15 +350,39 @@ class StageRuntime:
         """Number of positions that a slot holds."""
         return self._lengths[slot]
 
+    def can_go_back(self, slot: int, num_positions: int) -> bool:
+        """Whether `trim` to as many positions as the slot holds, or fewer, is possible."""
+        is_free = self.info.can_trim or num_positions in {0, self._lengths[slot]}
+        return is_free or num_positions in self._checkpoints.positions(slot)
+
+    def return_points(self, slot: int) -> tuple[int, ...]:
+        """Numbers of positions to which a slot with recurrent state can go back, ascending."""
+        return tuple(sorted({0, *self._checkpoints.positions(slot), self._lengths[slot]}))
+
+    @property
+    def num_checkpoint_bytes(self) -> int:
+        """Size of the checkpoints of all slots."""
+        return self._checkpoints.num_bytes
+
     def trim(self, slot: int, num_positions: int) -> None:
         """Drop all but the first positions of a slot.
 
         Raises:
-            UncuttableModel: If its memory cannot go back to a position.
+            UncuttableModel: If its memory cannot go back to this position.
         """
         if self._lengths[slot] > num_positions:
+            if num_positions and not self.info.can_trim:
+                self._restore(slot, num_positions)
             self._forget(slot, num_positions)
+            self._checkpoints.trim(slot, num_positions)
             self._lengths[slot] = num_positions
+
+    def _restore(self, slot: int, num_positions: int) -> None:
+        if not self._checkpoints.restore(slot, num_positions):
+            raise UncuttableModel(
+                f"slot {slot} cannot go back to position {num_positions}: its recurrent state has "
+                f"checkpoints at {list(self._checkpoints.positions(slot))} only"
+            )
 
     def copy(self, source: int, slot: int, num_positions: int) -> None:
         """Replace the content of a slot by the first positions of another.
@@ -360,6 +404,7 @@ class StageRuntime:
         # Between separate caches llama.cpp copies whole ones only.
         llama_cpp.llama_memory_seq_cp(self._memory, source, slot, -1, -1)
         self._has_copies_to_come = True
+        self._checkpoints.copy(source, slot)
         self._lengths[slot] = self._lengths[source]
         self.trim(slot, num_positions)
 
@@ -439,6 +484,10 @@ class StageRuntime:
         """`decode` of checked spans, in one batch of llama.cpp."""
         for span in spans:
             self.trim(span.slot, span.start)
+            if span.checkpoints and not self.info.can_trim:
+                self._checkpoints.retain(span.slot, span.checkpoints)
+                if span.start in span.checkpoints:
+                    self._checkpoints.save(span.slot, span.start)
         paddings = [self._padding(span) for span in spans]
         num_rows = self._fill(spans, paddings)
         incoming = self._incoming[:num_rows] if self._has_inlet else None

@@ -97,6 +97,10 @@ class SentHiddenStates:
             return None
         return bytes(kept[start * row_bytes : stop])
 
+    def num_rows(self, slot: int, row_bytes: int) -> int:
+        """Number of a slot's rows, if they have this size."""
+        return len(self._rows[slot]) // row_bytes if row_bytes == self._row_bytes else 0
+
     def trim(self, slot: int, start: int) -> None:
         """Drop a slot's rows from a position on."""
         kept = self._rows[slot]
@@ -231,12 +235,18 @@ class KvSlots:
         self._tokens = SlotTokens(runtime.num_slots)
 
     def trim(self, slot: int, num_positions: int) -> None:
-        """Drop all but the first positions of a slot."""
+        """Drop all but the first positions of a slot.
+
+        Raises:
+            UncuttableModel: If its memory cannot go back to this position.
+        """
+        self._runtime.trim(slot, num_positions)
         self._sent.trim(slot, num_positions)
         self._tokens.trim(slot, num_positions)
-        self._runtime.trim(slot, num_positions)
 
-    def begin(self, slot: int, source: int, cached: Sequence[int], num_resumed: int) -> None:
+    def begin(
+        self, slot: int, source: int, cached: Sequence[int], num_resumed: int, sent_row_bytes: int
+    ) -> None:
         """Prepare a slot with a session's cached prefix, and nothing else.
 
         The coordinator names the cached tokens, and this stage compares them with those of the slots: a wrong
@@ -248,13 +258,14 @@ class KvSlots:
             cached: Token ids of the prefix.
             num_resumed: Number of positions of `slot` that are kept although they are not in `cached`: they
                 may be the session's from before a recovery, which `num_same` checks.
+            sent_row_bytes: Current size of a row of hidden states.
 
         Raises:
-            PrefixMismatch: If neither slot holds these tokens.
-            UncuttableModel: If the slot's memory cannot go back to a position.
+            PrefixMismatch: If neither slot holds these tokens, or cannot go back to their end.
+            UncuttableModel: If the source's memory cannot go back to a position.
         """
         if self._tokens.num_same(slot, 0, cached) == len(cached):
-            self.trim(slot, max(len(cached), num_resumed))
+            self.trim(slot, self._return_point(slot, len(cached), num_resumed, sent_row_bytes))
         elif source != slot and self._tokens.num_same(source, 0, cached) == len(cached):
             self._runtime.copy(source, slot, len(cached))
             self._sent.copy(source, slot, len(cached))
@@ -264,6 +275,26 @@ class KvSlots:
                 f"a session begins in slot {slot} with {len(cached)} cached tokens of slot {source}, which "
                 f"has only the first {self._tokens.num_same(source, 0, cached)} of them: compute them again"
             )
+
+    def _return_point(self, slot: int, num_cached: int, num_resumed: int, sent_row_bytes: int) -> int:
+        """How many positions of a slot a session goes on from: as many as may be the session's.
+
+        With recurrent state that is the latest point to which the slot can go back, and before which no row
+        has to be computed: what was sent for the others has to be there.
+        """
+        num_positions = max(num_cached, num_resumed)
+        if self._runtime.info.can_trim:
+            return num_positions
+        if not self._runtime.info.is_tail:
+            num_positions = min(num_positions, max(num_cached, self._sent.num_rows(slot, sent_row_bytes)))
+        points = self._runtime.return_points(slot)
+        fitting = [point for point in points if num_cached <= point <= num_positions]
+        if not fitting:
+            raise PrefixMismatch(
+                f"slot {slot} cannot go back to position {num_cached}, with recurrent state: only to "
+                f"{list(points)}"
+            )
+        return fitting[-1]
 
     def num_same(self, span: Span) -> int:
         """Number of the span's tokens, from the first on, that its slot holds at these positions."""

@@ -63,6 +63,8 @@ class QueuedWindow:
         num_held: Number of its first rows that are held and need not be computed.
         held: Those rows as they were sent; empty at the tail.
         wants_features: Whether the coordinator wants features of its rows.
+        num_recomputed: Number of its first rows whose tokens are committed and were computed before.
+        num_committed: Number of the session's tokens that were committed when it was sent; 0 if not told.
     """
 
     session: int
@@ -78,6 +80,8 @@ class QueuedWindow:
     num_held: int = 0
     held: bytes = b""
     wants_features: bool = False
+    num_recomputed: int = 0
+    num_committed: int = 0
 
     @property
     def to_compute(self) -> Span:
@@ -332,4 +336,4 @@ class WindowScheduler:
 
 def _is_chunk(window: QueuedWindow) -> bool:
     """Whether it is part of a prompt: in other windows every row but a committed one is verified."""
-    return window.span.num_outputs < len(window.span.tokens)
+    return window.span.num_outputs + window.num_recomputed < len(window.span.tokens)

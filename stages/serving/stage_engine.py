@@ -107,8 +107,7 @@ class StageEngine:
                 spec.require_vocabulary(self._info.n_vocab)
             verifier = WindowVerifier.of(spec, self._grammars)
             session = self._sessions.open(spec.session, spec.slot, verifier, spec.resumed)
-            # A slot that cannot go back to a position cannot be resumed before its end either.
-            num_resumed = session.num_resumed if self._info.can_trim else 0
+            num_resumed = session.num_resumed
             if num_resumed:
                 log.info(
                     "session_goes_on", stage=self.stage_index, session=session.id, num_resumed=num_resumed
@@ -138,7 +137,13 @@ class StageEngine:
                 )
             if len(self._scheduler) >= self._most_queued:
                 raise InvalidWindow(f"{self._most_queued} windows wait at this stage: it takes no more")
-            span = Span(session.slot, window.start, list(window.tokens), num_outputs=window.verify_rows)
+            span = Span(
+                session.slot,
+                window.start,
+                list(window.tokens),
+                num_outputs=window.verify_rows,
+                checkpoints=tuple(window.checkpoints),
+            )
             hidden = None if self._info.is_first else EncodedHidden.of_window(window, self._info.n_embd)
         except MeshError as error:
             self._report([_failure(window.session, window.epoch, window.id, error)])
@@ -154,8 +159,10 @@ class StageEngine:
                 times=tuple(window.times),
                 arrived_us=monotonic_us(),
                 most_together=window.most_together,
-                num_resumed=session.num_resumed if self._info.can_trim else 0,
+                num_resumed=session.num_resumed,
                 wants_features=window.wants_features,
+                num_recomputed=window.recomputed_rows,
+                num_committed=window.num_committed,
             )
         )
 

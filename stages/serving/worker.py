@@ -123,7 +123,9 @@ class StageWorker(threading.Thread):
 
     def _begin(self, assigned: SlotAssigned) -> None:
         try:
-            self._slots.begin(assigned.slot, assigned.source, assigned.cached, assigned.num_resumed)
+            self._slots.begin(
+                assigned.slot, assigned.source, assigned.cached, assigned.num_resumed, self.sent_row_bytes
+            )
         except MeshError as error:
             # The slot holds another session's rows: no window may use them.
             self._slots.trim(assigned.slot, 0)
@@ -320,6 +322,9 @@ class StageWorker(threading.Thread):
             hidden_type=TO_WIRE[self._hidden_type],
             most_together=window.most_together,
             wants_features=window.wants_features,
+            checkpoints=span.checkpoints,
+            recomputed_rows=window.num_recomputed,
+            num_committed=window.num_committed,
         )
 
     def _encoded(self, window: QueuedWindow, hidden: NDArray[np.float32]) -> bytes:

@@ -119,6 +119,7 @@ async def running_coordinator(
     controller: ControllerOptions | None = None,
     cancels: bool = True,
     can_trim: bool = True,
+    num_checkpoints: int = 0,
     max_rows: int = 63,
     max_waiting: int = 64,
     n_vocab: int = 49152,
@@ -140,6 +141,7 @@ async def running_coordinator(
         max_waiting=max_waiting,
         controller=controller or ControllerOptions(),
         can_trim=can_trim,
+        num_checkpoints=num_checkpoints,
         cancels=cancels,
         repair_wait_s=repair_wait_s,
         # All of it is in one process: when that gets no processor, no stage is dead.

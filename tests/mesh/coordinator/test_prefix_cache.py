@@ -47,13 +47,19 @@ def test_a_slot_in_use_can_be_copied_from() -> None:
     assert prefix_cache.match((*LONG, 1), None, {1}) == PrefixMatch(1, 0, 40)
 
 
-def test_what_cannot_be_trimmed_is_taken_whole_or_not_at_all() -> None:
+def test_what_cannot_be_trimmed_is_taken_up_to_a_return_point() -> None:
     prefix_cache = PrefixCache(2, can_trim=False)
-    prefix_cache.keep(1, None, LONG)
-    assert prefix_cache.match((*LONG[:30], 1, 2), None, {0, 1}) == PrefixMatch(0, 0, 0)
-    # In use it grows: who would copy it now would get more than it wants.
+    prefix_cache.keep(1, None, LONG, (12, 25, 40))
+    # In use it grows: its return points are not known.
     assert prefix_cache.match((*LONG, 1, 2), None, {0}) == PrefixMatch(0, 0, 0)
-    assert prefix_cache.match((*LONG, 1, 2), None, {0, 1}) == PrefixMatch(1, 1, 40)
+    # Most of it is of use: the slot itself goes back.
+    assert prefix_cache.match((*LONG[:30], 1, 2), None, {0, 1}) == PrefixMatch(1, 1, 25, (12, 25))
+    prefix_cache.keep(1, None, LONG, (12, 40))
+    # Little of it is: a copy leaves the rest to others.
+    assert prefix_cache.match((*LONG[:30], 1, 2), None, {0, 1}) == PrefixMatch(0, 1, 12, (12,))
+    assert prefix_cache.match((*LONG, 1, 2), None, {0, 1}) == PrefixMatch(1, 1, 40, (12, 40))
+    prefix_cache.keep(1, None, LONG)
+    assert prefix_cache.match((*LONG, 1, 2), None, {0, 1}) == PrefixMatch(0, 0, 0)
 
 
 def test_the_slot_used_least_recently_makes_room() -> None:

@@ -39,6 +39,7 @@ def options(model: Path) -> ServeOptions:
         ctx_size=1024,
         num_slots=2,
         kv_type="f16",
+        num_checkpoints=8,
         max_waiting=1,
         memory_bytes=1000 * MIB,
         num_threads=1,

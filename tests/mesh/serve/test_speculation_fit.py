@@ -11,22 +11,28 @@ from tests.mesh.placement.test_planner import model
 from tests.mesh.serve.test_preflight import options
 
 OPTIONS = options(Path("model.gguf"))
+WITHOUT = replace(OPTIONS, num_checkpoints=0)
 RECURRENT = replace(model(), architecture="mamba2", can_trim=False)
 
 
 def test_nothing_changes_where_sessions_can_go_back() -> None:
     assert fitted_to(OPTIONS, model()) is OPTIONS
-    assert speculation_refusal(model()) is None
+    assert speculation_refusal(model(), 0) is None
+
+
+def test_recurrent_models_speculate_with_checkpoints() -> None:
+    assert fitted_to(OPTIONS, RECURRENT) is OPTIONS
+    assert speculation_refusal(RECURRENT, 8) is None
 
 
 def test_auto_becomes_off_and_the_reason_is_known() -> None:
-    assert fitted_to(OPTIONS, RECURRENT).speculation.mode == "off"
-    assert "mamba2 keeps a recurrent state" in str(speculation_refusal(RECURRENT))
+    assert fitted_to(WITHOUT, RECURRENT).speculation.mode == "off"
+    assert "mamba2 keeps a recurrent state" in str(speculation_refusal(RECURRENT, 0))
 
 
 def test_who_insists_is_told() -> None:
-    insisting = replace(OPTIONS, speculation=SpeculationOptions(mode="ngram"))
-    with pytest.raises(ClusterError, match=r"--speculate ngram: mamba2 keeps .*; leave it out"):
+    insisting = replace(WITHOUT, speculation=SpeculationOptions(mode="ngram"))
+    with pytest.raises(ClusterError, match=r"--speculate ngram: mamba2 keeps .*; leave one of them out"):
         fitted_to(insisting, RECURRENT)
-    off = replace(OPTIONS, speculation=SpeculationOptions(mode="off"))
+    off = replace(WITHOUT, speculation=SpeculationOptions(mode="off"))
     assert fitted_to(off, RECURRENT) is off

@@ -145,11 +145,13 @@ async def test_sessions_behind_one_that_begins_anew_in_its_replay_have_their_tur
         engine = ring.running[-1].service._engine
         begin = engine._slots.begin
 
-        def fail_once(slot: int, source: int, cached: Sequence[int], num_resumed: int) -> None:
+        def fail_once(
+            slot: int, source: int, cached: Sequence[int], num_resumed: int, sent_row_bytes: int
+        ) -> None:
             if cached and not failed:
                 failed.append(slot)
                 raise PrefixMismatch("it is not there")
-            begin(slot, source, cached, num_resumed)
+            begin(slot, source, cached, num_resumed, sent_row_bytes)
 
         engine._slots.begin = fail_once  # type: ignore[method-assign]
         async with asyncio.timeout(20):

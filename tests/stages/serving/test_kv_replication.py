@@ -154,7 +154,7 @@ def test_news_are_what_has_changed() -> None:
     assert followed(stage, other).num_sent == [0, 0, 0, 0]
     assert followed(stage, wire.HeldSlot(slot=1, num_positions=5)).num_sent == [0, 0, 0, 0]
     assert followed(stage, wire.HeldSlot(slot=9, num_positions=1)).num_sent == [0, 0, 0, 0]
-    stage.begin(2, 1, (1, 2, 3), 0)
+    stage.begin(2, 1, (1, 2, 3), 0, 4)
     assert [one.start for one in stage.updates(2, 7, cursor, 4)] == [0]
 
 

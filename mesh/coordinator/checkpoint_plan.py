@@ -1,0 +1,112 @@
+"""Checkpoints of one session: positions at which its stages keep the recurrent state.
+
+Recurrent layers cannot drop rows. After a rejection a session goes back to a checkpoint, and its next window
+begins there: with the tokens that were committed since. All stages get the same windows, so all keep the same
+checkpoints, and the coordinator names them without asking.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from typing import Final
+
+# A session without proposals never goes back; but the next turn of its chat, and a replica, go on from a
+# checkpoint.
+PLAIN_EVERY: Final = 64
+# Checkpoints that are all needed to go back, and to fly while that may be necessary.
+
+
+_FEW: Final = 2
+
+
+class CheckpointPlan:
+    """Positions of a session's checkpoints, as stages hold them once they have computed all that was sent.
+
+    Position 0, the empty state, is always there and takes no room.
+
+    Args:
+        capacity: Most checkpoints at a time, at least 1.
+        positions: Those that the session begins with.
+    """
+
+    def __init__(self, capacity: int, positions: tuple[int, ...] = ()) -> None:
+        if capacity < 1:
+            raise ValueError(f"{capacity} checkpoints: without one a session cannot go back")
+        self._capacity = capacity
+        self._positions = [each for each in positions if each][-capacity:]
+        # The end of the prompt, but for what the next turn may write otherwise.
+        self._pinned: int | None = None
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """All positions, ascending."""
+        return tuple(self._positions)
+
+    def latest(self, position: int) -> int:
+        """The latest checkpoint at a position or before it."""
+        index = bisect_right(self._positions, position)
+        return self._positions[index - 1] if index else 0
+
+    def trim(self, position: int) -> None:
+        """Drop those beyond a position: they were made of tokens that were rejected."""
+        del self._positions[bisect_right(self._positions, position) :]
+
+    def clear(self) -> None:
+        """Drop all: another ring, or an emptied slot."""
+        self._positions.clear()
+        self._pinned = None
+
+    def pin(self, position: int) -> None:
+        """Keep this one, if it is there, as long as the session goes on; few have no room for it."""
+        self._pinned = position if self._capacity > _FEW else None
+
+    def has_room(self, floor: int) -> bool:
+        """Whether one more may be made behind `floor`, to which the session may still have to go back."""
+        return len(self._positions) < self._capacity or self._victim(self.latest(floor)) is not None
+
+    def spacing(self, floor: int, max_rows: int) -> int:
+        """Least number of rows from one checkpoint to the next, while windows are in flight.
+
+        What is free is spread over as many rows as may have to be computed again in one window.
+        """
+        base = self.latest(floor)
+        num_used = sum(each >= base for each in self._positions)
+        num_free = max(1, self._capacity - num_used - (self._pinned is not None))
+        return math.ceil(max_rows / 2 / num_free)
+
+    def add(self, position: int, floor: int) -> tuple[int, ...]:
+        """Make one before the window that begins at `position`.
+
+        Args:
+            position: Position of the window's first row.
+            floor: Number of positions that will not be rejected any more.
+
+        Returns:
+            All that are kept from now on, this one included; empty at position 0, or if there is no room.
+        """
+        self.trim(position)
+        if not position:
+            return ()
+        if position in self._positions:
+            return tuple(self._positions)
+        if len(self._positions) >= self._capacity:
+            victim = self._victim(position if position <= floor else self.latest(floor))
+            if victim is None:
+                return ()
+            self._positions.remove(victim)
+        self._positions.append(position)
+        return tuple(self._positions)
+
+    def _victim(self, base: int) -> int | None:
+        """The one before `base` that is missed least: those far back may lie far apart."""
+        old = [each for each in self._positions if each < base and each != self._pinned]
+        if not old:
+            return None
+        known = [0, *self._positions, base]
+
+        def worth(position: int) -> float:
+            index = known.index(position)
+            return (known[index + 1] - known[index - 1]) / (base - position)
+
+        return min(old, key=worth)
