@@ -69,20 +69,24 @@ class HeldSlot(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., num_positions: _Optional[int] = ..., tokens_sha256: _Optional[bytes] = ...) -> None: ...
 
 class SlotRows(_message.Message):
-    __slots__ = ("slot", "session", "start", "tokens", "kv", "sent")
+    __slots__ = ("slot", "session", "start", "tokens", "kv", "sent", "state", "num_state_bytes")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     slot: int
     session: int
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     kv: bytes
     sent: bytes
-    def __init__(self, slot: _Optional[int] = ..., session: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., kv: _Optional[bytes] = ..., sent: _Optional[bytes] = ...) -> None: ...
+    state: bytes
+    num_state_bytes: int
+    def __init__(self, slot: _Optional[int] = ..., session: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., kv: _Optional[bytes] = ..., sent: _Optional[bytes] = ..., state: _Optional[bytes] = ..., num_state_bytes: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "software_version", "mesh_id", "sender", "term")

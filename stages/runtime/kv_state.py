@@ -15,7 +15,8 @@ u32 magic, i32 sequence, then for each cache of the model:
             transposed: i32 type, u32 bytes of an element, u32 elements of a row, for each of them all cells
 
 The format is checked to the last byte: anything else, and positions that are not consecutive, is refused. So
-are sliding windows that have begun to slide, whose first positions are not saved, and recurrent state.
+are sliding windows that have begun to slide, whose first positions are not saved. Recurrent state has no
+positions; it follows the caches, and is cut off before.
 """
 
 from __future__ import annotations
@@ -143,6 +144,17 @@ class KvRows:
         raise _unknown("the saved state of a sequence has another format")
 
     @classmethod
+    def without_caches(cls, start: int, stop: int, saved: bytes) -> KvRows | None:
+        """Positions of a model without attention, of which nothing but a head is saved.
+
+        Args:
+            start: The first position.
+            stop: Last position plus one.
+            saved: All bytes; None is returned if there are more.
+        """
+        return cls(start, stop, saved, ()) if len(saved) == _HEAD_BYTES else None
+
+    @classmethod
     def _read(cls, data: NDArray[np.uint8], cell_bytes: int, *, has_values: bool) -> KvRows:
         reader = _Reader(data)
         head = reader.take(_HEAD_BYTES).tobytes()
@@ -185,6 +197,11 @@ class KvRows:
     def to_bytes(self) -> bytes:
         """In llama.cpp's format."""
         return b"".join([self._head, *(piece for cache in self._caches for piece in cache.to_bytes())])
+
+
+def without_head(saved: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What llama.cpp saves of a sequence, without what it begins with."""
+    return saved[_HEAD_BYTES:]
 
 
 class _Reader:

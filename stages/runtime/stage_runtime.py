@@ -17,7 +17,7 @@ from stages.runtime.checkpoints import StateCheckpoints
 from stages.runtime.devices import GpuPlacing
 from stages.runtime.feature_taps import FeatureTaps
 from stages.runtime.hidden_tap import LayerTap, StopTap, make_stop_tap
-from stages.runtime.kv_state import KvRows
+from stages.runtime.kv_state import KvRows, without_head
 from stages.runtime.kv_types import KV_TYPES
 from stages.runtime.llama import init_backend, last_complaint
 from stages.runtime.memory import CopiedPages
@@ -409,7 +409,7 @@ class StageRuntime:
         self.trim(slot, num_positions)
 
     def kv_rows(self, slot: int) -> KvRows:
-        """KV rows of a slot that is not empty, for a stage with the same layers.
+        """KV rows of a slot that is not empty, for a stage with the same layers; without recurrent state.
 
         Raises:
             UncuttableModel: If llama.cpp's state has no rows, or a copy is pending.
@@ -419,6 +419,15 @@ class StageRuntime:
         saved = np.empty(self.num_kv_bytes(slot), np.uint8)
         pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         num_bytes = llama_cpp.llama_state_seq_get_data(self._context, pointer, saved.size, slot)
+        if not self.info.can_trim:
+            state = without_head(self._checkpoints.read(slot))
+            attention, found = saved[: num_bytes - state.size], saved[num_bytes - state.size : num_bytes]
+            if not np.array_equal(found, state):
+                raise UncuttableModel("llama.cpp saves recurrent state elsewhere than at the end")
+            rows = KvRows.without_caches(0, self._lengths[slot], attention.tobytes())
+            if rows is not None:
+                return rows
+            saved, num_bytes = attention, attention.size
         rows = KvRows.from_bytes(saved[:num_bytes])
         if (rows.start, rows.stop) != (0, self._lengths[slot]):
             raise UncuttableModel(
@@ -430,8 +439,14 @@ class StageRuntime:
         """Size of `kv_rows`' result, in bytes."""
         return int(llama_cpp.llama_state_seq_get_size(self._context, slot))
 
-    def put_kv_rows(self, slot: int, rows: KvRows) -> None:
+    def put_kv_rows(self, slot: int, rows: KvRows, state: NDArray[np.uint8] | None = None) -> None:
         """Put rows that another stage computed into a slot, after those that it holds.
+
+        Args:
+            slot: The slot.
+            rows: The rows.
+            state: In models with recurrent layers: the state behind them, uint8, in llama.cpp's format. The
+                slot can go back to there.
 
         Raises:
             InvalidWindow: If the slot does not exist or ends before them, or they exceed the context.
@@ -447,12 +462,23 @@ class StageRuntime:
             )
         whole = self.kv_rows(slot).cut(0, rows.start).followed_by(rows) if rows.start else rows
         saved = np.frombuffer(whole.to_bytes(), np.uint8)
+        if state is not None:
+            saved = np.concatenate([saved, without_head(state)])
         pointer = saved.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         if not llama_cpp.llama_state_seq_set_data(self._context, pointer, saved.size, slot):
             self._forget(slot, 0)
             self._lengths[slot] = 0
             raise StageFailed(f"llama.cpp rejects the KV rows of another stage: {last_complaint()}")
         self._lengths[slot] = whole.stop
+        self._checkpoints.trim(slot, -1)
+        if state is not None:
+            self._checkpoints.put(slot, whole.stop, state)
+
+    def checkpoint(self, slot: int, most_positions: int) -> tuple[int, NDArray[np.uint8]] | None:
+        """The slot's latest checkpoint of at most so many positions: their number, and the state, uint8."""
+        positions = [each for each in self._checkpoints.positions(slot) if each <= most_positions]
+        state = self._checkpoints.at(slot, positions[-1]) if positions else None
+        return None if state is None else (positions[-1], state)
 
     def close(self) -> None:
         """Free all memory. The runtime is unusable afterwards."""

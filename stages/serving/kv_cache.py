@@ -5,6 +5,7 @@ The three always hold the same positions, so all changes go through this module.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
@@ -15,6 +16,7 @@ from spanmesh_proto import windows_pb2 as wire
 from spanmesh_proto.errors import PrefixMismatch, ProtocolError, UncuttableModel
 from stages.runtime.kv_state import KvRows
 from stages.sampling.verifier import TokenRecord
+from stages.serving.state_arrivals import ArrivedRows, StateArrivals, state_messages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -196,6 +198,8 @@ class SlotTokens:
     def _lower(self, slot: int, start: int) -> None:
         for cursor in self._cursors:
             cursor.num_sent[slot] = min(cursor.num_sent[slot], start)
+            if cursor.states[slot] > start:
+                cursor.states[slot] = 0
 
 
 class ReplicationCursor:
@@ -207,11 +211,13 @@ class ReplicationCursor:
     Attributes:
         num_sent: Number of first positions that were sent and are unchanged.
         sessions: Session of the sent positions; 0 for none.
+        states: Position of the recurrent state that was sent; 0 for none.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_sent = [0] * num_slots
         self.sessions = [0] * num_slots
+        self.states = [0] * num_slots
 
 
 # llama.cpp returns a slot's rows only together, which takes memory.
@@ -233,6 +239,9 @@ class KvSlots:
         self._runtime = runtime
         self._sent = sent
         self._tokens = SlotTokens(runtime.num_slots)
+        # Number of each slot's first tokens that are known to be no proposals.
+        self._num_committed = [0] * runtime.num_slots
+        self._arrivals = StateArrivals()
 
     def trim(self, slot: int, num_positions: int) -> None:
         """Drop all but the first positions of a slot.
@@ -264,8 +273,11 @@ class KvSlots:
             PrefixMismatch: If neither slot holds these tokens, or cannot go back to their end.
             UncuttableModel: If the source's memory cannot go back to a position.
         """
+        self._num_committed[slot] = len(cached)
         if self._tokens.num_same(slot, 0, cached) == len(cached):
-            self.trim(slot, self._return_point(slot, len(cached), num_resumed, sent_row_bytes))
+            num_kept = self._return_point(slot, len(cached), num_resumed, sent_row_bytes)
+            self.trim(slot, num_kept)
+            self._num_committed[slot] = num_kept
         elif source != slot and self._tokens.num_same(source, 0, cached) == len(cached):
             self._runtime.copy(source, slot, len(cached))
             self._sent.copy(source, slot, len(cached))
@@ -307,9 +319,15 @@ class KvSlots:
         except UncuttableModel:
             self.trim(slot, 0)
 
-    def computed(self, span: Span) -> None:
-        """Record computed rows."""
+    def computed(self, span: Span, num_committed: int) -> None:
+        """Record computed rows.
+
+        Args:
+            span: The rows.
+            num_committed: Number of the session's tokens that are no proposals; 0 if that is not known.
+        """
         self._tokens.write(span.slot, span.start, span.tokens)
+        self._num_committed[span.slot] = max(self._num_committed[span.slot], num_committed)
 
     def sent_on(self, span: Span, rows: bytes) -> None:
         """Record the rows that were sent; empty at the tail."""
@@ -366,6 +384,8 @@ class KvSlots:
         Returns:
             Messages in order; empty if the rows are too many, or llama.cpp returns none.
         """
+        if not self._runtime.info.can_trim:
+            return self._state_updates(slot, session, cursor, sent_row_bytes)
         start, stop = cursor.num_sent[slot], self._tokens.length(slot)
         if start == stop and cursor.sessions[slot] == session:
             return []
@@ -373,7 +393,7 @@ class KvSlots:
             cursor.sessions[slot] = session
             return [wire.SlotRows(slot=slot, session=session, start=start)]
         num_bytes = self._runtime.num_kv_bytes(slot)
-        if not self._runtime.info.can_trim or num_bytes > _MOST_KV_BYTES:
+        if num_bytes > _MOST_KV_BYTES:
             return []
         try:
             rows = self._runtime.kv_rows(slot)
@@ -386,6 +406,33 @@ class KvSlots:
             for first in range(start, stop, num_rows)
         ]
 
+    def _state_updates(
+        self, slot: int, session: int, cursor: ReplicationCursor, sent_row_bytes: int
+    ) -> list[wire.SlotRows]:
+        """`updates` of a model with recurrent layers: up to the latest checkpoint of committed tokens."""
+        latest = self._runtime.checkpoint(slot, self._num_committed[slot])
+        if latest is None or (cursor.states[slot], cursor.sessions[slot]) == (latest[0], session):
+            return []
+        stop, state = latest
+        start = min(cursor.num_sent[slot], stop)
+        num_bytes = self._runtime.num_kv_bytes(slot)
+        if num_bytes - state.size > _MOST_KV_BYTES:
+            return []
+        try:
+            rows = self._runtime.kv_rows(slot)
+        except UncuttableModel:
+            return []
+        cursor.num_sent[slot] = cursor.states[slot] = stop
+        cursor.sessions[slot] = session
+        num_rows = max(1, _MOST_MESSAGE_BYTES * len(rows) // num_bytes)
+        return [
+            *(
+                self._rows(slot, session, rows.cut(first, min(first + num_rows, stop)), sent_row_bytes)
+                for first in range(start, stop, num_rows)
+            ),
+            *state_messages(slot, session, stop, state, _MOST_MESSAGE_BYTES),
+        ]
+
     def apply_update(self, update: wire.SlotRows) -> None:
         """Put rows of the followed stage into the KV cache.
 
@@ -394,13 +441,17 @@ class KvSlots:
             MeshError: If the rows are not of this stage's layers; the slot is empty then.
         """
         slot, start = update.slot, update.start
-        if slot >= self._runtime.num_slots or start > self._tokens.length(slot):
+        can_trim = self._runtime.info.can_trim
+        if slot >= self._runtime.num_slots or (can_trim and start > self._tokens.length(slot)):
             raise ProtocolError(f"rows from position {start} on do not continue slot {slot}")
         sent_row_bytes, rest = divmod(len(update.sent), len(update.tokens) or 1)
         if rest or (update.sent and not update.tokens):
             raise ProtocolError(
                 f"{len(update.sent)} bytes of sent hidden states do not fit {len(update.tokens)} tokens"
             )
+        if not can_trim:
+            self._apply_state_update(update, sent_row_bytes)
+            return
         try:
             if update.tokens:
                 self._runtime.put_kv_rows(slot, _rows_of(update))
@@ -412,6 +463,42 @@ class KvSlots:
         except BaseException:
             self.trim(slot, 0)
             raise
+
+    def _apply_state_update(self, update: wire.SlotRows, sent_row_bytes: int) -> None:
+        slot = update.slot
+        try:
+            rows = None
+            if update.tokens:
+                rows = _rows_of(update)
+                self._arrivals.add_rows(
+                    slot, ArrivedRows(rows, tuple(update.tokens), update.sent, sent_row_bytes)
+                )
+            state = self._arrivals.add_state(slot, update.state, update.num_state_bytes)
+            if state is None:
+                return
+            self._put_arrived(slot, self._arrivals.take_rows(slot), update.start, state)
+        except BaseException:
+            self._arrivals.drop(slot)
+            self.trim(slot, 0)
+            raise
+
+    def _put_arrived(
+        self, slot: int, arrived: Sequence[ArrivedRows], stop: int, state: NDArray[np.uint8]
+    ) -> None:
+        rows = [each.rows for each in arrived]
+        if not rows and 0 < stop <= self._runtime.length(slot):
+            rows = [self._runtime.kv_rows(slot).cut(0, stop)]
+        if not rows or rows[-1].stop != stop:
+            raise ProtocolError(f"a recurrent state at position {stop} of slot {slot} follows no rows")
+        self._runtime.put_kv_rows(slot, functools.reduce(KvRows.followed_by, rows), state)
+        self._sent.trim(slot, stop)
+        self._tokens.trim(slot, stop)
+        for each in arrived:
+            self._sent.trim(slot, each.rows.start)
+            self._tokens.write(slot, each.rows.start, each.tokens)
+            if each.sent:
+                self._sent.keep(slot, each.rows.start, each.sent, each.sent_row_bytes)
+        self._num_committed[slot] = stop
 
     def _rows(self, slot: int, session: int, rows: KvRows, sent_row_bytes: int) -> wire.SlotRows:
         return wire.SlotRows(
@@ -425,7 +512,8 @@ class KvSlots:
 
 
 def _rows_of(update: wire.SlotRows) -> KvRows:
-    rows = KvRows.from_bytes(update.kv)
+    stop = update.start + len(update.tokens)
+    rows = KvRows.without_caches(update.start, stop, update.kv) or KvRows.from_bytes(update.kv)
     if (rows.start, len(rows)) != (update.start, len(update.tokens)):
         raise ProtocolError(
             f"{len(update.tokens)} tokens from position {update.start} on do not fit KV rows {rows.start} to "

@@ -199,7 +199,7 @@ class StageWorker(threading.Thread):
                 [window.to_compute for window in windows], has_features=has_features
             )
             for window in windows:
-                self._slots.computed(window.to_compute)
+                self._slots.computed(window.to_compute, window.num_committed)
             self._hand_on(windows, outputs, started_us)
         except Exception as error:
             known = error if isinstance(error, MeshError) else StageFailed(f"stage failed: {error!r}")

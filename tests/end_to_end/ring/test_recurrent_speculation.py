@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,46 @@ async def test_lost_stages_leave_no_trace(
         await disturbing
     assert dict(zip(REQUESTS, found, strict=True)) == answers
     assert ring.num_repairs >= 3
+
+
+async def test_a_copy_goes_on_from_the_latest_checkpoint(tmp_path: Path) -> None:
+    """Of 2,000 rows fewer than 200 are computed again; the text is the undisturbed one."""
+    model = tmp_path / "qwen35.gguf"
+    write_random_hybrid(model, QWEN35)
+    ctx_size = 2048
+    runtime_options = replace(OPTIONS, ctx_size=ctx_size)
+    prompt = tuple(number * 7 % 300 + 10 for number in range(1900))
+    request = GenerationRequest(prompt, 110)
+    cache = StageCache(tmp_path)
+    files = [cache.cut(model, layers).path for layers in ranges_from_cuts((3, 6), 8)]
+    options = CoordinatorOptions(
+        ctx_size,
+        NUM_SLOTS,
+        63,
+        320,
+        can_trim=False,
+        num_checkpoints=NUM_CHECKPOINTS,
+        controller=ControllerOptions(fixed_width=3, fixed_depth=4),
+    )
+    answers: list[list[int]] = []
+    num_rows = 0
+    for is_disturbed in (False, True):
+        ring = RepairableRing(
+            make_runtime=lambda index: StageRuntime(files[index], runtime_options), news_s=0.01
+        )
+        oracles = Oracles({request: answers[0]}, (False, False, False, True)) if answers else None
+        async with asyncio.timeout(100), serving(ring, options, make_proposers=oracles) as coordinator:
+            running = asyncio.create_task(text(coordinator, request))
+            if is_disturbed:
+                while ring.furthest() < 90:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+                replica = ring.copies[1]
+                assert replica is not None
+                await ring.kill(1)
+            answers.append(await running)
+            if is_disturbed:
+                assert ring.num_repairs == 1
+                num_rows = replica.service.stats().num_rows
+    assert answers[1] == answers[0]
+    # What it computed includes the rest of the answer.
+    assert 0 < num_rows < 200

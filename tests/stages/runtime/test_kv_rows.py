@@ -160,13 +160,40 @@ def test_rows_that_do_not_belong_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", sorted(WITHOUT_ROWS))
+@pytest.mark.parametrize("name", sorted(SLIDING))
 def test_what_has_no_rows_is_refused(name: str, tmp_path: Path) -> None:
-    """States, and windows that have begun to slide."""
+    """Windows that have begun to slide."""
     with closing(StageRuntime(stage_of(name, tmp_path), RuntimeOptions(ctx_size=128, exact=True))) as runtime:
         runtime.decode([Span(0, 0, TEXT[:NUM_ROWS])])
         with pytest.raises(UncuttableModel, match="the saved state of a sequence has another format"):
             runtime.kv_rows(0)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", sorted(RECURRENT))
+def test_a_recurrent_state_put_behind_rows_is_as_good_as_computed(name: str, tmp_path: Path) -> None:
+    options = RuntimeOptions(num_slots=2, ctx_size=128, exact=True, num_checkpoints=2)
+    path = stage_of(name, tmp_path)
+    with closing(StageRuntime(path, options)) as stage, closing(StageRuntime(path, options)) as other:
+        stage.decode([Span(1, 0, TEXT[:40])])
+        stage.decode([Span(1, 40, TEXT[40:50], checkpoints=(40,))])
+        (further,) = stage.decode([Span(1, 50, TEXT[50:60], checkpoints=(40, 50))])
+        assert stage.checkpoint(1, 39) is None
+        found = stage.checkpoint(1, 59)
+        assert found is not None
+        num_positions, state = found
+        assert num_positions == 50
+        rows = stage.kv_rows(1)
+        # Into another slot, in two pieces: the second takes the place of the first's state.
+        other.put_kv_rows(0, rows.cut(0, 30), state)
+        other.put_kv_rows(0, rows.cut(30, 50), state)
+        assert other.return_points(0) == (0, 50)
+        (same,) = other.decode([Span(0, 50, TEXT[50:60])])
+        assert np.array_equal(same, further)
+        other.trim(0, 50)
+        assert np.array_equal(other.decode([Span(0, 50, TEXT[50:60])])[0], further)
+        with pytest.raises(UncuttableModel, match="slot 0 cannot go back to position 45"):
+            other.trim(0, 45)
 
 
 def stage_of(name: str, folder: Path) -> Path:

@@ -118,7 +118,7 @@ def slots_of(num_rows: int = 0) -> KvSlots:
     if num_rows:
         span = Span(1, 0, list(range(1, num_rows + 1)))
         runtime.decode([span])
-        slots.computed(span)
+        slots.computed(span, 0)
         slots.sent_on(span, bytes(4 * num_rows))
     return slots
 
