@@ -260,9 +260,8 @@ def lines(settings: Settings, plain: Sequence[Sample], hybrid: Sequence[Sample],
         found.append(Line(f"{_NEVER}, over off, {delay:g} ms", never, 0.95, note=note))
     share = turns.second_ms / turns.first_ms
     note = f"{turns.first_ms:.0f} and {turns.second_ms:.0f} ms, {turns.num_cached} tokens not computed again"
-    found.append(
-        Line("first token of the second turn over the first's", share, _MOST_SHARE_OF_TURN, True, note)
-    )
+    title = "first token of the second turn over the first's"
+    found.append(Line(title, share, _MOST_SHARE_OF_TURN, is_ceiling=True, note=note))
     return found
 
 

@@ -609,7 +609,7 @@ class StageRuntime:
         options = self._options
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = self._numerics.num_cells(options.ctx_size, options.num_slots)
-        params.n_batch = params.n_ubatch = self._numerics.max_rows
+        params.n_batch = params.n_ubatch = self._most_rows_reserved
         params.n_seq_max = options.num_slots
         # In a unified cache rows leave llama.cpp in the order in which they entered, for any spans.
         params.kv_unified = self._numerics.has_shared_cache
@@ -632,6 +632,18 @@ class StageRuntime:
                 "--ctx-size or --parallel"
             )
         return context
+
+    @property
+    def _most_rows_reserved(self) -> int:
+        """Rows of the batch for which llama.cpp reserves memory: at least those of the largest.
+
+        With caches of their own it takes the same number of each sequence, and graphs of some recurrent
+        models (kimi-linear in llama-cpp-python 0.3.36) abort where that leaves a rest.
+        """
+        most, num_slots = self._numerics.max_rows, self._options.num_slots
+        if self.info.can_trim or self._numerics.has_shared_cache:
+            return most
+        return -(-most // num_slots) * num_slots
 
     def _forget(self, slot: int, start: int) -> None:
         if not llama_cpp.llama_memory_seq_rm(self._memory, slot, start, -1):

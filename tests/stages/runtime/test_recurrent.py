@@ -148,3 +148,18 @@ def test_sequences_of_different_lengths_keep_their_rows(
 
 def test_a_model_with_attention_alone_keeps_no_state(smollm2_path: Path) -> None:
     assert read_model_facts(smollm2_path).state_widths == ()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("num_slots", "exact"), [(1, True), (2, True), (3, False), (7, True)])
+def test_memory_is_reserved_for_as_many_rows_of_each_slot(
+    tmp_path: Path, num_slots: int, *, exact: bool
+) -> None:
+    """Otherwise llama.cpp's graph of kimi-linear aborts as soon as it is loaded."""
+    path = TINY_FAMILIES["falcon-h1"].write(tmp_path / "model.gguf")
+    cut_stage(path, LayerRange(0, 1), tmp_path / "stage.gguf")
+    options = RuntimeOptions(num_slots=num_slots, ctx_size=64, exact=exact)
+    with closing(StageRuntime(tmp_path / "stage.gguf", options)) as runtime:
+        reserved = llama_cpp.llama_n_ubatch(runtime._context)
+        assert reserved % num_slots == 0
+        assert runtime.max_rows <= reserved < runtime.max_rows + num_slots
