@@ -216,6 +216,7 @@ class SpeculationReport:
         num_voided_windows: Windows void before their verdict, because one ahead of them was rejected.
         num_voided_rows: Rows that they carried.
         num_wasted_rows: Those of them that all stages computed.
+        num_recomputed_rows: Rows of accepted tokens that were computed again, in models with recurrent layers.
         num_cancels: Number of cancel messages.
         round_trip_ms: From sending a window to its verdict, summed over windows; they overlap.
         queue_ms: Part of it waiting at stages.
@@ -230,6 +231,7 @@ class SpeculationReport:
     num_voided_windows: int = 0
     num_voided_rows: int = 0
     num_wasted_rows: int = 0
+    num_recomputed_rows: int = 0
     num_cancels: int = 0
     round_trip_ms: float = 0.0
     queue_ms: float = 0.0
@@ -269,6 +271,7 @@ class SpeculationReport:
             num_voided_windows=self.num_voided_windows + other.num_voided_windows,
             num_voided_rows=self.num_voided_rows + other.num_voided_rows,
             num_wasted_rows=self.num_wasted_rows + other.num_wasted_rows,
+            num_recomputed_rows=self.num_recomputed_rows + other.num_recomputed_rows,
             num_cancels=self.num_cancels + other.num_cancels,
             round_trip_ms=self.round_trip_ms + other.round_trip_ms,
             queue_ms=self.queue_ms + other.queue_ms,
@@ -297,6 +300,7 @@ class SpeculationReport:
             "stale_windows": self.num_voided_windows,
             "stale_rows": self.num_voided_rows,
             "stale_rows_computed": self.num_wasted_rows,
+            "recomputed_rows": self.num_recomputed_rows,
             "cancels": self.num_cancels,
             "mean_window_ms": self._mean_window_ms(total.num_windows),
             "draft_ms_per_token": _rounded_or_none(self.draft_ms_per_token),

@@ -37,6 +37,7 @@ class ControllerOptions:
         fixed_width: Always this many proposed tokens, or as many as there are; 0 for no speculation.
         fixed_depth: Always this many windows in flight, as far as there are proposals.
         p_min: Least acceptance probability of a token that is sent; None leaves it to the controller.
+        is_recurrent: Whether the model goes back to checkpoints, and computes accepted tokens again.
 
     Raises:
         ValueError: If a value is out of range.
@@ -47,6 +48,7 @@ class ControllerOptions:
     fixed_width: int | None = None
     fixed_depth: int | None = None
     p_min: float | None = None
+    is_recurrent: bool = False
 
     def __post_init__(self) -> None:
         if self.max_width < 1 or self.max_depth < 1:
@@ -107,8 +109,6 @@ _NUM_DRAFTED_ON: Final = 8
 _FEATURES_AHEAD: Final = 64
 # Share of a drafter's luck that the payoff does not see; the rest guards against a wrong calibration.
 _LUCK_SHARE: Final = 0.8
-# Weight of the newest window in the mean of recomputed rows.
-_RECOMPUTED_WEIGHT: Final = 1 / 8
 # A drafted token may be likelier than the mean by this factor; and the bounds of its hoped-for acceptance.
 _HOPE: Final = 1.5
 _MOST_HOPE: Final = 0.95
@@ -149,8 +149,6 @@ class Controller:
         # Tokens committed since proposals were last wanted.
         self._num_plain = 0
         self._rates: dict[tuple[int, float], WindowPlanRate] = {}
-        # Mean of the rows that the first window of a run computes again.
-        self._mean_recomputed = 0.0
         self._num_judged = 0
         self._probe_in = self._probe_every = _FIRST_PROBE
         self._rate: WindowPlanRate | None = None
@@ -243,8 +241,6 @@ class Controller:
         if self._num_judged % _PACE_EVERY == 0:
             self._rates.clear()
         self._timing.add(outcome, is_alone=is_alone)
-        if outcome.num_in_flight == 0:
-            self._mean_recomputed += _RECOMPUTED_WEIGHT * (outcome.num_recomputed - self._mean_recomputed)
         luck = self._luck(outcome)
         self._calibration.judged(outcome.proposal, outcome.judgement.num_accepted)
         self._update_payoff(outcome, luck, is_alone=is_alone)
@@ -376,7 +372,7 @@ class Controller:
                 max_width=min(options.max_width, max(1, _ROW_BUDGET // self._num_sessions)),
                 max_depth=options.fixed_depth or options.max_depth,
                 token_ms=token_ms,
-                num_recomputed=round(self._mean_recomputed),
+                is_recurrent=options.is_recurrent,
             )
         return self._rates[key]
 

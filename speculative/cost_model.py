@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,7 +49,7 @@ class BatchTimeModel:
             highest_ms = max(highest_ms, self._mean_ms[rows])
             self._stairs.append((rows, highest_ms))
 
-    def ms(self, num_rows: int) -> float | None:
+    def ms(self, num_rows: float) -> float | None:
         """Time of a batch of this many rows; None before the first measurement."""
         stairs = self._stairs
         if not stairs:
@@ -68,7 +69,7 @@ def smoothed(mean_ms: float, newest_ms: float, weight: float = _NEWEST_WEIGHT) -
     return mean_ms + weight * (newest_ms - mean_ms)
 
 
-def _typical(num_rows: int) -> float:
+def _typical(num_rows: float) -> float:
     return 1.0 + _UNKNOWN_SLOPE * (num_rows - 1)
 
 
@@ -125,7 +126,7 @@ class Timing:
         if not is_alone:
             self._note_contention(outcome)
 
-    def stages_ms(self, num_rows: int, *, is_alone: bool) -> tuple[float, ...]:
+    def stages_ms(self, num_rows: float, *, is_alone: bool) -> tuple[float, ...]:
         """Time of each stage for `num_rows` rows; empty before the first verdict."""
         times = []
         for alone, crowded in zip(self._alone, self._crowded, strict=True):
@@ -266,7 +267,7 @@ def best_rate(
     max_width: int,
     max_depth: int,
     token_ms: float = 0.0,
-    num_recomputed: int = 0,
+    is_recurrent: bool = False,
 ) -> WindowPlanRate:
     """The widths with the most expected tokens per second.
 
@@ -276,7 +277,7 @@ def best_rate(
         max_width: Maximum of proposed tokens in a window.
         max_depth: Most windows in flight; 1 for one at a time.
         token_ms: Time to make a proposed token: a draft model makes them one after the other.
-        num_recomputed: Rows that the first window of a run computes again, in a model with recurrent layers.
+        is_recurrent: Whether a rejection goes back to a checkpoint, see `mean_recomputed`.
 
     Raises:
         ValueError: If `max_width` is below 1.
@@ -286,10 +287,11 @@ def best_rate(
         return WindowPlanRate(min(4, max_width), min(4, max_width), max_depth, 0.0)
     acceptance = min(max(acceptance, 0.0), _MAX_ACCEPTANCE)
     widths = [width for width in _WIDTHS if width <= max_width]
-    whole_ms = {
-        rows: sum(timing.stages_ms(rows + num_recomputed, is_alone=True))
-        for rows in [1, *(width + 1 for width in widths)]
-    }
+
+    @functools.cache
+    def whole_ms(num_rows: float) -> float:
+        return sum(timing.stages_ms(num_rows, is_alone=True))
+
     best: WindowPlanRate | None = None
     for width in widths:
         crowded_ms = timing.stages_ms(width, is_alone=False)
@@ -300,7 +302,9 @@ def best_rate(
         beat_ms = max(beat_ms, width * token_ms, (network_ms + sum(crowded_ms)) / max(1, depth))
         tail = 0.0 if max_depth == 1 else beat_ms / (1.0 - acceptance**width)
         for front in [0, *widths]:
-            run_ms = network_ms + whole_ms[front + 1] + tail * acceptance ** (front + 1)
+            # Halves of rows, so that few times need working out.
+            again = round(2 * mean_recomputed(front, width, acceptance)) / 2 if is_recurrent else 0.0
+            run_ms = network_ms + whole_ms(front + 1 + again) + tail * acceptance ** (front + 1)
             num_tokens = 1.0 / (1.0 - acceptance)
             if max_depth == 1:
                 num_tokens = (1.0 - acceptance ** (front + 1)) / (1.0 - acceptance)
@@ -310,6 +314,23 @@ def best_rate(
     if best is None:
         raise ValueError(f"max_width is {max_width}; it must be 1 or more")
     return best
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def mean_recomputed(front: int, width: int, acceptance: float) -> float:
+    """Rows that the first window of a run computes again, because a rejection ended the run before.
+
+    A model with recurrent layers goes back to the start of the window that has the rejected token. Behind
+    others a window's first token is judged by the window before it, and costs nothing.
+
+    Args:
+        front: Proposed tokens of a run's first window, which begins with a committed one.
+        width: Proposed tokens of each other window.
+        acceptance: Acceptance probability of each proposed token, below 1.
+    """
+    in_front = sum(index * acceptance ** (index - 1) for index in range(1, front + 1))
+    behind = sum(index * acceptance**index for index in range(1, width)) / (1.0 - acceptance**width)
+    return (1.0 - acceptance) * (in_front + acceptance**front * behind)
 
 
 # While a stage computes a row it computes nothing else, so `n` sessions that would commit tokens at the plain

@@ -331,7 +331,8 @@ class Speculators:
             session: Session id, for the log.
             request: Request with its limits of speculation.
         """
-        controller = narrowed(self._options.controller, request.speculation)
+        options = replace(self._options.controller, is_recurrent=not self._options.can_trim)
+        controller = narrowed(options, request.speculation)
         if self._make_proposers is None or controller is None:
             return None
         try:

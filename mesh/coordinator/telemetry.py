@@ -82,6 +82,7 @@ class SessionTelemetry:
         self._num_accepted = 0
         self._num_cancels = 0
         self._num_wasted_rows = 0
+        self._num_recomputed_rows = 0
         self._round_trip_ms = 0.0
         self._queue_us = 0
         self._compute_us = 0
@@ -108,8 +109,10 @@ class SessionTelemetry:
         *,
         sent_ms: float,
         arrived_ms: float,
+        num_recomputed: int = 0,
     ) -> None:
         """Record a verdict."""
+        self._num_recomputed_rows += num_recomputed
         self._latest_ms = arrived_ms
         self._round_trip_ms += arrived_ms - sent_ms
         # A recovery may have changed the number of stages.
@@ -182,6 +185,7 @@ class SessionTelemetry:
             num_voided_windows=len(self._voided_rows),
             num_voided_rows=sum(self._voided_rows.values()),
             num_wasted_rows=self._num_wasted_rows,
+            num_recomputed_rows=self._num_recomputed_rows,
             num_cancels=self._num_cancels,
             round_trip_ms=self._round_trip_ms,
             queue_ms=self._queue_us / 1000,

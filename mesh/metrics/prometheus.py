@@ -264,6 +264,11 @@ def add_speculation(sheet: Sheet, speculation: Mapping[str, Any] | None) -> None
         "Those of them that all stages computed all the same.",
         speculation["stale_rows_computed"],
     )
+    sheet.counter(
+        "mesh_recomputed_rows",
+        "Rows of accepted tokens that were computed again, in models with recurrent layers.",
+        speculation["recomputed_rows"],
+    )
     for name, proposer in speculation["proposers"].items():
         sheet.counter(f"{_STEM}_drafts", "Windows that proposed tokens.", proposer["drafts"], proposer=name)
         sheet.counter(

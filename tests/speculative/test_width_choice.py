@@ -1,10 +1,11 @@
 """The widths with the most expected tokens per second, against the formulas and common sense."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.cost_model import Timing, best_rate, row_price
+from speculative.cost_model import Timing, best_rate, mean_recomputed, row_price
 from tests.speculative.test_ring_timing import outcome
 
 LINEAR = {1: 4.0, 2: 8.0, 4: 16.0, 8: 32.0, 17: 68.0}
@@ -95,3 +96,22 @@ class TestRowPrice:
         timing = ring(LINEAR)
         assert row_price(timing, 1e-9, num_rows=1, is_new_window=True) == 0.02
         assert row_price(timing, 1e9, num_rows=1, is_new_window=True) == 0.95
+
+
+@given(st.integers(0, 12), st.integers(1, 12), st.floats(0.0, 0.99), st.integers(0, 2**32 - 1))
+def test_the_rows_that_are_computed_again_are_those_of_drawn_runs(
+    front: int, width: int, acceptance: float, seed: int
+) -> None:
+    """A run's accepted tokens are drawn; its last window's part of them, and its committed token, come again."""
+    lengths = np.minimum(np.random.default_rng(seed).geometric(1.0 - acceptance, 20_000) - 1, 1000)
+    again = np.where(lengths < front, lengths + 1, (lengths - front) % width)
+    assert mean_recomputed(front, width, acceptance) == pytest.approx(again.mean(), abs=0.15)
+
+
+def test_where_a_rejection_goes_back_windows_are_narrower() -> None:
+    stairs = {1: 4.0, 2: 6.0, 4: 9.0, 8: 14.0, 17: 24.0}
+    trimmed = best_rate(ring(stairs), 0.8, max_width=16, max_depth=24)
+    recurrent = best_rate(ring(stairs), 0.8, max_width=16, max_depth=24, is_recurrent=True)
+    assert recurrent.width <= trimmed.width
+    assert recurrent.front <= trimmed.front
+    assert recurrent.tokens_per_s < trimmed.tokens_per_s

@@ -113,6 +113,8 @@ async def test_the_text_does_not_depend_on_what_is_proposed(
             assert all(len(runtime.return_points(slot)) <= NUM_CHECKPOINTS + 2 for slot in range(NUM_SLOTS))
     assert dict(zip(REQUESTS, found, strict=True)) == answers
     assert status["accepted"] > 0 or all(errs)
+    # Only a rejection behind an accepted token makes rows be computed again.
+    assert (status["recomputed_rows"] > 0) == (True in errs)
 
 
 async def test_a_turn_goes_on_from_a_checkpoint(model: Path, whole: WholeModelEngine, tmp_path: Path) -> None:
