@@ -554,6 +554,7 @@ class Session:
                 verdict.times,
                 sent_ms=in_flight.sent_ms,
                 arrived_ms=arrived_ms,
+                num_recomputed=window.num_recomputed,
             )
         if step.is_unread_next:
             unread = voided[0].window.proposal
